@@ -1,0 +1,54 @@
+# PYTHON: an interpreter, 3.11 or newer, to make the environment with. VENV: where the environment is.
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+VENV ?= .venv
+ARGS ?=
+
+BIN := $(VENV)/bin
+# Always with the constraints: a looser torch can bring gigabytes of GPU libraries with it.
+PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+STAMP := $(VENV)/.scopetrace-env
+
+.DEFAULT_GOAL := help
+.PHONY: help env demo test lint format zoo bench ci clean
+
+help: ## List the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+env: $(STAMP) ## Make the environment (.venv) and install scopetrace into it
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP_INSTALL) --upgrade pip
+	$(PIP_INSTALL) torch==2.13.0
+	$(PIP_INSTALL) --editable '.[zoo]' --group dev
+	@touch $@
+
+demo: $(STAMP) ## Trace a vision transformer and show its modules
+	$(BIN)/scopetrace show timm:vit_tiny_patch16_224 --input x=1x3x224x224 --depth 2
+
+test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP) ## Check style, format and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP) ## Rewrite the code in the project's format
+	$(BIN)/ruff check --fix-only .
+	$(BIN)/ruff format .
+
+zoo: $(STAMP) ## Trace real models and compare with torch.export
+	$(BIN)/python benchmarks/zoo.py $(ARGS)
+
+bench: $(STAMP) ## Time tracing against the other ways to get a graph
+	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+ci: ## Do what CI does
+	.ci/run
+
+clean: ## Remove .venv, caches and build output
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,1 @@
+"""What scopetrace is measured on: real models (`make zoo`) and time and memory (`make bench`)."""

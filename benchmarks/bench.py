@@ -1,0 +1,174 @@
+"""Time and memory of a trace beside torch's own ways to capture a model. Prints ratios; asserts nothing.
+
+    python -m benchmarks.bench                       # everything (several minutes)
+    python -m benchmarks.bench --only speed --quick  # fewer rounds, no slow peers where a ratio is not judged
+    python -m benchmarks.bench --only speed,profile --models bert-base
+
+Parts: `speed` (BERT-base, ViT-B/16, ResNet-152: every runner in turn in one process, best of the rounds, with
+grad mode on and off), `profile` (where a trace spends its time), `llama` (the shape of Llama-70B on the meta
+device: time, memory), `ops` (cost by op from 1,000 to 100,000 ops, each in a fresh process).
+"""
+
+import argparse
+import json
+import pathlib
+import subprocess
+import sys
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+Result = dict[str, Any]
+
+PARTS = ("speed", "profile", "llama", "ops")
+MODELS = ("bert-base", "vit-b16", "resnet152")
+RUNNERS = ("trace", "trace+graph_module")
+SLOW = "export+run_decompositions"
+
+
+def job(name: str, timeout: float = 1800, **options: Any) -> Result:
+    """The result of one measurement in a fresh process; `error` is set if it gave none."""
+    command = [sys.executable, "-m", "benchmarks.bench_jobs", json.dumps({"job": name} | options)]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired:
+        return {"error": f"timeout after {timeout:.0f} s"}
+    lines = done.stdout.strip().splitlines()
+    if done.returncode or not lines:
+        return {"error": f"exit {done.returncode}: {done.stderr.strip()[-300:]}"}
+    result: Result = json.loads(lines[-1])
+    return result
+
+
+def say(*cells: str, widths: tuple[int, ...] = (34, 12, 12, 14, 20)) -> None:
+    """Print one line of a table."""
+    first, *others = cells
+    rest = "".join(cell.rjust(w) for cell, w in zip(others, widths[1:], strict=False))
+    print("  " + first.ljust(widths[0]) + rest, flush=True)
+
+
+def over(theirs: float, mine: float | None) -> str:
+    """How many times longer theirs takes."""
+    return f"{theirs / mine:.1f} x" if mine else "-"
+
+
+def megabytes(value: float) -> str:
+    """Bytes as MB (10^6)."""
+    return f"{value / 1e6:.0f} MB"
+
+
+def run_speed(options: argparse.Namespace) -> None:
+    """A table for each model and grad mode."""
+    for model in options.models:
+        for grad in (True, False):
+            rounds = options.rounds or (2 if options.quick else 5)
+            result = job("speed", model=model, grad=grad, rounds=rounds, slow_peers=True)
+            print(f"\n{model}, {'grad mode' if grad else 'torch.no_grad()'}, best of {rounds} rounds in turn", end="")
+            print(f", {result.get('nodes')} nodes")
+            show_speed(result)
+
+
+def show_speed(result: Result) -> None:
+    """Times of every runner and its ratio to ours."""
+    if "error" in result:
+        return say(result["error"])
+    best, median = result["best"], result["median"]
+    say("", "best ms", "median ms", "over trace", "over trace+gm")
+    for name, value in best.items():
+        ratios = ("", "") if name in RUNNERS else (over(value, best.get(r)) for r in RUNNERS)
+        say(name, f"{value * 1e3:.1f}", f"{median[name] * 1e3:.1f}", *ratios)
+    for name, reason in result["failed"].items():
+        say(name, "failed: " + reason)
+    for name, value in result["parts"].items():
+        say("  " + name, f"{value * 1e3:.1f}")
+
+
+def run_profile(options: argparse.Namespace) -> None:
+    """Where a trace spends its time."""
+    for model in options.models:
+        result = job("profile", model=model, grad=False)
+        print(f"\n{model}: share of the time of st.trace(...).graph_module by file (cProfile, own time)")
+        if "error" in result:
+            say(result["error"])
+        for name, share in result.get("share", {}).items():
+            say(name, f"{share:.1%}", widths=(60, 8))
+
+
+def run_llama(options: argparse.Namespace) -> None:
+    """Time and memory of a Llama-70B shape on the meta device."""
+    layers = options.layers
+    print(f"\nLlama-70B shape on the meta device, {layers} layers, 128 tokens; each number from its own process")
+    print("  RSS: the whole process (torch, transformers, the model's Python objects too), by VmHWM, reset before")
+    print("  growth: RSS peak less RSS just before, after a warm-up on a small model")
+    print("  Python peak: tracemalloc, Python's allocations during the trace only; C++ allocations are not in it")
+    say("", "seconds", "Python peak", "RSS before", "RSS peak", "growth", widths=(34, 12, 14, 14, 14, 14))
+    times: dict[str, float] = {}
+    for runner in (*RUNNERS, *(() if options.quick else (SLOW,))):
+        rounds = 1 if runner == SLOW else 3
+        time = job("llama_time", runner=runner, layers=layers, rounds=rounds)
+        python = job("llama_python_memory", runner=runner, layers=layers)
+        process = job("llama_process_memory", runner=runner, layers=layers)
+        times[runner] = time.get("seconds", 0.0)
+        show_llama(runner, time | python | process)
+    if times.get(SLOW):
+        print(f"  {SLOW} takes {over(times[SLOW], times['trace'])} as long as trace", end="")
+        print(f", {over(times[SLOW], times['trace+graph_module'])} as long as trace+graph_module")
+
+
+def show_llama(runner: str, r: Result) -> None:
+    """One line, or what went wrong."""
+    if "error" in r:
+        return say(runner, r["error"])
+    growth = r["rss_peak"] - r["rss_before"]
+    cells = [f"{r['seconds']:.2f}", *map(megabytes, (r["python_peak"], r["rss_before"], r["rss_peak"], growth))]
+    say(runner, *cells, widths=(34, 12, 14, 14, 14, 14))
+    if not r["rss_reset"]:
+        say("  (the mark could not be reset: ru_maxrss, highest since the process started)")
+
+
+def run_ops(options: argparse.Namespace) -> None:
+    """Microseconds for each op of a chain."""
+    counts = [1000, 10_000] if options.quick else [1000, 10_000, 100_000]
+    print("\ncost by op (a chain of linear, relu, add, mul; torch.no_grad; each number from a fresh process)")
+    say("", *(f"{n:,} ops" for n in counts), "last / first", widths=(34, 16, 16, 16, 16))
+    for runner in (*RUNNERS, "make_fx(pre_dispatch)"):
+        costs = []
+        for n in counts:
+            if runner not in RUNNERS and n > 10_000:
+                continue
+            result = job("ops", count=n, runner=runner, rounds=1 if n > 10_000 else 3)
+            costs.append(result["seconds"] / n * 1e6 if "seconds" in result else None)
+            if "error" in result:
+                say(runner, f"{n}: {result['error']}")
+        cells = ["-" if c is None else f"{c:.1f} us" for c in costs] + [""] * (len(counts) - len(costs))
+        flat = f"{costs[-1] / costs[0]:.2f}" if costs[0] and costs[-1] else "-"
+        say(runner, *cells, flat, widths=(34, 16, 16, 16, 16))
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help=f"parts, comma-separated, of {', '.join(PARTS)}")
+    parser.add_argument("--models", default=",".join(MODELS), help="models of speed and profile, comma-separated")
+    parser.add_argument("--rounds", type=int, help="rounds of speed")
+    parser.add_argument("--layers", type=int, default=80, help="layers of the Llama")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes, no slow peer for Llama")
+    options = parser.parse_args(argv)
+    options.only, options.models = options.only.split(","), options.models.split(",")
+    unknown = [p for p in options.only if p not in PARTS] + [m for m in options.models if m not in MODELS]
+    if unknown:
+        parser.error(f"unknown: {', '.join(unknown)}; parts are {', '.join(PARTS)}, models {', '.join(MODELS)}")
+    return options
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the chosen parts in their order."""
+    options = parse(argv)
+    runs = {"speed": run_speed, "profile": run_profile, "llama": run_llama, "ops": run_ops}
+    for part in PARTS:
+        if part in options.only:
+            runs[part](options)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

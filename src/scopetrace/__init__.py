@@ -1,0 +1,29 @@
+"""scopetrace: traces of PyTorch models that still know their modules.
+
+    import scopetrace as st
+
+    tr = st.trace(model, args, kwargs)
+    print(tr)
+"""
+
+from scopetrace.calls import ModuleCall as ModuleCall
+from scopetrace.errors import CheckError as CheckError
+from scopetrace.errors import DataDependentError as DataDependentError
+from scopetrace.errors import ForeignTensorError as ForeignTensorError
+from scopetrace.errors import InputMismatchError as InputMismatchError
+from scopetrace.errors import LeafPatternError as LeafPatternError
+from scopetrace.errors import LintError as LintError
+from scopetrace.errors import OpaqueOutputError as OpaqueOutputError
+from scopetrace.errors import RandomStateError as RandomStateError
+from scopetrace.errors import ScopeError as ScopeError
+from scopetrace.errors import ScopetraceError as ScopetraceError
+from scopetrace.errors import TraceError as TraceError
+from scopetrace.errors import UnsupportedOpError as UnsupportedOpError
+from scopetrace.scopes import Scope as Scope
+from scopetrace.scopes import TracingState as TracingState
+from scopetrace.scopes import scope as scope
+from scopetrace.scopes import tracing_state as tracing_state
+from scopetrace.trace import Trace as Trace
+from scopetrace.trace import trace as trace
+
+__version__ = "0.1.0"

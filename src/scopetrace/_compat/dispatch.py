@@ -1,0 +1,163 @@
+"""The pre-dispatch mode slot, where ops arrive before autocast, autograd and decomposition.
+
+torch keeps three slots there: for proxy tracing, for functionalization, and for schema checking. The recorder takes
+the third: torch's own code looks into the other two (`torch.vmap`, symbolic integers and higher-order ops each look for a
+proxy tracer) and would find a tracer that is none. Schema checking is a test tool that is never on in a trace.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._C import DispatchKey
+from torch._dispatch.python import enable_python_dispatcher
+from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops, _pop_mode_from_pre_dispatch
+from torch._ops import _set_mode_pre_dispatch as _put_mode
+from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.utils._python_dispatch import _disable_current_modes
+
+OnOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
+OnHigherOrderOp = Callable[[HigherOrderOperator, tuple[Any, ...], dict[str, Any]], Any]
+
+_AUTOCAST_KEYS = {
+    name: getattr(DispatchKey, key)
+    for name, key in {
+        "cpu": "AutocastCPU",
+        "cuda": "AutocastCUDA",
+        "xpu": "AutocastXPU",
+        "hpu": "AutocastHPU",
+        "mps": "AutocastMPS",
+        "xla": "AutocastXLA",
+    }.items()
+    if hasattr(DispatchKey, key)
+}
+
+
+class PreDispatchMode(SchemaCheckMode):
+    """Calls `on_op` for each op that Python or C++ code calls, whole, with itself out of the way.
+
+    `on_higher_order` gets torch.cond and its kind.
+    """
+
+    def __init__(self, on_op: OnOp, on_higher_order: OnHigherOrderOp) -> None:
+        super().__init__()
+        self._dispatch_key = DispatchKey.PreDispatch
+        self.on_op = on_op
+        self.on_higher_order = on_higher_order
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True
+
+    def __enter__(self) -> PreDispatchMode:
+        _register_higher_order_ops()
+        super().__enter__()
+        return self
+
+
+def _torch_dispatch(
+    self: PreDispatchMode, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+) -> Any:
+    return self.on_op(func, args, kwargs or {})
+
+
+# Set from outside the class body: TorchDispatchMode wraps what stands in the body with dynamo's `disable`, which costs
+# as much as recording an op does.
+PreDispatchMode.__torch_dispatch__ = _torch_dispatch  # type: ignore[method-assign, assignment]
+
+
+def _register_higher_order_ops() -> None:
+    """Tell each higher-order op, once, what to do under our mode."""
+    for hop in _higher_order_ops.values():
+        if PreDispatchMode not in hop.python_key_table:
+            hop.py_impl(PreDispatchMode)(
+                lambda mode, *args, _hop=hop, **kwargs: mode.on_higher_order(_hop, args, kwargs)
+            )
+
+
+@contextlib.contextmanager
+def dispatching_to(mode: PreDispatchMode, *others: Any) -> Iterator[None]:
+    """`others` and, above them, `mode`, with an earlier trace of this thread set aside."""
+    outer = _pop_mode_from_pre_dispatch() if _pre_dispatch_modes() else None
+    try:
+        with contextlib.ExitStack() as stack:
+            for other in others:
+                stack.enter_context(other)
+            stack.enter_context(enable_python_dispatcher())
+            stack.enter_context(mode)
+            yield
+    finally:
+        if outer is not None:
+            _put_mode(outer)
+
+
+def _pre_dispatch_modes() -> int:
+    return torch._ops._len_torch_dispatch_stack_pre_dispatch()
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """Ops inside are not recorded (they stay fake). A no-op where recording is already out of the way."""
+    mode = _pop_mode_from_pre_dispatch() if _pre_dispatch_modes() else None
+    try:
+        yield
+    finally:
+        if mode is not None:
+            _put_mode(mode)
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Ops inside run for real, outside all modes."""
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
+        yield
+
+
+def in_transform() -> bool:
+    """Whether a functorch transform (vmap, grad, jvp) is running."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
+    """Apply autocast's rule for `func` with the recorder on, so that the casts are recorded as ops.
+
+    Returns NotImplemented when autocast does not touch the op.
+    """
+    key = _AUTOCAST_KEYS.get(device)
+    if key is None or not torch.is_autocast_enabled(device) or torch._C._dispatch_tls_is_dispatch_key_excluded(key):
+        return NotImplemented
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        return _with_mode(mode, lambda: func._op_dk(key, *args, **kwargs))
+    if func._can_decompose() and not func.is_view:
+        return _with_mode(mode, lambda: func.decompose(*args, **kwargs))
+    return NotImplemented
+
+
+def through_transform(mode: PreDispatchMode, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Apply the innermost functorch transform to `func`; what it turns into comes back to the recorder."""
+    return _with_mode(mode, lambda: func._op_dk(DispatchKey.FuncTorchDynamicLayerFrontMode, *args, **kwargs))
+
+
+def _with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
+    _put_mode(mode)
+    try:
+        return run()
+    finally:
+        _pop_mode_from_pre_dispatch()
+
+
+def written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
+    """Position and name of the arguments that the op's schema says it writes to."""
+    arguments = func._schema.arguments
+    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
+
+
+def qualified_name(func: OpOverload | HigherOrderOperator) -> str:
+    """`aten.add.Tensor`."""
+    return str(func)

@@ -1,0 +1,149 @@
+"""Fake tensors: made from real ones without looking at data, and made again from known metadata without running ops."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.fx.experimental.symbolic_shapes import (
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    compute_unbacked_bindings,
+)
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+
+__all__ = ["FakeFactory", "FakeTensor", "is_fake"]
+
+DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
+NO_SHAPE_RULE = (DynamicOutputShapeException, UnsupportedOperatorException)
+
+_make_subclass = torch.Tensor._make_subclass
+_forbid_data_ptr = torch._C._set_throw_on_mutable_data_ptr
+
+
+def is_fake(x: object) -> bool:
+    return isinstance(x, FakeTensor)
+
+
+class FakeFactory:
+    """Makes the fake tensors of one trace. All views of one real storage share one fake storage."""
+
+    def __init__(self) -> None:
+        self.shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, static_shapes=True)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._templates: dict[torch.device, dict[str, Any]] = {}
+        self._keep: list[Any] = []
+
+    def from_real(self, real: torch.Tensor) -> torch.Tensor:
+        """A fake of `real`: same metadata, same `requires_grad`, and a leaf of autograd if `real` is one."""
+        if not _is_plain(real):
+            with without_dispatch():
+                return self.mode.from_tensor(real, static_shapes=True)
+        storage = real.untyped_storage()
+        with without_dispatch(), torch.no_grad():
+            meta_storage = self._storages.get(storage._cdata)
+            if meta_storage is None:
+                meta_storage = torch.UntypedStorage(storage.nbytes(), device="meta")
+                self._storages[storage._cdata] = meta_storage
+                self._keep.append(storage)
+            meta = torch.empty(0, dtype=real.dtype, device="meta")
+            meta.set_(meta_storage, real.storage_offset(), real.size(), real.stride())  # type: ignore[call-overload]
+            fake = self._wrap(meta, real.device, real.requires_grad)
+        if isinstance(real, torch.nn.Parameter):
+            fake._is_param = True
+        if not real.is_leaf:
+            self._leave_leaf(fake)
+        return fake
+
+    def fresh(
+        self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+    ) -> torch.Tensor:
+        """A new fake with its own storage. Call inside `without_dispatch`."""
+        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return self._wrap(meta, device, requires_grad)
+
+    def view(
+        self, base: torch.Tensor, size: Any, stride: Any, offset: int, device: torch.device, requires_grad: bool
+    ) -> torch.Tensor:
+        """A fake over the storage of `base`, with its version counter. Call inside `without_dispatch`."""
+        return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
+
+    def give_history(self, fake: torch.Tensor) -> None:
+        """Make a leaf that requires grad what autograd would have made: a result of an op."""
+        fake.requires_grad_(False)
+        self._leave_leaf(fake)
+
+    def _leave_leaf(self, fake: torch.Tensor) -> None:
+        fake.requires_grad_(False)
+        with without_modes(), torch.enable_grad(), in_kernel_invocation_manager(self.mode):
+            fake.copy_(torch.zeros((), dtype=fake.dtype, device="meta").requires_grad_())
+
+    def _wrap(self, meta: torch.Tensor, device: torch.device, requires_grad: bool) -> torch.Tensor:
+        template = self._templates.get(device)
+        if template is None:
+            template = self._templates[device] = dict(vars(FakeTensor(self.mode, meta.detach(), device)))
+        fake = _make_subclass(
+            FakeTensor, meta, requires_grad, dispatch_device=True, device_for_backend_keys=device
+        )
+        _forbid_data_ptr(fake)
+        fake.__dict__.update(template)
+        return fake
+
+    def unbacked_bindings(self, outputs: Any) -> Any:
+        """The bindings of the symbols that the last op made, or None; see `compute_unbacked_bindings` of torch."""
+        if not self.shape_env.pending_fresh_unbacked_symbols:
+            return None
+        return compute_unbacked_bindings(self.shape_env, outputs)
+
+
+def _is_plain(real: torch.Tensor) -> bool:
+    return (
+        type(real) in (torch.Tensor, torch.nn.Parameter)
+        and real.layout is torch.strided
+        and not (real.is_quantized or real.is_conj() or real.is_neg() or real.is_nested or real.is_inference())
+        and real.untyped_storage().device == real.device
+    )
+
+
+@contextlib.contextmanager
+def without_modes() -> Iterator[None]:
+    with torch._C._DisablePythonDispatcher():
+        yield
+
+
+class without_dispatch:
+    """No Python dispatch inside: neither modes nor subclasses nor the Python dispatcher see the ops."""
+
+    __slots__ = ("_autograd", "_python", "_torch")
+
+    def __enter__(self) -> None:
+        self._torch = torch._C._DisableTorchDispatch()
+        self._python = torch._C._DisablePythonDispatcher()
+        self._autograd = torch._C._AutoDispatchBelowAutograd()
+        self._torch.__enter__()
+        self._python.__enter__()
+        self._autograd.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._autograd.__exit__(*exc)
+        self._python.__exit__(*exc)
+        self._torch.__exit__(*exc)
+
+
+def fake_mode_of(x: torch.Tensor) -> Any:
+    return x.fake_mode  # type: ignore[attr-defined]
+
+
+def storage_id(x: torch.Tensor) -> int:
+    """Equal for tensors that share memory; unique for layouts without a storage."""
+    if x.layout is torch.strided:
+        return x.untyped_storage()._cdata
+    return -id(x)

@@ -1,0 +1,176 @@
+"""What a trace changes in the process while it runs, and puts back when it ends, however it ends.
+
+`nn.Module._call_impl` rather than `__call__`: torch.fx kept `__call__` at import, so that a later patch of it is not seen
+under make_fx and export; hooks rather than either would turn off the fast path of `nn.TransformerEncoderLayer`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.autograd.graph
+
+
+class Observer(Protocol):
+    """Who is told of module calls. `run` does what would have happened without the patch."""
+
+    paused: bool
+
+    def on_call(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def on_forward(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+
+    def on_backward(self) -> None: ...
+
+
+@contextlib.contextmanager
+def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Tell `observer` of all module calls in this thread, and present the process to models as exporting."""
+    thread = threading.get_ident()
+
+    def mine() -> bool:
+        return threading.get_ident() == thread and not observer.paused
+
+    with contextlib.ExitStack() as stack:
+        stack.callback(_set, torch.nn.Module, "_call_impl", torch.nn.Module._call_impl)
+        torch.nn.Module._call_impl = _call_impl(observer, mine)  # type: ignore[method-assign, assignment]
+        for cls in {_owner(type(m)) for m in modules} - {None}:
+            stack.callback(_set, cls, "forward", cls.__dict__["forward"])  # type: ignore[union-attr]
+            cls.forward = _forward(cls, observer, mine)  # type: ignore[union-attr, attr-defined]
+        stack.enter_context(_backward_reported(observer, mine))
+        stack.enter_context(_exporting())
+        stack.enter_context(_not_compiling())
+        stack.enter_context(_no_autocast_cache())
+        for module in modules:
+            if getattr(module, "_compiled_call_impl", None) is not None:
+                module._compiled_call_impl = None  # what the module was is put back with its other attributes
+        yield
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    setattr(owner, name, value)
+
+
+def _bare(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function under the patches of an outer trace."""
+    return getattr(fn, "_scopetrace_original", fn)
+
+
+def _call_impl(observer: Observer, mine: Callable[[], bool]) -> Callable[..., Any]:
+    outer = torch.nn.Module._call_impl
+    original = _bare(outer)
+
+    def call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not mine():
+            return outer(self, *args, **kwargs)
+        if _is_compiled(self):
+            return observer.on_call(self, lambda _, *a, **k: self._orig_mod(*a, **k), args, kwargs)  # type: ignore[operator]
+        return observer.on_call(self, original, args, kwargs)
+
+    call_impl._scopetrace_original = original  # type: ignore[attr-defined]
+    return call_impl
+
+
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return "_orig_mod" in module.__dict__.get("_modules", ()) and type(module).__name__ == "OptimizedModule"
+
+
+def _owner(cls: type) -> type | None:
+    """The class that defines the `forward` of `cls`, when it can be patched."""
+    for base in cls.__mro__:
+        if "forward" in base.__dict__:
+            plain = callable(base.__dict__["forward"]) and not issubclass(cls, torch.jit.ScriptModule)
+            return base if plain and base is not torch.nn.Module else None
+    return None
+
+
+def _forward(cls: type, observer: Observer, mine: Callable[[], bool]) -> Callable[..., Any]:
+    """`forward` of a class, seen when it is called without the module being called."""
+    outer = cls.__dict__["forward"]
+    original = _bare(outer)
+
+    @functools.wraps(original)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not mine():
+            return outer(self, *args, **kwargs)
+        if _owner(type(self)) is not cls:  # super().forward(): part of the same call
+            return original(self, *args, **kwargs)
+        return observer.on_forward(self, original, args, kwargs)
+
+    forward._scopetrace_original = original  # type: ignore[attr-defined]
+    return forward
+
+
+@contextlib.contextmanager
+def _backward_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[None]:
+    """autograd's engine is entered from two modules that each hold its name."""
+    places = [m for m in (torch.autograd, torch.autograd.graph) if hasattr(m, "_engine_run_backward")]
+    outer = places[0]._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if mine():
+            observer.on_backward()
+        return outer(*args, **kwargs)
+
+    for place in places:
+        place._engine_run_backward = run_backward  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for place in places:
+            place._engine_run_backward = outer  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def _exporting() -> Iterator[None]:
+    """Models ask `torch.compiler.is_exporting()` to choose a path that can be traced; torch.export sets both flags too."""
+    old = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    try:
+        yield
+    finally:
+        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = old
+
+
+@contextlib.contextmanager
+def _no_autocast_cache() -> Iterator[None]:
+    """Autocast keeps casts of parameters; those of a trace are fake and must not outlive it."""
+    old = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(old)
+
+
+@contextlib.contextmanager
+def _not_compiling() -> Iterator[None]:
+    """Compiled functions inside the model run their Python. Nothing to do where dynamo was never imported."""
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def random_state_kept() -> Iterator[Callable[[], bool]]:
+    """Put the generators of torch, Python and NumPy back; the value says whether torch's was changed so far."""
+    import random
+
+    numpy = sys.modules.get("numpy")
+    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    numpy_state = numpy.random.get_state() if numpy is not None else None
+    try:
+        yield lambda: not torch.equal(torch_state, torch.get_rng_state())
+    finally:
+        torch.set_rng_state(torch_state)
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)

@@ -1,0 +1,64 @@
+"""Symbolic sizes as graph nodes: `sym_size` of a tensor, and arithmetic on those, made where an op needs them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import sympy
+import torch
+import torch.fx
+from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
+
+Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class SymbolNodes:
+    """Nodes of `graph` for symbolic expressions. Each expression has one node."""
+
+    def __init__(self, graph: torch.fx.Graph) -> None:
+        self._graph = graph
+        self._tracer = GraphAppendingTracer(graph)
+        self._nodes: dict[Any, torch.fx.Node] = {}
+        self._sizes: dict[sympy.Symbol, tuple[torch.fx.Node, int]] = {}
+
+    def learn_number(self, number: Any, node: torch.fx.Node) -> None:
+        """`node` gives the symbolic number."""
+        self._nodes.setdefault(number.node.expr, node)
+
+    def learn_sizes(self, fake: torch.Tensor, node: torch.fx.Node) -> None:
+        """The sizes of the tensor that `node` gives can be asked for."""
+        for dim, size in enumerate(fake.size()):
+            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+                self._sizes.setdefault(size.node.expr, (node, dim))
+
+    def node_of(self, number: Any) -> Any:
+        """The node that gives `number`; a plain Python number when it is constant."""
+        expr = number.node.expr
+        if expr.is_number:
+            return number.node.pytype(expr)
+        found = self._nodes.get(expr)
+        if found is None:
+            for symbol in sorted(expr.free_symbols, key=str):
+                self._symbol(symbol)
+            proxies = {s: torch.fx.Proxy(self._nodes[s], self._tracer) for s in expr.free_symbols}
+            result = sympy_interp(OptimizedPythonReferenceAnalysis, proxies, expr)
+            found = self._nodes[expr] = result.node
+            found.meta["val"] = number
+        return found
+
+    def _symbol(self, symbol: sympy.Symbol) -> None:
+        if symbol in self._nodes:
+            return
+        tensor, dim = self._sizes[symbol]
+        node = self._graph.create_node(
+            "call_function", torch.ops.aten.sym_size.int, (tensor, dim), {}, name="sym_size_int"
+        )
+        node.meta["val"] = tensor.meta["val"].size(dim)
+        self._nodes[symbol] = node
+
+
+def bare_number(number: Any) -> Any:
+    """The symbolic expression of a number, which compares and hashes without a guard."""
+    return number.node.expr

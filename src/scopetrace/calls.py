@@ -1,0 +1,194 @@
+"""Module calls as people read them: which module, with which values, giving which.
+
+The idea is RFC-0015 of pytorch/rfcs: a scope that knows the inputs and outputs of the module behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace import meta
+from scopetrace.graph import Program
+from scopetrace.record.tape import Call
+from scopetrace.scopes import Scope
+
+
+class ModuleCall:
+    """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself."""
+
+    def __init__(self, call: Call, table: CallTable) -> None:
+        self._call = call
+        self._table = table
+
+    @property
+    def fqn(self) -> str | None:
+        """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree."""
+        return self._call.fqn
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module itself; None for the root when a plain function was traced, and in a loaded trace."""
+        return self._call.module
+
+    @property
+    def module_type(self) -> type | None:
+        """The module's class; None for the root when a plain function was traced."""
+        return type(self._call.module) if self._call.module is not None else None
+
+    @property
+    def index(self) -> int:
+        """0 for the first call of this module instance, 1 for its second."""
+        return self._call.index
+
+    @property
+    def position(self) -> int:
+        """Where this call stands in `Trace.calls`."""
+        return self._call.position
+
+    @property
+    def scope(self) -> Scope:
+        """The scope of the ops that run directly in this call."""
+        return self._call.scope
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the call was recorded as one op, because `leaves=` named its module."""
+        return self._call.leaf
+
+    @property
+    def raised(self) -> BaseException | None:
+        """The exception that ended this call, where one did and an outer module caught it."""
+        return self._call.raised
+
+    @property
+    def parent(self) -> ModuleCall | None:
+        """The call in which this one was made; None for the root."""
+        return None if self._call.parent is None else self._table.calls[self._call.parent.position]
+
+    @property
+    def children(self) -> list[ModuleCall]:
+        """The calls made directly in this one, in order."""
+        return self._table.children[self.position]
+
+    @property
+    def nodes(self) -> list[torch.fx.Node]:
+        """The graph's nodes that this call and the calls inside it made, in order."""
+        return self._table.nodes_between(self.position, self._table.ends[self.position])
+
+    @functools.cached_property
+    def arguments(self) -> dict[str, Any]:
+        """forward's parameter names and what was passed for them, defaults included.
+
+        Tensors are `torch.fx.Node`s, symbolic sizes too; everything else is the Python object itself. `*args` and `**kwargs`
+        stand under their own names, as a tuple and a dict.
+        """
+        lower = self._table.program.lower
+        args = tuple(lower(a) for a in self._call.args)
+        kwargs = {name: lower(a) for name, a in self._call.kwargs.items()}
+        return bind(self._forward(), args, kwargs)
+
+    @functools.cached_property
+    def outputs(self) -> Any:
+        """What the call returned, tensors as `torch.fx.Node`s. None when it raised."""
+        return self._table.program.lower(self._call.outputs)
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."""
+        return self._call.attributes
+
+    @functools.cached_property
+    def mutated(self) -> dict[str, torch.fx.Node]:
+        """What the call changed in place: an argument's path or a buffer's name, and the node after the change."""
+        return self._table.mutated(self._call, self._forward())
+
+    def _forward(self) -> Callable[..., Any]:
+        return self._table.forward if self._call.module is None else self._call.module.forward
+
+    def __repr__(self) -> str:
+        index = f", index={self.index}" if self.index else ""
+        name = self.module_type.__name__ if self.module_type else "function"
+        return f"ModuleCall({self.fqn!r}, {name}{index})"
+
+
+class CallTable:
+    """All calls of a trace, and what they share."""
+
+    def __init__(self, program: Program, forward: Callable[..., Any]) -> None:
+        self.program = program
+        self.forward = forward
+        tape = program.tape
+        self.calls = [ModuleCall(call, self) for call in tape.calls]
+        self.children: list[list[ModuleCall]] = [[] for _ in tape.calls]
+        self.ends = list(range(1, len(tape.calls) + 1))
+        for call in reversed(tape.calls):
+            if call.parent is not None:
+                above = call.parent.position
+                self.ends[above] = max(self.ends[above], self.ends[call.position])
+        for call in tape.calls:
+            if call.parent is not None:
+                self.children[call.parent.position].append(self.calls[call.position])
+
+    @functools.cached_property
+    def _by_call(self) -> list[tuple[int, torch.fx.Node]]:
+        found = [(meta.call_position(n), n) for n in self.program.graph.nodes if n.op not in ("placeholder", "output")]
+        return [(position, n) for position, n in found if position is not None]
+
+    def nodes_between(self, start: int, stop: int) -> list[torch.fx.Node]:
+        """The nodes whose innermost call is one of `calls[start:stop]`."""
+        return [n for position, n in self._by_call if start <= position < stop and not n._erased]
+
+    def mutated(self, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
+        """See `ModuleCall.mutated`."""
+        from scopetrace.record.structure import leaves_with_path
+        from scopetrace.record.tape import Value
+
+        ops = self.program.tape.ops[call.start : call.stop]
+        last = {v.storage: op for op in ops for v in op.writes}
+        named = bind(forward, call.args, call.kwargs)
+        found = {
+            name + path: leaf.storage
+            for name, arg in named.items()
+            for path, leaf in leaves_with_path(arg)
+            if isinstance(leaf, Value)
+        }
+        prefix = f"{call.fqn}." if call.fqn else ""
+        for op in self.program.tape.ops:
+            if op.kind == "get_attr" and call.module is not None and op.target.startswith(prefix):
+                found.setdefault(op.target.removeprefix(prefix), op.outputs.storage)
+        return {
+            name: self.program.lower(last[storage].values()[0])
+            for name, storage in found.items()
+            if storage in last and last[storage].values()
+        }
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # scripted and built-in callables have none
+        return None
+
+
+def bind(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Parameter names and values, defaults included; positional `arg[0]`… where there is no signature."""
+    function = getattr(forward, "__func__", None)
+    try:
+        signature = _signature(function) if function is not None else inspect.signature(forward)
+        if signature is not None:
+            bound = signature.bind(None, *args, **kwargs) if function is not None else signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            named = dict(bound.arguments)
+            if function is not None:
+                named.pop(next(iter(signature.parameters)), None)
+            return named
+    except (TypeError, ValueError):  # no signature, or one that the call did not go through
+        pass
+    return {f"arg{i}": a for i, a in enumerate(args)} | kwargs

@@ -1,0 +1,103 @@
+"""The trace against the model that it came from."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from scopetrace.errors import CheckError
+from scopetrace.record.structure import leaves_with_path
+from scopetrace.record.tape import Tape
+
+
+def compare_with_model(
+    model: Callable[..., Any], trace: Callable[..., Any], tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Run both on copies of the inputs, from one random state and one model state. Raises CheckError."""
+    state = _State(tape, model)
+    expected = _run(model, args, kwargs, state)
+    actual = _run(trace, args, kwargs, state)
+    problems = [p for key, old in expected.items() for p in _differences(key, old, actual[key])]
+    if problems:
+        raise CheckError("the trace differs from the model:\n  " + "\n  ".join(problems))
+
+
+class _State:
+    """The tensors that a run may change: the model's buffers, and what the trace writes to."""
+
+    def __init__(self, tape: Tape, model: Callable[..., Any]) -> None:
+        self._tensors: dict[str, torch.Tensor] = {}
+        self._places: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
+        modules = model.modules() if isinstance(model, torch.nn.Module) else [m for m, _ in tape.owners.values()]
+        for i, module in enumerate(modules):
+            for name, buffer in module._buffers.items():
+                if buffer is not None:
+                    self._places.append((module, name, buffer))
+                    self._tensors[f"buffer {name} of module {i}"] = buffer
+        written = {v.storage for op in tape.ops for v in op.writes}
+        for op in tape.ops:
+            if op.kind == "get_attr" and op.outputs.storage in written:
+                self._tensors[f"attribute {op.target}"] = tape.attributes[op.target]
+        self._before = {name: t.detach().clone() for name, t in self._tensors.items()}
+
+    def now(self) -> dict[str, torch.Tensor]:
+        """Copies of the values after a run."""
+        found = {name: t.detach().clone() for name, t in self._tensors.items()}
+        for i, (module, name, _) in enumerate(self._places):
+            found[f"bound buffer {name} ({i})"] = module._buffers[name].detach().clone()  # type: ignore[union-attr]
+        return found
+
+    def restore(self) -> None:
+        """Put the values and the bindings back."""
+        with torch.no_grad():
+            for module, name, buffer in self._places:
+                module._buffers[name] = buffer
+            for name, t in self._tensors.items():
+                if t.device.type != "meta":
+                    t.copy_(self._before[name])
+
+
+def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> dict[str, Any]:
+    given = copy_inputs((args, kwargs))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        try:
+            result = fn(*given[0], **given[1])
+            return {"result": result, "arguments": given, "state": state.now()}
+        finally:
+            state.restore()
+
+
+def copy_inputs(x: Any) -> Any:
+    """A deep copy that keeps shared memory, strides and `requires_grad`, of non-leaf tensors too."""
+    memo: dict[int, Any] = {}
+    for _, leaf in leaves_with_path(x):
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+            with torch.no_grad():
+                new = copy.deepcopy(leaf.detach(), memo)
+            memo[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+    return copy.deepcopy(x, memo)
+
+
+def _differences(path: str, expected: Any, actual: Any) -> Iterator[str]:
+    if type(expected) is not type(actual):
+        yield f"{path}: {type(expected).__name__} became {type(actual).__name__}"
+        return
+    old, new = dict(leaves_with_path(expected)), dict(leaves_with_path(actual))
+    if old.keys() != new.keys():
+        yield f"{path}: structure {list(old)} became {list(new)}"
+        return
+    for key, a in old.items():
+        b = new[key]
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            try:
+                torch.testing.assert_close(b, a, equal_nan=True)
+            except AssertionError as error:
+                yield f"{path}{key}: {' '.join(str(error).split())}"
+            if a.requires_grad != b.requires_grad:
+                yield f"{path}{key}: requires_grad {a.requires_grad} became {b.requires_grad}"
+        elif type(a) is not type(b):
+            yield f"{path}{key}: {type(a).__name__} became {type(b).__name__}"

@@ -1,0 +1,78 @@
+"""One exception class for each kind of mistake; every message says what to do instead.
+
+`TraceError` and its subclasses carry where the problem is: `op`, `module` and `source`.
+"""
+
+from __future__ import annotations
+
+
+class ScopetraceError(Exception):
+    """The base of all errors that scopetrace itself raises."""
+
+
+class TraceError(ScopetraceError):
+    """A model cannot be traced.
+
+    Attributes:
+        op: the op that could not be recorded, as `"aten.item.default"`, or None.
+        module: the scope path in which it happened, as `"Net/Linear[fc]"`.
+        source: the user's line, as `'model.py:12, in forward: if x.sum() > 0:'`.
+        hint: what to write instead.
+    """
+
+    def __init__(
+        self,
+        problem: str,
+        *,
+        op: str | None = None,
+        module: str | None = None,
+        source: str | None = None,
+        hint: str | None = None,
+    ) -> None:
+        self.problem, self.op, self.module, self.source, self.hint = problem, op, module, source, hint
+        rows = [("op", op), ("module", module), ("source", source), ("instead", hint)]
+        super().__init__("\n".join([problem, *(f"  {name}: {text}" for name, text in rows if text)]))
+
+
+class DataDependentError(TraceError):
+    """Python needs the value of a tensor (`if x.sum() > 0`) that depends on the inputs."""
+
+
+class ForeignTensorError(TraceError):
+    """A tensor of another trace, thread or fake mode reached this trace, which did not see it made."""
+
+
+class OpaqueOutputError(TraceError):
+    """A model takes or returns tensors inside an object of a type that pytree does not know."""
+
+
+class RandomStateError(TraceError):
+    """The forward seeds a random generator, which no graph can repeat."""
+
+
+class UnsupportedOpError(TraceError):
+    """An op that recording does not know how to handle."""
+
+
+class LeafPatternError(ScopetraceError, ValueError):
+    """An entry of `leaves=` is of the wrong kind, or matches no module of the model."""
+
+
+class ScopeError(ScopetraceError):
+    """A user scope was left open, closed twice, or has a name that cannot stand in a path."""
+
+
+class InputMismatchError(ScopetraceError, ValueError):
+    """A trace was called with inputs that differ from those that it was recorded with."""
+
+
+class LintError(ScopetraceError):
+    """The graph, the scopes and the calls of a trace disagree."""
+
+
+class CheckError(ScopetraceError, AssertionError):
+    """The trace and the model gave different results on the same inputs."""
+
+
+class UsageError(ScopetraceError):
+    """A wrong argument on the command line; the message is one line that says what to write."""

@@ -1,0 +1,110 @@
+"""The boundary of a trace: what comes in must be what was traced, and the model's state is the model's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from scopetrace.errors import InputMismatchError
+from scopetrace.record.structure import match
+from scopetrace.record.tape import Tape, Value
+
+
+def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors among the arguments, in the order of the placeholders.
+
+    Raises InputMismatchError where the arguments are not those of the trace.
+    """
+    traced_args, traced_kwargs = tape.args
+    if len(args) != len(traced_args) or set(kwargs) != set(traced_kwargs):
+        raise InputMismatchError(
+            f"traced with {_count(traced_args, traced_kwargs)}, called with {_count(args, kwargs)}: "
+            "pass the same arguments in the same way"
+        )
+    found: list[tuple[str, torch.Tensor]] = []
+    for i, (old, new) in enumerate(zip(traced_args, args, strict=True)):
+        match(old, new, Value, found, f"argument {i}")
+    for name, old in traced_kwargs.items():
+        match(old, kwargs[name], Value, found, name)
+    for path, value, (_, tensor) in zip(tape.input_paths, tape.inputs, found, strict=True):
+        _check_tensor(path, value.fake, tensor)
+    tensors = [t for _, t in found]
+    _check_sharing(tape, tensors)
+    return tensors
+
+
+def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    names = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
+    return f"{len(args)} positional{names}"
+
+
+def _check_tensor(path: str, fake: torch.Tensor, tensor: torch.Tensor) -> None:
+    if tensor.shape != fake.shape:
+        for dim, (old, new) in enumerate(zip(fake.shape, tensor.shape, strict=False)):
+            if old != new and len(fake.shape) == len(tensor.shape):
+                raise InputMismatchError(
+                    f"{path}: dimension {dim} was {old} when traced and is {new} now; trace again for this size"
+                )
+        raise InputMismatchError(f"{path}: traced with shape {list(fake.shape)}, called with {list(tensor.shape)}")
+    for what in ("dtype", "device", "layout"):
+        old, new = getattr(fake, what), getattr(tensor, what)
+        if old != new:
+            raise InputMismatchError(f"{path}: {what} was {old} when traced and is {new} now")
+
+
+def _check_sharing(tape: Tape, tensors: list[torch.Tensor]) -> None:
+    """Inputs that shared memory must still share it, and those that are written must not share it anew."""
+    written = {v.storage for op in tape.ops for v in op.writes}
+    old = [v.storage for v in tape.inputs]
+    if len(set(old)) == len(old) and written.isdisjoint(old):
+        return
+    new = [t.untyped_storage()._cdata if t.layout is torch.strided else id(t) for t in tensors]
+    first_old, first_new = [old.index(s) for s in old], [new.index(s) for s in new]
+    for i, (a, b) in enumerate(zip(first_old, first_new, strict=True)):
+        if a != b and (a != i or old[i] in written or old[b] in written):
+            this, other = tape.input_paths[i], tape.input_paths[a if a != i else b]
+            was = "shared memory" if a != i else "did not share memory"
+            raise InputMismatchError(f"{this} and {other} {was} when traced; trace again with inputs like these")
+
+
+class LiveState:
+    """The model's tensors as they are now: a module may have got a new buffer since the trace."""
+
+    def __init__(self, tape: Tape, graph_module: torch.nn.Module) -> None:
+        self._writes = tape.attribute_writes
+        self._held: list[tuple[torch.nn.Module, str, torch.nn.Module, str]] = []
+        targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
+        for name, (module, attribute) in tape.owners.items():
+            if name in targets:
+                path, _, leaf = name.rpartition(".")
+                self._held.append((graph_module.get_submodule(path), leaf, module, attribute))
+
+    def refresh(self) -> None:
+        """Give the graph module the tensors that the model holds now."""
+        for holder, leaf, module, attribute in self._held:
+            now = _look_up(module, attribute)
+            if now is not None and now is not _look_up(holder, leaf):
+                _bind(holder, leaf, now)
+
+    def write(self, results: Iterator[torch.Tensor]) -> None:
+        """Bind what the forward bound to the model's attributes."""
+        for write, tensor in zip(self._writes, results, strict=True):
+            _bind(write.module, write.name, tensor)
+
+
+def _look_up(module: torch.nn.Module, name: str) -> torch.Tensor | None:
+    for table in (module._parameters, module._buffers, module.__dict__):
+        found = table.get(name)
+        if isinstance(found, torch.Tensor):
+            return found
+    return None
+
+
+def _bind(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
+    for table in (module._parameters, module._buffers):
+        if name in table:
+            table[name] = tensor  # type: ignore[assignment]
+            return
+    module.__dict__[name] = tensor

@@ -1,0 +1,132 @@
+"""Recording a callable: inputs become fake, the callable runs once, the tape comes out.
+
+Traces of several threads take turns: the flags and methods that a trace changes belong to the whole process.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from scopetrace import scopes
+from scopetrace._compat.dispatch import dispatching_to
+from scopetrace._compat.fake import FakeTensor
+from scopetrace._compat.patches import observing, random_state_kept
+from scopetrace.errors import RandomStateError
+from scopetrace.record.explain import explained
+from scopetrace.record.leaves import leaf_rule
+from scopetrace.record.model import Model
+from scopetrace.record.observe import CallObserver, Progress
+from scopetrace.record.recorder import NeedsAutograd, Recorder
+from scopetrace.record.structure import leaves_with_path, map_structure, refuse_hidden
+from scopetrace.record.tape import Tape, Value
+
+_one_at_a_time = threading.RLock()
+
+
+def record(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    leaves: Any = (),
+    progress: Progress | None = None,
+) -> Tape:
+    """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError."""
+    with _one_at_a_time:
+        try:
+            return _record(fn, args, kwargs, leaves, progress, exact_autograd=False)
+        except NeedsAutograd:
+            return _record(fn, args, kwargs, leaves, progress, exact_autograd=True)
+
+
+def _record(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    leaves: Any,
+    progress: Progress | None,
+    *,
+    exact_autograd: bool,
+) -> Tape:
+    model = Model(fn)
+    recorder = Recorder(model, scopes.Scope("", model.type_name), exact_autograd=exact_autograd)
+    observer = CallObserver(recorder, leaf_rule(leaves, model), progress)
+    fake_args, fake_kwargs = _add_inputs(recorder, model.forward, args, kwargs)
+    tape = recorder.tape
+    try:
+        with random_state_kept() as seeded, explained(recorder), scopes.activate(recorder.state):
+            with observing(observer, model.modules), dispatching_to(recorder.mode, recorder.factory.mode):
+                out = observer.run_root(fn, fake_args, fake_kwargs)
+            tape.outputs = tape.calls[0].outputs
+            refuse_hidden(out, (FakeTensor,), "the result")
+            refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments")
+            if seeded():
+                raise RandomStateError(
+                    "the forward seeds torch's random generator", hint="call torch.manual_seed outside the model"
+                )
+    finally:
+        tape.attribute_writes = model.restore(recorder.known_value)
+    tape.shape_env = recorder.factory.shape_env
+    return tape
+
+
+def _add_inputs(
+    recorder: Recorder, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Placeholders for the tensors in the arguments, and the arguments with fake tensors in their place."""
+    fakes: dict[int, torch.Tensor] = {}
+    taken: set[str] = set()
+    for path, leaf in _named_leaves(forward, args, kwargs):
+        if isinstance(leaf, torch.Tensor):
+            fake = fakes.get(id(leaf))
+            if fake is None:
+                fake = fakes[id(leaf)] = recorder.factory.from_real(leaf)
+            recorder.add_input(_identifier(path, taken), fake)
+            recorder.tape.input_paths.append(path)
+    values = iter(recorder.tape.inputs)
+    recorder.tape.args = map_structure(lambda _: next(values), (args, kwargs), torch.Tensor)
+    faked: tuple[Any, Any] = map_structure(lambda t: fakes[id(t)], (args, kwargs), torch.Tensor)
+    return faked
+
+
+def _named_leaves(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+    """Each leaf with its path from the name of forward's parameter: `"ys[0]['k']"`."""
+    named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
+    return [found for name, arg in named for found in leaves_with_path(arg, name)]
+
+
+def argument_names(forward: Any, count: int) -> list[str]:
+    """What forward calls its first `count` positional arguments; `args[0]` and so on past `*args`."""
+    target = forward.forward if isinstance(forward, torch.nn.Module) else forward
+    names: list[str] = []
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):  # built-in callables have no signature
+        parameters = []
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+        elif p.kind is p.VAR_POSITIONAL:
+            names += [f"{p.name}[{i}]" for i in range(count - len(names))]
+    names += [f"arg[{i}]" for i in range(count - len(names))]
+    return names[:count]
+
+
+def _identifier(path: str, taken: set[str]) -> str:
+    """A placeholder's name, as torch.export makes it: `ys[0]['k']` gives `ys_0_k`."""
+    name = base = re.sub(r"\W+", "_", path).strip("_") or "arg"
+    count = 0
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return name
+
+
+__all__ = ["Tape", "Value", "argument_names", "record"]

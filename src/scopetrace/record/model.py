@@ -1,0 +1,173 @@
+"""The traced model as the recorder sees it: names of its modules and tensors, and its state before the trace."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from scopetrace.record.tape import AttributeWrite, Value
+
+_TABLES = ("_parameters", "_buffers", "_modules")
+
+
+class Model:
+    """Names for the modules and tensors that belong to what is traced.
+
+    For an `nn.Module` these are its own names. A bound method has those of its module. For any other callable, the
+    modules in its closure, globals and partial arguments have the names of their variables.
+    """
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.root, self.forward = _unwrap(fn)
+        self.type_name = type(self.root).__name__ if self.root is not None else _name_of(fn)
+        self.names: dict[int, list[str]] = {}
+        self.modules: list[torch.nn.Module] = []
+        self._tensors: dict[int, tuple[str, torch.nn.Module, str]] = {}
+        self._saved: list[_Saved] = []
+        if self.root is not None:
+            self._visit("", self.root, set())
+        else:
+            for name, module in _modules_around(fn):
+                self._visit(name, module, set())
+
+    def _visit(self, fqn: str, module: torch.nn.Module, path: set[int]) -> None:
+        known = self.names.setdefault(id(module), [])
+        known.append(fqn)
+        prefix = f"{fqn}." if fqn else ""
+        if len(known) == 1:
+            self.modules.append(module)
+            self._saved.append(_Saved(fqn, module))
+            tables = (module.__dict__.get("_parameters", {}), module.__dict__.get("_buffers", {}), module.__dict__)
+            for table in tables:
+                for name, t in table.items():
+                    if isinstance(t, torch.Tensor):
+                        self._tensors.setdefault(id(t), (prefix + name, module, name))
+        for name, child in module.__dict__.get("_modules", {}).items():
+            if child is not None and id(child) not in path:
+                self._visit(prefix + name, child, path | {id(child)})
+
+    def owner(self, t: torch.Tensor) -> tuple[str, torch.nn.Module, str] | None:
+        """Of a parameter, buffer or tensor attribute: its first name, its module, and its name there."""
+        return self._tensors.get(id(t))
+
+    def module_name(self, module: torch.nn.Module, inside: str | None) -> str | None:
+        """The module's name; of several, one inside the module named `inside`. None when it is not in the tree."""
+        names = self.names.get(id(module))
+        if not names:
+            return None
+        if len(names) > 1 and inside:
+            return next((n for n in names if n.startswith(inside + ".")), names[0])
+        return names[0]
+
+    def restore(self, values: Callable[[torch.Tensor], Value | None]) -> list[AttributeWrite]:
+        """Put every module back as it was, and say which attributes the forward bound to tensors of the trace.
+
+        `values` gives the tape value of a tensor, or None for tensors that the trace did not make.
+        """
+        return [write for saved in self._saved for write in saved.restore(values)]
+
+
+class _Saved:
+    """The attributes of one module, and the contents of the lists, dicts and sets among them."""
+
+    __slots__ = ("attributes", "containers", "fqn", "module", "tables")
+
+    def __init__(self, fqn: str, module: torch.nn.Module) -> None:
+        self.fqn = fqn
+        self.module = module
+        self.attributes = dict(module.__dict__)
+        self.tables = {name: dict(self.attributes[name]) for name in _TABLES if name in self.attributes}
+        self.containers = [
+            (value, value.copy())
+            for name, value in self.attributes.items()
+            if type(value) in (list, dict, set) and name not in _TABLES and value
+        ]
+
+    def restore(self, values: Callable[[torch.Tensor], Value | None]) -> Iterator[AttributeWrite]:
+        now = self.module.__dict__
+        changed = list(self._changes(now, self.attributes, values))
+        for name, old in self.tables.items():
+            table = now.get(name)
+            if table is not None:
+                changed += self._changes(table, old, values)
+                _put_back(table, old)
+        for container, old in self.containers:
+            if not _unchanged(container, old):
+                container.clear()
+                container.extend(old) if isinstance(container, list) else container.update(old)
+        _put_back(now, self.attributes)
+        yield from changed
+
+    def _changes(
+        self, now: dict[str, Any], old: dict[str, Any], values: Callable[[torch.Tensor], Value | None]
+    ) -> Iterator[AttributeWrite]:
+        if len(now) == len(old) and all(map(_is, now.values(), old.values())):
+            return
+        for name, new in now.items():
+            if isinstance(new, torch.Tensor) and new is not old.get(name):
+                value = values(new)
+                if value is not None:
+                    yield AttributeWrite(self.module, self.fqn, name, value)
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
+def _unchanged(now: Any, old: Any) -> bool:
+    if isinstance(now, set):
+        return bool(now == old)
+    if isinstance(now, dict):
+        return len(now) == len(old) and all(map(_is, now, old)) and all(map(_is, now.values(), old.values()))
+    return len(now) == len(old) and all(map(_is, now, old))
+
+
+def _put_back(table: dict[str, Any], old: dict[str, Any]) -> None:
+    if len(table) != len(old) or not all(map(_is, table.values(), old.values())):
+        table.clear()
+        table.update(old)
+
+
+def _unwrap(fn: Callable[..., Any]) -> tuple[torch.nn.Module | None, Callable[..., Any]]:
+    if isinstance(fn, torch.nn.Module):
+        return fn, fn
+    owner = getattr(fn, "__self__", None)
+    if isinstance(fn, types.MethodType) and isinstance(owner, torch.nn.Module):
+        return owner, fn
+    return None, fn
+
+
+def _name_of(fn: Callable[..., Any]) -> str:
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    name: str = getattr(fn, "__name__", type(fn).__name__)
+    return "function" if name == "<lambda>" else name
+
+
+def _modules_around(fn: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules that a function can reach by name."""
+    if isinstance(fn, functools.partial):
+        yield from ((f"arg{i}", a) for i, a in enumerate(fn.args) if isinstance(a, torch.nn.Module))
+        yield from ((k, a) for k, a in fn.keywords.items() if isinstance(a, torch.nn.Module))
+        fn = fn.func
+    fn = getattr(fn, "__wrapped__", fn)
+    code = getattr(fn, "__code__", None)
+    if code is None:
+        owner = vars(fn) if hasattr(fn, "__dict__") else {}
+        yield from ((k, m) for k, m in owner.items() if isinstance(m, torch.nn.Module))
+        return
+    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False):
+        try:
+            found = cell.cell_contents
+        except ValueError:  # a variable that is not bound yet
+            continue
+        if isinstance(found, torch.nn.Module):
+            yield name, found
+    for name in code.co_names:
+        found = fn.__globals__.get(name)
+        if isinstance(found, torch.nn.Module):
+            yield name, found

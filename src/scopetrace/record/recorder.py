@@ -1,0 +1,384 @@
+"""The recorder: one pass over the model under fake tensors, writing the tape.
+
+Data flow:
+    op arrives (pre-dispatch) -> its tensors become tape values -> its results are made -> an Op goes on the tape
+
+Results are made in one of two ways. The first time that an op meets arguments of some metadata, torch runs it on fake
+tensors; after that, an op with equal metadata gets results of equal metadata at once (`results`), which is what makes
+recording fast: a layer's ops repeat in the next layer. Such results have no autograd history. That shows only when
+the forward itself differentiates, or writes into a view of them; then `NeedsAutograd` ends the recording, and `record`
+starts again with torch running every op.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from scopetrace._compat import dispatch
+from scopetrace._compat.fake import FakeFactory, FakeTensor, storage_id, without_dispatch
+from scopetrace.errors import ForeignTensorError, UnsupportedOpError
+from scopetrace.record import results
+from scopetrace.record.constants import read_constant, reads_a_value
+from scopetrace.record.frames import capture_frames, user_line
+from scopetrace.record.model import Model
+from scopetrace.record.tape import Call, Frames, Op, Tape, Value, walk_frames
+from scopetrace.scopes import Scope, TracingState
+
+_aten = torch.ops.aten
+_ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+_ATOM_SET = frozenset(_ATOMS)
+_Parameter = torch.nn.Parameter
+_grad_enabled = torch.is_grad_enabled
+
+
+class NeedsAutograd(BaseException):
+    """This forward needs autograd's own history while it is recorded. Never seen by users."""
+
+
+class _OpFacts:
+    """What the recorder needs to know of an op, looked up once."""
+
+    __slots__ = ("func", "reads", "recipes", "repeatable", "written")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func  # keeps its id from being used again
+        self.reads = reads_a_value(func)
+        self.repeatable = results.can_repeat(func, func.tags)
+        self.written = dispatch.written_arguments(func)
+        self.recipes: dict[Any, results.Recipe] = {}
+
+
+class Recorder:
+    """Writes `tape` from the ops and module calls of one forward."""
+
+    def __init__(self, model: Model, root: Scope, *, exact_autograd: bool) -> None:
+        self.tape = Tape(root, exact_autograd=exact_autograd)
+        self.model = model
+        self.state = TracingState(root)
+        self.factory = FakeFactory()
+        self.exact = exact_autograd
+        self.call: Call | None = None
+        self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
+        self.boundary: Any = None  # the code that runs a module call; frames outside it belong to the caller
+        self._keys = results.Keys()
+        self._facts: dict[int, _OpFacts] = {}
+        self._by_id: dict[int, Value] = {}
+        self._by_storage: dict[int, list[Value]] = {}
+        self._keep: list[torch.Tensor] = []
+        self.running: Any = None  # the op that torch runs now, for errors
+        self._repeatable = True  # whether all arguments of the running op have keys
+
+    # ---------------------------------------------------------------- ops
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record one op. What it returns goes back to the model."""
+        if dispatch.in_transform():
+            if not self.exact:
+                raise NeedsAutograd
+            return dispatch.through_transform(self.mode, func, args, kwargs)
+        if dispatch.autocast_enabled():
+            out = dispatch.through_autocast(self.mode, func, self._device(args, kwargs), args, kwargs)
+            if out is not NotImplemented:
+                return out
+        facts = self._facts.get(id(func))
+        if facts is None:
+            facts = self._facts[id(func)] = _OpFacts(func)
+        if func is _aten.lift_fresh.default:
+            return self._lift_fresh(args[0])
+        self._repeatable = facts.repeatable
+        inputs: list[Value] = []
+        key: list[Any] = []
+        lifted = tuple([self._lift(a, inputs, key) for a in args])
+        lifted_kwargs = {}
+        for name, a in kwargs.items():
+            key.append(name)
+            lifted_kwargs[name] = self._lift(a, inputs, key)
+        if facts.reads:
+            found, constant = read_constant(self.tape, func, lifted, lifted_kwargs)
+            if found:
+                return constant
+        if not self._repeatable or (self.exact and _grad_enabled()):
+            return self._run(facts, lifted, lifted_kwargs, inputs, None)
+        full_key = (_grad_enabled(), torch.get_default_dtype(), *key)
+        recipe = facts.recipes.get(full_key)
+        if recipe is None:
+            return self._run(facts, lifted, lifted_kwargs, inputs, full_key)
+        return self._repeat(facts, recipe, lifted, lifted_kwargs, inputs)
+
+    def _lift(self, a: Any, inputs: list[Value], key: list[Any]) -> Any:
+        """The tape's form of an op argument; its tensors go to `inputs`, what results depend on to `key`."""
+        kind = type(a)
+        if kind is FakeTensor or kind is _Parameter:
+            value = self._by_id.get(id(a)) or self.value_of(a)
+            inputs.append(value)
+            key.append(value.key)
+            if value.key is None:
+                self._repeatable = False
+            return value
+        if kind in _ATOM_SET:
+            key.append(a)
+            key.append(kind)  # 1, 1.0 and True are equal
+            return a
+        if kind is list or kind is tuple:
+            key.append(kind)
+            key.append(len(a))
+            return kind([self._lift(item, inputs, key) for item in a])
+        if isinstance(a, torch.Tensor):
+            value = self._by_id.get(id(a)) or self.value_of(a)
+            inputs.append(value)
+            key.append(value.key)
+            self._repeatable = self._repeatable and value.key is not None
+            return value
+        self._repeatable = False
+        return a
+
+    def _run(self, facts: _OpFacts, args: Any, kwargs: Any, inputs: list[Value], key: Any) -> Any:
+        """Let torch run the op on fake tensors."""
+        if facts.written and not self.exact and _grad_enabled():
+            self._prepare_write(facts, args, kwargs, inputs)
+        versions = [_version(v.fake) for v in inputs]
+        fake_kwargs = {name: _fakes(a) for name, a in kwargs.items()}
+        self.running = facts.func
+        out = facts.func(*[_fakes(a) for a in args], **fake_kwargs)
+        self.running = None
+        touched = [v for v, old in zip(inputs, versions, strict=True) if _version(v.fake) != old]
+        written = [*_pick(facts.written, args, kwargs), *touched]
+        unbacked = self.factory.unbacked_bindings(out)
+        if key is not None and not written and unbacked is None:
+            recipe = results.learn(self._keys, inputs, out)
+            if recipe is not None:
+                facts.recipes[key] = recipe
+        if out is not None and not written and unbacked is None and not _has_tensor(out):
+            return out  # a question about metadata, answered
+        op = self._append("call_function", facts.func, args, kwargs)
+        op.writes = tuple(dict.fromkeys(written))
+        op.unbacked = unbacked
+        op.outputs = self._register(out, op)
+        for value in op.writes:
+            value.key = self._keys.of(value.fake)
+        return out
+
+    def _repeat(self, facts: _OpFacts, recipe: results.Recipe, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
+        """Make the results that equal arguments gave before."""
+        op = self._append("call_function", facts.func, args, kwargs)
+        container, parts = recipe
+        values = []
+        with without_dispatch():
+            for slot, part in enumerate(parts):
+                fake = results.make(self.factory, part, inputs)
+                if type(part) is results.Same:
+                    old = inputs[part.base]
+                    value = Value(fake, op, slot, old.storage, old.key)
+                    value.stand_in = old.stand_in
+                else:
+                    value = Value(fake, op, slot, fake.untyped_storage()._cdata, part.key)
+                    value.stand_in = part.requires_grad
+                self._by_id[id(fake)] = value
+                self._by_storage.setdefault(value.storage, []).append(value)
+                values.append(value)
+        if container is None:
+            op.outputs = values[0]
+            return values[0].fake
+        op.outputs = container(values)
+        return container([v.fake for v in values])
+
+    def _prepare_write(self, facts: _OpFacts, args: Any, kwargs: Any, inputs: list[Value]) -> None:
+        """Before autograd sees a write: give results made from recipes the history that it expects."""
+        if not any(v.fake.requires_grad for v in inputs):
+            return
+        for value in _pick(facts.written, args, kwargs):
+            aliases = {id(v.fake) for v in self._by_storage.get(value.storage, ())}
+            if len(aliases) > 1:
+                raise NeedsAutograd
+            if value.stand_in:
+                self.factory.give_history(value.fake)
+                value.stand_in = False
+
+    def _append(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+        frames = capture_frames(self.call.frames if self.call else (), self.boundary)
+        op = Op(kind, target, args, kwargs, None, self.state.current_scope, self.call, frames, _grad_enabled())
+        self.tape.ops.append(op)
+        return op
+
+    def _register(self, out: Any, op: Op) -> Any:
+        """Tape values for what an op returned."""
+        if isinstance(out, (list, tuple)):
+            return type(out)([self._register_one(t, op, slot) for slot, t in enumerate(out)])
+        return self._register_one(out, op, 0)
+
+    def _register_one(self, t: Any, op: Op, slot: int) -> Any:
+        if not isinstance(t, torch.Tensor):
+            return t
+        value = Value(t, op, slot, storage_id(t), self._keys.of(t))
+        self._by_id[id(t)] = value
+        self._by_storage.setdefault(value.storage, []).append(value)
+        return value
+
+    # ---------------------------------------------------------------- values
+
+    def value_of(self, t: torch.Tensor) -> Value:
+        """The tape value of any tensor that reaches an op or a module call.
+
+        Raises ForeignTensorError for tensors that another trace or thread made.
+        """
+        found = self._by_id.get(id(t))
+        if found is not None:
+            return found
+        if isinstance(t, FakeTensor):
+            value = self._alias(t)
+        elif type(t) in (torch.Tensor, _Parameter) or isinstance(t, _Parameter):
+            value = self._adopt(t)
+        else:
+            raise UnsupportedOpError(
+                f"a {type(t).__module__}.{type(t).__name__} reached the trace",
+                **self.where(),
+                hint="pass plain tensors; tensor subclasses cannot be traced",
+            )
+        self._by_id[id(t)] = value
+        self._keep.append(t)
+        return value
+
+    def _alias(self, t: FakeTensor) -> Value:
+        """The value of a tensor that C++ wrapped anew, as factories and autograd do."""
+        if t.fake_mode is not self.factory.mode:
+            raise ForeignTensorError("a fake tensor of another trace was used", **self.where(), hint=_FOREIGN)
+        same_memory = self._by_storage.get(storage_id(t), [])
+        geometry = _geometry(t)
+        for value in reversed(same_memory):
+            if _geometry(value.fake) == geometry:
+                return value
+        if not same_memory:
+            raise ForeignTensorError(
+                "a tensor was used whose making was not recorded", **self.where(), hint=_FOREIGN
+            )
+        base = same_memory[-1]
+        if base.fake.dtype != t.dtype:
+            raise UnsupportedOpError("a view of another dtype was made outside the dispatcher", **self.where())
+        op = self._append(
+            "call_function",
+            _aten.as_strided.default,
+            (base, list(t.size()), list(t.stride()), t.storage_offset()),
+            {},
+        )
+        op.outputs = self._register_one(t, op, 0)
+        return op.outputs  # type: ignore[no-any-return]
+
+    def _adopt(self, real: torch.Tensor) -> Value:
+        """A parameter, buffer or attribute of the model; or a tensor from a closure or global."""
+        owner = self.model.owner(real)
+        if owner is not None:
+            name = owner[0]
+            self.tape.owners[name] = owner[1:]
+        else:
+            name = f"_tensor_constant{sum(n.startswith('_tensor_constant') for n in self.tape.attributes)}"
+        fake = self.factory.from_real(real)
+        op = self._append("get_attr", name, (), {})
+        self.tape.attributes[name] = real
+        self._keep.append(real)
+        value: Value = self._register_one(fake, op, 0)
+        value.real = real
+        op.outputs = value
+        return value
+
+    def _lift_fresh(self, real: torch.Tensor) -> torch.Tensor:
+        """`torch.tensor([...])` in a forward: a constant, new at each run."""
+        source = self._by_id.get(id(real))
+        if source is None:
+            source = self._adopt(real)
+            self._by_id[id(real)] = source
+        op = self._append("call_function", _aten.lift_fresh_copy.default, (source,), {})
+        with without_dispatch():
+            fake = source.fake
+            new = self.factory.fresh(fake.size(), fake.stride(), fake.dtype, fake.device, False)
+        op.outputs = self._register_one(new, op, 0)
+        return new
+
+    def known_value(self, t: torch.Tensor) -> Value | None:
+        """The tape value of a tensor that this trace made, else None."""
+        return self._by_id.get(id(t)) if isinstance(t, FakeTensor) else None
+
+    def add_input(self, name: str, fake: torch.Tensor) -> Value:
+        """A placeholder. A tensor given twice keeps its first value for the ops."""
+        op = self._append("placeholder", name, (), {})
+        value = Value(fake, op, 0, storage_id(fake), self._keys.of(fake))
+        op.outputs = value
+        self._by_id.setdefault(id(fake), value)
+        self._by_storage.setdefault(value.storage, []).append(value)
+        self.tape.inputs.append(value)
+        return value
+
+    def add_module_op(self, name: str, call: Call) -> Op:
+        """A call of a leaf module, as one op."""
+        op = self._append("call_module", name, call.args, call.kwargs)
+        assert call.module is not None
+        self.tape.modules[name] = call.module
+        return op
+
+    def add_results(self, op: Op, t: torch.Tensor, slot: int) -> Value:
+        """A tensor that a leaf module returned."""
+        return self._register_one(t, op, slot)  # type: ignore[no-any-return]
+
+    # ---------------------------------------------------------------- context
+
+    def frames(self) -> Frames:
+        """The Python frames of the running op, for a module call that starts now."""
+        return capture_frames(self.call.frames if self.call else (), self.boundary)
+
+    def where(self, frames: Frames | None = None) -> dict[str, str | None]:
+        """`module` and `source` for an error that is raised now."""
+        found = self.frames() if frames is None else frames
+        return {"module": str(self.state.current_scope), "source": user_line(walk_frames(found))}
+
+    def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """torch.cond and its kind."""
+        raise UnsupportedOpError(
+            "higher-order ops are not recorded yet",
+            op=str(hop),
+            **self.where(),
+            hint="write the branch or loop so that Python decides it, or name the module in leaves=",
+        )
+
+    def _device(self, args: Any, kwargs: Any) -> str:
+        for a in (*args, *kwargs.values()):
+            for t in a if isinstance(a, (list, tuple)) else (a,):
+                if isinstance(t, torch.Tensor):
+                    return t.device.type
+        return "cpu"
+
+
+_FOREIGN = "make tensors in the thread and trace that use them; a thread started in forward is not recorded"
+
+
+def _fakes(a: Any) -> Any:
+    if type(a) is Value:
+        return a.fake
+    if type(a) is list or type(a) is tuple:
+        return type(a)([_fakes(item) for item in a])
+    return a
+
+
+def _version(t: torch.Tensor) -> int:
+    return -1 if t.is_inference() else t._version
+
+
+def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
+    if t.layout is not torch.strided:
+        return (id(t),)
+    return t.storage_offset(), t.size(), t.stride(), t.dtype, t.is_conj(), t.is_neg()
+
+
+def _pick(written: tuple[tuple[int, str], ...], args: Any, kwargs: Any) -> list[Value]:
+    """The values that stand at the written positions."""
+    found: list[Value] = []
+    for position, name in written:
+        a = args[position] if position < len(args) else kwargs.get(name)
+        found += [v for v in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(v, Value)]
+    return found
+
+
+def _has_tensor(out: Any) -> bool:
+    if isinstance(out, (list, tuple)):
+        return any(isinstance(t, torch.Tensor) for t in out)
+    return isinstance(out, torch.Tensor)

@@ -1,0 +1,131 @@
+"""Results of ops that were seen before: equal arguments give results of equal metadata.
+
+torch's own fake-tensor cache works below decomposition, so a linear layer costs four look-ups and four dispatches there.
+This one stands above it, where the recorder sees the linear layer as one op.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from scopetrace._compat.fake import FakeFactory, FakeTensor
+from scopetrace.record.tape import Value
+
+_NEVER = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
+
+
+class Fresh(NamedTuple):
+    """A result with memory of its own."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    key: int
+
+
+class View(NamedTuple):
+    """A result that shares the memory of input number `base`."""
+
+    base: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int  # from the start of the base, in elements
+    device: torch.device
+    requires_grad: bool
+    key: int
+
+
+class Same(NamedTuple):
+    """A result that is input number `base` itself."""
+
+    base: int
+
+
+Recipe = tuple[type | None, tuple[Fresh | View | Same, ...]]
+"""How to make the results again: the container (None for a single tensor), and each tensor."""
+
+
+class Keys:
+    """Small integers for all metadata that decides the metadata of results."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+
+    def of(self, fake: torch.Tensor) -> int | None:
+        """The key of a tensor; None for symbolic sizes and for layouts beyond plain strided memory."""
+        if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg() or type(fake) is not FakeTensor:
+            return None
+        size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
+        if type(offset) is not int or any(type(n) is not int for n in (*size, *stride)):
+            return None
+        facts = (size, stride, offset, fake.dtype, fake.device, fake.requires_grad, fake.untyped_storage().nbytes())
+        return self._numbers.setdefault(facts, len(self._numbers))
+
+
+def learn(keys: Keys, inputs: list[Value], out: Any) -> Recipe | None:
+    """How to make `out` from `inputs` again; None when its metadata does not follow from theirs alone."""
+    kind = type(out)
+    if kind is FakeTensor:
+        recipe = _learn_one(keys, inputs, out)
+        return None if recipe is None else (None, (recipe,))
+    if kind not in (tuple, list) or not out or any(type(t) is not FakeTensor for t in out):
+        return None
+    recipes = [_learn_one(keys, inputs, t) for t in out]
+    if any(r is None for r in recipes) or _share_memory(out, inputs):
+        return None
+    return kind, tuple(r for r in recipes if r is not None)
+
+
+def _learn_one(keys: Keys, inputs: list[Value], out: torch.Tensor) -> Fresh | View | Same | None:
+    key = keys.of(out)
+    if key is None:
+        return None
+    storage = out.untyped_storage()._cdata
+    for i, value in enumerate(inputs):
+        if out is value.fake:
+            return Same(i)
+    size, stride = tuple(out.size()), tuple(out.stride())
+    for i, value in enumerate(inputs):
+        base = value.fake
+        if value.storage == storage:
+            if base.dtype != out.dtype or value.key is None:
+                return None
+            offset = out.storage_offset() - base.storage_offset()
+            return View(i, size, stride, offset, out.device, out.requires_grad, key)
+    if out.storage_offset() or out.untyped_storage().nbytes() != _bytes_spanned(out):
+        return None
+    return Fresh(size, stride, out.dtype, out.device, out.requires_grad, key)
+
+
+def _bytes_spanned(t: torch.Tensor) -> int:
+    if t.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))) * t.element_size()
+
+
+def _share_memory(out: Any, inputs: list[Value]) -> bool:
+    """Whether two results share memory that is no input's."""
+    known = {v.storage for v in inputs}
+    fresh = [t.untyped_storage()._cdata for t in out]
+    fresh = [s for s in fresh if s not in known]
+    return len(set(fresh)) < len(fresh)
+
+
+def make(factory: FakeFactory, recipe: Fresh | View | Same, inputs: list[Value]) -> torch.Tensor:
+    """One result. Call inside `without_dispatch`."""
+    if type(recipe) is Fresh:
+        return factory.fresh(recipe.size, recipe.stride, recipe.dtype, recipe.device, recipe.requires_grad)
+    base = inputs[recipe.base].fake
+    if type(recipe) is Same:
+        return base
+    offset = base.storage_offset() + recipe.offset
+    return factory.view(base, recipe.size, recipe.stride, offset, recipe.device, recipe.requires_grad)
+
+
+def can_repeat(func: Any, tags: list[torch.Tag]) -> bool:
+    """Whether results of `func` may be made from a recipe at all."""
+    return not func._schema.is_mutable and not any(tag in tags for tag in _NEVER)

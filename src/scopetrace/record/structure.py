@@ -1,0 +1,173 @@
+"""Nested arguments and results: copies of their containers with other leaves.
+
+A *template* is a value whose tensors were replaced by tape values and whose containers are copies, so that what the
+model does to a list after a call does not change what the call received. Containers are those of
+`torch.utils._pytree` (lists, tuples, dicts, named tuples, registered types such as transformers' ModelOutput) and,
+beyond pytree, plain dataclass instances. Everything else is kept as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from scopetrace.errors import InputMismatchError, OpaqueOutputError
+
+_PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
+
+
+def map_structure(fn: Callable[[Any], Any], x: Any, leaf: type | tuple[type, ...]) -> Any:
+    """A copy of `x` in which each instance of `leaf` is replaced by `fn` of it."""
+    if isinstance(x, leaf):
+        return fn(x)
+    kind = type(x)
+    if kind in _PLAIN:
+        return x
+    if kind is tuple or kind is list:
+        return kind([map_structure(fn, item, leaf) for item in x])
+    if kind is dict:
+        return {key: map_structure(fn, item, leaf) for key, item in x.items()}
+    children = open_container(x)
+    if children is None:
+        return x
+    return close_container(x, [map_structure(fn, item, leaf) for _, item in children])
+
+
+def leaves(x: Any, leaf: type | tuple[type, ...]) -> list[Any]:
+    """The instances of `leaf` in `x`, in the order of `torch.utils._pytree`."""
+    return [item for _, item in leaves_with_path(x) if isinstance(item, leaf)]
+
+
+def leaves_with_path(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Each leaf with its path in Python's own notation, such as `"[0]['mask']"` or `".logits"`."""
+    children = open_container(x)
+    if children is None:
+        yield path, x
+        return
+    for key, item in children:
+        yield from leaves_with_path(item, path + key)
+
+
+def open_container(x: Any) -> list[tuple[str, Any]] | None:
+    """The children of a container with their keys as text, or None for a leaf."""
+    kind = type(x)
+    if kind in _PLAIN or isinstance(x, torch.Tensor):
+        return None
+    if kind is tuple or kind is list:
+        return [(f"[{i}]", item) for i, item in enumerate(x)]
+    if kind is dict:
+        return [(f"[{key!r}]", item) for key, item in x.items()]
+    node = _pytree_node(kind)
+    if node is not None:
+        if node.flatten_with_keys_fn is not None:
+            keyed, _ = node.flatten_with_keys_fn(x)
+            return [(str(key), item) for key, item in keyed]
+        items, _ = node.flatten_fn(x)
+        return [(f"[{i}]", item) for i, item in enumerate(items)]
+    if dataclasses.is_dataclass(x) and not isinstance(x, type):
+        return [(f".{f.name}", getattr(x, f.name)) for f in dataclasses.fields(x) if hasattr(x, f.name)]
+    return None
+
+
+def close_container(like: Any, items: list[Any]) -> Any:
+    """A container as `like`, holding `items` in place of its children."""
+    kind = type(like)
+    if kind is tuple or kind is list:
+        return kind(items)
+    if kind is dict:
+        return dict(zip(like, items, strict=True))
+    node = _pytree_node(kind)
+    if node is not None:
+        _, context = node.flatten_fn(like)
+        return node.unflatten_fn(items, context)
+    new = copy.copy(like)
+    for (key, _), item in zip(open_container(like) or [], items, strict=True):
+        object.__setattr__(new, key[1:], item)
+    return new
+
+
+def _pytree_node(kind: type) -> Any:
+    node = pytree.SUPPORTED_NODES.get(kind)
+    if node is None and pytree.is_namedtuple_class(kind):
+        node = pytree.SUPPORTED_NODES.get(pytree.namedtuple)  # type: ignore[call-overload]
+    return node
+
+
+def match(template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], path: str) -> None:
+    """Collect in `found` what stands in `actual` where `template` has leaves of type `leaf`, with its path.
+
+    Raises InputMismatchError, naming the path, where containers or other values differ.
+    """
+    if isinstance(template, leaf):
+        if not isinstance(actual, torch.Tensor):
+            raise InputMismatchError(f"{path} was a tensor when traced and is {_short(actual)} now: pass a tensor")
+        found.append((path, actual))
+        return
+    inner = open_container(template)
+    if inner is None:
+        _match_constant(template, actual, path)
+        return
+    given = open_container(actual) if type(actual) is type(template) else None
+    if given is None:
+        raise InputMismatchError(f"{path} was a {type(template).__name__} when traced and is {_short(actual)} now")
+    if type(template) is dict:
+        given = _in_order(inner, given)
+    if [key for key, _ in inner] != [key for key, _ in given]:
+        raise InputMismatchError(
+            f"{path} had {_keys(inner)} when traced and has {_keys(given)} now: pass the same structure, or trace again"
+        )
+    for (key, old), (_, new) in zip(inner, given, strict=True):
+        match(old, new, leaf, found, path + key)
+
+
+def _in_order(inner: list[tuple[str, Any]], given: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Dicts are equal in any order of their keys."""
+    table = dict(given)
+    if set(table) != {key for key, _ in inner}:
+        return given
+    return [(key, table[key]) for key, _ in inner]
+
+
+def _match_constant(old: Any, new: Any, path: str) -> None:
+    if old is new:
+        return
+    if type(old) is type(new):
+        try:
+            if bool(old == new):
+                return
+        except (TypeError, ValueError, RuntimeError):  # arrays and the like have no single truth value
+            pass
+    raise InputMismatchError(
+        f"{path} was {_short(old)} when traced and is {_short(new)} now: "
+        "Python values are fixed in a trace; trace again with this one, or pass it as a tensor"
+    )
+
+
+def _short(x: Any) -> str:
+    text = repr(x) if type(x) in _PLAIN else f"a {type(x).__name__}"
+    return text if len(text) < 60 else text[:57] + "..."
+
+
+def _keys(children: list[tuple[str, Any]]) -> str:
+    names = ", ".join(key for key, _ in children[:8])
+    return f"{len(children)} items ({names}{', …' if len(children) > 8 else ''})"
+
+
+def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str) -> None:
+    """Raise OpaqueOutputError when an object that pytree does not know holds one of `kinds` in its attributes."""
+    for path, item in leaves_with_path(x):
+        if isinstance(item, (*kinds, torch.nn.Module, type)) or not hasattr(item, "__dict__"):
+            continue
+        for name, value in vars(item).items():
+            if leaves(value, kinds):
+                kind = type(item)
+                raise OpaqueOutputError(
+                    f"{where}{path} is a {kind.__module__}.{kind.__qualname__} with tensors in it (.{name}), "
+                    "and scopetrace cannot see inside objects of this type",
+                    hint="make it a dataclass, or register it with torch.utils._pytree.register_pytree_node",
+                )

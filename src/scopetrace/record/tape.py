@@ -1,0 +1,150 @@
+"""The tape: what a recording leaves behind, and what everything else is derived from.
+
+Three lists: the ops in the order in which they ran, the module calls in forward order, and nothing more. An op has
+its inputs and outputs as `Value`s, its scope, its call and its Python frames. A call is a range of ops with the
+arguments that went in and the structure that came out. Each value knows its storage, so aliasing and mutation are
+questions to the tape and need no record of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from types import CodeType
+from typing import Any
+
+import torch
+
+from scopetrace.scopes import Scope
+
+Frames = tuple[Any, ...]  # a linked list: (outer frames | (), ((code, line), ...)), outermost first
+
+
+class Value:
+    """A tensor of the traced program: one output of one op.
+
+    `fake` has its shape, dtype, strides and device; `storage` is equal for values that share memory; `key` stands
+    for all that decides the metadata of an op's results (None when that is not known, as for symbolic sizes).
+    """
+
+    __slots__ = ("fake", "key", "op", "real", "slot", "storage", "stand_in")
+
+    def __init__(self, fake: torch.Tensor, op: Op, slot: int, storage: int, key: int | None) -> None:
+        self.fake = fake
+        self.op = op
+        self.slot = slot
+        self.storage = storage
+        self.key = key
+        self.real: torch.Tensor | None = None  # the tensor itself, for attributes and constants
+        self.stand_in = False  # requires grad without autograd's own history (see recorder)
+
+    def __repr__(self) -> str:
+        return f"Value({self.op.kind} {self.op.target}, {self.slot})"
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Op:
+    """One step of the program."""
+
+    kind: str
+    """`placeholder`, `get_attr`, `call_function` or `call_module`, as in torch.fx."""
+    target: Any
+    """The OpOverload; a name for placeholders; a dotted path for attributes and modules."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any
+    """Value, SymInt, None, or a list or tuple of these. For `call_module`, a template."""
+    scope: Scope
+    call: Call | None
+    frames: Frames
+    grad: bool = True
+    """Whether autograd was on."""
+    writes: tuple[Value, ...] = ()
+    """The values whose data or metadata the op changed."""
+    unbacked: Any = None
+    """The `unbacked_bindings` of torch.fx, where the op made symbols."""
+
+    def values(self) -> list[Value]:
+        """The tensors that the op made, in order."""
+        return [v for v in flat(self.outputs) if isinstance(v, Value)]
+
+    def inputs(self) -> list[Value]:
+        """The tensors that the op read or wrote, in order."""
+        return [v for v in flat((self.args, self.kwargs)) if isinstance(v, Value)]
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Call:
+    """One call of a module; the root of the tape is the call of the traced callable itself."""
+
+    module: torch.nn.Module | None
+    fqn: str | None
+    """The module's name in the model; None for a module that is not in its tree."""
+    index: int
+    """0 for the first call of this instance."""
+    parent: Call | None
+    scope: Scope
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    start: int
+    frames: Frames
+    attributes: dict[str, Any]
+    position: int
+    """Its index in `Tape.calls`."""
+    stop: int = -1
+    outputs: Any = None
+    raised: BaseException | None = None
+    """The exception that ended the call, if one did."""
+    leaf: bool = False
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class AttributeWrite:
+    """A module attribute that the forward bound to a new tensor (`self.n = self.n + 1`)."""
+
+    module: torch.nn.Module
+    fqn: str
+    name: str
+    value: Value
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Tape:
+    """A recorded program."""
+
+    root: Scope
+    ops: list[Op] = dataclasses.field(default_factory=list)
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    inputs: list[Value] = dataclasses.field(default_factory=list)
+    """The placeholders' values, in order; one object given twice has one value in two places."""
+    input_paths: list[str] = dataclasses.field(default_factory=list)
+    args: Any = None
+    """Template of (args, kwargs)."""
+    outputs: Any = None
+    """Template of the result."""
+    attribute_writes: list[AttributeWrite] = dataclasses.field(default_factory=list)
+    attributes: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    """The real tensors behind `get_attr` ops: parameters and buffers by fqn, constants as `_tensor_constant0`."""
+    owners: dict[str, tuple[torch.nn.Module, str]] = dataclasses.field(default_factory=dict)
+    """Where the model keeps them: the module, and the name there. Constants have no owner."""
+    modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
+    """The modules behind `call_module` ops."""
+    shape_env: Any = None
+    exact_autograd: bool = False
+
+
+def flat(x: Any) -> list[Any]:
+    """The leaves of the lists, tuples and dicts in op arguments (which hold nothing deeper)."""
+    if isinstance(x, (list, tuple)):
+        return [leaf for item in x for leaf in flat(item)]
+    if isinstance(x, dict):
+        return [leaf for item in x.values() for leaf in flat(item)]
+    return [x]
+
+
+def walk_frames(frames: Frames) -> list[tuple[CodeType, int]]:
+    """The frames of an op or call, outermost first."""
+    parts: list[tuple[tuple[CodeType, int], ...]] = []
+    while frames:
+        parts.append(frames[1])
+        frames = frames[0]
+    return [frame for part in reversed(parts) for frame in part]

@@ -1,0 +1,240 @@
+"""Scopes: where in the model an op was called from.
+
+A scope is a place, not a call: two calls of one module from one parent share it. Scopes form a trie whose root
+is the model. The idea is TorchScript's tracing scopes (pytorch PR #3016), the names are those of torch.onnx.
+
+    Llama/LlamaDecoderLayer[layers.3]/Attention[attn]/rotary
+    root  module, relative to its parent's name        user scope
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, TypeVar
+
+from scopetrace.errors import ScopeError
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Scope:
+    """A node of the scope trie.
+
+    `name` is relative to the enclosing module (`"layers.3"`) or, for a user scope, the text given to `scope`;
+    `type_name` is the module's class name, empty for user scopes. The root has an empty name.
+    """
+
+    __slots__ = ("_children", "name", "parent", "path", "type_name")
+
+    def __init__(self, name: str, type_name: str, parent: Scope | None = None) -> None:
+        self.name = name
+        self.type_name = type_name
+        self.parent = parent
+        self.path = self.label if parent is None else f"{parent.path}/{self.label}"
+        self._children: dict[tuple[str, str], Scope] = {}
+
+    @property
+    def label(self) -> str:
+        """The last part of the path: `"Linear[fc]"`, `"rotary"`, or `"Net"` for the root."""
+        if not self.type_name:
+            return self.name
+        return f"{self.type_name}[{self.name}]" if self.name else self.type_name
+
+    @property
+    def children(self) -> list[Scope]:
+        """The scopes directly inside this one, in the order in which they were first entered."""
+        return list(self._children.values())
+
+    @property
+    def is_module(self) -> bool:
+        """False for scopes that `st.scope` or `push_scope` opened."""
+        return bool(self.type_name)
+
+    def child(self, name: str, type_name: str = "") -> Scope:
+        """The scope of this name inside this one, made when it is met first."""
+        key = (type_name, name)
+        found = self._children.get(key)
+        if found is None:
+            found = self._children[key] = Scope(name, type_name, self)
+        return found
+
+    def walk(self) -> Iterator[Scope]:
+        """This scope and all inside it, outer before inner."""
+        yield self
+        for inner in self._children.values():
+            yield from inner.walk()
+
+    def ancestors(self) -> Iterator[Scope]:
+        """This scope, then its parents up to the root."""
+        scope: Scope | None = self
+        while scope is not None:
+            yield scope
+            scope = scope.parent
+
+    def __str__(self) -> str:
+        return self.path
+
+    def __repr__(self) -> str:
+        return f"Scope({self.path!r})"
+
+
+def common_scope(scopes: list[Scope]) -> Scope:
+    """The innermost scope that encloses all of `scopes` (at least one)."""
+    shared = list(scopes[0].ancestors())
+    for scope in scopes[1:]:
+        above = set(map(id, scope.ancestors()))
+        shared = [s for s in shared if id(s) in above]
+    return shared[0]
+
+
+class TracingState:
+    """What `tracing_state()` gives inside a trace: the scope stack of the innermost trace of this thread."""
+
+    def __init__(self, root: Scope) -> None:
+        self._stack: list[tuple[Scope, str]] = [(root, "")]
+        self._floor = 1  # scopes below this belong to modules and cannot be popped by users
+        self._last_closed = ""
+
+    @property
+    def current_scope(self) -> Scope:
+        """The scope that the next op will get."""
+        return self._stack[-1][0]
+
+    def push_scope(self, name: str) -> Scope:
+        """Open a user scope inside the current one. Raises ScopeError for a name that is empty or has a `/`."""
+        return self._push(name, _caller())
+
+    def pop_scope(self) -> None:
+        """Close the innermost user scope. Raises ScopeError when none is open in the running module."""
+        if len(self._stack) <= self._floor:
+            closed = f"; the last one closed was {self._last_closed}" if self._last_closed else ""
+            raise ScopeError(
+                f"pop_scope() at {_caller()}: no user scope is open in {self.current_scope}{closed}. "
+                "Pop each scope once, in the module that pushed it; `with st.scope(name):` does both."
+            )
+        scope, opened = self._stack.pop()
+        self._last_closed = f"{scope.name!r}, opened at {opened}, closed at {_caller()}"
+
+    def _push(self, name: str, opened: str) -> Scope:
+        if not name or "/" in name:
+            raise ScopeError(f"scope name {name!r} at {opened}: use a non-empty name without '/'")
+        inner = self.current_scope.child(name)
+        self._stack.append((inner, opened))
+        return inner
+
+    def enter_module(self, scope: Scope) -> tuple[int, int]:
+        """Open a module's scope; the result goes to `leave_module`."""
+        mark = (len(self._stack), self._floor)
+        self._stack.append((scope, ""))
+        self._floor = len(self._stack)
+        return mark
+
+    def leave_module(self, mark: tuple[int, int], *, raising: bool) -> None:
+        """Close a module's scope and, when an exception passes, all that are still open in it.
+
+        Raises ScopeError when the module returned normally with a user scope open.
+        """
+        left_open = self._stack[self._floor :]
+        del self._stack[mark[0] :]
+        self._floor = mark[1]
+        if left_open and not raising:
+            scope, opened = left_open[-1]
+            raise ScopeError(
+                f"scope {scope.name!r}, opened at {opened}, is still open at the end of {scope.parent}. "
+                "Close it with pop_scope(), or use `with st.scope(name):`."
+            )
+
+
+_active = threading.local()
+
+
+def tracing_state() -> TracingState | None:
+    """The scope stack of the trace that is running in this thread, or None outside a trace."""
+    stack: list[TracingState] | None = getattr(_active, "stack", None)
+    return stack[-1] if stack else None
+
+
+class activate:
+    """Make `state` the tracing state of this thread while the block runs."""
+
+    def __init__(self, state: TracingState) -> None:
+        self._state = state
+
+    def __enter__(self) -> None:
+        if not hasattr(_active, "stack"):
+            _active.stack = []
+        _active.stack.append(self._state)
+
+    def __exit__(self, *exc: object) -> None:
+        _active.stack.pop()
+
+
+class scope:
+    """A user scope, as a context manager or a decorator. Outside a trace it does nothing.
+
+        with st.scope("rotary"):
+            q, k = rotate(q), rotate(k)
+
+        @st.scope("attention")
+        def attend(q, k, v): ...
+
+    Raises ScopeError (inside a trace) for a name that is empty or has a `/`.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._open: list[tuple[TracingState, int] | None] = []
+
+    def __enter__(self) -> scope:
+        state = tracing_state()
+        if state is None:
+            return self
+        mark = len(state._stack)
+        state._push(self.name, _caller())
+        self._open.append((state, mark))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
+        if not self._open or tracing_state() is None:
+            return
+        opened = self._open.pop()
+        if opened is None:
+            return
+        state, mark = opened
+        if len(state._stack) == mark + 1:
+            state.pop_scope()
+        elif len(state._stack) > mark + 1:
+            _close_inner(state, mark, raising=kind is not None)
+        elif kind is None:
+            raise ScopeError(f"scope {self.name!r} was already closed by pop_scope() inside its `with` block")
+
+    def __call__(self, fn: _F) -> _F:
+        @functools.wraps(fn)
+        def scoped(*args: Any, **kwargs: Any) -> Any:
+            with scope(self.name):
+                return fn(*args, **kwargs)
+
+        return scoped  # type: ignore[return-value]
+
+
+def _close_inner(state: TracingState, mark: int, *, raising: bool) -> None:
+    """Close a `with` block in which push_scope was called without pop_scope."""
+    inner, opened = state._stack[-1]
+    del state._stack[mark:]
+    if not raising:
+        raise ScopeError(
+            f"scope {inner.name!r}, opened at {opened}, is still open at the end of {inner.parent}. "
+            "Close it with pop_scope(), or use `with st.scope(name):`."
+        )
+
+
+def _caller() -> str:
+    """`file:line` of the nearest frame outside this file."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename == __file__:
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"

@@ -1,0 +1,1 @@
+"""A trace for people: text now; pictures later."""

@@ -1,0 +1,172 @@
+"""`trace` and what it gives: a `Trace`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace import inputs, meta
+from scopetrace._compat.graph_module import TracedGraphModule
+from scopetrace.calls import CallTable, ModuleCall
+from scopetrace.check import compare_with_model
+from scopetrace.errors import ScopetraceError
+from scopetrace.graph import Program
+from scopetrace.lint import lint
+from scopetrace.record import record
+from scopetrace.record.observe import Progress
+from scopetrace.record.structure import map_structure
+from scopetrace.record.tape import Tape, Value
+from scopetrace.scopes import Scope, common_scope
+from scopetrace.show.text import TextOptions, render
+
+
+class Trace:
+    """A traced model. `tr(*args, **kwargs)` does what `model(*args, **kwargs)` does.
+
+    The graph, the scopes and the calls are made from the recording when they are first asked for.
+    """
+
+    def __init__(self, tape: Tape, model: Callable[..., Any]) -> None:
+        self._tape = tape
+        self._model = model
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """The module or function that was traced."""
+        return self._model
+
+    @functools.cached_property
+    def _program(self) -> Program:
+        return Program(self._tape)
+
+    @functools.cached_property
+    def _table(self) -> CallTable:
+        return CallTable(self._program, self._model)
+
+    @functools.cached_property
+    def graph_module(self) -> TracedGraphModule:
+        """The flat ATen graph: the input tensors in order as placeholders, the result's tensors in order as outputs.
+
+        Parameters, buffers and constants are `get_attr` nodes; the module holds the model's own tensors.
+        """
+        return self._program.graph_module()
+
+    @functools.cached_property
+    def _state(self) -> inputs.LiveState:
+        return inputs.LiveState(self._tape, self.graph_module)
+
+    @property
+    def scope(self) -> Scope:
+        """The root scope, named after the model's class."""
+        return self._tape.root
+
+    @functools.cached_property
+    def _scopes(self) -> dict[str, Scope]:
+        return {s.path: s for s in self._tape.root.walk()}
+
+    def scope_of(self, node: torch.fx.Node) -> Scope:
+        """The scope of a node of this trace's graph, or of a graph made from it.
+
+        A node that a pass made without copying `node.meta` gets the innermost scope around its users, or its inputs.
+        """
+        path = meta.scope_path(node)
+        if path is not None and path in self._scopes:
+            return self._scopes[path]
+        for near in (list(node.users), node.all_input_nodes):
+            found = [self._scopes[p] for n in near if (p := meta.scope_path(n)) in self._scopes and n.op != "output"]
+            if found:
+                return common_scope(found)
+        return self._tape.root
+
+    @property
+    def calls(self) -> list[ModuleCall]:
+        """Every module call in forward order, the root first."""
+        return self._table.calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph: same results and same effects as the model.
+
+        Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
+        those of the trace, or tensors share memory in another way.
+        """
+        tensors = inputs.match_inputs(self._tape, args, kwargs)
+        self._state.refresh()
+        flat = self.graph_module(*tensors)
+        results = iter(flat)
+        out = map_structure(lambda _: next(results), self._tape.outputs, (Value, torch.SymInt, torch.SymFloat))
+        self._state.write(results)
+        return out
+
+    def lint(self) -> None:
+        """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""
+        lint(self._program, self.graph_module, self.calls, self._scopes)
+
+    def check(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
+        """Run the model and the trace on copies of the same inputs from the same random state, and compare.
+
+        Compares results, changed inputs and changed buffers. Both start from the model's state as it is, which is put back.
+        Raises CheckError with all differences.
+        """
+        compare_with_model(self._model, self, self._tape, args, kwargs or {})
+
+    def print_readable(self, depth: int | None = None, *, scope: str | None = None, print_output: bool = True) -> str:
+        """Print the program as text, and return it; calls deeper than `depth` are one line each.
+
+        `scope` is an fnmatch pattern of scope paths: only calls that match are shown.
+        """
+        text = render(self.calls, TextOptions(depth=depth, scope=scope))
+        if print_output:
+            print(text)
+        return text
+
+    def __str__(self) -> str:
+        return render(self.calls, TextOptions())
+
+    def __repr__(self) -> str:
+        ops = sum(op.kind in ("call_function", "call_module") for op in self._tape.ops)
+        return f"<Trace of {self._tape.root.path}: {ops} ops, {len(self._tape.calls)} module calls>"
+
+    def __iter__(self) -> Iterator[ModuleCall]:
+        return iter(self.calls)
+
+
+def trace(
+    model: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    functional: bool = True,
+    leaves: Any = (),
+    specialize: bool = False,
+    progress: Progress | None = None,
+) -> Trace:
+    """Trace a module, or any callable, into a graph that knows its modules.
+
+    One pass of Python over the model with fake tensors: no weight is read or copied, and the model is as it was afterwards.
+    Autograd, autocast, eval and training mode are those at the call.
+
+    Args:
+        model: an `nn.Module`, a function, or a bound method of a module.
+        args: positional arguments, as for the model; tensors on any device, the meta device too.
+        kwargs: keyword arguments.
+        dynamic_shapes: not available yet; sizes are those of the arguments.
+        functional: True asks for a graph without mutation. Not available yet: mutating ops are recorded and run as they are.
+        leaves: module classes, fqn patterns (`"layers.*.attn"`) and predicates `(module, fqn) -> bool`. A call of such a
+            module is one `call_module` node that runs the module.
+        specialize: not available yet.
+        progress: called with (scope path, number of ops so far) at each module call.
+
+    Raises:
+        DataDependentError: Python needs a value that depends on the inputs (`if x.sum() > 0`).
+        TraceError: for other things that cannot be recorded; it has one subclass for each.
+        Exception: what the model itself raises.
+    """
+    if dynamic_shapes is not None or specialize:
+        raise ScopetraceError("dynamic_shapes= and specialize= are not available in this version")
+    arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    return Trace(record(model, arguments, kwargs or {}, leaves=leaves, progress=progress), model)

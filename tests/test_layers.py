@@ -1,0 +1,301 @@
+"""The rules of the source tree, read off its syntax: who may import whom, and what a file owes its reader."""
+
+import ast
+from collections.abc import Container, Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+# Low to high. A module imports only from layers before its own; a package also inside itself, without cycles.
+LAYERS = (
+    "errors",
+    "_compat",
+    "scopes",
+    "meta",
+    "record",
+    "passes",
+    "graph",
+    "calls",
+    "inputs",
+    "lint",
+    "check",
+    "show",
+    "emit",
+    "order",
+    "trace",
+    "distributed",
+    "cli",
+    "__init__",
+    "__main__",
+)
+
+# The one layer that may name torch's private parts; what counts as private beside a leading underscore; and what does
+# not count: the ecosystem's pytree, and op names such as torch.ops.aten._to_copy.
+PRIVATE_LAYER = "_compat"
+PRIVATE_MODULES = ("torch.fx.experimental",)
+NOT_PRIVATE = ("torch.utils._pytree", "torch.ops")
+
+MAX_LINES = 400
+SOURCE = Path(__file__).parents[1] / "src" / "scopetrace"
+
+Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+
+
+class Module:
+    """One source file: its path under src/scopetrace, its dotted name and its syntax tree."""
+
+    def __init__(self, path: str, source: str) -> None:
+        parts = ("scopetrace", *Path(path).with_suffix("").parts)
+        self.path = path
+        self.source = source
+        self.tree = ast.parse(source, path)
+        self.is_package = parts[-1] == "__init__"
+        self.name = ".".join(parts[:-1] if self.is_package else parts)
+        self.layer = parts[1]
+
+    def problem(self, line: int, text: str) -> str:
+        return f"src/scopetrace/{self.path}:{line}: {text}"
+
+
+def read_tree(root: Path) -> list[Module]:
+    return [Module(path.relative_to(root).as_posix(), path.read_text()) for path in sorted(root.rglob("*.py"))]
+
+
+# Imports -------------------------------------------------------------------------------------------------------------
+
+
+def is_type_checking(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+
+
+def walk_runtime(node: ast.AST) -> Iterator[ast.AST]:
+    """Every node but those that only a type checker sees."""
+    yield node
+    for child in node.orelse if is_type_checking(node) else ast.iter_child_nodes(node):
+        yield from walk_runtime(child)
+
+
+def imported_names(module: Module, node: ast.AST) -> Iterator[tuple[str, str]]:
+    """(local name, absolute dotted name) of everything that an import statement brings in."""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield alias.asname or alias.name.partition(".")[0], alias.name
+    elif isinstance(node, ast.ImportFrom):
+        base = absolute_base(module, node)
+        for alias in node.names:
+            yield alias.asname or alias.name, f"{base}.{alias.name}"
+
+
+def absolute_base(module: Module, node: ast.ImportFrom) -> str:
+    if not node.level:
+        return node.module or ""
+    parents = module.name.split(".")
+    kept = parents[: len(parents) - node.level + module.is_package]
+    return ".".join([*kept, node.module] if node.module else kept)
+
+
+def own_imports(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of what a module imports from scopetrace when it runs, at the top or in a function."""
+    for node in walk_runtime(module.tree):
+        for _, name in imported_names(module, node):
+            if name.split(".")[0] == "scopetrace":
+                yield node.lineno, name
+
+
+def layer_of(name: str) -> str:
+    """The layer of a dotted name; scopetrace.VERSION, which is no module, belongs to __init__."""
+    top = name.split(".")[1:2]
+    return top[0] if top and top[0] in LAYERS else "__init__"
+
+
+def unknown_modules(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        if module.layer not in LAYERS:
+            yield module.problem(1, f"{module.layer!r} has no layer: add it to LAYERS in tests/test_layers.py")
+
+
+def upward_imports(modules: list[Module]) -> Iterator[str]:
+    rank = {layer: position for position, layer in enumerate(LAYERS)}
+    for module in modules:
+        for line, name in own_imports(module):
+            target = layer_of(name)
+            if rank[target] > rank.get(module.layer, len(LAYERS)):
+                yield module.problem(line, f"{module.layer} imports {name}, of the higher layer {target}")
+
+
+def import_cycles(modules: list[Module]) -> Iterator[str]:
+    """Cycles inside a layer; upward_imports leaves no other."""
+    layers = {module.name: module.layer for module in modules}
+    graph: dict[str, set[str]] = {name: set() for name in layers}
+    for module in modules:
+        targets = {owner(name, layers) for _, name in own_imports(module)} - {module.name}
+        graph[module.name] = {target for target in targets if layers.get(target) == module.layer}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        yield "modules import each other: " + " -> ".join(reversed(error.args[1]))
+
+
+def owner(name: str, modules: Container[str]) -> str:
+    """The module that a dotted name is in: the longest prefix that is one."""
+    while name not in modules and "." in name:
+        name = name.rpartition(".")[0]
+    return name
+
+
+# Private torch names -------------------------------------------------------------------------------------------------
+
+
+def private_part(name: str) -> str | None:
+    """The first private prefix of a dotted torch name: torch._C of torch._C._nn.gelu."""
+    parts = name.split(".")
+    prefixes = [".".join(parts[: end + 1]) for end in range(len(parts))]
+    if parts[0] != "torch" or any(prefix in NOT_PRIVATE for prefix in prefixes):
+        return None
+    return next((p for p in prefixes if p in PRIVATE_MODULES or is_private(p.rpartition(".")[2])), None)
+
+
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.endswith("__")
+
+
+def dotted(node: ast.AST, local_names: dict[str, str]) -> str | None:
+    """The absolute name of an attribute chain such as fx.Node.meta, where fx is torch.fx."""
+    if isinstance(node, ast.Name):
+        return local_names.get(node.id)
+    base = dotted(node.value, local_names) if isinstance(node, ast.Attribute) else None
+    return base and f"{base}.{node.attr}"
+
+
+def torch_names(module: Module) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import from torch and every attribute chain that starts at one."""
+    local_names = {}
+    for node in ast.walk(module.tree):
+        for local, name in imported_names(module, node):
+            yield node.lineno, name
+            # `import torch.fx` binds torch; with `as`, or from `from`, the local name is the whole.
+            plain = isinstance(node, ast.Import) and local == name.partition(".")[0]
+            local_names[local] = local if plain else name
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and (name := dotted(node, local_names)):
+            yield node.lineno, name
+
+
+def private_torch(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        if module.layer != PRIVATE_LAYER:
+            found = {(line, part) for line, name in torch_names(module) if (part := private_part(name))}
+            for line, part in sorted(found):
+                yield module.problem(line, f"{part} is private to torch: reach it through scopetrace.{PRIVATE_LAYER}")
+
+
+# What a file owes its reader -----------------------------------------------------------------------------------------
+
+
+def long_files(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        lines = len(module.source.splitlines())
+        if lines > MAX_LINES:
+            yield module.problem(lines, f"{lines} lines, of {MAX_LINES} at most: split it")
+
+
+def definitions(node: ast.AST, owner: str = "") -> Iterator[tuple[str, Definition]]:
+    """Public classes and functions with their qualified names; nothing inside functions or private classes."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, Definition):
+            yield from definitions(child, owner)
+        elif not child.name.startswith("_"):
+            yield owner + child.name, child
+            if isinstance(child, ast.ClassDef):
+                yield from definitions(child, f"{owner}{child.name}.")
+
+
+def shares_docstring(node: Definition) -> bool:
+    """Overloads and property setters: the docstring is at the function or getter that they belong to."""
+    tails = {ast.unparse(decorator).rpartition(".")[2] for decorator in node.decorator_list}
+    return bool(tails & {"overload", "setter", "deleter"})
+
+
+def undocumented(modules: list[Module]) -> Iterator[str]:
+    for module in modules:
+        for name, node in definitions(module.tree):
+            if not ast.get_docstring(node) and not shares_docstring(node):
+                yield module.problem(node.lineno, f"{name} has no docstring")
+
+
+# Tests ---------------------------------------------------------------------------------------------------------------
+
+RULES = (unknown_modules, upward_imports, import_cycles, private_torch, long_files, undocumented)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_the_source_tree_keeps_the_rule(rule):
+    modules = read_tree(SOURCE)
+    assert modules
+    problems = list(rule(modules))
+    assert not problems, "\n" + "\n".join(problems)
+
+
+def check(rule, files):
+    return list(rule([Module(path, source) for path, source in files.items()]))
+
+
+BROKEN = [
+    (unknown_modules, {"helpers.py": ""}, "add it to LAYERS"),
+    (unknown_modules, {"helpers/__init__.py": ""}, "add it to LAYERS"),
+    (upward_imports, {"scopes.py": "import scopetrace.trace"}, "higher layer trace"),
+    (upward_imports, {"scopes.py": "from scopetrace.trace import Trace"}, "higher layer trace"),
+    (upward_imports, {"scopes.py": "from scopetrace import trace"}, "higher layer trace"),
+    (upward_imports, {"scopes.py": "from . import trace"}, "higher layer trace"),
+    (upward_imports, {"scopes.py": "from .emit.onnx import emit"}, "higher layer emit"),
+    (upward_imports, {"record/tape.py": "from ..emit import onnx"}, "higher layer emit"),
+    (upward_imports, {"record/__init__.py": "from ..emit import onnx"}, "higher layer emit"),
+    (upward_imports, {"show/text.py": "from scopetrace import __version__"}, "higher layer __init__"),
+    (upward_imports, {"show/text.py": "import scopetrace as st"}, "higher layer __init__"),
+    (upward_imports, {"scopes.py": "def f():\n    from scopetrace import cli"}, "scopes.py:2"),
+    (upward_imports, {"scopes.py": "if TYPE_CHECKING:\n    pass\nelse:\n    from . import cli"}, "scopes.py:4"),
+    (import_cycles, {"record/a.py": "from .b import x", "record/b.py": "from scopetrace.record import a"}, "record.b"),
+    (import_cycles, {"record/__init__.py": "from .a import x", "record/a.py": "from scopetrace.record import y"}, "a"),
+    (private_torch, {"trace.py": "import torch._C"}, "torch._C is private"),
+    (private_torch, {"trace.py": "import torch._dynamo.config as c"}, "torch._dynamo is private"),
+    (private_torch, {"trace.py": "from torch import _ops"}, "torch._ops is private"),
+    (private_torch, {"trace.py": "from torch._subclasses import FakeTensor"}, "torch._subclasses is private"),
+    (private_torch, {"trace.py": "from torch.utils import _python_dispatch"}, "torch.utils._python_dispatch"),
+    (private_torch, {"trace.py": "from torch.fx.experimental import proxy_tensor"}, "torch.fx.experimental"),
+    (private_torch, {"trace.py": "import torch\nx = torch._C._nn.gelu"}, "trace.py:2: torch._C is private"),
+    (private_torch, {"trace.py": "from torch import fx as f\nx = f.experimental"}, "trace.py:2: torch.fx.experimental"),
+    (private_torch, {"trace.py": "from torch import nn\nnn.Module._call_impl = 1"}, "torch.nn.Module._call_impl"),
+    (long_files, {"trace.py": "x = 1\n" * (MAX_LINES + 1)}, "split it"),
+    (undocumented, {"trace.py": "def f(): ..."}, "f has no docstring"),
+    (undocumented, {"trace.py": "async def f(): ..."}, "f has no docstring"),
+    (undocumented, {"trace.py": "class A: ..."}, "A has no docstring"),
+    (undocumented, {"trace.py": "class A:\n    '''Doc.'''\n    def f(self): ..."}, "A.f has no docstring"),
+    (undocumented, {"trace.py": "if X:\n    def f(): ..."}, "f has no docstring"),
+]
+
+
+@pytest.mark.parametrize(("rule", "files", "message"), BROKEN)
+def test_a_broken_rule_is_found(rule, files, message):
+    problems = check(rule, files)
+    assert len(problems) == 1
+    assert message in problems[0]
+
+
+GOOD = {
+    "__init__.py": "from scopetrace.trace import Trace\nfrom . import errors",
+    "__main__.py": "from scopetrace.cli import main",
+    "trace.py": "from scopetrace.record import Recorder\nfrom . import record, errors\nimport torch.utils._pytree as p",
+    "record/__init__.py": "from .tape import Tape\nfrom ..errors import Error",
+    "record/tape.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from scopetrace.trace import Trace",
+    "record/core.py": "from . import tape\nfrom scopetrace.record.tape import Tape\nimport torch\nx = torch.__file__",
+    "calls.py": "import torch\nx = torch.ops.aten._to_copy.default\nfrom torch.utils import _pytree",
+    "graph.py": "@overload\ndef f(): ...\nclass _A:\n    def f(self): ...\ndef _g():\n    def f(): ...",
+    "_compat/__init__.py": "from torch._subclasses import FakeTensor\nimport torch\nx = torch._C",
+    "errors.py": "x = 1\n" * MAX_LINES,
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_what_the_rules_allow(rule):
+    assert check(rule, GOOD) == []
