@@ -68,10 +68,10 @@ def parts(st: Any, model: Any, args: tuple[Any, ...]) -> dict[str, float]:
     start = time.perf_counter()
     tr = st.trace(model, args)
     found = {"recording (st.trace)": time.perf_counter() - start}
-    names = {"building the graph": "graph", "GraphModule": "graph_module", "calls": "calls", "scope": "scope"}
+    names = {"building the graph": "_program", "GraphModule": "graph_module", "calls": "calls", "scope": "scope"}
     for label, name in names.items():
         if hasattr(type(tr), name):
-            found[label + f" (.{name})"] = seconds(functools.partial(getattr, tr, name))
+            found[f"{label} (.{name})"] = seconds(functools.partial(getattr, tr, name))
     return found
 
 

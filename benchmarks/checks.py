@@ -18,12 +18,19 @@ Reason = str | None
 
 def first_line(error: BaseException) -> str:
     """`Class: first line`, short enough for a table."""
+    return all_lines(error).partition(" / ")[0]
+
+
+def all_lines(error: BaseException) -> str:
+    """`Class: message` on one line."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
+    return f"{type(error).__name__}: {' / '.join(lines)}"[:600]
 
 
 def last_frames(error: BaseException, count: int = 4) -> list[str]:
-    """The innermost frames, for a report."""
+    """The innermost frames of the error that it all began with, for a report."""
+    while error.__cause__ is not None:
+        error = error.__cause__
     frames = traceback.extract_tb(error.__traceback__)[-count:]
     return [f"{f.filename}:{f.lineno} in {f.name}: {f.line}" for f in frames]
 
@@ -85,15 +92,9 @@ class State:
     tensors: dict[str, tuple[int, int, bool, torch.Tensor]]
     """Per parameter and buffer: id, version, requires_grad, and a copy."""
     modules: dict[str, dict[str, int]]
-    """Per module: id of each entry of its `__dict__` (and of what its hook dicts hold)."""
+    """Per module: id of each entry of its `__dict__`, and of what the dicts, lists and sets in it hold."""
     rng: tuple[torch.Tensor, Any]
     process: dict[str, Any]
-
-
-_DICTS = (
-    *("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks"),
-    *("_parameters", "_buffers", "_modules"),
-)
 
 
 def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -104,8 +105,10 @@ def _named_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 def _module_entries(module: torch.nn.Module) -> dict[str, int]:
     entries = {key: id(value) for key, value in vars(module).items()}
     entries["training"] = module.training
-    for name in _DICTS:
-        entries |= {f"{name}[{key!r}]": id(value) for key, value in vars(module).get(name, {}).items()}
+    for name, value in vars(module).items():
+        if isinstance(value, (dict, list, set)):
+            inside = value.items() if isinstance(value, dict) else enumerate(value)
+            entries |= {f"{name}[{key!r}]": id(inner) for key, inner in inside}
     return entries
 
 
@@ -136,6 +139,12 @@ def state_changes(before: State, model: torch.nn.Module) -> list[str]:
     found = [f"process: {k}" for k, v in _process_state().items() if before.process[k] != v]
     if not torch.equal(before.rng[0], torch.get_rng_state()) or before.rng[1] != random.getstate():
         found.append("random number generator moved")
+    return found + model_changes(before, model)
+
+
+def model_changes(before: State, model: torch.nn.Module) -> list[str]:
+    """What of the model alone is not as it was at `before`."""
+    found = []
     for name, module in model.named_modules(remove_duplicate=False):
         found += _entry_changes(name, before.modules.get(name, {}), _module_entries(module))
         found += [f"{name or '<root>'}.{key} holds a fake tensor" for key in _fakes(module)]
@@ -184,11 +193,15 @@ def _target_name(target: Any) -> str:
 
 
 def op_counts(gm: torch.fx.GraphModule) -> Counter[str]:
-    """How often each function is called, in nested graphs too."""
-    return Counter(
-        _target_name(node.target)
-        for module in gm.modules()
-        if isinstance(module, torch.fx.GraphModule)
-        for node in module.graph.nodes
-        if node.op == "call_function"
-    )
+    """How often each function is called, in nested graphs too. Not those whose result nothing needs."""
+    graphs = [module.graph for module in gm.modules() if isinstance(module, torch.fx.GraphModule)]
+    return Counter(_target_name(node.target) for graph in graphs for node in _live(graph) if node.op == "call_function")
+
+
+def _live(graph: torch.fx.Graph) -> set[torch.fx.Node]:
+    """The nodes that the outputs or an effect need: torch.export keeps dead ones, others need not."""
+    live: set[torch.fx.Node] = set()
+    for node in reversed(graph.nodes):
+        if node in live or node.op == "output" or node.is_impure():
+            live |= {node, *node.all_input_nodes}
+    return live

@@ -61,10 +61,18 @@ def children(value: Any) -> list[tuple[Any, Any]] | None:
     if isinstance(value, (list, tuple)):
         return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f.name, getattr(value, f.name, None)) for f in dataclasses.fields(value)]
+        return [(f.name, _field(value, f.name)) for f in dataclasses.fields(value)]
     if type(value) in pytree.SUPPORTED_NODES:
         return list(enumerate(pytree.SUPPORTED_NODES[type(value)].flatten_fn(value)[0]))
     return None
+
+
+def _field(value: Any, name: str) -> Any:
+    """A field as it is stored: the configs of transformers are dataclasses whose `__getattribute__` may raise."""
+    try:
+        return object.__getattribute__(value, name)
+    except AttributeError:
+        return None
 
 
 def number(value: Any) -> Any:

@@ -5,11 +5,13 @@
     python -m benchmarks.zoo --resume             # go on after an interruption
     python -m benchmarks.zoo --report-only        # print the last table again
 
-Columns: `ours s` is `st.trace`, `+gm s` the first `.graph_module`, `ratio` torch.export's time over their sum.
+Columns: `1st s` is `st.trace` on a model that never ran, `s` the same once more after torch.export (which ran in
+between, so that both find warm caches), `+gm s` the `.graph_module`, `ratio` torch.export's time over `s` and `+gm s`.
 `same`: equal to eager on the example inputs and on other ones; `calls`: equal to what a patched `_call_impl`
 saw; `values`: every call's tensors have eager's values in a run of the graph; `state`: tracing left model, random
 numbers and process as they were; `ops-diff`: size of the multiset difference to torch.export's ops, an
-in-place op counted as its functional twin and without checks and symbol arithmetic; `raw`: as they are.
+in-place op counted as its functional twin and without checks and symbol arithmetic; `raw`: as they are. Ops whose
+result nothing needs are not counted on either side.
 """
 
 import argparse

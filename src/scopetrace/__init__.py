@@ -1,9 +1,9 @@
 """scopetrace: traces of PyTorch models that still know their modules.
 
-    import scopetrace as st
+import scopetrace as st
 
-    tr = st.trace(model, args, kwargs)
-    print(tr)
+tr = st.trace(model, args, kwargs)
+print(tr)
 """
 
 from scopetrace.calls import ModuleCall as ModuleCall
@@ -24,6 +24,7 @@ from scopetrace.scopes import TracingState as TracingState
 from scopetrace.scopes import scope as scope
 from scopetrace.scopes import tracing_state as tracing_state
 from scopetrace.trace import Trace as Trace
+from scopetrace.trace import load as load
 from scopetrace.trace import trace as trace
 
 __version__ = "0.1.0"

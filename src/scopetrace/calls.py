@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,8 @@ import torch.fx
 
 from scopetrace import meta
 from scopetrace.graph import Program
-from scopetrace.record.tape import Call
+from scopetrace.record.structure import leaves_with_path
+from scopetrace.record.tape import Call, Value
 from scopetrace.scopes import Scope
 
 
@@ -39,7 +41,7 @@ class ModuleCall:
     @property
     def module_type(self) -> type | None:
         """The module's class; None for the root when a plain function was traced."""
-        return type(self._call.module) if self._call.module is not None else None
+        return self._call.module_type
 
     @property
     def index(self) -> int:
@@ -85,8 +87,8 @@ class ModuleCall:
     def arguments(self) -> dict[str, Any]:
         """forward's parameter names and what was passed for them, defaults included.
 
-        Tensors are `torch.fx.Node`s, symbolic sizes too; everything else is the Python object itself. `*args` and `**kwargs`
-        stand under their own names, as a tuple and a dict.
+        Tensors are `torch.fx.Node`s, symbolic sizes too; everything else is the Python object itself. `*args` and
+        `**kwargs` stand under their own names, as a tuple and a dict.
         """
         lower = self._table.program.lower
         args = tuple(lower(a) for a in self._call.args)
@@ -108,8 +110,12 @@ class ModuleCall:
         """What the call changed in place: an argument's path or a buffer's name, and the node after the change."""
         return self._table.mutated(self._call, self._forward())
 
-    def _forward(self) -> Callable[..., Any]:
-        return self._table.forward if self._call.module is None else self._call.module.forward
+    def _forward(self) -> Any:
+        if self._call.module is not None and self.position > 0:
+            return self._call.module.forward
+        if self._table.forward is not None or self.module_type is None:
+            return self._table.forward
+        return types.MethodType(self.module_type.forward, object())  # a loaded trace has the class only
 
     def __repr__(self) -> str:
         index = f", index={self.index}" if self.index else ""
@@ -120,9 +126,9 @@ class ModuleCall:
 class CallTable:
     """All calls of a trace, and what they share."""
 
-    def __init__(self, program: Program, forward: Callable[..., Any]) -> None:
+    def __init__(self, program: Program, forward: Callable[..., Any] | None) -> None:
         self.program = program
-        self.forward = forward
+        self.forward = forward.forward if isinstance(forward, torch.nn.Module) else forward
         tape = program.tape
         self.calls = [ModuleCall(call, self) for call in tape.calls]
         self.children: list[list[ModuleCall]] = [[] for _ in tape.calls]
@@ -146,9 +152,6 @@ class CallTable:
 
     def mutated(self, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
         """See `ModuleCall.mutated`."""
-        from scopetrace.record.structure import leaves_with_path
-        from scopetrace.record.tape import Value
-
         ops = self.program.tape.ops[call.start : call.stop]
         last = {v.storage: op for op in ops for v in op.writes}
         named = bind(forward, call.args, call.kwargs)

@@ -10,7 +10,7 @@ import torch.fx
 
 from scopetrace import meta
 from scopetrace._compat.graph_module import TracedGraphModule, make_graph_module, set_grad_enabled
-from scopetrace._compat.symbols import SymbolNodes, Symbolic
+from scopetrace._compat.symbols import Symbolic, SymbolNodes
 from scopetrace.record.frames import format_stack
 from scopetrace.record.structure import leaves, leaves_with_path, map_structure
 from scopetrace.record.tape import Call, Op, Tape, Value, flat

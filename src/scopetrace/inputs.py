@@ -73,11 +73,11 @@ class LiveState:
     """The model's tensors as they are now: a module may have got a new buffer since the trace."""
 
     def __init__(self, tape: Tape, graph_module: torch.nn.Module) -> None:
-        self._writes = tape.attribute_writes
+        self._writes = [(w.module or _submodule(graph_module, w.fqn), w.name) for w in tape.attribute_writes]
         self._held: list[tuple[torch.nn.Module, str, torch.nn.Module, str]] = []
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
         for name, (module, attribute) in tape.owners.items():
-            if name in targets:
+            if name in targets and not isinstance(module, torch.jit.ScriptModule):  # those keep theirs in C++
                 path, _, leaf = name.rpartition(".")
                 self._held.append((graph_module.get_submodule(path), leaf, module, attribute))
 
@@ -90,8 +90,16 @@ class LiveState:
 
     def write(self, results: Iterator[torch.Tensor]) -> None:
         """Bind what the forward bound to the model's attributes."""
-        for write, tensor in zip(self._writes, results, strict=True):
-            _bind(write.module, write.name, tensor)
+        for (module, name), tensor in zip(self._writes, results, strict=True):
+            _bind(module, name, tensor)
+
+
+def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
+    """For a loaded trace, whose model is not here; attributes that the graph does not read have no place in it."""
+    try:
+        return module.get_submodule(path)
+    except AttributeError:
+        return torch.nn.Module()
 
 
 def _look_up(module: torch.nn.Module, name: str) -> torch.Tensor | None:

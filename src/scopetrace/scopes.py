@@ -34,7 +34,7 @@ class Scope:
         self.name = name
         self.type_name = type_name
         self.parent = parent
-        self.path = self.label if parent is None else f"{parent.path}/{self.label}"
+        self.path: str = self.label if parent is None else f"{parent.path}/{self.label}"
         self._children: dict[tuple[str, str], Scope] = {}
 
     @property
@@ -187,7 +187,7 @@ class scope:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._open: list[tuple[TracingState, int] | None] = []
+        self._open: list[tuple[TracingState, int]] = []
 
     def __enter__(self) -> scope:
         state = tracing_state()
@@ -201,10 +201,7 @@ class scope:
     def __exit__(self, kind: type[BaseException] | None, exc: BaseException | None, tb: TracebackType | None) -> None:
         if not self._open or tracing_state() is None:
             return
-        opened = self._open.pop()
-        if opened is None:
-            return
-        state, mark = opened
+        state, mark = self._open.pop()
         if len(state._stack) == mark + 1:
             state.pop_scope()
         elif len(state._stack) > mark + 1:

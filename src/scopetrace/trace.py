@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx
 
 from scopetrace import inputs, meta
+from scopetrace._compat import pickling
 from scopetrace._compat.graph_module import TracedGraphModule
 from scopetrace.calls import CallTable, ModuleCall
 from scopetrace.check import compare_with_model
@@ -21,6 +24,7 @@ from scopetrace.record.observe import Progress
 from scopetrace.record.structure import map_structure
 from scopetrace.record.tape import Tape, Value
 from scopetrace.scopes import Scope, common_scope
+from scopetrace.show.terminal import print_text
 from scopetrace.show.text import TextOptions, render
 
 
@@ -30,13 +34,13 @@ class Trace:
     The graph, the scopes and the calls are made from the recording when they are first asked for.
     """
 
-    def __init__(self, tape: Tape, model: Callable[..., Any]) -> None:
+    def __init__(self, tape: Tape, model: Callable[..., Any] | None) -> None:
         self._tape = tape
         self._model = model
 
     @property
-    def model(self) -> Callable[..., Any]:
-        """The module or function that was traced."""
+    def model(self) -> Callable[..., Any] | None:
+        """The module or function that was traced; None for a loaded trace."""
         return self._model
 
     @functools.cached_property
@@ -108,9 +112,11 @@ class Trace:
     def check(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         """Run the model and the trace on copies of the same inputs from the same random state, and compare.
 
-        Compares results, changed inputs and changed buffers. Both start from the model's state as it is, which is put back.
-        Raises CheckError with all differences.
+        Compares results, changed inputs and changed buffers. Both start from the model's state as it is, which is put
+        back. Raises CheckError with all differences.
         """
+        if self._model is None:
+            raise ScopetraceError("a loaded trace has no model to check against; trace the model again")
         compare_with_model(self._model, self, self._tape, args, kwargs or {})
 
     def print_readable(self, depth: int | None = None, *, scope: str | None = None, print_output: bool = True) -> str:
@@ -120,8 +126,15 @@ class Trace:
         """
         text = render(self.calls, TextOptions(depth=depth, scope=scope))
         if print_output:
-            print(text)
+            print_text(text)
         return text
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the trace to a file, with the parameters and buffers that it uses, without the model.
+
+        Raises pickle.PicklingError for symbolic sizes, and for objects among the arguments that pickle refuses.
+        """
+        Path(path).write_bytes(pickling.dumps(self._tape))
 
     def __str__(self) -> str:
         return render(self.calls, TextOptions())
@@ -132,6 +145,17 @@ class Trace:
 
     def __iter__(self) -> Iterator[ModuleCall]:
         return iter(self.calls)
+
+
+def load(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace that `Trace.save` wrote. As all pickles, to be read only from sources that you trust.
+
+    `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file.
+    """
+    tape = pickling.loads(Path(path).read_bytes())
+    if not isinstance(tape, Tape):
+        raise ScopetraceError(f"{path} was not written by Trace.save")
+    return Trace(tape, None)
 
 
 def trace(
@@ -147,17 +171,17 @@ def trace(
 ) -> Trace:
     """Trace a module, or any callable, into a graph that knows its modules.
 
-    One pass of Python over the model with fake tensors: no weight is read or copied, and the model is as it was afterwards.
-    Autograd, autocast, eval and training mode are those at the call.
+    One pass of Python over the model with fake tensors: no weight is read or copied, and the model is as it was
+    afterwards. Autograd, autocast, eval and training mode are those at the call.
 
     Args:
         model: an `nn.Module`, a function, or a bound method of a module.
         args: positional arguments, as for the model; tensors on any device, the meta device too.
         kwargs: keyword arguments.
         dynamic_shapes: not available yet; sizes are those of the arguments.
-        functional: True asks for a graph without mutation. Not available yet: mutating ops are recorded and run as they are.
-        leaves: module classes, fqn patterns (`"layers.*.attn"`) and predicates `(module, fqn) -> bool`. A call of such a
-            module is one `call_module` node that runs the module.
+        functional: True asks for a graph without mutation. Not available yet: mutating ops run as they are.
+        leaves: module classes, fqn patterns (`"layers.*.attn"`) and predicates `(module, fqn) -> bool`. A call of such
+            a module is one `call_module` node that runs the module.
         specialize: not available yet.
         progress: called with (scope path, number of ops so far) at each module call.
 

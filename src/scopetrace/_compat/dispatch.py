@@ -1,8 +1,8 @@
 """The pre-dispatch mode slot, where ops arrive before autocast, autograd and decomposition.
 
 torch keeps three slots there: for proxy tracing, for functionalization, and for schema checking. The recorder takes
-the third: torch's own code looks into the other two (`torch.vmap`, symbolic integers and higher-order ops each look for a
-proxy tracer) and would find a tracer that is none. Schema checking is a test tool that is never on in a trace.
+the third: torch's own code looks into the other two (`torch.vmap`, symbolic integers and higher-order ops each look for
+a proxy tracer) and would find a tracer that is none. Schema checking is a test tool that is never on in a trace.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops, _pop_mode_from_pre_dispatch
 from torch._ops import _set_mode_pre_dispatch as _put_mode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 OnOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 OnHigherOrderOp = Callable[[HigherOrderOperator, tuple[Any, ...], dict[str, Any]], Any]
@@ -50,6 +50,7 @@ class PreDispatchMode(SchemaCheckMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
+        """True: dynamo and others need not stand back from it."""
         return True
 
     def __enter__(self) -> PreDispatchMode:
@@ -139,9 +140,21 @@ def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args:
     return NotImplemented
 
 
-def through_transform(mode: PreDispatchMode, func: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Apply the innermost functorch transform to `func`; what it turns into comes back to the recorder."""
-    return _with_mode(mode, lambda: func._op_dk(DispatchKey.FuncTorchDynamicLayerFrontMode, *args, **kwargs))
+class _BelowTransforms(TorchDispatchMode):
+    """Sees the ops that functorch transforms turn an op into, on plain tensors."""
+
+    def __init__(self, on_op: OnOp) -> None:
+        super().__init__()
+        self.on_op = on_op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.on_op(func, args, kwargs or {})
+
+
+def through_transform(on_op: OnOp, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Apply the running functorch transforms to `func`; `on_op` gets the ops that come out below them."""
+    with _BelowTransforms(on_op):
+        return func(*args, **kwargs)
 
 
 def _with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:

@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    in_kernel_invocation_manager,
+)
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     ShapeEnv,
     compute_unbacked_bindings,
-)
-from torch._subclasses.fake_tensor import (
-    DataDependentOutputException,
-    DynamicOutputShapeException,
-    UnsupportedOperatorException,
 )
 
 __all__ = ["FakeFactory", "FakeTensor", "is_fake"]
@@ -55,7 +57,7 @@ class FakeFactory:
                 self._storages[storage._cdata] = meta_storage
                 self._keep.append(storage)
             meta = torch.empty(0, dtype=real.dtype, device="meta")
-            meta.set_(meta_storage, real.storage_offset(), real.size(), real.stride())  # type: ignore[call-overload]
+            meta.set_(meta_storage, real.storage_offset(), real.size(), real.stride())
             fake = self._wrap(meta, real.device, real.requires_grad)
         if isinstance(real, torch.nn.Parameter):
             fake._is_param = True
@@ -90,9 +92,7 @@ class FakeFactory:
         template = self._templates.get(device)
         if template is None:
             template = self._templates[device] = dict(vars(FakeTensor(self.mode, meta.detach(), device)))
-        fake = _make_subclass(
-            FakeTensor, meta, requires_grad, dispatch_device=True, device_for_backend_keys=device
-        )
+        fake = _make_subclass(FakeTensor, meta, requires_grad, dispatch_device=True, device_for_backend_keys=device)
         _forbid_data_ptr(fake)
         fake.__dict__.update(template)
         return fake
@@ -106,10 +106,11 @@ class FakeFactory:
 
 def _is_plain(real: torch.Tensor) -> bool:
     return (
-        type(real) in (torch.Tensor, torch.nn.Parameter)
+        type(real) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
         and real.layout is torch.strided
         and not (real.is_quantized or real.is_conj() or real.is_neg() or real.is_nested or real.is_inference())
-        and real.untyped_storage().device == real.device
+        and (real.untyped_storage().device == real.device or type(real) is FakeTensor)
+        and not any(isinstance(n, torch.SymInt) for n in (*real.size(), *real.stride()))
     )
 
 

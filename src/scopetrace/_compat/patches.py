@@ -1,13 +1,14 @@
 """What a trace changes in the process while it runs, and puts back when it ends, however it ends.
 
-`nn.Module._call_impl` rather than `__call__`: torch.fx kept `__call__` at import, so that a later patch of it is not seen
-under make_fx and export; hooks rather than either would turn off the fast path of `nn.TransformerEncoderLayer`.
+`nn.Module._call_impl` rather than `__call__`: torch.fx kept `__call__` at import, so that a later patch of it is not
+seen under make_fx and export; hooks rather than either would turn off the fast path of `nn.TransformerEncoderLayer`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -22,11 +23,17 @@ class Observer(Protocol):
 
     paused: bool
 
-    def on_call(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+    def on_call(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module is called."""
 
-    def on_forward(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any: ...
+    def on_forward(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The forward of a module is called."""
 
-    def on_backward(self) -> None: ...
+    def on_backward(self) -> None:
+        """The forward differentiates."""
+
+    def on_seed(self) -> None:
+        """The forward seeds torch's generator."""
 
 
 @contextlib.contextmanager
@@ -39,12 +46,13 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
 
     with contextlib.ExitStack() as stack:
         stack.callback(_set, torch.nn.Module, "_call_impl", torch.nn.Module._call_impl)
-        torch.nn.Module._call_impl = _call_impl(observer, mine)  # type: ignore[method-assign, assignment]
-        for cls in {_owner(type(m)) for m in modules} - {None}:
-            stack.callback(_set, cls, "forward", cls.__dict__["forward"])  # type: ignore[union-attr]
-            cls.forward = _forward(cls, observer, mine)  # type: ignore[union-attr, attr-defined]
+        torch.nn.Module._call_impl = _call_impl(observer, mine)  # type: ignore[method-assign]
+        for cls in {owner for m in modules if (owner := _owner(type(m))) is not None}:
+            stack.callback(_set, cls, "forward", cls.__dict__["forward"])
+            _set(cls, "forward", _forward(cls, observer, mine))
         stack.enter_context(_backward_reported(observer, mine))
-        stack.enter_context(_exporting())
+        stack.enter_context(_seeding_reported(observer, mine))
+        stack.enter_context(exporting())
         stack.enter_context(_not_compiling())
         stack.enter_context(_no_autocast_cache())
         for module in modules:
@@ -71,6 +79,8 @@ def _call_impl(observer: Observer, mine: Callable[[], bool]) -> Callable[..., An
             return outer(self, *args, **kwargs)
         if _is_compiled(self):
             return observer.on_call(self, lambda _, *a, **k: self._orig_mod(*a, **k), args, kwargs)  # type: ignore[operator]
+        if isinstance(self, torch.jit.ScriptModule):
+            return observer.on_call(self, _scripted(original), args, kwargs)
         return observer.on_call(self, original, args, kwargs)
 
     call_impl._scopetrace_original = original  # type: ignore[attr-defined]
@@ -127,11 +137,21 @@ def _backward_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator
             place._engine_run_backward = outer  # type: ignore[attr-defined]
 
 
+def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
+    """A script method calls the Python that it was compiled from, with one `self` too many, when the flags are set."""
+
+    def run(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with exporting(False):
+            return original(module, *args, **kwargs)
+
+    return run
+
+
 @contextlib.contextmanager
-def _exporting() -> Iterator[None]:
-    """Models ask `torch.compiler.is_exporting()` to choose a path that can be traced; torch.export sets both flags too."""
+def exporting(flag: bool = True) -> Iterator[None]:
+    """Models ask `torch.compiler.is_exporting()` to choose a path that can be traced; torch.export sets both too."""
     old = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = True
+    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = flag
     try:
         yield
     finally:
@@ -160,17 +180,38 @@ def _not_compiling() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def random_state_kept() -> Iterator[Callable[[], bool]]:
-    """Put the generators of torch, Python and NumPy back; the value says whether torch's was changed so far."""
-    import random
+def _seeding_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[None]:
+    """Fake tensors draw no numbers, so that torch's generators change only where the forward seeds them."""
+    places = [(torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "seed"), (torch.random, "seed")]
+    outer = [getattr(owner, name) for owner, name in places]
 
+    def report(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            if mine():
+                observer.on_seed()
+            return fn(*args, **kwargs)
+
+        return seed
+
+    for (owner, name), fn in zip(places, outer, strict=True):
+        setattr(owner, name, report(fn))
+    try:
+        yield
+    finally:
+        for (owner, name), fn in zip(places, outer, strict=True):
+            setattr(owner, name, fn)
+
+
+@contextlib.contextmanager
+def python_random_state_kept() -> Iterator[None]:
+    """Put the generators of Python and NumPy back, which a forward may draw from."""
     numpy = sys.modules.get("numpy")
-    torch_state, python_state = torch.get_rng_state(), random.getstate()
+    python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None
     try:
-        yield lambda: not torch.equal(torch_state, torch.get_rng_state())
+        yield
     finally:
-        torch.set_rng_state(torch_state)
         random.setstate(python_state)
         if numpy is not None:
             numpy.random.set_state(numpy_state)

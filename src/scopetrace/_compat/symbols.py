@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import sympy
+import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx
 from torch.fx.proxy import GraphAppendingTracer

@@ -16,8 +16,7 @@ import torch
 from scopetrace import scopes
 from scopetrace._compat.dispatch import dispatching_to
 from scopetrace._compat.fake import FakeTensor
-from scopetrace._compat.patches import observing, random_state_kept
-from scopetrace.errors import RandomStateError
+from scopetrace._compat.patches import observing, python_random_state_kept
 from scopetrace.record.explain import explained
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
@@ -60,16 +59,12 @@ def _record(
     fake_args, fake_kwargs = _add_inputs(recorder, model.forward, args, kwargs)
     tape = recorder.tape
     try:
-        with random_state_kept() as seeded, explained(recorder), scopes.activate(recorder.state):
+        with python_random_state_kept(), explained(recorder), scopes.activate(recorder.state):
             with observing(observer, model.modules), dispatching_to(recorder.mode, recorder.factory.mode):
                 out = observer.run_root(fn, fake_args, fake_kwargs)
             tape.outputs = tape.calls[0].outputs
             refuse_hidden(out, (FakeTensor,), "the result")
             refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments")
-            if seeded():
-                raise RandomStateError(
-                    "the forward seeds torch's random generator", hint="call torch.manual_seed outside the model"
-                )
     finally:
         tape.attribute_writes = model.restore(recorder.known_value)
     tape.shape_env = recorder.factory.shape_env

@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import linecache
-import os
 import sys
+from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
 import torch
 
 from scopetrace.record.tape import Frames, walk_frames
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_MODULES = os.path.join(_TORCH, "nn", "modules") + os.sep
+_OURS = f"{Path(__file__).resolve().parent.parent}/"
+_TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _MACHINERY = tuple(
-    os.path.join(_TORCH, *path)
-    for path in (
-        ("_ops.py",),
-        ("_compile.py",),
-        ("_library", "utils.py"),
-        ("_dynamo", "eval_frame.py"),
-        ("nn", "modules", "module.py"),
-    )
+    _TORCH + path
+    for path in ("_ops.py", "_compile.py", "_library/utils.py", "_dynamo/eval_frame.py", "nn/modules/module.py")
 )
 
 _hidden: dict[str, bool] = {}  # by file name, as frames are captured for each op
@@ -74,14 +67,10 @@ def _format(frame: tuple[CodeType, int]) -> str:
 
 def user_line(frames: list[tuple[CodeType, int]]) -> str | None:
     """The innermost line outside torch, as `model.py:12, in forward: return self.fc(x)`."""
-    for code, line in reversed(frames):
-        name = code.co_filename
-        if not (is_hidden(name) or name.startswith(_TORCH)):
-            break
-    else:
-        if not frames:
-            return None
-        code, line = frames[-1]
+    if not frames:
+        return None
+    theirs = [f for f in frames if not (is_hidden(f[0].co_filename) or f[0].co_filename.startswith(_TORCH))]
+    code, line = (theirs or frames)[-1]
     source = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {source}" if source else "")
 

@@ -12,6 +12,8 @@ import torch
 from scopetrace.record.tape import AttributeWrite, Value
 
 _TABLES = ("_parameters", "_buffers", "_modules")
+_CONTAINERS = (list, dict, set)
+_BOOKKEEPING = frozenset(torch.nn.Module().__dict__)
 
 
 class Model:
@@ -81,11 +83,16 @@ class _Saved:
         self.module = module
         self.attributes = dict(module.__dict__)
         self.tables = {name: dict(self.attributes[name]) for name in _TABLES if name in self.attributes}
-        self.containers = [
-            (value, value.copy())
-            for name, value in self.attributes.items()
-            if type(value) in (list, dict, set) and name not in _TABLES and value
-        ]
+        self.containers: list[tuple[Any, Any]] = []
+        for name, value in self.attributes.items():
+            if type(value) in _CONTAINERS and name not in _BOOKKEEPING:
+                self._save_container(value)
+
+    def _save_container(self, container: Any) -> None:
+        self.containers.append((container, container.copy()))
+        for item in container.values() if type(container) is dict else container:
+            if type(item) in _CONTAINERS and all(item is not known for known, _ in self.containers):
+                self._save_container(item)
 
     def restore(self, values: Callable[[torch.Tensor], Value | None]) -> Iterator[AttributeWrite]:
         now = self.module.__dict__

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.dispatch import paused
+from scopetrace.errors import RandomStateError
 from scopetrace.record.leaves import LeafRule
 from scopetrace.record.recorder import NeedsAutograd, Recorder
 from scopetrace.record.structure import leaves_with_path, map_structure
@@ -27,7 +28,7 @@ class CallObserver:
         self.paused = False
         self._counts: dict[int, int] = {}
         self._began: list[set[str]] = []  # of each open call, the entrances that belong to it and were passed
-        recorder.boundary = self._run.__func__.__code__
+        recorder.boundary = CallObserver._run.__code__
 
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what is traced as the outermost call."""
@@ -53,6 +54,14 @@ class CallObserver:
         if not self.recorder.exact:
             raise NeedsAutograd
 
+    def on_seed(self) -> None:
+        """The forward seeds torch's generator."""
+        raise RandomStateError(
+            "the forward seeds torch's random generator, which no graph can repeat",
+            **self.recorder.where(),
+            hint="call torch.manual_seed outside the model",
+        )
+
     def _enters(self, module: torch.nn.Module, entrance: str) -> bool:
         """Whether this is the open call on its way in, rather than a new call of the same module."""
         call = self.recorder.call
@@ -63,9 +72,7 @@ class CallObserver:
             self._began[-1].add("call")
         return True
 
-    def _record(
-        self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, began: set[str]
-    ) -> Any:
+    def _record(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, began: set[str]) -> Any:
         fqn, scope = self._place(module)
         call = self._open(module, fqn, scope, args, kwargs)
         if self.progress is not None:
@@ -83,9 +90,7 @@ class CallObserver:
         name = (fqn or "").removeprefix(inside + ".") if inside else fqn or ""
         return fqn, self.recorder.state.current_scope.child(name, type(module).__name__)
 
-    def _open(
-        self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any
-    ) -> Call:
+    def _open(self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any) -> Call:
         recorder = self.recorder
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
@@ -101,6 +106,7 @@ class CallObserver:
             frames=recorder.frames() if recorder.call is not None else (),
             attributes=_plain_attributes(module) if module is not None else {},
             position=len(recorder.tape.calls),
+            module_type=type(module) if module is not None else None,
         )
         recorder.tape.calls.append(call)
         return call
@@ -140,9 +146,7 @@ class CallObserver:
                 out = run(call.module, *args, **kwargs)
             name = call.fqn or f"_leaf_module{len(recorder.tape.modules)}"
             op = recorder.add_module_op(name, call)
-            op.writes = tuple(
-                recorder.value_of(t) for t, old in zip(read, versions, strict=True) if t._version != old
-            )
+            op.writes = tuple(recorder.value_of(t) for t, old in zip(read, versions, strict=True) if t._version != old)
             slots = iter(range(1 << 30))
             op.outputs = map_structure(lambda t: recorder.add_results(op, t, next(slots)), out, torch.Tensor)
             call.outputs = op.outputs

@@ -67,21 +67,25 @@ class Recorder:
         self._by_id: dict[int, Value] = {}
         self._by_storage: dict[int, list[Value]] = {}
         self._keep: list[torch.Tensor] = []
+        self._constants = 0
         self.running: Any = None  # the op that torch runs now, for errors
         self._repeatable = True  # whether all arguments of the running op have keys
 
     # ---------------------------------------------------------------- ops
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record one op. What it returns goes back to the model."""
+        """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
         if dispatch.in_transform():
             if not self.exact:
                 raise NeedsAutograd
-            return dispatch.through_transform(self.mode, func, args, kwargs)
+            return dispatch.through_transform(self._record, func, args, kwargs)
         if dispatch.autocast_enabled():
             out = dispatch.through_autocast(self.mode, func, self._device(args, kwargs), args, kwargs)
             if out is not NotImplemented:
                 return out
+        return self._record(func, args, kwargs)
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         facts = self._facts.get(id(func))
         if facts is None:
             facts = self._facts[id(func)] = _OpFacts(func)
@@ -168,7 +172,7 @@ class Recorder:
         with without_dispatch():
             for slot, part in enumerate(parts):
                 fake = results.make(self.factory, part, inputs)
-                if type(part) is results.Same:
+                if isinstance(part, results.Same):
                     old = inputs[part.base]
                     value = Value(fake, op, slot, old.storage, old.key)
                     value.stand_in = old.stand_in
@@ -226,9 +230,9 @@ class Recorder:
         found = self._by_id.get(id(t))
         if found is not None:
             return found
-        if isinstance(t, FakeTensor):
+        if isinstance(t, FakeTensor) and (t.fake_mode is self.factory.mode or self.model.owner(t) is None):
             value = self._alias(t)
-        elif type(t) in (torch.Tensor, _Parameter) or isinstance(t, _Parameter):
+        elif type(t) in (torch.Tensor, FakeTensor) or isinstance(t, _Parameter):
             value = self._adopt(t)
         else:
             raise UnsupportedOpError(
@@ -250,9 +254,7 @@ class Recorder:
             if _geometry(value.fake) == geometry:
                 return value
         if not same_memory:
-            raise ForeignTensorError(
-                "a tensor was used whose making was not recorded", **self.where(), hint=_FOREIGN
-            )
+            raise ForeignTensorError("a tensor was used whose making was not recorded", **self.where(), hint=_FOREIGN)
         base = same_memory[-1]
         if base.fake.dtype != t.dtype:
             raise UnsupportedOpError("a view of another dtype was made outside the dispatcher", **self.where())
@@ -262,8 +264,9 @@ class Recorder:
             (base, list(t.size()), list(t.stride()), t.storage_offset()),
             {},
         )
-        op.outputs = self._register_one(t, op, 0)
-        return op.outputs  # type: ignore[no-any-return]
+        made: Value = self._register_one(t, op, 0)
+        op.outputs = made
+        return made
 
     def _adopt(self, real: torch.Tensor) -> Value:
         """A parameter, buffer or attribute of the model; or a tensor from a closure or global."""
@@ -272,7 +275,8 @@ class Recorder:
             name = owner[0]
             self.tape.owners[name] = owner[1:]
         else:
-            name = f"_tensor_constant{sum(n.startswith('_tensor_constant') for n in self.tape.attributes)}"
+            name = f"_tensor_constant{self._constants}"
+            self._constants += 1
         fake = self.factory.from_real(real)
         op = self._append("get_attr", name, (), {})
         self.tape.attributes[name] = real
@@ -318,7 +322,8 @@ class Recorder:
 
     def add_results(self, op: Op, t: torch.Tensor, slot: int) -> Value:
         """A tensor that a leaf module returned."""
-        return self._register_one(t, op, slot)  # type: ignore[no-any-return]
+        value: Value = self._register_one(t, op, slot)
+        return value
 
     # ---------------------------------------------------------------- context
 

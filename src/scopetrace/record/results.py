@@ -1,6 +1,6 @@
 """Results of ops that were seen before: equal arguments give results of equal metadata.
 
-torch's own fake-tensor cache works below decomposition, so a linear layer costs four look-ups and four dispatches there.
+torch's own fake-tensor cache works below decomposition, so a linear layer costs four look-ups and dispatches there.
 This one stands above it, where the recorder sees the linear layer as one op.
 """
 
@@ -94,7 +94,7 @@ def _learn_one(keys: Keys, inputs: list[Value], out: torch.Tensor) -> Fresh | Vi
         if value.storage == storage:
             if base.dtype != out.dtype or value.key is None:
                 return None
-            offset = out.storage_offset() - base.storage_offset()
+            offset = int(out.storage_offset() - base.storage_offset())
             return View(i, size, stride, offset, out.device, out.requires_grad, key)
     if out.storage_offset() or out.untyped_storage().nbytes() != _bytes_spanned(out):
         return None
@@ -117,12 +117,12 @@ def _share_memory(out: Any, inputs: list[Value]) -> bool:
 
 def make(factory: FakeFactory, recipe: Fresh | View | Same, inputs: list[Value]) -> torch.Tensor:
     """One result. Call inside `without_dispatch`."""
-    if type(recipe) is Fresh:
+    if isinstance(recipe, Fresh):
         return factory.fresh(recipe.size, recipe.stride, recipe.dtype, recipe.device, recipe.requires_grad)
     base = inputs[recipe.base].fake
-    if type(recipe) is Same:
+    if isinstance(recipe, Same):
         return base
-    offset = base.storage_offset() + recipe.offset
+    offset = int(base.storage_offset()) + recipe.offset
     return factory.view(base, recipe.size, recipe.stride, offset, recipe.device, recipe.requires_grad)
 
 

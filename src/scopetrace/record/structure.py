@@ -8,6 +8,7 @@ beyond pytree, plain dataclass instances. Everything else is kept as it is.
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -94,7 +95,7 @@ def close_container(like: Any, items: list[Any]) -> Any:
 def _pytree_node(kind: type) -> Any:
     node = pytree.SUPPORTED_NODES.get(kind)
     if node is None and pytree.is_namedtuple_class(kind):
-        node = pytree.SUPPORTED_NODES.get(pytree.namedtuple)  # type: ignore[call-overload]
+        node = pytree.SUPPORTED_NODES.get(collections.namedtuple)  # type: ignore[call-overload]  # pytree's own key
     return node
 
 

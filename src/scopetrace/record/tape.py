@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from scopetrace.record.structure import leaves
 from scopetrace.scopes import Scope
 
 Frames = tuple[Any, ...]  # a linked list: (outer frames | (), ((code, line), ...)), outermost first
@@ -26,7 +27,7 @@ class Value:
     for all that decides the metadata of an op's results (None when that is not known, as for symbolic sizes).
     """
 
-    __slots__ = ("fake", "key", "op", "real", "slot", "storage", "stand_in")
+    __slots__ = ("fake", "key", "op", "real", "slot", "stand_in", "storage")
 
     def __init__(self, fake: torch.Tensor, op: Op, slot: int, storage: int, key: int | None) -> None:
         self.fake = fake
@@ -36,6 +37,14 @@ class Value:
         self.key = key
         self.real: torch.Tensor | None = None  # the tensor itself, for attributes and constants
         self.stand_in = False  # requires grad without autograd's own history (see recorder)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        # Without the op, which has its values: pickle would recurse along the whole program.
+        return self.fake, self.slot, self.storage, self.real
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.fake, self.slot, self.storage, self.real = state
+        self.key, self.stand_in = None, False
 
     def __repr__(self) -> str:
         return f"Value({self.op.kind} {self.op.target}, {self.slot})"
@@ -95,16 +104,34 @@ class Call:
     raised: BaseException | None = None
     """The exception that ended the call, if one did."""
     leaf: bool = False
+    module_type: type | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        kept = {name: a for name, a in self.attributes.items() if _is_plain(a)}
+        raised = self.raised and RuntimeError(f"{type(self.raised).__name__}: {self.raised}")
+        return {**state, "module": None, "attributes": kept, "raised": raised}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, a in state.items():
+            setattr(self, name, a)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class AttributeWrite:
     """A module attribute that the forward bound to a new tensor (`self.n = self.n + 1`)."""
 
-    module: torch.nn.Module
+    module: torch.nn.Module | None
+    """None in a loaded trace, which holds the attribute itself."""
     fqn: str
     name: str
     value: Value
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return None, self.fqn, self.name, self.value
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.module, self.fqn, self.name, self.value = state
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -130,6 +157,23 @@ class Tape:
     """The modules behind `call_module` ops."""
     shape_env: Any = None
     exact_autograd: bool = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**state, "owners": {}, "shape_env": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, a in state.items():
+            setattr(self, name, a)
+        for op in self.ops:
+            for value in leaves(op.outputs, Value) if op.kind == "call_module" else op.values():
+                value.op = op
+
+
+def _is_plain(x: Any) -> bool:
+    if isinstance(x, (tuple, list)):
+        return all(map(_is_plain, x))
+    return x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device))
 
 
 def flat(x: Any) -> list[Any]:

@@ -1,0 +1,77 @@
+"""Pickles of what torch cannot pickle: fake tensors by their metadata, ops by their names."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+
+from scopetrace._compat.fake import FakeFactory, FakeTensor, without_dispatch
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, OpOverload):
+            return _op, (obj._schema.name, obj._overloadname)
+        if isinstance(obj, CodeType):
+            return Code, (obj.co_filename, obj.co_name)
+        if isinstance(obj, HigherOrderOperator):
+            return getattr, (torch.ops.higher_order, obj._name)
+        if isinstance(obj, FakeTensor):
+            return _Fakes.make, (
+                tuple(obj.size()),
+                tuple(obj.stride()),
+                obj.dtype,
+                obj.device,
+                obj.requires_grad,
+            )
+        if isinstance(obj, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            raise pickle.PicklingError("symbolic sizes cannot be saved yet; save a trace with sizes that are numbers")
+        return NotImplemented
+
+
+class Code(NamedTuple):
+    """What is kept of a code object: enough to say where a line is."""
+
+    co_filename: str
+    co_name: str
+
+
+class _Fakes:
+    """The fake tensors of one load share a fake mode."""
+
+    factory: FakeFactory | None = None
+
+    @classmethod
+    def make(cls, size: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool) -> torch.Tensor:
+        assert cls.factory is not None
+        with without_dispatch(), torch.no_grad():
+            return cls.factory.fresh(size, stride, dtype, device, requires_grad)
+
+
+def _op(name: str, overload: str) -> Any:
+    namespace, _, op = name.partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+
+
+def dumps(x: Any) -> bytes:
+    """`x` as bytes. Raises pickle.PicklingError for symbolic sizes and for what pickle refuses."""
+    file = io.BytesIO()
+    _Pickler(file).dump(x)
+    return file.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """What `dumps` was given. As all pickles, to be read only from sources that you trust."""
+    outer, _Fakes.factory = _Fakes.factory, FakeFactory()
+    try:
+        return pickle.loads(data)
+    finally:
+        _Fakes.factory = outer

@@ -1,0 +1,112 @@
+"""The user's model, process and random state are as they were."""
+
+import random
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import scopetrace as st
+
+
+class Stateful(nn.Module):
+    """Everything that a forward may do to its module."""
+
+    def __init__(self, fail=False):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+        self.bn = nn.BatchNorm1d(2)
+        self.register_buffer("total", torch.zeros(2))
+        self.history = []
+        self.cache = {"deep": {}}
+        self.fail = fail
+
+    def forward(self, x):
+        y = self.bn(self.fc(x))
+        self.total = self.total + y.sum(0)
+        self.history.append(y)
+        self.cache["deep"]["y"] = y
+        self.last = y
+        self.steps = getattr(self, "steps", 0) + 1
+        random.random()
+        if self.fail:
+            raise RuntimeError("half-way")
+        return y
+
+
+def snapshot(module):
+    return {
+        name: (
+            {k: (id(v), v._version, v.clone()) for k, v in {**m._parameters, **m._buffers}.items()},
+            sorted(m.__dict__),
+            m.training,
+            len(m._forward_hooks) + len(m._forward_pre_hooks),
+            m.__dict__.get("history") and list(m.history),
+            repr(m.__dict__.get("cache")),
+        )
+        for name, m in module.named_modules()
+    }
+
+
+def process():
+    return (
+        nn.Module._call_impl,
+        nn.Linear.forward,
+        Stateful.forward,
+        torch.compiler.is_exporting(),
+        torch.compiler.is_compiling(),
+        torch.is_grad_enabled(),
+        torch.is_autocast_cache_enabled(),
+        st.tracing_state(),
+    )
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_all_is_as_it_was(fail):
+    net, x = Stateful(fail).train(), torch.randn(4, 2)
+    before, around = snapshot(net), process()
+    torch_rng, python_rng, numpy_rng = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1]
+    try:
+        st.trace(net, (x,), functional=False)
+    except RuntimeError as error:
+        assert fail and str(error) == "half-way"
+    after = snapshot(net)
+    assert repr(after) == repr(before)
+    assert process() == around
+    assert torch.equal(torch_rng, torch.get_rng_state()) and python_rng == random.getstate()
+    assert (numpy_rng == numpy.random.get_state()[1]).all()
+
+
+def test_attributes_bound_to_tensors_are_bound_by_the_trace_too():
+    torch.manual_seed(0)
+    net, x = Stateful().train(), torch.randn(4, 2)
+    tr = st.trace(net, (x,), functional=False)
+    assert not hasattr(net, "last")
+    first = tr(x)
+    assert net.last is first
+    torch.testing.assert_close(net.total, first.detach().sum(0), check_stride=False)
+    second = tr(x)  # reads the buffer that the first run bound
+    torch.testing.assert_close(net.total, (first + second).sum(0))
+
+
+def test_the_trace_reads_buffers_that_the_model_bound_anew():
+    net = nn.BatchNorm1d(2).eval()
+    tr = st.trace(net, (torch.randn(3, 2),))
+    net.running_mean = torch.full((2,), 5.0)
+    x = torch.randn(3, 2)
+    torch.testing.assert_close(tr(x), net(x))
+
+
+def test_threads_started_in_forward_are_refused():
+    import threading
+
+    def run(x):
+        found = []
+        t = threading.Thread(target=lambda: found.append(x * 2))
+        t.start()
+        t.join()
+        return found[0] + 1
+
+    with pytest.raises(st.ForeignTensorError, match="not recorded"):
+        st.trace(run, (torch.randn(2),))
