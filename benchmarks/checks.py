@@ -199,9 +199,13 @@ def op_counts(gm: torch.fx.GraphModule) -> Counter[str]:
 
 
 def _live(graph: torch.fx.Graph) -> set[torch.fx.Node]:
-    """The nodes that the outputs or an effect need: torch.export keeps dead ones, others need not."""
+    """The nodes that the outputs or an effect need: torch.export keeps dead ones, others need not.
+
+    Its checks of a tensor's metadata count as no effect, or they would keep what they look at.
+    """
     live: set[torch.fx.Node] = set()
     for node in reversed(graph.nodes):
-        if node in live or node.op == "output" or node.is_impure():
+        effect = node.is_impure() and "_assert_tensor_metadata" not in str(node.target)
+        if node in live or node.op == "output" or effect:
             live |= {node, *node.all_input_nodes}
     return live

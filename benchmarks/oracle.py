@@ -5,7 +5,9 @@ One eager run with `torch.nn.Module._call_impl` patched on the class. Nothing of
 
 import contextlib
 import dataclasses
+import functools
 import inspect
+import unittest.mock
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -126,42 +128,109 @@ def record_calls(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str
     return recorder.calls
 
 
-def compare_calls(seen: Sequence[SeenCall], got: Sequence[Any]) -> list[str]:
-    """Every way in which `tr.calls` differs from what eager did; empty if they agree."""
-    order = _order_difference(seen, got)
-    if order:
-        return [order]
-    position = {id(call): i for i, call in enumerate(got)}
-    found: list[str] = []
-    for a, b in zip(seen, got, strict=True):
-        found += [f"{b.fqn or '<root>'}#{b.index} {line}" for line in _call_differences(a, b, position)]
+@dataclasses.dataclass(slots=True)
+class Match:
+    """The calls that eager made beside those of the trace."""
+
+    pairs: list[tuple[SeenCall, Any]]
+    extra: list[Any]
+    """Calls of the trace that `_call_impl` never saw: right only where a model calls `module.forward` itself."""
+    problem: str | None = None
+
+
+def match_calls(seen: Sequence[SeenCall], got: Sequence[Any]) -> Match:
+    """Put every call of eager beside one of the trace, in order, by module."""
+    match, rest = Match([], []), iter(got)
+    for a in seen:
+        for b in rest:
+            if b.module is a.module:
+                match.pairs.append((a, b))
+                break
+            match.extra.append(b)
+    match.extra += rest
+    if len(match.pairs) < len(seen):
+        match.problem = _order_difference(seen, got)
+    return match
+
+
+def _order_difference(seen: Sequence[SeenCall], got: Sequence[Any]) -> str:
+    total = f"({len(seen)} and {len(got)} calls)"
+    for i, (a, b) in enumerate(zip(seen, got, strict=False)):
+        if b.module is not a.module:
+            return f"order: call {i} is {_label(a)} in eager, {b.fqn!r}#{b.index} in the trace {total}"
+    return f"number: eager's {_label(seen[len(got)])} is missing in the trace {total}"
+
+
+def compare_calls(match: Match, got: Sequence[Any]) -> list[str]:
+    """Every way in which matched calls differ; empty if they agree."""
+    found = [match.problem] if match.problem else []
+    found += _index_differences(got)
+    extra = {id(call) for call in match.extra}
+    positions = {id(b): i for i, (_, b) in enumerate(match.pairs)}
+    for a, b in match.pairs if not match.problem else ():
+        found += _parent_differences(a, b, positions, extra)
+        found += [f"{b.fqn or '<root>'}#{b.index} {line}" for line in _call_differences(a, b)]
     return found
 
 
-def _order_difference(seen: Sequence[SeenCall], got: Sequence[Any]) -> str | None:
-    def same(a: SeenCall, b: Any) -> bool:
-        return (not a.names or b.fqn in a.names) and a.index == b.index
+def _parent_differences(a: SeenCall, b: Any, positions: dict[int, int], extra: set[int]) -> Iterator[str]:
+    parent = b.parent
+    while parent is not None and id(parent) in extra:
+        parent = parent.parent
+    position = None if parent is None else positions.get(id(parent), -1)
+    if position != a.parent:
+        yield f"{b.fqn or '<root>'}#{b.index} parent: call {a.parent} in eager, {position} in the trace"
 
-    for i, (a, b) in enumerate(zip(seen, got, strict=False)):
-        if not same(a, b):
-            total = f"({len(seen)} and {len(got)} calls)"
-            return f"order: call {i} is {_label(a)} in eager, {b.fqn!r}#{b.index} in the trace {total}"
-    if len(seen) == len(got):
-        return None
-    extra = _label(seen[len(got)]) if len(seen) > len(got) else repr(got[len(seen)].fqn)
-    return f"number: {len(seen)} calls in eager, {len(got)} in the trace; first extra one {extra}"
+
+def _index_differences(got: Sequence[Any]) -> Iterator[str]:
+    counts: Counter[int] = Counter()
+    for call in got:
+        if call.index != counts[id(call.module)]:
+            yield f"{call.fqn or '<root>'}: index {call.index} for call {counts[id(call.module)]} of this module"
+        counts[id(call.module)] += 1
+
+
+def forward_runs(
+    model: torch.nn.Module, modules: Sequence[torch.nn.Module], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Counter[int]:
+    """How often `forward` of these modules runs in an eager run, by whichever way it is called; by id."""
+    counts: Counter[int] = Counter()
+
+    def counting(original: Any) -> Any:
+        @functools.wraps(original)
+        def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+            counts[id(self)] += 1
+            return original(self, *args, **kwargs)
+
+        return forward
+
+    with contextlib.ExitStack() as stack:
+        for cls in {type(module) for module in modules}:
+            stack.enter_context(unittest.mock.patch.object(cls, "forward", counting(cls.forward)))
+        model(*args, **kwargs)
+    return counts
+
+
+def unproven_extras(match: Match, got: Sequence[Any], runs: Counter[int]) -> list[str]:
+    """Calls of the trace that neither `_call_impl` nor a run of `forward` accounts for."""
+    traced = Counter(id(call.module) for call in got)
+    extra = {id(call.module): call for call in match.extra}
+    return [
+        f"{call.fqn}: {traced[key]} calls in the trace, forward ran {runs[key]} times"
+        for key, call in extra.items()
+        if traced[key] != runs[key]
+    ]
 
 
 def _label(call: SeenCall) -> str:
     return f"{min(call.names) if call.names else '<outside>'!r} {type(call.module).__name__}#{call.index}"
 
 
-def _call_differences(a: SeenCall, b: Any, position: dict[int, int]) -> Iterator[str]:
+def _call_differences(a: SeenCall, b: Any) -> Iterator[str]:
+    if a.names and b.fqn not in a.names:
+        yield f"fqn: eager {sorted(a.names)}"
     if b.module_type is not type(a.module):
         yield f"type: eager {type(a.module)}, trace {b.module_type}"
-    parent = None if b.parent is None else position.get(id(b.parent), -1)
-    if parent != a.parent:
-        yield f"parent: eager {a.parent}, trace {parent}"
     if a.arguments is not None:
         yield from _argument_differences(a.arguments, b.arguments)
     if a.outputs is not None:
@@ -216,19 +285,19 @@ def _written_arguments(n: torch.fx.Node) -> Iterator[torch.fx.Node]:
 
 
 def compare_values(
-    seen: Sequence[SeenCall], got: Sequence[Any], gm: torch.fx.GraphModule, inputs: Sequence[Any]
+    pairs: Sequence[tuple[SeenCall, Any]], gm: torch.fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[list[str], int, int]:
     """Run the graph and compare the value of every call's tensors with eager's.
 
     Returns what differs, how many values were compared and how many were not: a node that shares storage with
     one that the graph writes to has no single value, and neither has one whose call eager left by an exception.
     """
-    nodes = [_nodes_of(call) for call in got]
+    nodes = [_nodes_of(call) for _, call in pairs]
     run = _Values(gm, {n.name for ns in nodes for n in ns})
     run.run(*inputs)
     found: list[str] = []
     compared = skipped = 0
-    for a, b, ns in zip(seen, got, nodes, strict=True):
+    for (a, b), ns in zip(pairs, nodes, strict=True):
         for value, n in zip(a.values, ns, strict=False):
             mine = run.found.get(n.name)
             if value is None or mine is None or run.storage[n.name] in run.written:

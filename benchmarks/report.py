@@ -61,7 +61,7 @@ def line(row: Row) -> list[str]:
     right = ["ok" if ours.get("traced") else "no" if ours else "-", seconds(ours.get("seconds"))]
     right += [seconds(again.get("seconds")), seconds(again.get("graph_seconds"))]
     right += [str(ours.get("nodes", "-")), mark(ours, "equal", "equal2")]
-    right += [mark(ours, key) for key in ("lint", "calls")]
+    right += [mark(ours, "lint"), mark(ours, "calls") + "+" * bool(ours.get("n_extra"))]
     right += ["ok" if ours.get("values_compared") and not ours["values"] else "no" if ours.get("values") else "-"]
     right += [mark(ours, "state"), str(row.get("op_diff", "-")), str(row.get("op_diff_raw", "-"))]
     return [row["model"], *left, "|", *right, "|", ratio(row)]

@@ -126,15 +126,26 @@ def check_calls(tr: Any, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> 
     except Exception as error:
         return {"calls": f"oracle: {checks.first_line(error)}", "values": None}
     try:
-        wrong = oracle.compare_calls(seen, tr.calls)
+        match = oracle.match_calls(seen, tr.calls)
+        wrong = oracle.compare_calls(match, tr.calls) + check_extras(match, tr, model, args, kwargs)
     except Exception as error:
         frames = "; ".join(checks.last_frames(error, 2))
         return {"calls": f"{checks.first_line(error)} at {frames}", "values": None, "n_calls": len(seen)}
-    row = {"n_calls": len(seen), "calls": _some(wrong), "values": None}
-    return row if wrong else row | check_values(tr, seen, args, kwargs)
+    row = {"n_calls": len(seen), "n_extra": len(match.extra), "calls": _some(wrong), "values": None}
+    return row if wrong else row | check_values(tr, match, args, kwargs)
 
 
-def check_values(tr: Any, seen: list[oracle.SeenCall], args: Args, kwargs: Kwargs) -> dict[str, Any]:
+def check_extras(match: oracle.Match, tr: Any, model: torch.nn.Module, args: Args, kwargs: Kwargs) -> list[str]:
+    """Calls that `_call_impl` did not see must be direct calls of `forward`: count its runs."""
+    if not match.extra or match.problem:
+        return []
+    modules = [call.module for call in match.extra]
+    with oracle.exporting_flags():
+        runs = eager(lambda *a, **k: oracle.forward_runs(model, modules, a, k), args, kwargs)
+    return oracle.unproven_extras(match, tr.calls, runs)
+
+
+def check_values(tr: Any, match: oracle.Match, args: Args, kwargs: Kwargs) -> dict[str, Any]:
     """The value of every call's tensors in a run of the graph, against eager's."""
     leaves = pytree.tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -145,7 +156,7 @@ def check_values(tr: Any, seen: list[oracle.SeenCall], args: Args, kwargs: Kwarg
     inputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, inputs)
     torch.manual_seed(1)
     try:
-        wrong, compared, skipped = oracle.compare_values(seen, tr.calls, tr.graph_module, inputs)
+        wrong, compared, skipped = oracle.compare_values(match.pairs, tr.graph_module, inputs)
     except Exception as error:
         return {"values_note": f"graph not run by itself: {checks.first_line(error)}"}
     return {"values": _some(wrong), "values_compared": compared, "values_skipped": skipped}

@@ -5,13 +5,18 @@
     python -m benchmarks.zoo --resume             # go on after an interruption
     python -m benchmarks.zoo --report-only        # print the last table again
 
-Columns: `1st s` is `st.trace` on a model that never ran, `s` the same once more after torch.export (which ran in
-between, so that both find warm caches), `+gm s` the `.graph_module`, `ratio` torch.export's time over `s` and `+gm s`.
-`same`: equal to eager on the example inputs and on other ones; `calls`: equal to what a patched `_call_impl`
-saw; `values`: every call's tensors have eager's values in a run of the graph; `state`: tracing left model, random
-numbers and process as they were; `ops-diff`: size of the multiset difference to torch.export's ops, an
-in-place op counted as its functional twin and without checks and symbol arithmetic; `raw`: as they are. Ops whose
-result nothing needs are not counted on either side.
+Columns:
+    1st s     seconds of `st.trace` on a model that never ran
+    s         the same once more, after torch.export ran in between: so both find warm caches
+    +gm s     seconds of `.graph_module`
+    same      equal to eager on the example inputs and on other ones
+    calls     equal to what a patched `_call_impl` saw; `ok+`: besides, direct calls of `module.forward`, which it
+              cannot see and which a count of forward's runs confirms
+    values    in a run of the graph every call's tensors have the values that they have in eager
+    state     tracing left the model, the random number generators and the process as they were
+    ops-diff  size of the multiset difference to torch.export's ops that some output or effect needs, an in-place op
+              counted as its functional twin, without checks and symbol arithmetic; `raw`: with them
+    ratio     torch.export's seconds over `s` and `+gm s`
 """
 
 import argparse

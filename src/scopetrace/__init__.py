@@ -10,6 +10,7 @@ from scopetrace.calls import ModuleCall as ModuleCall
 from scopetrace.errors import CheckError as CheckError
 from scopetrace.errors import DataDependentError as DataDependentError
 from scopetrace.errors import ForeignTensorError as ForeignTensorError
+from scopetrace.errors import FunctionalizationError as FunctionalizationError
 from scopetrace.errors import InputMismatchError as InputMismatchError
 from scopetrace.errors import LeafPatternError as LeafPatternError
 from scopetrace.errors import LintError as LintError

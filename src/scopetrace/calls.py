@@ -152,6 +152,8 @@ class CallTable:
 
     def mutated(self, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
         """See `ModuleCall.mutated`."""
+        if self.program.tape.write_back is not None:
+            return self._mutated_values(call, forward)
         ops = self.program.tape.ops[call.start : call.stop]
         last = {v.storage: op for op in ops for v in op.writes}
         named = bind(forward, call.args, call.kwargs)
@@ -170,6 +172,16 @@ class CallTable:
             for name, storage in found.items()
             if storage in last and last[storage].values()
         }
+
+    def _mutated_values(self, call: Call, forward: Any) -> dict[str, torch.fx.Node]:
+        if call.mutated is None:
+            return {}
+        args, kwargs, held = call.mutated
+        named = bind(forward, args, kwargs)
+        found = {name + p: v for name, arg in named.items() for p, v in leaves_with_path(arg) if isinstance(v, Value)}
+        prefix = f"{call.fqn}." if call.fqn else ""
+        found |= {n.removeprefix(prefix): v for n, v in held.items() if n.startswith(prefix)}
+        return {name: self.program.lower(v) for name, v in found.items()}
 
 
 @functools.cache

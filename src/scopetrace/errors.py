@@ -54,6 +54,10 @@ class UnsupportedOpError(TraceError):
     """An op that recording does not know how to handle."""
 
 
+class FunctionalizationError(TraceError):
+    """A mutation that cannot be turned into pure ops with the same meaning."""
+
+
 class LeafPatternError(ScopetraceError, ValueError):
     """An entry of `leaves=` is of the wrong kind, or matches no module of the model."""
 

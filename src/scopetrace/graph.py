@@ -38,7 +38,7 @@ class Program:
             if id(op) in live:
                 self._emit(op)
         self._switch_grad(self._outer_grad)
-        returned = [*leaves(tape.outputs, (Value, *Symbolic)), *(w.value for w in tape.attribute_writes)]
+        returned = [*given(tape), *(w.value for w in tape.attribute_writes)]
         self.output = self.graph.output(tuple(self.lower(v) for v in returned))
         meta.set_value(self.output, tuple(_fake(v) for v in returned))
         meta.set_place(self.output, str(tape.root), 0)
@@ -163,10 +163,16 @@ class Program:
             self._grad = enabled
 
 
+def given(tape: Tape) -> list[Any]:
+    """What the graph gives beside the tensors that are bound to attributes."""
+    return leaves(tape.outputs, (Value, *Symbolic)) if tape.returned is None else tape.returned
+
+
 def _live_ops(tape: Tape) -> set[int]:
     """The ops that something shows of: results, arguments and results of calls, effects."""
     needed = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
-    needed.update(leaves(tape.outputs, Value))
+    needed.update(v for v in given(tape) if isinstance(v, Value))
+    needed.update(v for call in tape.calls for v in leaves(call.mutated, Value))
     needed.update(w.value for w in tape.attribute_writes)
     live: set[int] = set()
     for op in reversed(tape.ops):
@@ -181,7 +187,7 @@ def _has_effect(op: Op) -> bool:
         return True
     if op.kind == "get_attr":
         return False
-    return not op.values() or any(tag in op.target.tags for tag in _EFFECTS)
+    return not leaves(op.outputs, Value) or any(tag in getattr(op.target, "tags", ()) for tag in _EFFECTS)
 
 
 _names: dict[Any, str] = {}

@@ -74,6 +74,7 @@ class LiveState:
 
     def __init__(self, tape: Tape, graph_module: torch.nn.Module) -> None:
         self._writes = [(w.module or _submodule(graph_module, w.fqn), w.name) for w in tape.attribute_writes]
+        self._graph_module = graph_module
         self._held: list[tuple[torch.nn.Module, str, torch.nn.Module, str]] = []
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
         for name, (module, attribute) in tape.owners.items():
@@ -87,6 +88,13 @@ class LiveState:
             now = _look_up(module, attribute)
             if now is not None and now is not _look_up(holder, leaf):
                 _bind(holder, leaf, now)
+
+    def held(self, name: str) -> torch.Tensor:
+        """A tensor of the graph module by its name."""
+        path, _, leaf = name.rpartition(".")
+        found = _look_up(self._graph_module.get_submodule(path), leaf)
+        assert found is not None, name
+        return found
 
     def write(self, results: Iterator[torch.Tensor]) -> None:
         """Bind what the forward bound to the model's attributes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,10 @@ from scopetrace._compat.graph_module import TracedGraphModule
 from scopetrace.calls import CallTable, ModuleCall
 from scopetrace.check import compare_with_model
 from scopetrace.errors import ScopetraceError
-from scopetrace.graph import Program
+from scopetrace.graph import Program, given
 from scopetrace.lint import lint
+from scopetrace.passes.functionalize import functionalize
+from scopetrace.passes.write_back import WriteBack
 from scopetrace.record import record
 from scopetrace.record.observe import Progress
 from scopetrace.record.structure import map_structure
@@ -99,11 +101,25 @@ class Trace:
         """
         tensors = inputs.match_inputs(self._tape, args, kwargs)
         self._state.refresh()
-        flat = self.graph_module(*tensors)
-        results = iter(flat)
+        values = self.graph_module(*tensors)
+        count = len(given(self._tape))
+        results = iter(self._results(tensors, values[:count]))
         out = map_structure(lambda _: next(results), self._tape.outputs, (Value, torch.SymInt, torch.SymFloat))
-        self._state.write(results)
+        self._state.write(iter(values[count:]))
         return out
+
+    def _results(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Sequence[Any]:
+        program = self._tape.write_back
+        if program is None:
+            return values
+        found: Sequence[Any] = program.run(tensors, self._state.held, values)
+        return found
+
+    @property
+    def write_back(self) -> WriteBack | None:
+        """What follows the graph so that the whole does what the model does; None where nothing has to."""
+        program: WriteBack | None = self._tape.write_back
+        return program
 
     def lint(self) -> None:
         """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""
@@ -193,4 +209,5 @@ def trace(
     if dynamic_shapes is not None or specialize:
         raise ScopetraceError("dynamic_shapes= and specialize= are not available in this version")
     arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    return Trace(record(model, arguments, kwargs or {}, leaves=leaves, progress=progress), model)
+    tape = record(model, arguments, kwargs or {}, leaves=leaves, progress=progress)
+    return Trace(functionalize(tape) if functional else tape, model)

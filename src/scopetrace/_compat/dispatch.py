@@ -174,3 +174,10 @@ def written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
 def qualified_name(func: OpOverload | HigherOrderOperator) -> str:
     """`aten.add.Tensor`."""
     return str(func)
+
+
+def auto_functionalized() -> Any:
+    """The higher-order op that runs a mutating op on copies and returns what it changed."""
+    from torch._higher_order_ops.auto_functionalize import auto_functionalized as op
+
+    return op

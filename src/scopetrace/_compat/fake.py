@@ -148,3 +148,9 @@ def storage_id(x: torch.Tensor) -> int:
     if x.layout is torch.strided:
         return x.untyped_storage()._cdata
     return -id(x)
+
+
+def run_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, *, grad: bool) -> Any:
+    """What an op returns for fake tensors. Raises what the op raises."""
+    with mode, torch.set_grad_enabled(grad):
+        return func(*args, **kwargs)

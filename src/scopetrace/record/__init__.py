@@ -67,7 +67,7 @@ def _record(
             refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments")
     finally:
         tape.attribute_writes = model.restore(recorder.known_value)
-    tape.shape_env = recorder.factory.shape_env
+    tape.shape_env, tape.fake_mode = recorder.factory.shape_env, recorder.factory.mode
     return tape
 
 

@@ -143,10 +143,14 @@ class Recorder:
         if facts.written and not self.exact and _grad_enabled():
             self._prepare_write(facts, args, kwargs, inputs)
         versions = [_version(v.fake) for v in inputs]
+        shapes = [(v, _geometry(v.fake)) for v in _pick(facts.written, args, kwargs)]
         fake_kwargs = {name: _fakes(a) for name, a in kwargs.items()}
         self.running = facts.func
         out = facts.func(*[_fakes(a) for a in args], **fake_kwargs)
         self.running = None
+        for value, old in shapes:
+            if _geometry(value.fake) != old:
+                self._freeze(value, *old)
         touched = [v for v, old in zip(inputs, versions, strict=True) if _version(v.fake) != old]
         written = [*_pick(facts.written, args, kwargs), *touched]
         unbacked = self.factory.unbacked_bindings(out)
@@ -160,9 +164,19 @@ class Recorder:
         op.writes = tuple(dict.fromkeys(written))
         op.unbacked = unbacked
         op.outputs = self._register(out, op)
-        for value in op.writes:
-            value.key = self._keys.of(value.fake)
         return out
+
+    def _freeze(self, value: Value, offset: Any, size: Any, stride: Any, dtype: Any, *rest: Any) -> None:
+        """A tensor got another shape in place: what the tape says of it before that keeps the shape before."""
+        changed = value.fake
+        with without_dispatch(), torch.no_grad():
+            before = self.factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
+        value.key = None
+        for same in self._by_storage.get(value.storage, ()):
+            if same.fake is changed:
+                same.fake = before
+                same.offset = offset
+        self._by_id[id(changed)] = value
 
     def _repeat(self, facts: _OpFacts, recipe: results.Recipe, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
         """Make the results that equal arguments gave before."""

@@ -27,7 +27,7 @@ class Value:
     for all that decides the metadata of an op's results (None when that is not known, as for symbolic sizes).
     """
 
-    __slots__ = ("fake", "key", "op", "real", "slot", "stand_in", "storage")
+    __slots__ = ("fake", "key", "offset", "op", "real", "slot", "stand_in", "storage")
 
     def __init__(self, fake: torch.Tensor, op: Op, slot: int, storage: int, key: int | None) -> None:
         self.fake = fake
@@ -35,15 +35,16 @@ class Value:
         self.slot = slot
         self.storage = storage
         self.key = key
+        self.offset = fake.storage_offset() if fake.layout is torch.strided else 0
         self.real: torch.Tensor | None = None  # the tensor itself, for attributes and constants
         self.stand_in = False  # requires grad without autograd's own history (see recorder)
 
     def __getstate__(self) -> tuple[Any, ...]:
         # Without the op, which has its values: pickle would recurse along the whole program.
-        return self.fake, self.slot, self.storage, self.real
+        return self.fake, self.slot, self.storage, self.real, self.offset
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.fake, self.slot, self.storage, self.real = state
+        self.fake, self.slot, self.storage, self.real, self.offset = state
         self.key, self.stand_in = None, False
 
     def __repr__(self) -> str:
@@ -104,6 +105,8 @@ class Call:
     raised: BaseException | None = None
     """The exception that ended the call, if one did."""
     leaf: bool = False
+    mutated: Any = None
+    """In a tape without mutation: (args, kwargs, held), what was changed as its new value, all else None."""
     module_type: type | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -156,11 +159,17 @@ class Tape:
     modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
     """The modules behind `call_module` ops."""
     shape_env: Any = None
+    fake_mode: Any = None
+    """The mode of the fake tensors, for passes that make more of them."""
+    returned: list[Value] | None = None
+    """What the graph gives, where that is not the tensors of `outputs` in order."""
+    write_back: Any = None
+    """What follows the graph (`passes.write_back`), in a tape without mutation."""
     exact_autograd: bool = False
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**state, "owners": {}, "shape_env": None}
+        return {**state, "owners": {}, "shape_env": None, "fake_mode": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, a in state.items():

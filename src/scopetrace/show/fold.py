@@ -19,6 +19,8 @@ from scopetrace.record.structure import open_container
 from scopetrace.show.tree import Op, Section, Tree
 from scopetrace.show.values import op_text, type_text, value_text
 
+CONSTANT = "_tensor_constant"  # what the names of constants that are no parameter or buffer begin with
+
 _SMALL = 16  # elements of a constant up to which its values count
 
 
@@ -54,6 +56,10 @@ class Folder:
         self._signed: dict[int, Signed] = {}
         for section in reversed(list(tree.root.walk())):  # inner before outer
             self._signed[id(section)] = self._sign(section)
+
+    def signature(self, section: Section) -> int:
+        """A number that is equal for sections of equal structure."""
+        return self._signed[id(section)].signature
 
     # ---------------------------------------------------------------- runs
 
@@ -138,8 +144,9 @@ class _Names:
         op, slot = self._tree.ops.get(node, (None, 0))
         if op is not None and self._section.first <= op.number < self._section.stop:
             return f"%{op.number - self._section.first}.{slot}"
-        if node.op == "get_attr" and self._prefix is not None and str(node.target).startswith(self._prefix):
-            return f"self.{str(node.target).removeprefix(self._prefix)}: {type_text(meta.value(node))}"
+        target = str(node.target)
+        if node.op == "get_attr" and self._prefix and target.startswith(self._prefix):
+            return f"self.{target.removeprefix(self._prefix)}: {type_text(meta.value(node))}"
         text = self._found.get(node)
         if text is None:
             text = self._found[node] = f"{len(self.outside)}: {type_text(meta.value(node))}{self._content(node)}"
@@ -150,7 +157,7 @@ class _Names:
         """The values of a small constant; of parameters and buffers, which training changes, only the shape counts."""
         target = str(node.target)
         tensor = self._constants.get(target) if node.op == "get_attr" and "." not in target else None
-        if tensor is None or not target.startswith("_tensor_constant") or tensor.numel() > _SMALL:
+        if tensor is None or not target.startswith(CONSTANT) or tensor.numel() > _SMALL:
             return ""
         return "" if tensor.is_meta else str(tensor.tolist())
 

@@ -21,17 +21,19 @@ _THEME = Theme(
     }
 )
 
+_LABEL = r"\w+(\[[^\]]*\])?"
+
 
 class _Program(RegexHighlighter):
     base_style = "st."
     highlights = [  # noqa: RUF012  (rich's own way to list them)
         r"(?P<value>%\w+)",
         r"(?P<type>\b[a-z]+\d+\w*\[[^\]]*\])",
-        r"(?P<op> = [\w.]+(?=\())",
+        r"(?<= = )(?P<op>[\w.]+)(?=\()",
         r"(?P<attribute>\bself\.[\w.]+)",
         r"(?P<scope>^ *scope\(\"[^\"]*\"\))",
-        r"(?P<call>^ *[A-Z_]\w*(\[[^\]]*\])?(#\d+)?(?=\())",
-        r"(?P<call>^ *\S+(\[[^\]]*\])?.* ×\d+ as [^\s(]+)",
+        rf"(?P<call>^ *{_LABEL}(/{_LABEL})*(#\d+)?(?=\())",
+        r"(?P<call>^ *[^%(]* ×\d+ as [^\s(]+)",
         r"(?P<note>  # .*$)",
     ]
 

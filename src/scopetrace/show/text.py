@@ -10,14 +10,13 @@
         %linear_2: f32[1, 2] = aten.linear(%linear_1, self.weight, self.bias)
 
 A parameter is written from the module whose call uses it (`self.weight`), or in full when it is not that module's own.
-Arguments that are `forward`'s defaults are left out. Calls with a `×` repeat the one before them on their own weights:
-`->` gives the last result of a chain, in which each call works on the result of the one before, otherwise all results.
+Arguments that are `forward`'s defaults are left out. What is "as" another call does the same on its own weights. Of the
+calls that a `×` counts, `->` gives the last result when each works on the result of the one before, otherwise all.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 import inspect
 import itertools
@@ -29,9 +28,10 @@ import torch.fx
 
 from scopetrace import meta
 from scopetrace.calls import ModuleCall
-from scopetrace.show.fold import Folder, Run, module_prefix
+from scopetrace.show.fold import CONSTANT, Folder, Run, module_prefix
+from scopetrace.show.select import matches, unmatched
 from scopetrace.show.tree import Op, Section, Tree
-from scopetrace.show.values import Namer, op_text, typed, value_text
+from scopetrace.show.values import Namer, named, op_text, typed, value_text
 
 _INDENT = "  "
 _LIMIT = 8  # items of a container that a header shows
@@ -52,11 +52,6 @@ def render(calls: list[ModuleCall], options: TextOptions) -> str:
     return "\n".join(_Writer(calls, options).lines())
 
 
-def matches(path: str, pattern: str) -> bool:
-    """Whether a scope path matches. Brackets stand for themselves, as every path has them."""
-    return fnmatch.fnmatchcase(path, pattern.replace("[", "[[]"))
-
-
 class _Writer:
     def __init__(self, calls: list[ModuleCall], options: TextOptions) -> None:
         self._options = options
@@ -73,9 +68,10 @@ class _Writer:
             return
         found = list(outermost(root, pattern))
         if not found:
-            yield f"no scope matches {pattern!r}; paths are such as {some_path(root)!r}"
+            yield unmatched(root.call.scope, pattern)
+        shown: dict[int, str] = {}
         for run in self._folder.runs(found):
-            yield from self._sections(run, "", 0, _path_label)
+            yield from self._sections(run, "", 0, _path_label, shown)
 
     def _summary(self, root: Section) -> str:
         parameters = self._parameters()
@@ -102,40 +98,51 @@ class _Writer:
     def _section(self, section: Section, indent: str, depth: int, label: str) -> Iterator[str]:
         if section.user_scope:
             yield f'{indent}scope("{label}")'
+        elif self._is_closed(section, depth):
+            inside = [] if section.call.is_leaf else [_count(section.op_count, "op")]
+            yield indent + self._header(section, label, *inside)
+            return
         else:
-            closed = self._options.depth is not None and depth > self._options.depth
-            yield indent + self._header(section, label, closed)
-            if closed or section.call.is_leaf:
-                return
+            yield indent + self._header(section, label)
             depth += 1
         name = functools.partial(_in_place, prefix=module_prefix(section))
+        shown: dict[int, str] = {}
         for run in self._folder.runs(section.items):
             if isinstance(run.members[0], Op):
                 yield indent + _INDENT + _op_line(run.members[0], name)
             else:
-                yield from self._sections(run, indent + _INDENT, depth, _label)
+                yield from self._sections(run, indent + _INDENT, depth, _label, shown)
 
-    def _sections(self, run: Run, indent: str, depth: int, label: Callable[[Section], str]) -> Iterator[str]:
-        """The first section of a run in full, and one line for the others."""
+    def _is_closed(self, section: Section, depth: int) -> bool:
+        return section.call.is_leaf or (self._options.depth is not None and depth > self._options.depth)
+
+    def _sections(
+        self, run: Run, indent: str, depth: int, label: Callable[[Section], str], shown: dict[int, str]
+    ) -> Iterator[str]:
+        """The first section of a run, and one line for the others. `shown` has what its parent showed by signature."""
+        first = run.members[0]
         names = [label(member) for member in run.members]
-        yield from self._section(run.members[0], indent, depth, names[0])
+        like = shown.setdefault(self._folder.signature(first), names[0])
+        if like == names[0] or first.user_scope or first.op_count <= 1 or self._is_closed(first, depth):
+            like = names[0]
+            yield from self._section(first, indent, depth, like)
+        else:
+            yield indent + self._header(first, names[0], f"as {like}")
         if len(names) > 1:
-            yield f"{indent}{_joined(names[1:])} ×{len(names) - 1} as {names[0]}{self._fold_values(run)}"
+            yield f"{indent}{_joined(names[1:])} ×{len(names) - 1} as {like}{self._fold_values(run)}"
 
-    def _header(self, section: Section, label: str, closed: bool) -> str:
+    def _header(self, section: Section, label: str, *notes: str) -> str:
         call = section.call
         given = ", ".join(f"{key}={value_text(x, typed, _LIMIT)}" for key, x in _given(call))
         result = "" if call.raised is not None else f" -> {value_text(call.outputs, typed, _LIMIT)}"
-        notes = list(_notes(call))
-        if closed and not call.is_leaf:
-            notes.append(_count(section.op_count, "op"))
-        return f"{label}({given}){result}" + (f"  # {', '.join(notes)}" if notes else "")
+        said = ", ".join([*_notes(call), *notes])
+        return f"{label}({given}){result}" + (f"  # {said}" if said else "")
 
     def _fold_values(self, run: Run) -> str:
         """Arguments that differ from member to member, and results: of a chain the last, otherwise all."""
         calls = [member.call for member in run.members[1:]]
         parts = [
-            f"{key}={_listed([value_text(call.arguments[key], _plain) for call in calls])}"
+            f"{key}={_listed([value_text(call.arguments[key], named) for call in calls])}"
             for key in self._folder.differing(run)
         ]
         given = f"({', '.join(parts)})" if parts else ""
@@ -156,11 +163,6 @@ def outermost(section: Section, pattern: str) -> Iterator[Section]:
             yield from outermost(item, pattern)
 
 
-def some_path(root: Section) -> str:
-    """The longest of the first few paths, to show what paths look like."""
-    return max((section.path for section in itertools.islice(root.walk(), 8)), key=len)
-
-
 # -------------------------------------------------------------------- parts of lines
 
 
@@ -176,17 +178,11 @@ def _op_line(op: Op, name: Namer) -> str:
 
 
 def _in_place(node: torch.fx.Node, prefix: str | None) -> str:
-    """A node where it is used; parameters and buffers by their name."""
-    if node.op != "get_attr":
-        return f"%{node.name}"
+    """A node where it is used; what belongs to the module whose attributes begin with `prefix`, as `self.weight`."""
     target = str(node.target)
-    if prefix is not None and target.startswith(prefix) and not target.startswith("_tensor_constant"):
-        return f"self.{target.removeprefix(prefix)}"
-    return target
-
-
-def _plain(node: torch.fx.Node) -> str:
-    return f"%{node.name}"
+    if node.op != "get_attr" or prefix is None or not target.startswith(prefix) or target.startswith(CONSTANT):
+        return named(node)
+    return f"self.{target.removeprefix(prefix)}"
 
 
 def _label(section: Section) -> str:
@@ -208,11 +204,14 @@ def _joined(labels: list[str]) -> str:
     if first == last:
         return first
     between = ", " if len(labels) == 2 else " … "
-    for mark, closing in (("[", "]"), ("#", "")):
-        head, found, tail = first.rpartition(mark)
-        other, _, end = last.rpartition(mark)
-        if found and head == other and tail.endswith(closing) and end.endswith(closing):
-            return f"{head}{mark}{tail.removesuffix(closing)}{between}{end}"
+    if first.endswith("]") and last.endswith("]"):
+        head, _, tail = first.rpartition("[")
+        other, _, end = last.rpartition("[")
+        if head == other:
+            return f"{head}[{tail[:-1]}{between}{end}"
+    head, found, _ = first.rpartition("#")
+    if found and last.startswith(f"{head}#"):
+        last = last.removeprefix(head)
     return f"{first}{between}{last}"
 
 

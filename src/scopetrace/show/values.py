@@ -36,10 +36,15 @@ def dtype_text(dtype: torch.dtype) -> str:
     return str(getattr(dtype, "abbr", dtype))
 
 
+def named(node: torch.fx.Node) -> str:
+    """`%name`; a parameter, buffer or constant by its name in the model."""
+    return str(node.target) if node.op == "get_attr" else f"%{node.name}"
+
+
 def typed(node: torch.fx.Node) -> str:
     """`%name: f32[2, 3]`."""
     text = type_text(meta.value(node))
-    return f"%{node.name}: {text}" if text else f"%{node.name}"
+    return f"{named(node)}: {text}" if text else named(node)
 
 
 def value_text(x: Any, name: Namer, limit: int | None = None) -> str:

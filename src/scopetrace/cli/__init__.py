@@ -1,0 +1,30 @@
+"""The command line: `scopetrace show …`. Each command is a file here, added to `main` below.
+
+Exit codes: 0, 1 when a model cannot be traced or raises, 2 for a wrong argument (one line on standard error).
+"""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from scopetrace.cli.group import OneLineGroup
+from scopetrace.cli.show import show
+
+
+@click.group(
+    "scopetrace",
+    cls=OneLineGroup,
+    invoke_without_command=True,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(getattr(sys.modules["scopetrace"], "__version__", "unknown"), message="%(prog)s %(version)s")
+@click.pass_context
+def main(ctx: click.Context) -> None:
+    """See what a PyTorch model does: every op, in the module that called it."""
+    if ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+main.add_command(show)

@@ -1,0 +1,116 @@
+"""How commands fail and print: one line for a wrong argument, the place for an error in a model, no tracebacks."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+from scopetrace.errors import ScopetraceError, TraceError, UsageError
+from scopetrace.show.terminal import print_text
+
+_OURS = Path(__file__).resolve().parents[1]
+
+
+class ModelError(Exception):
+    """A model that raised; the message is what to print."""
+
+
+class OneLineGroup(click.Group):
+    """A group of commands whose errors are short."""
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command and exit: 1 for a model that cannot be traced, 2 for a wrong argument."""
+        run: Callable[[], Any] = functools.partial(
+            super().main, args, prog_name or self.name, complete_var, False, **extra
+        )
+        if not standalone_mode:
+            return run()
+        try:
+            code = run()
+        except click.Abort:
+            code = _fail("interrupted", 130)
+        except click.ClickException as error:
+            code = _fail(_click_message(error), error.exit_code)
+        except UsageError as error:
+            code = _fail(str(error), 2)
+        except (ScopetraceError, ModelError) as error:
+            code = _fail(str(error), 1)
+        sys.exit(code if isinstance(code, int) else 0)
+
+
+def _click_message(error: click.ClickException) -> str:
+    ctx = getattr(error, "ctx", None)
+    command = ctx.command_path if ctx is not None else "scopetrace"
+    message = " ".join(error.format_message().split())
+    return f"{message} See {command} --help." if isinstance(error, click.UsageError) else message
+
+
+def _fail(message: str, code: int) -> int:
+    click.echo(f"scopetrace: {message}", err=True)
+    return code
+
+
+def print_result(text: str) -> None:
+    """Print a command's result. A reader that closes the pipe early, such as `head`, is no error."""
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print_text(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes standard output once more at exit, and would complain then.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def cannot_trace(name: str, error: TraceError) -> ModelError:
+    """The reason why a model cannot be traced, with op, module, source line and what to write instead."""
+    return ModelError(f"cannot trace {name}: {error}")
+
+
+def model_raised(what: str, error: Exception) -> ModelError:
+    """What an exception of a model says, and where it was raised."""
+    message = (str(error).splitlines() or [""])[0]
+    said = type(error).__name__ + (f": {message}" if message else "")
+    frames = _frames(error)
+    if frames and _is_ours(frames[-1]):
+        return ModelError(f"an error in scopetrace itself, please report it: {said}\n  {_at(frames[-1])}")
+    return ModelError("\n  ".join([f"{what} raised {said}", *_places(error)]))
+
+
+def _places(error: Exception) -> list[str]:
+    """Where tracing was, as it noted on the exception; else the innermost line of the traceback."""
+    notes = [note.removeprefix("scopetrace: ") for note in getattr(error, "__notes__", ())]
+    found = [note for note in notes if note.startswith("while tracing ")]
+    return found or source_line(error)
+
+
+def source_line(error: BaseException) -> list[str]:
+    """`at file.py:12, in forward` for the innermost line outside this package, where there is one."""
+    theirs = [frame for frame in _frames(error) if not _is_ours(frame) and not frame.filename.startswith("<frozen")]
+    return [_at(theirs[-1])] if theirs else []
+
+
+def _frames(error: BaseException) -> traceback.StackSummary:
+    return traceback.extract_tb(error.__traceback__)
+
+
+def _is_ours(frame: traceback.FrameSummary) -> bool:
+    return Path(frame.filename).is_relative_to(_OURS)
+
+
+def _at(frame: traceback.FrameSummary) -> str:
+    return f"at {frame.filename}:{frame.lineno}, in {frame.name}"

@@ -1,0 +1,157 @@
+"""`--input NAME=SHAPE[:DTYPE]`: tensors from their description, given to the right parameters of `forward`."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import re
+from typing import Any
+
+import torch
+
+from scopetrace.errors import UsageError
+
+FORM = "NAME=SHAPE[:DTYPE], for example x=1x3x224x224 or ids=1x16:int64"
+
+_Kind = inspect._ParameterKind
+_POSITIONAL = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
+_VARIABLE = (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
+_WORDS = {"true": True, "false": False, "none": None}
+
+
+@dataclasses.dataclass(frozen=True)
+class Input:
+    """One `--input`."""
+
+    name: str
+    """The name of a parameter of `forward`, or its position as text."""
+    value: Any
+    """A tensor; or True, False or None."""
+
+
+def parse_input(text: str) -> Input:
+    """The input that a command-line value describes. Raises UsageError, saying what to write instead."""
+    name, equals, rest = text.partition("=")
+    name, rest = name.strip(), rest.strip()
+    if not equals or not name:
+        raise UsageError(f"--input {text}: write {FORM}")
+    if rest.lower() in _WORDS:
+        return Input(name, _WORDS[rest.lower()])
+    shape_text, colon, dtype_text = rest.partition(":")
+    shape = _shape(text, name, shape_text.strip())
+    dtype = _dtype(text, dtype_text.strip()) if colon else torch.float32
+    try:
+        return Input(name, torch.zeros(shape, dtype=dtype))
+    except (RuntimeError, NotImplementedError, OverflowError, TypeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UsageError(f"--input {text}: no tensor of that size and dtype can be made ({reason})") from error
+
+
+def _shape(text: str, name: str, shape: str) -> list[int]:
+    if shape in ("", "scalar"):
+        return []
+    sizes = [part.strip() for part in re.split(r"[x×,]", shape.strip("[]()"))]
+    for size in sizes:
+        if not size.isascii() or not size.isdigit():
+            raise UsageError(
+                f"--input {text}: {size!r} is not a size; "
+                f"write sizes as in {name}=1x3x224x224 or {name}=1,3,224,224, and {name}=scalar for no dimensions"
+            )
+    return [int(size) for size in sizes]
+
+
+def _dtype(text: str, name: str) -> torch.dtype:
+    known = {word: value for word, value in vars(torch).items() if isinstance(value, torch.dtype)}
+    known |= {str(getattr(dtype, "abbr", dtype)): dtype for dtype in known.values()}
+    found = known.get(name.removeprefix("torch."))
+    if found is None:
+        near = difflib.get_close_matches(name, known, n=3) or ["float32", "int64", "bool", "bf16"]
+        raise UsageError(f"--input {text}: {name!r} is no dtype; write one such as {' or '.join(near)}")
+    return found
+
+
+class Forward:
+    """The parameters of a model's forward, and which inputs go to which."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._name = f"{type(model).__name__}.forward"
+        try:
+            self._parameters = dict(inspect.signature(model.forward).parameters)
+        except (TypeError, ValueError):  # scripted modules have no signature
+            self._parameters = {"args": inspect.Parameter("args", _Kind.VAR_POSITIONAL)}
+            self._parameters["kwargs"] = inspect.Parameter("kwargs", _Kind.VAR_KEYWORD)
+        self._named = [p for p in self._parameters.values() if p.kind not in _VARIABLE]
+        self._positional = [p for p in self._named if p.kind in _POSITIONAL]
+        self._kinds = {p.kind for p in self._parameters.values()}
+
+    @property
+    def first(self) -> str | None:
+        """The name of the first parameter."""
+        return self._named[0].name if self._named else None
+
+    def bind(self, inputs: list[Input]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments for the model. Raises UsageError for a wrong name, a missing one, or one given twice."""
+        named: dict[str, Any] = {}
+        rest: dict[int, Any] = {}
+        for given in inputs:
+            if given.name.isdigit() and int(given.name) >= len(self._positional):
+                self._take(rest, self._extra(given.name), given)
+            else:
+                self._take(named, self._resolve(given.name), given)
+        self._refuse_missing(named, rest)
+        return self._arguments(named, [rest[i] for i in sorted(rest)])
+
+    def swallowed(self, inputs: list[Input]) -> list[str]:
+        """The names that only `**kwargs` took."""
+        return [i.name for i in inputs if not i.name.isdigit() and i.name not in {p.name for p in self._named}]
+
+    def wrong_name(self, name: str) -> str:
+        """What to say of a name that is no parameter."""
+        names = [p.name for p in self._named]
+        near = difflib.get_close_matches(name, names, n=1)
+        instead = f"write --input {near[0]}=…; " if near else ""
+        return f"{self._name} has no argument {name!r}: {instead}its arguments are {', '.join(names) or 'none'}"
+
+    def _resolve(self, name: str) -> str:
+        names = [p.name for p in self._named]
+        if name.isdigit():
+            return self._positional[int(name)].name
+        if name in names:
+            return name
+        if _Kind.VAR_KEYWORD in self._kinds and not difflib.get_close_matches(name, names, n=1):
+            return name
+        raise UsageError(self.wrong_name(name))
+
+    def _extra(self, position: str) -> int:
+        if _Kind.VAR_POSITIONAL not in self._kinds:
+            names = ", ".join(f"{i} ({p.name})" for i, p in enumerate(self._positional))
+            raise UsageError(f"{self._name} has no position {position}: its positions are {names or 'none'}")
+        return int(position)
+
+    def _take(self, table: dict[Any, Any], key: Any, given: Input) -> None:
+        if key in table:
+            raise UsageError(f"--input {given.name} is given twice: write each argument of {self._name} once")
+        table[key] = given.value
+
+    def _refuse_missing(self, named: dict[str, Any], rest: dict[int, Any]) -> None:
+        required = [p.name for p in self._named if p.default is p.empty]
+        missing = [name for name in required if name not in named]
+        if rest:
+            missing += [p.name for p in self._positional if p.name not in named and p.name not in missing]
+            gaps = set(range(len(self._positional), max(rest))) - set(rest)
+            missing += [str(position) for position in sorted(gaps)]
+        if missing:
+            flags = " ".join(f"--input {name}=SHAPE[:DTYPE]" for name in missing)
+            raise UsageError(
+                f"{self._name} needs {', '.join(missing)}: add {flags}, with a SHAPE such as 1x3x224x224 or 1x16:int64"
+            )
+
+    def _arguments(self, named: dict[str, Any], rest: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Positional as far as arguments are given without a gap, as a caller would write them."""
+        args: list[Any] = []
+        for p in self._positional:
+            if p.name not in named:
+                break
+            args.append(named.pop(p.name))
+        return (*args, *rest), named

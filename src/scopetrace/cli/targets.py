@@ -1,0 +1,171 @@
+"""`TARGET`: the model that a command works on, from `package.module:name`, `timm:NAME` or `torchvision:NAME`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from scopetrace.cli.group import model_raised, source_line
+from scopetrace.cli.torchvision_ops import declare_missing_ops
+from scopetrace.errors import UsageError
+
+FORM = "package.module:name, timm:NAME or torchvision:NAME"
+
+
+def load_model(target: str) -> torch.nn.Module:
+    """The model that a TARGET names.
+
+    Raises UsageError when the target is wrong, and ModelError when making the model raises.
+    """
+    source, colon, name = target.partition(":")
+    if not colon or not source or not name:
+        raise UsageError(f"TARGET {target!r} is incomplete: write {FORM}")
+    if "/" in source or source.endswith(".py"):
+        module = source.removesuffix(".py").strip("./").replace("/", ".")
+        raise UsageError(f"TARGET {target!r} names a file: write the module as in an import, {module}:{name}")
+    declare_missing_ops()
+    libraries = {"timm": _from_timm, "torchvision": _from_torchvision}
+    return libraries[source](name) if source in libraries else _from_module(target, source, name)
+
+
+def default_inputs(model: torch.nn.Module) -> tuple[int, ...] | None:
+    """The shape of a batch of one that a timm model declares for itself."""
+    declared = getattr(model, "default_cfg", None)
+    size = declared.get("input_size") if isinstance(declared, dict) else None
+    return (1, *size) if size else None
+
+
+# -------------------------------------------------------------------- libraries of models
+
+
+def _from_timm(name: str) -> torch.nn.Module:
+    timm = _library("timm")
+    if not timm.is_model(name):
+        raise UsageError(f"timm has no model {name!r}: {_near('timm', name, timm.list_models())}")
+    return _make(f"timm:{name}", lambda: timm.create_model(name, pretrained=False))
+
+
+def _from_torchvision(name: str) -> torch.nn.Module:
+    models = _library("torchvision.models")
+    if name not in models.list_models():
+        raise UsageError(f"torchvision has no model {name!r}: {_near('torchvision', name, models.list_models())}")
+    # Detection and segmentation models download a backbone unless told not to.
+    builder = inspect.signature(models.get_model_builder(name)).parameters
+    options = {option: None for option in ("weights", "weights_backbone") if option in builder}
+    return _make(f"torchvision:{name}", lambda: models.get_model(name, **options))
+
+
+def _library(name: str) -> Any:
+    package = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise UsageError(_install(package, error.name or package)) from error
+    except Exception as error:
+        raise UsageError(f"{package} cannot be imported: {_summary(error)}") from error
+
+
+def _install(wanted_by: str, module: str) -> str:
+    package = module.partition(".")[0]
+    who = f"{wanted_by} is" if wanted_by == package else f"{wanted_by} needs {package}, which is"
+    return f"{who} not installed: pip install {package}"
+
+
+def _near(library: str, name: str, known: list[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=3) or known[:3]
+    return f"write {' or '.join(f'{library}:{other}' for other in near)}"
+
+
+# -------------------------------------------------------------------- one's own modules
+
+
+def _from_module(target: str, module_name: str, name: str) -> torch.nn.Module:
+    found: Any = _import(target, module_name, name)
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise UsageError(f"TARGET {target!r}: {_no_attribute(found, part)}")
+        found = getattr(found, part)
+    if isinstance(found, torch.nn.Module):
+        return found
+    if isinstance(found, type) and not issubclass(found, torch.nn.Module):
+        raise UsageError(f"TARGET {target!r} is a class, but no torch.nn.Module: name a module or what makes one")
+    if not callable(found):
+        raise UsageError(
+            f"TARGET {target!r} has the type {type(found).__name__}: name a torch.nn.Module or what makes one"
+        )
+    _refuse_parameters(target, found)
+    made = _make(target, found)
+    if not isinstance(made, torch.nn.Module):
+        raise UsageError(f"TARGET {target!r} returned the type {type(made).__name__}: it must return a torch.nn.Module")
+    return made
+
+
+def _import(target: str, module_name: str, name: str) -> Any:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise UsageError(
+                f"TARGET {target!r}: there is no module {missing!r} here or among the installed packages; write {FORM}"
+            ) from error
+        raise UsageError(f"TARGET {target!r}: {_install(module_name, missing)}") from error
+    except Exception as error:
+        raise UsageError(f"TARGET {target!r}: importing {module_name} raised {_summary(error)}") from error
+
+
+def _no_attribute(owner: Any, name: str) -> str:
+    kind = "module" if inspect.ismodule(owner) else "class" if isinstance(owner, type) else "object"
+    word = getattr(owner, "__name__", type(owner).__name__)
+    public = [other for other in vars(owner) if not other.startswith("_")] if hasattr(owner, "__dict__") else []
+    near = difflib.get_close_matches(name, public, n=3) or _models_in(owner)[:5]
+    return f"the {kind} {word} has no {name!r}" + (f"; it has {', '.join(near)}" if near else "")
+
+
+def _models_in(owner: Any) -> list[str]:
+    """The names of models that a module defines itself."""
+    own = getattr(owner, "__name__", None)
+    return [
+        name
+        for name, value in getattr(owner, "__dict__", {}).items()
+        if isinstance(value, torch.nn.Module) or (inspect.isclass(value) and value.__module__ == own)
+    ]
+
+
+def _refuse_parameters(target: str, factory: Callable[..., Any]) -> None:
+    try:
+        parameters = inspect.signature(factory).parameters.values()
+    except (TypeError, ValueError):  # built-in callables have no signature
+        return
+    needed = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    if needed:
+        raise UsageError(
+            f"TARGET {target!r} cannot be called without {', '.join(needed)}: "
+            "name a function without arguments that returns the model"
+        )
+
+
+def _make(target: str, factory: Callable[[], Any]) -> Any:
+    try:
+        return factory()
+    except ModuleNotFoundError as error:
+        if error.name is None:  # transformers raises it for other reasons too
+            raise model_raised(f"making {target}", error) from error
+        raise UsageError(f"TARGET {target!r}: {_install(target, error.name)}") from error
+    except Exception as error:
+        raise model_raised(f"making {target}", error) from error
+
+
+def _summary(error: Exception) -> str:
+    message = (str(error).splitlines() or [""])[0]
+    return ", ".join([f"{type(error).__name__}: {message}", *source_line(error)])

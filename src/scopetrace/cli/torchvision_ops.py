@@ -1,0 +1,51 @@
+"""torchvision on a torch that its compiled operators do not fit.
+
+torchvision's wheels from PyPI are built for a CUDA torch; on a CPU-only one their operators do not load, and `import
+torchvision` (so also `import timm`, and parts of transformers) fails for two ops that it describes without having them:
+"operator torchvision::nms does not exist". Declaring the two lets the import through. They have no kernel, so a model
+that calls them cannot run.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from importlib.machinery import PathFinder
+
+import torch
+
+_NAMESPACE = "torchvision"
+_SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+
+
+@functools.cache
+def declare_missing_ops() -> torch.library.Library | None:
+    """Declare what torchvision needs at import and its compiled operators did not bring. Does nothing elsewhere.
+
+    The declarations last as long as the result, which the cache keeps.
+    """
+    spec = importlib.util.find_spec(_NAMESPACE)
+    if spec is None or not spec.submodule_search_locations or _load_operators(list(spec.submodule_search_locations)):
+        return None
+    missing = [schema for name, schema in _SCHEMAS.items() if not hasattr(torch.ops.torchvision, name)]
+    if not missing:
+        return None
+    library = torch.library.Library(_NAMESPACE, "FRAGMENT")
+    for schema in missing:
+        library.define(schema)
+    return library
+
+
+def _load_operators(places: list[str]) -> bool:
+    """Whether torchvision's compiled operators load, tried as torchvision itself does at import."""
+    spec = PathFinder.find_spec("_C", places)
+    if spec is None or spec.origin is None:
+        return False
+    try:
+        torch.ops.load_library(spec.origin)
+    except OSError:
+        return False
+    return True

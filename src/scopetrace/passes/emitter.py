@@ -1,0 +1,114 @@
+"""A tape under construction: ops are put on it one by one, their results found by running them on fake tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from scopetrace._compat.fake import run_fake, storage_id
+from scopetrace.record.tape import Op, Tape, Value, flat
+
+
+class Emitter:
+    """Appends to `tape`. Each op is put on for the sake of an op of the old tape, whose place (scope, call) it gets."""
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self._storages = itertools.count(-1, -1)  # of values whose fake was borrowed from the old tape
+        self._constants: dict[int, Value] = {}
+        self._count = sum(name.startswith("_tensor_constant") for name in tape.attributes)
+
+    def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Put `func` on the tape; returns its result with values in place of tensors."""
+        args, kwargs = self._lift(origin, args), self._lift(origin, kwargs)
+        out = run_fake(self.tape.fake_mode, func, _fakes(args), _fakes(kwargs), grad=origin.grad)
+        op = self._append(origin, func, args, kwargs)
+        storages = {id(v.fake): v.storage for v in op.inputs()}
+        known = {storage_id(v.fake): v.storage for v in op.inputs()}
+
+        def value(t: Any, slot: int) -> Any:
+            if not isinstance(t, torch.Tensor):
+                return t
+            storage = storages.get(id(t), known.get(storage_id(t)))
+            return Value(t, op, slot, next(self._storages) if storage is None else storage, None)
+
+        if isinstance(out, (list, tuple)):
+            op.outputs = type(out)(
+                [[value(u, s) for s, u in enumerate(t)] if isinstance(t, list) else value(t, s) for s, t in enumerate(out)]
+            )
+        else:
+            op.outputs = value(out, 0)
+        return op.outputs
+
+    def bound(self, origin: Op) -> Callable[..., Any]:
+        """`run` for one origin, called with positional arguments."""
+        return lambda func, *args: self.run(origin, func, args, {})
+
+    def again(self, old: Op, args: tuple[Any, ...], kwargs: dict[str, Any], storages: dict[int, int]) -> Any:
+        """Put `old` on the tape with other arguments of the same metadata; its results have the metadata that it had.
+
+        `storages` gives the new storage of each old one among the arguments.
+        """
+        op = self._append(old, old.target, args, kwargs)
+        op.kind = old.kind
+
+        def value(v: Any) -> Any:
+            if not isinstance(v, Value):
+                return v
+            if v.storage not in storages:
+                storages[v.storage] = next(self._storages)
+            new = Value(v.fake, op, v.slot, storages[v.storage], v.key)
+            new.offset = v.offset
+            return new
+
+        outs = old.outputs
+        op.outputs = type(outs)([value(v) for v in outs]) if isinstance(outs, (list, tuple)) else value(outs)
+        return op.outputs
+
+    def _append(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
+        op = dataclasses.replace(origin, kind="call_function", target=func, args=args, kwargs=kwargs, outputs=None, writes=())
+        if func is not origin.target:
+            op.unbacked = None
+        self.tape.ops.append(op)
+        return op
+
+    def _lift(self, origin: Op, x: Any) -> Any:
+        """Constants among the arguments become attributes."""
+        if isinstance(x, torch.Tensor):
+            return self._constant(origin, x)
+        if isinstance(x, (list, tuple)):
+            return type(x)([self._lift(origin, item) for item in x])
+        if isinstance(x, dict):
+            return {name: self._lift(origin, item) for name, item in x.items()}
+        return x
+
+    def _constant(self, origin: Op, real: torch.Tensor) -> Value:
+        found = self._constants.get(id(real))
+        if found is None:
+            name = f"_tensor_constant{self._count}"
+            self._count += 1
+            self.tape.attributes[name] = real
+            op = dataclasses.replace(origin, kind="get_attr", target=name, args=(), kwargs={}, outputs=None, writes=())
+            fake = self.tape.fake_mode.from_tensor(real, static_shapes=True)
+            found = op.outputs = Value(fake, op, 0, next(self._storages), None)
+            found.real = real
+            self.tape.ops.append(op)
+            self._constants[id(real)] = found
+        return found
+
+
+def _fakes(x: Any) -> Any:
+    if isinstance(x, Value):
+        return x.fake
+    if isinstance(x, (list, tuple)):
+        return type(x)([_fakes(item) for item in x])
+    if isinstance(x, dict):
+        return {name: _fakes(item) for name, item in x.items()}
+    return x
+
+
+__all__ = ["Emitter", "flat"]

@@ -1,0 +1,254 @@
+"""The memory that some values share, as a functional program sees it: one current value, and the ways to its views.
+
+A write to a view is kept back until someone reads another alias: writes that follow each other on one view cost one scatter.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from scopetrace.errors import FunctionalizationError
+from scopetrace.passes.emitter import Emitter
+from scopetrace.passes.geometry import Geometry, Positions, Relation, index_in, relate
+from scopetrace.record.tape import Op, Value
+
+_aten = torch.ops.aten
+_STRIDE_SENSITIVE = frozenset(
+    {
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten._reshape_alias.default,
+        _aten.as_strided.default,
+        _aten.view_as_complex.default,
+        _aten.view.dtype,
+    }
+)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Link:
+    """How an alias came from another: by a view op (`func` on `args`, result `slot`), or as the same tensor (no `func`)."""
+
+    parent: Value
+    func: Any = None
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slot: int | None = None
+
+
+class Region:
+    """The aliases of one storage. `old` values are of the recorded tape, `new` ones of the tape without mutation."""
+
+    def __init__(self, emitter: Emitter, refuse: Callable[[str, Op], FunctionalizationError]) -> None:
+        self.links: dict[Value, Link] = {}
+        self.roots: list[Value] = []
+        self.written: dict[Value, Op] = {}  # the values written to, and the last op that did
+        self.reshaped: dict[Value, tuple[Value, Op]] = {}  # by transpose_ and its kind: what became of a value
+        self._emitter = emitter
+        self._refuse = refuse
+        self._version = 0
+        self._now: dict[Value, tuple[Value, int]] = {}
+        self._pending: tuple[Value, Op] | None = None
+        self._whole: Value | None = None  # of several roots: all their elements in one row
+        self._relations: dict[Value, Relation] = {}
+
+    @property
+    def version(self) -> int:
+        """How many writes there were."""
+        return self._version
+
+    def same(self, old: Value) -> Value:
+        """The first value that is this very tensor."""
+        while (link := self.links.get(old)) is not None and link.func is None:
+            old = link.parent
+        return old
+
+    def define(self, old: Value, new: Value) -> None:
+        """An alias has just been made, and `new` is its value."""
+        self._now[self.same(old)] = (new, self._version)
+
+    def read(self, old: Value, reader: Op) -> Value:
+        """The present value of an alias."""
+        old = self.same(old)
+        found = self._now.get(old)
+        if found is not None and found[1] == self._version:
+            return found[0]
+        self._settle()
+        return self._derive(old, reader)
+
+    def write(self, old: Value, new: Value, writer: Op) -> None:
+        """An alias gets a new value."""
+        old = self.same(old)
+        if len(self.roots) > 1 and self._whole is None:
+            self._join(writer)
+        if self._pending is None or self._pending[0] is not old:
+            self._settle()
+            self._version += 1
+        self._now[old] = (new, self._version)
+        self._pending = (old, writer)
+        self.written[old] = writer
+
+    def replace(self, old: Value, new: Value, writer: Op) -> None:
+        """The whole memory gets a new value of another size; `old` is its only alias that counts."""
+        self.roots, self._whole, self._pending = [old], None, None
+        self.links.pop(old, None)
+        self._version += 1
+        self._now = {old: (new, self._version)}
+        self.written[old] = writer
+
+    # ---------------------------------------------------------------- inside
+
+    def _settle(self) -> None:
+        """Carry the write that was kept back into the root."""
+        if self._pending is None:
+            return
+        old, writer = self._pending
+        self._pending = None
+        new = self._now[old][0]
+        chain = [old]
+        while (link := self.links.get(chain[-1])) is not None:
+            chain.append(self.same(link.parent))
+        before = self._version
+        self._version -= 1
+        bases = [self._derive(v, writer) for v in chain[1:]]  # without the write
+        self._version = before
+        for view, parent, base in zip(chain, chain[1:], bases, strict=False):
+            new = self._put(view, parent, base, new, writer)
+            self._now[parent] = (new, before)
+        if self._whole is not None:
+            relation = self._relations[chain[-1]]
+            self._whole = relation.put(self._emitter.bound(writer), self._whole, new)
+
+    def _derive(self, old: Value, reader: Op) -> Value:
+        """The value of an alias from the root's, along its links."""
+        found = self._now.get(old)
+        if found is not None and found[1] == self._version:
+            return found[0]
+        link = self.links.get(old)
+        if link is None:
+            new = self._derive_root(old, reader)
+        else:
+            parent = self.same(link.parent)
+            base = self._derive(parent, reader)
+            new = self._take(old, link, parent, base, reader)
+        self._now[old] = (new, self._version)
+        return new
+
+    def _derive_root(self, old: Value, reader: Op) -> Value:
+        if self._whole is not None:
+            new: Value = self._relations[old].take(self._emitter.bound(reader), self._whole)
+            return new
+        return self._now[old][0]  # a lone root changes only by being written, or from its views
+
+    def _take(self, old: Value, link: Link, parent: Value, base: Value, reader: Op) -> Value:
+        moved = _geometry(base.fake) != _geometry(parent.fake)
+        if link.func in _STRIDE_SENSITIVE and (moved or link.func is _aten.as_strided.default):
+            emit = self._emitter.bound(reader)
+            if old.fake.dtype == parent.fake.dtype:
+                new: Value = self._relation(old, parent, reader).take(emit, base)
+                return new
+            base = emit(_aten.clone.default, base) if base.fake.is_contiguous() else emit(_aten.contiguous.default, base)
+        out = self._emitter.run(reader, link.func, (base, *link.args), link.kwargs)
+        found: Value = out if link.slot is None else out[link.slot]
+        return found
+
+    def _put(self, view: Value, parent: Value, base: Value, new: Value, writer: Op) -> Value:
+        emit = self._emitter.bound(writer)
+        link = self.links[view]
+        inverse = _INVERSES.get(link.func)
+        if inverse is not None:
+            found: Value = inverse(emit, base, new, link)
+            return found
+        if view.fake.dtype != parent.fake.dtype:
+            raise self._refuse(f"a write through {link.func}, which has no inverse", writer)
+        put: Value = self._relation(view, parent, writer).put(emit, base, new)
+        return put
+
+    def _relation(self, view: Value, parent: Value, op: Op) -> Relation:
+        found = self._relations.get(view)
+        if found is None:
+            found = relate(geometry_of(parent), geometry_of(view))
+            if found is None:
+                raise self._refuse("a view that reaches memory outside of the tensor that it was made from", op)
+            self._relations[view] = found
+        return found
+
+    def _join(self, writer: Op) -> None:
+        """Several tensors from outside share this memory: put all their elements in one row, each once."""
+        if len({r.fake.dtype for r in self.roots}) > 1:
+            raise self._refuse("inputs of different dtypes share the memory that is written", writer)
+        emit = self._emitter.bound(writer)
+        positions = [geometry_of(r).positions() for r in self.roots]
+        rows = [emit(_aten.reshape.default, self._now[r][0], [-1]) for r in self.roots]
+        every = torch.cat(positions)
+        unique = torch.unique(every)
+        first = index_in(every, unique)
+        assert first is not None
+        self._whole = emit(_aten.index.Tensor, emit(_aten.cat.default, rows), [first])
+        for root, place in zip(self.roots, positions, strict=True):
+            indices = index_in(unique, place)
+            assert indices is not None
+            self._relations[root] = Positions((unique.numel(),), geometry_of(root).size, indices)
+
+
+def geometry_of(value: Value) -> Geometry:
+    """Where a value of the recorded tape lies in its storage."""
+    fake = value.fake
+    return Geometry(tuple(fake.size()), tuple(fake.stride()), value.offset)
+
+
+def _geometry(fake: torch.Tensor) -> tuple[Any, ...]:
+    return tuple(fake.size()), tuple(fake.stride()), fake.dtype
+
+
+Inverse = Callable[[Any, Any, Any, Link], Any]
+
+
+def _put_real(emit: Any, base: Any, new: Any, link: Link) -> Any:
+    return emit(_aten.complex.default, new, emit(_aten.imag.default, base))
+
+
+def _put_imag(emit: Any, base: Any, new: Any, link: Link) -> Any:
+    return emit(_aten.complex.default, emit(_aten.real.default, base), new)
+
+
+def _put_complex_pairs(emit: Any, base: Any, new: Any, link: Link) -> Any:
+    return emit(_aten.view_as_complex.default, emit(_aten.contiguous.default, new))
+
+
+def _put_real_pairs(emit: Any, base: Any, new: Any, link: Link) -> Any:
+    return emit(_aten.view_as_real.default, emit(_aten.resolve_conj.default, new))
+
+
+def _put_bits(emit: Any, base: Any, new: Any, link: Link) -> Any:
+    return emit(_aten.view.dtype, emit(_aten.contiguous.default, new), base.fake.dtype)
+
+
+def _put_conjugate(emit: Any, base: Any, new: Any, link: Link) -> Any:
+    return emit(_aten.conj_physical.default, new)
+
+
+def _put_negative(emit: Any, base: Any, new: Any, link: Link) -> Any:
+    return emit(_aten.neg.default, new)
+
+
+def _put_diagonal(emit: Any, base: Any, new: Any, link: Link) -> Any:
+    return emit(_aten.diagonal_scatter.default, base, new, *link.args)
+
+
+# Views that change what the bits mean, and those with a scatter of their own; all others go by their geometry.
+_INVERSES: dict[Any, Inverse] = {
+    _aten.view_as_real.default: _put_complex_pairs,
+    _aten.view_as_complex.default: _put_real_pairs,
+    _aten.real.default: _put_real,
+    _aten.imag.default: _put_imag,
+    _aten.view.dtype: _put_bits,
+    _aten.conj.default: _put_conjugate,
+    _aten._conj.default: _put_conjugate,
+    _aten._neg_view.default: _put_negative,
+    _aten.diagonal.default: _put_diagonal,
+}

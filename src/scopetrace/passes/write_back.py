@@ -1,0 +1,184 @@
+"""What follows a graph without mutation, so that the whole does what the model does: a short program of typed steps.
+
+The graph gives new values. The updates copy them into the inputs and the model's tensors that eager would have changed; the
+results say for each tensor of the model's result whether it is a value of the graph, an input itself, or a view of another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """An input tensor: the `index`-th placeholder."""
+
+    index: int
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Held:
+    """A parameter, buffer or constant, by its name in the graph module."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return f"self.{self.name}"
+
+
+@dataclasses.dataclass(frozen=True)
+class FromGraph:
+    """The `index`-th value that the graph gives. `stride`: laid out so; `copy`: in memory of its own."""
+
+    index: int
+    stride: tuple[int, ...] | None = None
+    copy: bool = False
+
+    def __str__(self) -> str:
+        layout = f" with strides {list(self.stride)}" if self.stride is not None else ""
+        return f"graph[{self.index}]{layout}{', copied' if self.copy else ''}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ViewStep:
+    """A view op with the arguments after its first; `slot` picks one of several results."""
+
+    op: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    slot: int | None
+
+    def __call__(self, base: torch.Tensor) -> torch.Tensor:
+        out = self.op(base, *self.args, **self.kwargs)
+        found: torch.Tensor = out if self.slot is None else out[self.slot]
+        return found
+
+    def __str__(self) -> str:
+        args = ", ".join([*map(str, self.args), *(f"{k}={v}" for k, v in self.kwargs.items())])
+        return f".{self.op._schema.name.split('::')[1]}({args})" + (f"[{self.slot}]" if self.slot is not None else "")
+
+
+@dataclasses.dataclass(frozen=True)
+class ViewOf:
+    """A view made again: `steps` applied to `base`."""
+
+    base: Given | Held | FromGraph | SameAs
+    steps: tuple[ViewStep, ...]
+
+    def __str__(self) -> str:
+        return str(self.base) + "".join(map(str, self.steps))
+
+
+@dataclasses.dataclass(frozen=True)
+class SameAs:
+    """The very tensor that is result number `index`."""
+
+    index: int
+
+    def __str__(self) -> str:
+        return f"result[{self.index}]"
+
+
+Source = Given | Held | FromGraph | ViewOf | SameAs
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyInto:
+    """Copy a graph value into a tensor that the model changed. `grad`: as an op that autograd sees."""
+
+    target: Given | Held
+    value: FromGraph
+    grad: bool
+
+    def __str__(self) -> str:
+        return f"{self.target}.copy_({self.value})"
+
+
+@dataclasses.dataclass(frozen=True)
+class ChangeShape:
+    """An op such as `transpose_` that changes an input's sizes and strides, not its data."""
+
+    target: Given | Held
+    step: ViewStep
+
+    def __str__(self) -> str:
+        return f"{self.target}{self.step}"
+
+
+@dataclasses.dataclass
+class WriteBack:
+    """The program: `updates` in order, then `results`, one for each tensor of the model's result."""
+
+    updates: list[CopyInto | ChangeShape]
+    results: list[Source]
+
+    def run(
+        self,
+        inputs: Sequence[torch.Tensor],
+        held: Callable[[str], torch.Tensor],
+        values: Sequence[torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Carry it out: `values` are what the graph gave, `held` looks up the graph module's tensors."""
+        machine = _Machine(inputs, held, values)
+        fresh = {s.index: machine.get(s) for s in self._fresh()}
+        machine.ready = fresh
+        for update in self.updates:
+            target = machine.get(update.target)
+            if isinstance(update, ChangeShape):
+                update.step(target)
+            else:
+                with torch.set_grad_enabled(update.grad and torch.is_grad_enabled()):
+                    target.copy_(machine.get(update.value))
+        for source in self.results:
+            machine.results.append(machine.get(source))
+        return machine.results
+
+    def _fresh(self) -> list[FromGraph]:
+        """Copies have to be made before the inputs change."""
+        sources = [s.base if isinstance(s, ViewOf) else s for s in self.results]
+        return [s for s in sources if isinstance(s, FromGraph) and (s.copy or s.stride is not None)]
+
+    def __str__(self) -> str:
+        rows = [str(u) for u in self.updates]
+        rows += [f"result[{i}] = {s}" for i, s in enumerate(self.results)]
+        return "\n".join(rows)
+
+
+class _Machine:
+    def __init__(self, inputs: Any, held: Any, values: Any) -> None:
+        self.inputs, self.held, self.values = inputs, held, values
+        self.ready: dict[int, torch.Tensor] = {}
+        self.results: list[torch.Tensor] = []
+
+    def get(self, source: Source) -> torch.Tensor:
+        if isinstance(source, Given):
+            found: torch.Tensor = self.inputs[source.index]
+            return found
+        if isinstance(source, Held):
+            held: torch.Tensor = self.held(source.name)
+            return held
+        if isinstance(source, SameAs):
+            return self.results[source.index]
+        if isinstance(source, ViewOf):
+            view = self.get(source.base)
+            for step in source.steps:
+                view = step(view)
+            return view
+        if source.index in self.ready:
+            return self.ready[source.index]
+        return _laid_out(self.values[source.index], source)
+
+
+def _laid_out(value: torch.Tensor, source: FromGraph) -> torch.Tensor:
+    if source.stride is not None and value.stride() != source.stride:
+        moved = torch.empty_strided(value.size(), source.stride, dtype=value.dtype, device=value.device)
+        return moved.copy_(value)
+    return value.clone() if source.copy else value
