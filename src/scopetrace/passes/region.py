@@ -53,6 +53,7 @@ class Region:
         self._version = 0
         self._now: dict[Value, tuple[Value, int]] = {}
         self._pending: tuple[Value, Op] | None = None
+        self._observed = False
         self._whole: Value | None = None  # of several roots: all their elements in one row
         self._relations: dict[Value, Relation] = {}
 
@@ -70,6 +71,7 @@ class Region:
     def define(self, old: Value, new: Value) -> None:
         """An alias has just been made, and `new` is its value."""
         self._now[self.same(old)] = (new, self._version)
+        self._observed = True
 
     def read(self, old: Value, reader: Op) -> Value:
         """The present value of an alias."""
@@ -88,6 +90,9 @@ class Region:
         if self._pending is None or self._pending[0] is not old:
             self._settle()
             self._version += 1
+        elif self._observed:  # others were made from the value that this one follows
+            self._version += 1
+        self._observed = False
         self._now[old] = (new, self._version)
         self._pending = (old, writer)
         self.written[old] = writer

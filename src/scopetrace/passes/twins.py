@@ -18,6 +18,7 @@ import torch.fx
 __all__ = [
     "Twin",
     "call_twin",
+    "draws_differ",
     "functional_twin",
     "hidden_writes",
     "is_metadata_only",
@@ -38,8 +39,11 @@ _MORE_RESULTS = {"aten::fused_moving_avg_obs_fake_quant": 1}
 # A factory with `out=` makes what `out` is; without, it must be told.
 _FACTORY = frozenset({"dtype", "layout", "device", "pin_memory"})
 
-# They change what the tensor is to autograd or to the allocator, and no value; torch does not tag them.
-_NO_VALUES = frozenset({"aten::requires_grad_", "aten::retain_grad", "aten::record_stream", "aten::set_data", "aten::_resize_output_"})
+# They change what the tensor is, to autograd or to the allocator, and no value; torch does not tag them.
+_NO_VALUES = frozenset(
+    f"aten::{name}"
+    for name in ("requires_grad_", "retain_grad", "record_stream", "set_data", "_resize_output_", "_coalesced_")
+)
 
 # Ops that take running statistics and write them, whatever their schema says, and the argument that turns this on.
 _STATISTICS = {
@@ -131,7 +135,7 @@ def call_twin(
     """
     given = _by_name(func, args, kwargs)
     if twin.dropped:
-        given |= _as_out(func, twin, given)
+        given |= _as_out(twin, given)
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     needed = 0
@@ -171,6 +175,27 @@ def writes_in_secret(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if name in _SKIP_EMPTY and 0 in _meta(given["input"]).shape:
         return ()
     return tuple(n for n in ("running_mean", "running_var") if given.get(n) is not None)
+
+
+def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the twin of this random op may give its elements other random numbers than eager does, from one seed.
+
+    A twin fills a fresh tensor in its memory order; `func` fills what is there, in its order and dtype.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = _by_name(func, args, kwargs)
+    outs = [_meta(given.get(name)) for name in written_arguments(func)]
+    out = next((t for t in outs if isinstance(t, torch.Tensor) and t.numel() > 0), None)
+    if out is None or (out.is_contiguous() and func._schema.name != "aten::normal"):
+        return False
+    if any(_is_out(a) for a in func._schema.arguments):
+        tensors = [_meta(given.get(name)) for name in ("mean", "std")]
+        return not out.is_contiguous() or any(isinstance(t, torch.Tensor) and t.dtype != out.dtype for t in tensors)
+    # `bernoulli` does not keep the strides of its input. The others do where they can; the vectorized way to draw
+    # normal numbers, for contiguous tensors only, is another stream.
+    keeps = func._schema.name != "aten::bernoulli_"
+    return not (keeps and (func._schema.name != "aten::normal_" or _is_dense(out)))
 
 
 @functools.cache
@@ -224,12 +249,17 @@ def _distance(func: Any, op: Any) -> int | None:
             if arg.name not in _FACTORY or not any(_is_out(a) for a in ours.values()):
                 return None
         elif _type(arg) != _type(ours[source]):
-            if _type(arg).replace("Optional", "") != _type(ours[source]).replace("Optional", ""):
+            if not _takes(arg, ours[source]):
                 return None
             far += 1
         far += source != arg.name
     in_order = [name for name in ours if name in used]
     return far + (used != in_order)
+
+
+def _takes(arg: Any, other: Any) -> bool:
+    """Whether `arg` takes all that `other` takes: a tensor where there may be none."""
+    return _type(arg).replace("Optional[", "").replace("]", "") == _type(other).replace("]", "")
 
 
 def _describe(func: Any, op: Any) -> Twin | None:
@@ -295,9 +325,17 @@ def _by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str
     return given | kwargs
 
 
-def _as_out(func: Any, twin: Twin, given: dict[str, Any]) -> dict[str, Any]:
-    """What the twin must be told because there is no `out` to see it from: dtype and device of a new tensor."""
-    return {}
+def _as_out(twin: Twin, given: dict[str, Any]) -> dict[str, Any]:
+    """What the twin must be told because it does not see `out`: what kind of tensor to make, in which dtype to sum."""
+    out = _meta(given.get(twin.dropped[0]))
+    if not isinstance(out, torch.Tensor):
+        return {}
+    told: dict[str, Any] = {"dtype": out.dtype} if given.get("dtype") is None else {}
+    if given.keys().isdisjoint(("device", "layout")):
+        told["device"] = out.device
+        if out.layout is not torch.strided:
+            told["layout"] = out.layout
+    return told
 
 
 def _is_default(arg: Any, value: Any) -> bool:
@@ -316,13 +354,23 @@ def _meta(value: Any) -> Any:
     return value.meta["val"] if isinstance(value, torch.fx.Node) else value
 
 
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without holes and overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
 def _is_written(arg: Any) -> bool:
     return arg.alias_info is not None and arg.alias_info.is_write
 
 
 def _is_out(arg: Any) -> bool:
     # `is_out` knows keyword-only ones; those of quantized ops are positional.
-    return arg.is_out or (arg.name == "out" and _is_written(arg))
+    return arg.is_out or (arg.name in ("out", "output") and _is_written(arg))
 
 
 def _type(arg: Any) -> str:

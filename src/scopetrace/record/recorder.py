@@ -115,7 +115,9 @@ class Recorder:
         """The tape's form of an op argument; its tensors go to `inputs`, what results depend on to `key`."""
         kind = type(a)
         if kind is FakeTensor or kind is _Parameter:
-            value = self._by_id.get(id(a)) or self.value_of(a)
+            value = self._by_id.get(id(a))
+            if value is None or (kind is FakeTensor and value.storage != storage_id(a)):
+                value = self.value_of(a)
             inputs.append(value)
             key.append(value.key)
             if value.key is None:
@@ -242,8 +244,8 @@ class Recorder:
         Raises ForeignTensorError for tensors that another trace or thread made.
         """
         found = self._by_id.get(id(t))
-        if found is not None:
-            return found
+        if found is not None and not (isinstance(t, FakeTensor) and found.storage != storage_id(t)):
+            return found  # `t.data = other` gives a tensor other memory, unseen by the dispatcher
         if isinstance(t, FakeTensor) and (t.fake_mode is self.factory.mode or self.model.owner(t) is None):
             value = self._alias(t)
         elif type(t) in (torch.Tensor, FakeTensor) or isinstance(t, _Parameter):

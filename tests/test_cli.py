@@ -1,0 +1,416 @@
+"""The command line: what it prints, and what it says when something is wrong."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+import scopetrace
+from scopetrace.cli import main
+
+MODELS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4), nn.ReLU())
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x, ids=None, *, scale=None):
+        print("printed by the model")
+        y = self.drop(self.body(x))
+        if ids is not None:
+            y = y[ids]
+        return y if scale is None else y * scale
+
+model = Net()
+
+class Parts:
+    inner = nn.Linear(4, 2)
+
+def build():
+    return nn.Sequential(*[nn.Linear(4, 4) for _ in range(300)])
+
+def build_sized(size):
+    return nn.Linear(size, size)
+
+def build_text():
+    return "model"
+
+def build_badly():
+    raise RuntimeError("no weights here\\nsecond line")
+
+def build_with_package():
+    import package_that_is_not_there
+
+class Branch(nn.Module):
+    def forward(self, x):
+        if x.sum() > 0:
+            return x
+        return -x
+
+class Raises(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.check(self.inner(x))
+
+    def check(self, x):
+        raise ValueError("x is not right\\nsecond line")
+
+class Keywords(nn.Module):
+    def forward(self, tokens, **kwargs):
+        if kwargs:
+            raise TypeError(f"unknown: {list(kwargs)}")
+        return tokens * 2
+
+class Many(nn.Module):
+    def forward(self, x, *rest):
+        return sum(rest, x)
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A current directory with models in it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    for name in ("cli_models", "cli_needs", "cli_fails"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    Path("cli_models.py").write_text(MODELS)
+    Path("cli_needs.py").write_text("import package_that_is_not_there\n")
+    Path("cli_fails.py").write_text("x = 1\nx.y\n")
+    importlib.invalidate_caches()
+    yield tmp_path
+    for name in ("cli_models", "cli_needs", "cli_fails"):
+        sys.modules.pop(name, None)
+
+
+def run(*args):
+    result = CliRunner().invoke(main, [str(a) for a in args])
+    assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+    return result
+
+
+def show(target, *args):
+    return run("show", f"cli_models:{target}", *args)
+
+
+def output(target, *args):
+    result = show(target, *args)
+    assert result.exit_code == 0, result.stderr
+    return result.stdout
+
+
+# What it prints ------------------------------------------------------------------------------------------------------
+
+
+def test_text():
+    result = show("Net", "--input", "x=2x4")
+    assert result.exit_code == 0
+    assert result.stdout == textwrap.dedent(
+        """\
+        Net: 5 ops, 7 module calls, 4 parameters (40 elements)
+        Net(x=%x: f32[2, 4]) -> %dropout: f32[2, 4]
+          Sequential[body](input=%x: f32[2, 4]) -> %relu_1: f32[2, 4]
+            Linear[0](input=%x: f32[2, 4]) -> %linear: f32[2, 4]
+              %linear: f32[2, 4] = aten.linear(%x, self.weight, self.bias)
+            ReLU[1](input=%linear: f32[2, 4]) -> %relu: f32[2, 4]
+              %relu: f32[2, 4] = aten.relu(%linear)
+            Linear[2](input=%relu: f32[2, 4]) -> %linear_1: f32[2, 4]
+              %linear_1: f32[2, 4] = aten.linear(%relu, self.weight, self.bias)
+            ReLU[3](input=%linear_1: f32[2, 4]) -> %relu_1: f32[2, 4]
+              %relu_1: f32[2, 4] = aten.relu(%linear_1)
+          Dropout[drop](input=%relu_1: f32[2, 4]) -> %dropout: f32[2, 4]
+            %dropout: f32[2, 4] = aten.dropout(%relu_1, 0.5, False)
+        """
+    )
+
+
+def test_depth_and_scope():
+    folded = output("Net", "-i", "x=2x4", "--depth", 0)
+    assert "  Sequential[body](input=%x: f32[2, 4]) -> %relu_1: f32[2, 4]  # 4 ops\n" in folded
+    lines = output("Net", "-i", "x=2x4", "--scope", "Net/*/Linear[2]").splitlines()
+    assert lines[1:] == [
+        "Net/Sequential[body]/Linear[2](input=%relu: f32[2, 4]) -> %linear_1: f32[2, 4]",
+        "  %linear_1: f32[2, 4] = aten.linear(%relu, self.weight, self.bias)",
+    ]
+
+
+def test_calls():
+    lines = output("Net", "-i", "x=2x4", "--calls").splitlines()
+    assert lines[:3] == [
+        "call  fqn     index  class       arguments                              outputs",
+        '0     ""      0      Net         x=%x: f32[2, 4], ids=None, scale=None  %dropout: f32[2, 4]',
+        "1     body    0      Sequential  input=%x: f32[2, 4]                    %relu_1: f32[2, 4]",
+    ]
+    assert [line.split()[1] for line in lines[3:]] == ["body.0", "body.1", "body.2", "body.3", "drop"]
+    assert len(output("Net", "-i", "x=2x4", "--calls", "--depth", 1).splitlines()) == 4
+    assert len(output("Net", "-i", "x=2x4", "--calls", "--scope", "*body*").splitlines()) == 6
+
+
+def test_json():
+    data = json.loads(output("Net", "-i", "x=2x4", "-i", "ids=3:int64", "-i", "scale=scalar", "--json"))
+    assert data["model"] == "Net"
+    assert data["inputs"][1] == {"name": "ids", "shape": [3], "dtype": "int64"}
+    linear = data["ops"][0]
+    assert linear["name"] == "linear"
+    assert linear["target"] == "aten.linear"
+    assert linear["scope"] == "Net/Sequential[body]/Linear[0]"
+    assert (linear["shape"], linear["dtype"]) == ([2, 4], "float32")
+    assert linear["inputs"] == ["x", "body_0_weight", "body_0_bias"]
+    names = {x["name"] for key in ("inputs", "attributes", "ops") for x in data[key]}
+    assert all(name in names for op in data["ops"] for name in op["inputs"])
+    root, body = data["calls"][:2]
+    assert root["arguments"] == {"x": {"node": "x"}, "ids": {"node": "ids"}, "scale": {"node": "scale"}}
+    assert (body["fqn"], body["class"]) == ("body", "torch.nn.modules.container.Sequential")
+    assert body["outputs"] == {"node": "relu_1"}
+    assert data["outputs"] == {"node": data["ops"][-1]["name"]}
+
+
+def test_json_of_a_part():
+    data = json.loads(output("Net", "-i", "x=2x4", "--json", "--scope", "*body*", "--depth", 0))
+    assert [op["name"] for op in data["ops"]] == ["linear", "relu", "linear_1", "relu_1"]
+    assert [call["fqn"] for call in data["calls"]] == ["body"]
+
+
+def test_train_and_grad():
+    assert "aten.dropout(%relu_1, 0.5, True)" in output("Net", "-i", "x=2x4", "--train")
+    assert "aten.dropout(%relu_1, 0.5, False)" in output("model", "-i", "x=2x4", "--grad")
+
+
+@pytest.mark.parametrize("target", ["Net", "model", "Parts.inner", "build"])
+def test_targets(target):
+    assert output(target, "-i", "0=2x4")
+
+
+INPUTS = {
+    "x=2x4": "f32[2, 4]",
+    "x=2,4": "f32[2, 4]",
+    "x=2×4:bf16": "bf16[2, 4]",
+    "x=1x4:float64": "f64[1, 4]",
+    "x=4:f16": "f16[4]",
+    "x=4:torch.int32": "i32[4]",
+    "0=4:i64": "i64[4]",
+    "x=2x0x4:bool": "b8[2, 0, 4]",
+    "x=scalar:half": "f16[]",
+    "x=": "f32[]",
+    "x=:int64": "i64[]",
+}
+
+
+@pytest.mark.parametrize("given", INPUTS)
+def test_inputs(given):
+    assert f"Many(x=%x: {INPUTS[given]})" in output("Many", "--input", given)
+
+
+def test_positions_beyond_the_named_arguments():
+    assert "rest=(%rest_0: f32[4], %rest_1: f32[4])" in output("Many", "-i", "x=4", "-i", "2=4", "-i", "1=4")
+
+
+def test_python_values():
+    text = output("Net", "-i", "x=2x4", "-i", "scale=true", "-i", "ids=None")
+    assert "Net(x=%x: f32[2, 4], scale=True)" in text
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"scopetrace {scopetrace.__version__}\n"
+    for args in ([], ["--help"], ["show", "-h"]):
+        result = run(*args)
+        assert result.exit_code == 0
+        assert result.stdout.startswith("Usage: scopetrace")
+
+
+# Wrong arguments: one line and exit code 2 ---------------------------------------------------------------------------
+
+WRONG = {
+    "cli_models": "write package.module:name, timm:NAME or torchvision:NAME",
+    "cli_models.py:Net": "write the module as in an import, cli_models:Net",
+    "no_such_module:Net": "there is no module 'no_such_module' here",
+    "cli_models.sub:Net": "there is no module 'cli_models.sub' here",
+    "cli_models:Nett": "the module cli_models has no 'Nett'; it has Net",
+    "cli_models:Parts.outer": "the class Parts has no 'outer'; it has inner",
+    "cli_models:Parts": "is a class, but no torch.nn.Module",
+    "cli_models:MODELS": "the module cli_models has no 'MODELS'; it has Net, model, Parts, Branch, Raises",
+    "cli_models:build_sized": "cannot be called without size: name a function without arguments",
+    "cli_models:build_text": "returned the type str: it must return a torch.nn.Module",
+    "cli_models:build_with_package": "pip install package_that_is_not_there",
+    "cli_models:torch.float32": "has the type dtype: name a torch.nn.Module",
+    "cli_needs:Net": "cli_needs needs package_that_is_not_there, which is not installed: pip install",
+    "cli_fails:Net": "importing cli_fails raised AttributeError: 'int' object has no attribute 'y', at ",
+}
+
+WRONG_INPUTS = {
+    ("x=2x4", "x"): "write NAME=SHAPE[:DTYPE], for example x=1x3x224x224",
+    ("=2x4",): "write NAME=SHAPE[:DTYPE]",
+    ("x=2xfour",): "'four' is not a size; write sizes as in x=1x3x224x224 or x=1,3,224,224",
+    ("x=-1x4",): "'-1' is not a size",
+    ("x=2x",): "'' is not a size",
+    ("x=2x4:flaot32",): "'flaot32' is no dtype; write one such as float32",
+    ("x=99999999999x99999999999",): "no tensor of that size and dtype can be made",
+    ("y=2x4",): "Net.forward has no argument 'y': its arguments are x, ids, scale",
+    ("scales=2x4",): "write --input scale=…",
+    ("x=2x4", "0=2x4"): "given twice",
+    ("x=2x4", "2=2x4"): "Net.forward has no position 2: its positions are 0 (x), 1 (ids)",
+    ("ids=3:int64",): "Net.forward needs x: add --input x=SHAPE[:DTYPE]",
+    (): "Net.forward needs x: add --input x=SHAPE[:DTYPE]",
+}
+
+WRONG_OPTIONS = {
+    ("--depth", "-1"): "-1 is not in the range",
+    ("--depth", "two"): "'two' is not a valid integer",
+    ("--scope", "*/Conv*"): "no scope matches '*/Conv*'; paths are such as 'Sequential/Linear[0]' and ",
+    ("--calls", "--json"): "write one of them",
+    ("--colour",): "No such option",
+}
+
+
+def refused(result, message):
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert result.stderr.startswith("scopetrace: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("target", WRONG)
+def test_wrong_targets(target):
+    refused(run("show", target, "-i", "x=2x4"), WRONG[target])
+
+
+@pytest.mark.parametrize("given", WRONG_INPUTS, ids="+".join)
+def test_wrong_inputs(given):
+    refused(show("model", *[part for text in given for part in ("--input", text)]), WRONG_INPUTS[given])
+
+
+@pytest.mark.parametrize("options", WRONG_OPTIONS, ids=" ".join)
+def test_wrong_options(options):
+    refused(show("build", "-i", "0=2x4", *options), WRONG_OPTIONS[options])
+
+
+def test_a_wrong_command():
+    refused(run("shwo"), "No such command 'shwo'")
+    refused(run("show"), "Missing argument 'TARGET'")
+
+
+def test_a_wrong_name_that_kwargs_took():
+    refused(show("Keywords", "-i", "token=4"), "write --input tokens=…; its arguments are tokens")
+    refused(show("Keywords", "-i", "tokens=4", "-i", "mask=4"), "no argument 'mask': its arguments are tokens; with it")
+
+
+@pytest.mark.parametrize("library", ["timm", "torchvision"])
+def test_a_library_that_is_not_installed(library, monkeypatch):
+    for name in [n for n in sys.modules if n.partition(".")[0] == library]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    refused(run("show", f"{library}:resnet18"), f"{library} is not installed: pip install {library}")
+
+
+# Models that fail: exit code 1 ---------------------------------------------------------------------------------------
+
+
+def failed(result):
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    return result.stderr.splitlines()
+
+
+def test_a_model_that_cannot_be_traced(here):
+    lines = failed(show("Branch", "-i", "x=4"))
+    assert lines[0].startswith("scopetrace: cannot trace Branch: Python needs the value of a tensor")
+    said = dict(line.strip().split(": ", 1) for line in lines[1:])
+    assert said["op"].startswith("aten.")
+    assert said["module"] == "Branch"
+    assert said["source"].startswith(f"{here / 'cli_models.py'}:")
+    assert said["source"].endswith("in forward: if x.sum() > 0:")
+    assert "torch.where" in said["instead"]
+
+
+def test_a_model_that_raises(here):
+    lines = failed(show("Raises", "-i", "x=4"))
+    assert lines[0] == "scopetrace: Raises raised ValueError: x is not right"
+    assert lines[1].startswith(f"  while tracing Raises, at {here / 'cli_models.py'}:")
+    assert len(lines) == 2
+
+
+def test_inputs_that_do_not_fit():
+    lines = failed(show("Raises", "-i", "x=5"))
+    assert lines[0].startswith("scopetrace: Raises raised RuntimeError: ")
+    assert lines[1].startswith("  while tracing Raises/Linear[inner], at ")
+    assert len(lines) == 2
+
+
+def test_a_factory_that_raises(here):
+    lines = failed(show("build_badly"))
+    assert lines[0] == "scopetrace: making cli_models:build_badly raised RuntimeError: no weights here"
+    assert lines[1].startswith(f"  at {here / 'cli_models.py'}:")
+    assert len(lines) == 2
+
+
+# Libraries of models -------------------------------------------------------------------------------------------------
+
+needs_timm = pytest.mark.skipif(importlib.util.find_spec("timm") is None, reason="timm is not installed")
+needs_torchvision = pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="no torchvision")
+
+
+@needs_timm
+def test_timm():
+    result = run("show", "timm:test_vit", "--depth", 0)
+    assert result.exit_code == 0, result.stderr
+    assert "VisionTransformer(x=%x: f32[1, 3, 160, 160])" in result.stdout
+    assert "x=%x: f32[2, 3, 160, 160]" in run("show", "timm:test_vit", "-i", "x=2x3x160x160", "--depth", 0).stdout
+    refused(run("show", "timm:test_vitt"), "timm has no model 'test_vitt': write timm:test_vit")
+
+
+@needs_torchvision
+def test_torchvision():
+    result = run("show", "torchvision:squeezenet1_1", "--input", "x=1x3x64x64", "--depth", "1")
+    assert result.exit_code == 0, result.stderr
+    assert "Fire[3](x=%max_pool2d: f32[1, 64, 15, 15])" in result.stdout
+    refused(run("show", "torchvision:squeezenet1_1"), "SqueezeNet.forward needs x")
+    refused(run("show", "torchvision:resnet19"), "torchvision has no model 'resnet19': write torchvision:resnet1")
+
+
+# As a program --------------------------------------------------------------------------------------------------------
+
+
+def command(*args):
+    return [sys.executable, "-m", "scopetrace", *args]
+
+
+def environment():
+    source = str(Path(scopetrace.__file__).parents[1])
+    return os.environ | {"PYTHONPATH": os.pathsep.join([source, os.environ.get("PYTHONPATH", "")])}
+
+
+def test_the_program():
+    done = subprocess.run(
+        command("show", "cli_models:Net", "--input", "x=2x5"), env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert done.stderr.splitlines()[1].startswith("scopetrace: Net raised RuntimeError: ")
+    assert len(done.stderr.splitlines()) == 3  # what the model printed, the error, the place
+
+
+def test_a_reader_that_stops_early():
+    process = subprocess.Popen(
+        command("show", "cli_models:build", "--input", "0=2x4", "--json"),
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.read(10)
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait() == 0
