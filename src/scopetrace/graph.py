@@ -95,9 +95,14 @@ class Program:
                 if isinstance(leaf, Value):
                     self._bind_one(self._take_path(node, op, path, leaf), leaf)
             return
-        for slot, part in enumerate(op.outputs if isinstance(op.outputs, (list, tuple)) else ()):
+        self._bind_parts(node, op, op.outputs)
+
+    def _bind_parts(self, node: torch.fx.Node, op: Op, parts: Any) -> None:
+        for slot, part in enumerate(parts if isinstance(parts, (list, tuple)) else ()):
             if isinstance(part, (Value, *Symbolic)):
                 self._bind_one(self._take(node, op, operator.getitem, slot, part), part)
+            elif isinstance(part, (list, tuple)):
+                self._bind_parts(self._take(node, op, operator.getitem, slot, part), op, part)
 
     def _bind_one(self, node: torch.fx.Node, part: Any) -> None:
         if not isinstance(part, Value):
@@ -110,7 +115,7 @@ class Program:
     def _take(self, node: torch.fx.Node, op: Op, how: Any, key: Any, part: Any) -> torch.fx.Node:
         taken = self.graph.create_node("call_function", how, (node, key))
         self._describe(taken, op)
-        meta.set_value(taken, _fake(part))
+        meta.set_value(taken, map_structure(_fake, part, (Value, *Symbolic)))
         return taken
 
     def _take_path(self, node: torch.fx.Node, op: Op, path: str, leaf: Value) -> torch.fx.Node:

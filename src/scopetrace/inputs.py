@@ -74,11 +74,14 @@ class LiveState:
 
     def __init__(self, tape: Tape, graph_module: torch.nn.Module) -> None:
         self._writes = [(w.module or _submodule(graph_module, w.fqn), w.name) for w in tape.attribute_writes]
-        self._graph_module = graph_module
+        self._owners = {
+            name: owner for name, owner in tape.owners.items() if not isinstance(owner[0], torch.jit.ScriptModule)
+        }
+        self._attributes = tape.attributes
         self._held: list[tuple[torch.nn.Module, str, torch.nn.Module, str]] = []
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
-        for name, (module, attribute) in tape.owners.items():
-            if name in targets and not isinstance(module, torch.jit.ScriptModule):  # those keep theirs in C++
+        for name, (module, attribute) in self._owners.items():  # script modules keep theirs in C++
+            if name in targets:
                 path, _, leaf = name.rpartition(".")
                 self._held.append((graph_module.get_submodule(path), leaf, module, attribute))
 
@@ -91,10 +94,9 @@ class LiveState:
 
     def held(self, name: str) -> torch.Tensor:
         """A tensor of the graph module by its name."""
-        path, _, leaf = name.rpartition(".")
-        found = _look_up(self._graph_module.get_submodule(path), leaf)
-        assert found is not None, name
-        return found
+        module, attribute = self._owners.get(name, (None, ""))
+        found = None if module is None else _look_up(module, attribute)
+        return self._attributes[name] if found is None else found
 
     def write(self, results: Iterator[torch.Tensor]) -> None:
         """Bind what the forward bound to the model's attributes."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    FakeTensorConverter,
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
@@ -40,15 +42,31 @@ class FakeFactory:
     def __init__(self) -> None:
         self.shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, static_shapes=True)
+        self.mode.fake_tensor_converter = _Converter(self)
         self._storages: dict[int, torch.UntypedStorage] = {}
+        self._real_of: dict[int, torch.Tensor] = {}
+        self._fakes: dict[int, torch.Tensor] = {}
         self._templates: dict[torch.device, dict[str, Any]] = {}
         self._keep: list[Any] = []
 
     def from_real(self, real: torch.Tensor) -> torch.Tensor:
         """A fake of `real`: same metadata, same `requires_grad`, and a leaf of autograd if `real` is one."""
+        found = self._fakes.get(id(real))
+        if found is None:
+            found = self._fakes[id(real)] = self._make(real)
+            self._keep.append(real)
+            self._real_of.setdefault(storage_id(found), real)
+        return found
+
+    def real_of(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """The real tensor that was made fake with the memory of `fake`."""
+        return self._real_of.get(storage_id(fake))
+
+    def _make(self, real: torch.Tensor) -> torch.Tensor:
         if not _is_plain(real):
             with without_dispatch():
-                return self.mode.from_tensor(real, static_shapes=True)
+                converter = FakeTensorConverter()
+                return converter.from_real_tensor(self.mode, real, shape_env=self.shape_env)
         storage = real.untyped_storage()
         with without_dispatch(), torch.no_grad():
             meta_storage = self._storages.get(storage._cdata)
@@ -102,6 +120,21 @@ class FakeFactory:
         if not self.shape_env.pending_fresh_unbacked_symbols:
             return None
         return compute_unbacked_bindings(self.shape_env, outputs)
+
+
+class _Converter(FakeTensorConverter):
+    """What the fake mode meets below the recorder (`parameter.data` is one way) gets the fakes of the trace."""
+
+    def __init__(self, factory: FakeFactory) -> None:
+        super().__init__()
+        self._factory = weakref.ref(factory)
+
+    def from_real_tensor(self, fake_mode: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        factory = self._factory()
+        if factory is not None and _is_plain(t) and not kwargs.get("symbolic_context"):
+            with torch._C._DisableTorchDispatch():
+                return factory.from_real(t)
+        return super().from_real_tensor(fake_mode, t, *args, **kwargs)
 
 
 def _is_plain(real: torch.Tensor) -> bool:

@@ -16,13 +16,15 @@ from scopetrace.passes.write_back import (
     Given,
     Held,
     SameAs,
+    SetTo,
     Source,
+    Update,
     ViewOf,
     ViewStep,
     WriteBack,
 )
 from scopetrace.record.structure import leaves
-from scopetrace.record.tape import Tape, Value, flat
+from scopetrace.record.tape import Op, Tape, Value, flat
 
 _aten = torch.ops.aten
 _SIZED_BY_OTHER = {
@@ -47,6 +49,9 @@ class _Builder:
     ) -> None:
         self.old, self.new, self.regions, self.read = old, new, regions, read
         self.returned: list[Any] = []
+        self._outputs = leaves(old.outputs, (Value, *Symbolic))
+        self._first: dict[int, int] = {}
+        self._storages: dict[int, int] = {}  # new storage of a result -> the old one
         self.outside: dict[Value, Given | Held] = {}
         for op in old.ops:
             if op.kind == "placeholder":
@@ -55,47 +60,50 @@ class _Builder:
             if op.kind == "get_attr":
                 self.outside[op.outputs] = Held(op.target)
 
+        self._objects = {id(self._last(v).fake): target for v, target in reversed(self.outside.items())}
+        self._alone = self._count_objects()
+
     # ---------------------------------------------------------------- updates
 
-    def updates(self) -> list[CopyInto | ChangeShape]:
+    def updates(self) -> list[Update]:
         """In the order of the inputs."""
-        found: list[CopyInto | ChangeShape] = []
+        found: list[Update] = []
         done: set[int] = set()
         for value, target in self.outside.items():
-            region = self.regions.get(value.storage)
             last = self._last(value)
-            if region is None or id(last.fake) in done:
+            if value.storage not in self.regions or id(last.fake) in done:
                 continue
             done.add(id(last.fake))
             for before, after in zip(self._shapes(value), self._shapes(value)[1:], strict=False):
-                link = region.links[after]
-                op = region.reshaped[before][1]
-                found.append(ChangeShape(target, ViewStep(op.target, link.args, link.kwargs, None)))
-            if region.version:
-                grad = all(op.grad for op in region.written.values())
+                old = self.regions[before.storage]
+                op = old.reshaped[old.same(before)][1]
+                if op.target is _aten.set_.source_Tensor:
+                    found.append(SetTo(target, self._source(after)))
+                else:
+                    found.append(ChangeShape(target, ViewStep(op.target, op.args[1:], op.kwargs, None)))
+            region = self.regions.get(last.storage)
+            if region is not None and region.version and last.storage == value.storage:
+                grad = any(_is_seen(v, op) for v, op in region.written.items())
                 found.append(CopyInto(target, self._give(self.read(last)), grad))
         return found
 
     def _shapes(self, value: Value) -> list[Value]:
-        """The value and what in-place changes of its shape made of it."""
-        region = self.regions[value.storage]
+        """The value and what in-place changes of its shape or memory made of it."""
         found = [value]
-        while (step := region.reshaped.get(found[-1])) is not None:
+        while (region := self.regions.get(found[-1].storage)) is not None:
+            step = region.reshaped.get(region.same(found[-1]))
+            if step is None:
+                break
             found.append(step[0])
         return found
 
     def _last(self, value: Value) -> Value:
-        return self._shapes(value)[-1] if value.storage in self.regions else value
+        return self._shapes(value)[-1]
 
     # ---------------------------------------------------------------- results
 
     def results(self) -> list[Source]:
         """One source for each tensor and symbolic number of the model's result."""
-        self._outputs = leaves(self.old.outputs, (Value, *Symbolic))
-        self._objects = {id(self._last(v).fake): target for v, target in reversed(self.outside.items())}
-        self._alone = self._count_objects()
-        self._first: dict[int, int] = {}
-        self._storages: dict[int, int] = {}  # new storage of a result -> the old one
         found: list[Source] = []
         for i, leaf in enumerate(self._outputs):
             found.append(self._result(i, leaf))
@@ -104,7 +112,7 @@ class _Builder:
     def _count_objects(self) -> dict[int, int]:
         seen: dict[int, set[int]] = {}
         for leaf in self._outputs:
-            if isinstance(leaf, Value):
+            if isinstance(leaf, Value):  # a tensor that an input was set to counts as one more
                 seen.setdefault(leaf.storage, set()).add(id(leaf.fake))
         return {storage: len(objects) for storage, objects in seen.items()}
 
@@ -115,8 +123,9 @@ class _Builder:
             return SameAs(self._first[id(leaf.fake)])
         self._first[id(leaf.fake)] = i
         target = self._objects.get(id(leaf.fake))
-        if target is not None:
-            return target
+        return self._source(leaf) if target is None else target
+
+    def _source(self, leaf: Value) -> Source:
         region = self.regions.get(leaf.storage)
         if region is None:
             return self._plain(leaf, leaf)
@@ -154,6 +163,11 @@ class _Builder:
                 return FromGraph(i, stride, copy)
         self.returned.append(value)
         return FromGraph(len(self.returned) - 1, stride, copy)
+
+
+def _is_seen(written: Value, op: Op) -> bool:
+    """Whether autograd sees a write and has a part in it."""
+    return op.grad and (written.fake.requires_grad or any(v.fake.requires_grad for v in op.inputs()))
 
 
 def _view_step(value: Value, link: Link) -> ViewStep:

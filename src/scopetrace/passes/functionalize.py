@@ -10,6 +10,7 @@ Memory that nobody writes to is left alone: its ops go over as they are.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from scopetrace._compat.dispatch import auto_functionalized
 from scopetrace.errors import FunctionalizationError
 from scopetrace.passes import epilogue
 from scopetrace.passes.emitter import Emitter
+from scopetrace.passes.geometry import Geometry, relate
 from scopetrace.passes.region import Link, Region, geometry_of
 from scopetrace.passes.twins import Twin, call_twin, functional_twin, hidden_writes, is_metadata_only
 from scopetrace.record.frames import user_line
@@ -26,7 +28,6 @@ from scopetrace.record.tape import AttributeWrite, Call, Op, Tape, Value, flat, 
 
 _aten = torch.ops.aten
 _MAY_OVERLAP = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
-_STORAGE_OPS = ("set_", "resize_", "resize_as_")
 
 
 def functionalize(tape: Tape) -> Tape:
@@ -52,11 +53,13 @@ class _Functionalizer:
             attribute_writes=[],
         )
         self.emitter = Emitter(self.new)
+        self.grad = any(op.grad for op in old.ops)
         self.map: dict[Value, Value] = {}  # outside of the regions
         self.storages: dict[int, int] = {}  # of values whose op was put on again
         self.regions: dict[int, Region] = {
-            v.storage: Region(self.emitter, refusal) for op in old.ops for v in op.writes
+            v.storage: Region(self.emitter, refusal, self._bring) for op in old.ops for v in op.writes
         }
+        self._brought: set[Value] = set()
         self._calls: dict[Call, Call] = {}
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
@@ -154,8 +157,17 @@ class _Functionalizer:
         else:
             self._copy_over(op)
 
+    def _bring(self, root: Value) -> None:
+        """An attribute is needed before the program reads it."""
+        if root.op.kind != "get_attr":
+            raise refusal("results of one op share the memory that is written", root.op)
+        self._keep(root.op)
+        self._brought.add(root)
+
     def _keep(self, op: Op) -> None:
         """Inputs and attributes go over as they are."""
+        if op.outputs in self._brought:
+            return
         new = dataclasses.replace(op, call=self._calls.get(op.call) if op.call else None)
         self.new.ops.append(new)
         value: Value = op.outputs
@@ -167,6 +179,8 @@ class _Functionalizer:
 
     def _copy_over(self, op: Op) -> None:
         """An op that writes nothing: as it is where its inputs are, else with the present ones."""
+        if op.target is _aten.as_strided.default and self._by_positions(op):
+            return
         args, kwargs = self._present(op.args, op), self._present(op.kwargs, op)
         old_inputs, new_inputs = op.inputs(), [v for v in flat((args, kwargs)) if isinstance(v, Value)]
         call = self._calls.get(op.call) if op.call else None
@@ -181,17 +195,24 @@ class _Functionalizer:
             outputs = self._run(op, op.target, args, kwargs)
         self._define(op, op.outputs, outputs)
 
+    def _by_positions(self, op: Op) -> bool:
+        """as_strided counts from the start of the memory: in a region that was written, take it by position."""
+        value: Value = op.outputs
+        region = self.regions.get(value.storage)
+        if region is None or not region.version:
+            return False
+        region.links[value] = _link(op, op.args[0], None)
+        region.read(value, self._moved(op))
+        return True
+
     def _run(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
         """Put `func` on the new tape; `view` becomes `reshape` where the present strides ask for it."""
         origin = self._moved(op)
         if func in (_aten.view.default, _aten._unsafe_view.default):
             func = _aten.reshape.default
         if func is _aten.as_strided.default:
-            return self._take_positions(op, args)
+            raise refusal("as_strided of a tensor whose strides are not those of eager", op)
         return self.emitter.run(origin, func, args, kwargs)
-
-    def _take_positions(self, op: Op, args: Any) -> Any:
-        raise refusal("as_strided of a tensor whose strides are not those of eager", op)
 
     def _moved(self, op: Op) -> Op:
         """The op as the origin of new ones: its call is the new tape's."""
@@ -229,16 +250,19 @@ class _Functionalizer:
     def _write(self, op: Op) -> None:
         func = op.target
         name = func._schema.name.split("::")[1]
-        if name in _STORAGE_OPS and not (name != "set_" and self._shrinks(op)):
-            raise refusal(f"{name} gives a tensor other memory", op)
+        if name in _OTHER_MEMORY:
+            _OTHER_MEMORY[name](self, op)
+            return
         if is_metadata_only(func):
             self._change_shape(op)
             return
         self._refuse_overlap(op)
-        self._refuse_lost_gradient(op)
         twin = functional_twin(func)
         if twin is None:
             twin = hidden_writes(func, op.args, op.kwargs)
+        if func is _aten.fill_diagonal_.default:
+            self._fill_diagonal(op)
+            return
         if twin is None:
             self._write_opaque(op)
             return
@@ -285,7 +309,29 @@ class _Functionalizer:
                 region.links[value] = Link(region.same(target))
             region.replace(region.same(target), new, origin)
             return
-        region.write(target, new, origin)
+        hidden = self._is_hidden(op, target)
+        if hidden:
+            new = region.overwritten(region.read(target, origin), new, origin)
+        region.write(target, new, origin, hidden=hidden)
+
+    def _is_hidden(self, op: Op, target: Value) -> bool:
+        """Whether autograd does not see a write, though values in this memory may carry gradients."""
+        if not self.grad:
+            return False
+        seen = op.grad and (target.fake.requires_grad or not _has_history(self.regions[target.storage], target))
+        if not seen and op.grad and any(v.fake.requires_grad for v in op.inputs()):
+            raise refusal("a tensor that requires grad is written into a detached alias of another", op)
+        return not seen
+
+    def _fill_diagonal(self, op: Op) -> None:
+        """Where the diagonal is, with `wrap` or without, is known from the shape."""
+        target, value, *wrap = op.args
+        mask = torch.zeros(tuple(target.fake.size()), dtype=torch.bool, device="cpu").fill_diagonal_(True, *wrap)
+        origin = self._moved(op)
+        now = self.read(target, origin)
+        new = self.emitter.run(origin, _aten.masked_fill.Scalar, (now, mask.to(target.fake.device), value), {})
+        self._assign(op, target, new)
+        self._rename(op, target, op.outputs)
 
     def _write_opaque(self, op: Op) -> None:
         """A mutating op without a pure twin, as custom ops are: run on copies by `auto_functionalized`."""
@@ -321,12 +367,42 @@ class _Functionalizer:
         after: Value = op.outputs
         region.links[after] = Link(before, twin.op, tuple(rest), dict(op.kwargs))
         region.define(after, new)
-        region.reshaped[before] = (after, op)
+        region.reshaped[region.same(before)] = (after, op)
+
+    def _set(self, op: Op) -> None:
+        """`x.set_(y)`: from here on the tensor is another name of `y`."""
+        if op.target is not _aten.set_.source_Tensor:
+            raise refusal("set_ gives a tensor other memory", op)
+        before, source = op.args
+        after: Value = op.outputs
+        self.regions[before.storage].reshaped[self.regions[before.storage].same(before)] = (after, op)
+        region = self.regions.get(after.storage)
+        if region is None:
+            self.map[after] = self.read(source, op)
+        else:
+            region.links[after] = Link(source)
+
+    def _resize(self, op: Op) -> None:
+        """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""
+        before, after = op.args[0], op.outputs
+        region, origin = self.regions[before.storage], self._moved(op)
+        old, new = geometry_of(before), geometry_of(after)
+        front = Geometry((old.numel,), (1,), old.offset)
+        if relate(old, front) is None or len(region.roots) > 1:
+            raise refusal("resize_ of a tensor that is not contiguous, or shares its memory", op)
+        region.reshaped[region.same(before)] = (after, op)
+        if new.numel <= old.numel:
+            args = (list(new.size), list(new.stride), new.offset)
+            region.links[after] = Link(before, _aten.as_strided.default, args)
+            region.read(after, origin)
+            return
+        row = self.emitter.run(origin, _aten.reshape.default, (region.read(before, origin), [-1]), {})
+        more = self.emitter.run(origin, _aten.new_zeros.default, (row, [new.numel - old.numel]), {})
+        joined = self.emitter.run(origin, _aten.cat.default, ([row, more],), {})
+        grown = self.emitter.run(origin, _aten.reshape.default, (joined, list(new.size)), {})
+        region.replace(after, grown, origin)
 
     # ---------------------------------------------------------------- refusals
-
-    def _shrinks(self, op: Op) -> bool:
-        return False
 
     def _is_outside(self, region: Region) -> bool:
         return any(r.op.kind in ("placeholder", "get_attr") for r in region.roots)
@@ -342,17 +418,17 @@ class _Functionalizer:
                     if _overlap_in_part(place, geometry_of(other)):
                         raise refusal("an input lies partly in the memory that is written (clone() it first)", op)
 
-    def _refuse_lost_gradient(self, op: Op) -> None:
-        """A write that autograd does not see, into memory whose values carry gradients."""
-        if not self.old.ops[0].grad:
-            return
-        for target in op.writes:
-            if op.grad and target.fake.requires_grad:
-                continue
-            region = self.regions[target.storage]
-            carries = [v for v in (*region.links, *region.roots) if v.fake.requires_grad]
-            if carries and (not op.grad or not any(v.fake.requires_grad for v in op.inputs())):
-                raise refusal("a write hidden from autograd, into a tensor that requires grad (trace under no_grad)", op)
+
+_OTHER_MEMORY: dict[str, Callable[[_Functionalizer, Op], None]] = {
+    "set_": _Functionalizer._set,
+    "resize_": _Functionalizer._resize,
+    "resize_as_": _Functionalizer._resize,
+}
+
+
+def _has_history(region: Region, target: Value) -> bool:
+    """Whether another alias of the memory requires grad."""
+    return any(v.fake.requires_grad for v in (*region.links, *region.roots) if v is not target)
 
 
 def refusal(problem: str, op: Op) -> FunctionalizationError:

@@ -14,6 +14,7 @@ import torch
 from scopetrace.errors import FunctionalizationError
 from scopetrace.passes.emitter import Emitter
 from scopetrace.passes.geometry import Geometry, Positions, Relation, index_in, relate
+from scopetrace.passes.overwrite import OVERWRITE
 from scopetrace.record.tape import Op, Value
 
 _aten = torch.ops.aten
@@ -43,7 +44,13 @@ class Link:
 class Region:
     """The aliases of one storage. `old` values are of the recorded tape, `new` ones of the tape without mutation."""
 
-    def __init__(self, emitter: Emitter, refuse: Callable[[str, Op], FunctionalizationError]) -> None:
+    def __init__(
+        self,
+        emitter: Emitter,
+        refuse: Callable[[str, Op], FunctionalizationError],
+        bring: Callable[[Value], None],
+    ) -> None:
+        self._bring = bring  # puts a root on the tape that the program reads only later
         self.links: dict[Value, Link] = {}
         self.roots: list[Value] = []
         self.written: dict[Value, Op] = {}  # the values written to, and the last op that did
@@ -52,7 +59,7 @@ class Region:
         self._refuse = refuse
         self._version = 0
         self._now: dict[Value, tuple[Value, int]] = {}
-        self._pending: tuple[Value, Op] | None = None
+        self._pending: tuple[Value, Op, bool] | None = None
         self._observed = False
         self._whole: Value | None = None  # of several roots: all their elements in one row
         self._relations: dict[Value, Relation] = {}
@@ -82,8 +89,8 @@ class Region:
         self._settle()
         return self._derive(old, reader)
 
-    def write(self, old: Value, new: Value, writer: Op) -> None:
-        """An alias gets a new value."""
+    def write(self, old: Value, new: Value, writer: Op, *, hidden: bool = False) -> None:
+        """An alias gets a new value. `hidden`: autograd does not see it."""
         old = self.same(old)
         if len(self.roots) > 1 and self._whole is None:
             self._join(writer)
@@ -94,7 +101,7 @@ class Region:
             self._version += 1
         self._observed = False
         self._now[old] = (new, self._version)
-        self._pending = (old, writer)
+        self._pending = (old, writer, hidden)
         self.written[old] = writer
 
     def replace(self, old: Value, new: Value, writer: Op) -> None:
@@ -105,13 +112,20 @@ class Region:
         self._now = {old: (new, self._version)}
         self.written[old] = writer
 
+    def overwritten(self, old: Value, new: Value, writer: Op) -> Value:
+        """`new` with the gradient of `old`, where that has one."""
+        if not old.fake.requires_grad:
+            return new
+        seen: Value = self._emitter.run(dataclasses.replace(writer, grad=True), OVERWRITE, (old, new), {})
+        return seen
+
     # ---------------------------------------------------------------- inside
 
     def _settle(self) -> None:
         """Carry the write that was kept back into the root."""
         if self._pending is None:
             return
-        old, writer = self._pending
+        old, writer, hidden = self._pending
         self._pending = None
         new = self._now[old][0]
         chain = [old]
@@ -123,6 +137,8 @@ class Region:
         self._version = before
         for view, parent, base in zip(chain, chain[1:], bases, strict=False):
             new = self._put(view, parent, base, new, writer)
+            if hidden:
+                new = self.overwritten(base, new, writer)
             self._now[parent] = (new, before)
         if self._whole is not None:
             relation = self._relations[chain[-1]]
@@ -186,6 +202,9 @@ class Region:
         """Several tensors from outside share this memory: put all their elements in one row, each once."""
         if len({r.fake.dtype for r in self.roots}) > 1:
             raise self._refuse("inputs of different dtypes share the memory that is written", writer)
+        for root in self.roots:
+            if root not in self._now:
+                self._bring(root)
         emit = self._emitter.bound(writer)
         positions = [geometry_of(r).positions() for r in self.roots]
         rows = [emit(_aten.reshape.default, self._now[r][0], [-1]) for r in self.roots]

@@ -26,6 +26,11 @@ __all__ = [
     "written_arguments",
 ]
 
+# Where a name says what an op does. A custom op `ours::scale` need not be the twin of `ours::scale_`.
+_NAMESPACES = frozenset(
+    {"aten", "prim", "prims", "quantized", "mkldnn", "onednn", "inductor", "symm_mem", "_c10d_functional"}
+)
+
 # Names that no rule gives.
 _NAMES = {
     "normal_": ("normal_functional",),
@@ -38,6 +43,11 @@ _MORE_RESULTS = {"aten::fused_moving_avg_obs_fake_quant": 1}
 
 # A factory with `out=` makes what `out` is; without, it must be told.
 _FACTORY = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+# With `out=` in another dtype they compute in that dtype, as they do if they are told one.
+_IN_DTYPE_OF_OUT = frozenset(
+    f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nanmean", "nansum", "prod", "sum")
+)
 
 # They change what the tensor is, to autograd or to the allocator, and no value; torch does not tag them.
 _NO_VALUES = frozenset(
@@ -90,10 +100,7 @@ class Twin:
     """
 
     results: tuple[int | str, ...]
-    """For each return of the mutable op: a result of the twin, or the written argument that it is an alias of.
-
-    A twin with one result is indexed too: 0 is that result.
-    """
+    """For each return of the mutable op: a result of the twin, or the written argument that it is an alias of."""
 
 
 @functools.cache
@@ -113,7 +120,7 @@ def functional_twin(func: Any) -> Twin | None:
     """The pure op that computes what `func` returns and writes. None: there is none.
 
     Args:
-        func: An `OpOverload` whose schema is mutable; the twin of any other op is None.
+        func: An `OpOverload`. The twin of a custom op, and of one whose schema is not mutable, is None.
     """
     if not any(_is_written(a) and "Tensor" in _type(a) for a in func._schema.arguments):
         return None
@@ -135,7 +142,7 @@ def call_twin(
     """
     given = _by_name(func, args, kwargs)
     if twin.dropped:
-        given |= _as_out(twin, given)
+        given |= _as_out(func, twin, given)
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     needed = 0
@@ -162,7 +169,10 @@ def hidden_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Twi
 
 
 def writes_in_secret(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
-    """Names of arguments that this call writes although the schema of `func` does not say so."""
+    """Names of arguments that this call writes although the schema of `func` does not say so.
+
+    On CPU the version counters of running statistics do not tell either, those of `instance_norm` apart.
+    """
     name = func._schema.name
     if name == "aten::_cudnn_rnn_flatten_weight":
         return ("weight_arr",)  # each weight becomes a view of the result
@@ -216,7 +226,7 @@ def _statistics_twin(func: Any) -> Twin | None:
 def _candidates(func: Any) -> Iterator[Any]:
     """Overloads that may be the twin, likely names first. None writes."""
     namespace, _, name = func._schema.name.partition("::")
-    for other in dict.fromkeys(_names(name)):
+    for other in dict.fromkeys(_names(name)) if namespace in _NAMESPACES else ():
         packet = getattr(getattr(torch.ops, namespace), other, None)
         for overload in packet.overloads() if packet is not None else ():
             op = getattr(packet, overload)
@@ -325,17 +335,16 @@ def _by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str
     return given | kwargs
 
 
-def _as_out(twin: Twin, given: dict[str, Any]) -> dict[str, Any]:
+def _as_out(func: Any, twin: Twin, given: dict[str, Any]) -> dict[str, Any]:
     """What the twin must be told because it does not see `out`: what kind of tensor to make, in which dtype to sum."""
     out = _meta(given.get(twin.dropped[0]))
     if not isinstance(out, torch.Tensor):
         return {}
-    told: dict[str, Any] = {"dtype": out.dtype} if given.get("dtype") is None else {}
-    if given.keys().isdisjoint(("device", "layout")):
-        told["device"] = out.device
-        if out.layout is not torch.strided:
-            told["layout"] = out.layout
-    return told
+    if "dtype" in given:
+        told = func._schema.name in _IN_DTYPE_OF_OUT and given["dtype"] is None
+        return {"dtype": out.dtype} if told else {}
+    told_layout = {} if out.layout is torch.strided else {"layout": out.layout}
+    return {"dtype": out.dtype, "device": out.device} | told_layout
 
 
 def _is_default(arg: Any, value: Any) -> bool:

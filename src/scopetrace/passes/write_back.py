@@ -113,11 +113,25 @@ class ChangeShape:
         return f"{self.target}{self.step}"
 
 
+@dataclasses.dataclass(frozen=True)
+class SetTo:
+    """`set_`: give an input the memory of another tensor."""
+
+    target: Given | Held
+    value: Source
+
+    def __str__(self) -> str:
+        return f"{self.target}.set_({self.value})"
+
+
+Update = CopyInto | ChangeShape | SetTo
+
+
 @dataclasses.dataclass
 class WriteBack:
     """The program: `updates` in order, then `results`, one for each tensor of the model's result."""
 
-    updates: list[CopyInto | ChangeShape]
+    updates: list[Update]
     results: list[Source]
 
     def run(
@@ -134,6 +148,9 @@ class WriteBack:
             target = machine.get(update.target)
             if isinstance(update, ChangeShape):
                 update.step(target)
+            elif isinstance(update, SetTo):
+                with torch.no_grad():
+                    target.set_(machine.get(update.value))  # type: ignore[call-overload]
             else:
                 with torch.set_grad_enabled(update.grad and torch.is_grad_enabled()):
                     target.copy_(machine.get(update.value))

@@ -23,7 +23,7 @@ from scopetrace.record import results
 from scopetrace.record.constants import read_constant, reads_a_value
 from scopetrace.record.frames import capture_frames, user_line
 from scopetrace.record.model import Model
-from scopetrace.record.tape import Call, Frames, Op, Tape, Value, walk_frames
+from scopetrace.record.tape import Call, Frames, Op, Tape, Value, flat, walk_frames
 from scopetrace.scopes import Scope, TracingState
 
 _aten = torch.ops.aten
@@ -94,6 +94,7 @@ class Recorder:
         self._repeatable = facts.repeatable
         inputs: list[Value] = []
         key: list[Any] = []
+        given = (args, kwargs)
         lifted = tuple([self._lift(a, inputs, key) for a in args])
         lifted_kwargs = {}
         for name, a in kwargs.items():
@@ -104,11 +105,11 @@ class Recorder:
             if found:
                 return constant
         if not self._repeatable or (self.exact and _grad_enabled()):
-            return self._run(facts, lifted, lifted_kwargs, inputs, None)
+            return self._run(facts, given, lifted, lifted_kwargs, inputs, None)
         full_key = (_grad_enabled(), torch.get_default_dtype(), *key)
         recipe = facts.recipes.get(full_key)
         if recipe is None:
-            return self._run(facts, lifted, lifted_kwargs, inputs, full_key)
+            return self._run(facts, given, lifted, lifted_kwargs, inputs, full_key)
         return self._repeat(facts, recipe, lifted, lifted_kwargs, inputs)
 
     def _lift(self, a: Any, inputs: list[Value], key: list[Any]) -> Any:
@@ -140,20 +141,21 @@ class Recorder:
         self._repeatable = False
         return a
 
-    def _run(self, facts: _OpFacts, args: Any, kwargs: Any, inputs: list[Value], key: Any) -> Any:
-        """Let torch run the op on fake tensors."""
+    def _run(self, facts: _OpFacts, given: Any, args: Any, kwargs: Any, inputs: list[Value], key: Any) -> Any:
+        """Let torch run the op on the fake tensors that it was given."""
         if facts.written and not self.exact and _grad_enabled():
             self._prepare_write(facts, args, kwargs, inputs)
-        versions = [_version(v.fake) for v in inputs]
+        given_args, given_kwargs = self._with_fakes(given)
+        objects = [t for t in flat((given_args, given_kwargs)) if isinstance(t, torch.Tensor)]
+        versions = [_version(t) for t in objects]
         shapes = [(v, _geometry(v.fake)) for v in _pick(facts.written, args, kwargs)]
-        fake_kwargs = {name: _fakes(a) for name, a in kwargs.items()}
         self.running = facts.func
-        out = facts.func(*[_fakes(a) for a in args], **fake_kwargs)
+        out = facts.func(*given_args, **given_kwargs)
         self.running = None
         for value, old in shapes:
-            if _geometry(value.fake) != old:
+            if _geometry(value.fake) != old or storage_id(value.fake) != value.storage:
                 self._freeze(value, *old)
-        touched = [v for v, old in zip(inputs, versions, strict=True) if _version(v.fake) != old]
+        touched = [v for v, t, old in zip(inputs, objects, versions, strict=True) if _version(t) != old]
         written = [*_pick(facts.written, args, kwargs), *touched]
         unbacked = self.factory.unbacked_bindings(out)
         if key is not None and not written and unbacked is None:
@@ -167,6 +169,16 @@ class Recorder:
         op.unbacked = unbacked
         op.outputs = self._register(out, op)
         return out
+
+    def _with_fakes(self, x: Any) -> Any:
+        """The arguments as they came, with fake tensors for real ones. The objects count: some ops change them."""
+        if isinstance(x, torch.Tensor):
+            return x if isinstance(x, FakeTensor) and x.fake_mode is self.factory.mode else self._by_id[id(x)].fake
+        if isinstance(x, (list, tuple)):
+            return type(x)([self._with_fakes(item) for item in x])
+        if isinstance(x, dict):
+            return {name: self._with_fakes(item) for name, item in x.items()}
+        return x
 
     def _freeze(self, value: Value, offset: Any, size: Any, stride: Any, dtype: Any, *rest: Any) -> None:
         """A tensor got another shape in place: what the tape says of it before that keeps the shape before."""
@@ -264,11 +276,14 @@ class Recorder:
         """The value of a tensor that C++ wrapped anew, as factories and autograd do."""
         if t.fake_mode is not self.factory.mode:
             raise ForeignTensorError("a fake tensor of another trace was used", **self.where(), hint=_FOREIGN)
+        real = self.factory.real_of(t)
+        if real is not None and storage_id(t) not in self._by_storage:
+            self.value_of(real)
         same_memory = self._by_storage.get(storage_id(t), [])
         geometry = _geometry(t)
         for value in reversed(same_memory):
             if _geometry(value.fake) == geometry:
-                return value
+                return self._detached(t, value)
         if not same_memory:
             raise ForeignTensorError("a tensor was used whose making was not recorded", **self.where(), hint=_FOREIGN)
         base = same_memory[-1]
@@ -280,6 +295,15 @@ class Recorder:
             (base, list(t.size()), list(t.stride()), t.storage_offset()),
             {},
         )
+        made: Value = self._register_one(t, op, 0)
+        op.outputs = made
+        return made
+
+    def _detached(self, t: FakeTensor, value: Value) -> Value:
+        """`.data` of a tensor that requires grad is another tensor for autograd."""
+        if t.requires_grad or not value.fake.requires_grad:
+            return value
+        op = self._append("call_function", _aten.detach.default, (value,), {})
         made: Value = self._register_one(t, op, 0)
         op.outputs = made
         return made
@@ -370,14 +394,6 @@ class Recorder:
 
 
 _FOREIGN = "make tensors in the thread and trace that use them; a thread started in forward is not recorded"
-
-
-def _fakes(a: Any) -> Any:
-    if type(a) is Value:
-        return a.fake
-    if type(a) is list or type(a) is tuple:
-        return type(a)([_fakes(item) for item in a])
-    return a
 
 
 def _version(t: torch.Tensor) -> int:
