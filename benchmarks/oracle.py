@@ -143,7 +143,7 @@ def match_calls(seen: Sequence[SeenCall], got: Sequence[Any]) -> Match:
     match, rest = Match([], []), iter(got)
     for a in seen:
         for b in rest:
-            if b.module is a.module:
+            if _same_module(a, b):
                 match.pairs.append((a, b))
                 break
             match.extra.append(b)
@@ -153,10 +153,15 @@ def match_calls(seen: Sequence[SeenCall], got: Sequence[Any]) -> Match:
     return match
 
 
+def _same_module(a: SeenCall, b: Any) -> bool:
+    """By identity; a module outside the model is made anew in each run, so by its class."""
+    return b.module is a.module if a.names else b.fqn is None and b.module_type is type(a.module)
+
+
 def _order_difference(seen: Sequence[SeenCall], got: Sequence[Any]) -> str:
     total = f"({len(seen)} and {len(got)} calls)"
     for i, (a, b) in enumerate(zip(seen, got, strict=False)):
-        if b.module is not a.module:
+        if not _same_module(a, b):
             return f"order: call {i} is {_label(a)} in eager, {b.fqn!r}#{b.index} in the trace {total}"
     return f"number: eager's {_label(seen[len(got)])} is missing in the trace {total}"
 

@@ -81,7 +81,7 @@ def category(reason: str) -> str:
     """A reason without the numbers and names that differ from model to model."""
     text = re.sub(r"\bu\d+\b|\b\d+(\.\d+)?(e-?\d+)?\b", "#", reason)
     text = re.sub(r"'[^']*'|\[[^\]]*\]", "'…'", text)
-    return text[:110]
+    return text.partition(" / source")[0][:170]
 
 
 def reasons(part: Row, row: Row) -> list[str]:

@@ -83,7 +83,9 @@ def check_export(model: torch.nn.Module, args: Args, kwargs: Kwargs) -> dict[str
     return row | {"traced": True, "ok": not row["error"]}
 
 
-def check_ours(st: Any, model: torch.nn.Module, args: Args, kwargs: Kwargs, how: Kwargs) -> dict[str, Any]:
+def check_ours(
+    st: Any, model: torch.nn.Module, args: Args, kwargs: Kwargs, how: Kwargs, stage: Callable[[str], object] = str
+) -> dict[str, Any]:
     """scopetrace's column. Tracing comes first, on a model that never ran: what it leaves behind shows."""
     before = checks.snapshot(model)
     start = time.perf_counter()
@@ -97,7 +99,9 @@ def check_ours(st: Any, model: torch.nn.Module, args: Args, kwargs: Kwargs, how:
     row["state"] = _some(checks.state_changes(before, model))
     row |= {"traced": True, "nodes": len(gm.graph.nodes), "ops": checks.op_counts(gm)}
     row["lint"] = attempt(tr.lint)
+    stage("ours: run")
     row |= both_inputs(tr, model, args, kwargs)
+    stage("ours: calls")
     row |= check_calls(tr, model, args, kwargs)
     bad = [f"{k}: {row[k]}" for k in ("equal", "equal2", "lint", "calls", "values", "state") if row[k]]
     return row | {"ok": not bad, "error": "; ".join(bad)[:600] or None}
@@ -197,11 +201,11 @@ def check_model(name: str, options: argparse.Namespace, emit: Callable[..., None
     emit(stage="build")
     start = time.perf_counter()
     fresh = Fresh(name, options.zoo)
-    emit(stage="ours", build_seconds=time.perf_counter() - start)
+    emit(stage="ours: trace", build_seconds=time.perf_counter() - start)
     ours: dict[str, Any] = {"ok": False, "error": "scopetrace cannot be imported", "missing": True}
     how = {"functional": False} if options.mutable else {}
     if options.st is not None:
-        ours = check_ours(options.st, *fresh.get(), how)
+        ours = check_ours(options.st, *fresh.get(), how, lambda stage: emit(stage=stage))
     emit(stage="export", ours=ours)
     if options.export:
         emit(export=check_export(*fresh.get()))

@@ -183,7 +183,7 @@ def storage_id(x: torch.Tensor) -> int:
     return -id(x)
 
 
-def run_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, *, grad: bool) -> Any:
-    """What an op returns for fake tensors. Raises what the op raises."""
-    with mode, torch.set_grad_enabled(grad):
+def run_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op returns for fake tensors, without autograd. Raises what the op raises."""
+    with mode, torch.no_grad():
         return func(*args, **kwargs)

@@ -25,8 +25,9 @@ class Emitter:
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put `func` on the tape; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, args), self._lift(origin, kwargs)
-        out = run_fake(self.tape.fake_mode, func, _fakes(args), _fakes(kwargs), grad=origin.grad)
+        out = run_fake(self.tape.fake_mode, func, _fakes(args), _fakes(kwargs))
         op = self._append(origin, func, args, kwargs)
+        carries = origin.grad and any(v.fake.requires_grad for v in op.inputs())
         storages = {id(v.fake): v.storage for v in op.inputs()}
         known = {storage_id(v.fake): v.storage for v in op.inputs()}
 
@@ -34,6 +35,8 @@ class Emitter:
             if not isinstance(t, torch.Tensor):
                 return t
             storage = storages.get(id(t), known.get(storage_id(t)))
+            if carries and t.is_floating_point() and not t.requires_grad and t.is_leaf and storage is None:
+                t.requires_grad_()  # stands for the history that the real run has
             return Value(t, op, slot, next(self._storages) if storage is None else storage, None)
 
         if isinstance(out, (list, tuple)):

@@ -7,8 +7,7 @@ from typing import Any
 
 import torch
 
-from scopetrace.errors import FunctionalizationError
-from scopetrace.passes.region import Link, Region, geometry_of
+from scopetrace.passes.region import Region
 from scopetrace.passes.write_back import (
     ChangeShape,
     CopyInto,
@@ -24,14 +23,9 @@ from scopetrace.passes.write_back import (
     WriteBack,
 )
 from scopetrace.record.structure import leaves
-from scopetrace.record.tape import Op, Tape, Value, flat
+from scopetrace.record.tape import Op, Tape, Value
 
 _aten = torch.ops.aten
-_SIZED_BY_OTHER = {
-    _aten.expand_as.default: _aten.expand.default,
-    _aten.view_as.default: _aten.view.default,
-    _aten.reshape_as.default: _aten.reshape.default,
-}
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -75,8 +69,9 @@ class _Builder:
                 continue
             done.add(id(last.fake))
             for before, after in zip(self._shapes(value), self._shapes(value)[1:], strict=False):
-                old = self.regions[before.storage]
-                op = old.reshaped[old.same(before)][1]
+                step = self.regions[before.storage].became(before)
+                assert step is not None
+                op = step[1]
                 if op.target is _aten.set_.source_Tensor:
                     found.append(SetTo(target, self._source(after)))
                 else:
@@ -91,7 +86,7 @@ class _Builder:
         """The value and what in-place changes of its shape or memory made of it."""
         found = [value]
         while (region := self.regions.get(found[-1].storage)) is not None:
-            step = region.reshaped.get(region.same(found[-1]))
+            step = region.became(found[-1])
             if step is None:
                 break
             found.append(step[0])
@@ -153,7 +148,7 @@ class _Builder:
         steps: list[ViewStep] = []
         while (link := region.links.get(value)) is not None:
             if link.func is not None:
-                steps.append(_view_step(value, link))
+                steps.append(ViewStep(link.func, link.args, link.kwargs, link.slot))
             value = link.parent
         return value, tuple(reversed(steps))
 
@@ -168,18 +163,3 @@ class _Builder:
 def _is_seen(written: Value, op: Op) -> bool:
     """Whether autograd sees a write and has a part in it."""
     return op.grad and (written.fake.requires_grad or any(v.fake.requires_grad for v in op.inputs()))
-
-
-def _view_step(value: Value, link: Link) -> ViewStep:
-    sized = _SIZED_BY_OTHER.get(link.func)
-    if sized is not None:
-        return ViewStep(sized, (list(value.fake.size()),), {}, None)
-    if any(isinstance(a, Value) for a in flat((link.args, link.kwargs))):
-        if geometry_of(value) == geometry_of(link.parent):
-            return ViewStep(_aten.alias.default, (), {}, None)
-        raise FunctionalizationError(
-            f"no pure form: a result is a view by {link.func}, which reads other tensors",
-            op=str(link.func),
-            hint="return a copy (.clone()) from the model",
-        )
-    return ViewStep(link.func, link.args, link.kwargs, link.slot)

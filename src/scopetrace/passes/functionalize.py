@@ -21,12 +21,18 @@ from scopetrace.passes import epilogue
 from scopetrace.passes.emitter import Emitter
 from scopetrace.passes.geometry import Geometry, relate
 from scopetrace.passes.region import Link, Region, geometry_of
-from scopetrace.passes.twins import Twin, call_twin, functional_twin, hidden_writes, is_metadata_only
+from scopetrace.passes.twins import Twin, call_twin, draws_differ, functional_twin, hidden_writes, is_metadata_only
 from scopetrace.record.frames import user_line
 from scopetrace.record.structure import leaves, map_structure
 from scopetrace.record.tape import AttributeWrite, Call, Op, Tape, Value, flat, walk_frames
 
 _aten = torch.ops.aten
+_SIZED_BY_OTHER = {
+    _aten.expand_as.default: _aten.expand.default,
+    _aten.view_as.default: _aten.view.default,
+    _aten.reshape_as.default: _aten.reshape.default,
+}
+_VISITS_IN_ORDER = ("index_", "scatter", "masked_scatter", "put", "_index_put")
 _MAY_OVERLAP = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
 
 
@@ -201,7 +207,7 @@ class _Functionalizer:
         region = self.regions.get(value.storage)
         if region is None or not region.version:
             return False
-        region.links[value] = _link(op, op.args[0], None)
+        region.links[value] = _link(op, op.args[0], value, None)
         region.read(value, self._moved(op))
         return True
 
@@ -242,7 +248,7 @@ class _Functionalizer:
             parent = next((v for v in op.inputs() if v.storage == a.storage), None)
             if parent is not None and op.kind == "call_function":
                 slot = a.slot if several else None
-                region.links[a] = _link(op, parent, slot)
+                region.links[a] = _link(op, parent, a, slot)
             region.define(a, b)
 
     # ---------------------------------------------------------------- writes
@@ -257,9 +263,9 @@ class _Functionalizer:
             self._change_shape(op)
             return
         self._refuse_overlap(op)
-        twin = functional_twin(func)
-        if twin is None:
-            twin = hidden_writes(func, op.args, op.kwargs)
+        if draws_differ(func, op.args, op.kwargs):
+            raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
+        twin = hidden_writes(func, op.args, op.kwargs) or functional_twin(func)
         if func is _aten.fill_diagonal_.default:
             self._fill_diagonal(op)
             return
@@ -413,10 +419,11 @@ class _Functionalizer:
             place = geometry_of(target)
             if place.overlaps_itself() and op.target not in _MAY_OVERLAP:
                 raise refusal("the tensor that is written to has elements that share memory (clone() it first)", op)
+            name = op.target._schema.name.split("::")[1]
             for other in op.inputs():
                 if other.storage == target.storage and other not in op.writes:
-                    if _overlap_in_part(place, geometry_of(other)):
-                        raise refusal("an input lies partly in the memory that is written (clone() it first)", op)
+                    if name.startswith(_VISITS_IN_ORDER) or _overlap_in_part(place, geometry_of(other)):
+                        raise refusal("an input lies in the memory that is written (clone() it first)", op)
 
 
 _OTHER_MEMORY: dict[str, Callable[[_Functionalizer, Op], None]] = {
@@ -455,11 +462,17 @@ def _values(op: Op, x: Any) -> list[Value]:
     return [v for v in flat(x) if isinstance(v, Value)]
 
 
-def _link(op: Op, parent: Value, slot: int | None) -> Link:
-    """The way from `parent` to a result of a view op. The op's first tensor is what it is a view of."""
-    if op.args and op.args[0] is parent:
+def _link(op: Op, parent: Value, value: Value, slot: int | None) -> Link:
+    """The way from `parent` to a result of a view op, with arguments that are no tensors."""
+    sized = _SIZED_BY_OTHER.get(op.target)
+    if sized is not None:
+        return Link(parent, sized, (list(value.fake.size()),))
+    rest = flat((op.args[1:], op.kwargs))
+    if op.args and op.args[0] is parent and not any(isinstance(a, Value) for a in rest):
         return Link(parent, op.target, op.args[1:], op.kwargs, slot)
-    raise refusal("a view of another argument than the first", op)
+    if geometry_of(value) == geometry_of(parent):
+        return Link(parent, _aten.alias.default)
+    raise refusal("a view that reads the data of other tensors, or is one of another argument than the first", op)
 
 
 def _alike(old: Value, new: Value) -> bool:

@@ -61,6 +61,7 @@ class Region:
         self._now: dict[Value, tuple[Value, int]] = {}
         self._pending: tuple[Value, Op, bool] | None = None
         self._observed = False
+        self._replaced: set[Value] = set()
         self._whole: Value | None = None  # of several roots: all their elements in one row
         self._relations: dict[Value, Relation] = {}
 
@@ -74,6 +75,15 @@ class Region:
         while (link := self.links.get(old)) is not None and link.func is None:
             old = link.parent
         return old
+
+    def became(self, old: Value) -> tuple[Value, Op] | None:
+        """What an in-place change of shape or memory made of a value, and the op; None when there was none."""
+        while old not in self.reshaped:
+            link = self.links.get(old)
+            if link is None or link.func is not None or link.parent in self._replaced:
+                return None
+            old = link.parent
+        return self.reshaped[old]
 
     def define(self, old: Value, new: Value) -> None:
         """An alias has just been made, and `new` is its value."""
@@ -106,6 +116,10 @@ class Region:
 
     def replace(self, old: Value, new: Value, writer: Op) -> None:
         """The whole memory gets a new value of another size; `old` is its only alias that counts."""
+        for root in self.roots:
+            if root is not old:
+                self.links[root] = Link(old)
+                self._replaced.add(old)
         self.roots, self._whole, self._pending = [old], None, None
         self.links.pop(old, None)
         self._version += 1
@@ -128,9 +142,7 @@ class Region:
         old, writer, hidden = self._pending
         self._pending = None
         new = self._now[old][0]
-        chain = [old]
-        while (link := self.links.get(chain[-1])) is not None:
-            chain.append(self.same(link.parent))
+        chain = self._way_up(old)
         before = self._version
         self._version -= 1
         bases = [self._derive(v, writer) for v in chain[1:]]  # without the write
@@ -143,6 +155,19 @@ class Region:
         if self._whole is not None:
             relation = self._relations[chain[-1]]
             self._whole = relation.put(self._emitter.bound(writer), self._whole, new)
+
+    def _way_up(self, old: Value) -> list[Value]:
+        """The alias, those that it is a view of, and the root, without those whose own elements overlap.
+
+        A write into one of these (`expand`, `unfold`) changes elements that the view does not have.
+        """
+        chain = [old]
+        above: Value = old
+        while (link := self.links.get(above)) is not None:
+            above = self.same(link.parent)
+            if above not in self.links or not geometry_of(above).overlaps_itself():
+                chain.append(above)
+        return chain
 
     def _derive(self, old: Value, reader: Op) -> Value:
         """The value of an alias from the root's, along its links."""
@@ -181,7 +206,7 @@ class Region:
         emit = self._emitter.bound(writer)
         link = self.links[view]
         inverse = _INVERSES.get(link.func)
-        if inverse is not None:
+        if inverse is not None and self.same(link.parent) is parent:
             found: Value = inverse(emit, base, new, link)
             return found
         if view.fake.dtype != parent.fake.dtype:
@@ -190,12 +215,9 @@ class Region:
         return put
 
     def _relation(self, view: Value, parent: Value, op: Op) -> Relation:
-        found = self._relations.get(view)
+        found = relate(geometry_of(parent), geometry_of(view))
         if found is None:
-            found = relate(geometry_of(parent), geometry_of(view))
-            if found is None:
-                raise self._refuse("a view that reaches memory outside of the tensor that it was made from", op)
-            self._relations[view] = found
+            raise self._refuse("a view that reaches memory outside of the tensor that it was made from", op)
         return found
 
     def _join(self, writer: Op) -> None:

@@ -13,6 +13,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+
+from scopetrace.record.tape import Value
 import torch.fx
 
 __all__ = [
@@ -187,6 +189,9 @@ def writes_in_secret(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     return tuple(n for n in ("running_mean", "running_var") if given.get(n) is not None)
 
 
+_VECTORIZED = 16  # with fewer elements normal_ draws one number after the other, whatever the layout
+
+
 def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether the twin of this random op may give its elements other random numbers than eager does, from one seed.
 
@@ -197,7 +202,7 @@ def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
     given = _by_name(func, args, kwargs)
     outs = [_meta(given.get(name)) for name in written_arguments(func)]
     out = next((t for t in outs if isinstance(t, torch.Tensor) and t.numel() > 0), None)
-    if out is None or (out.is_contiguous() and func._schema.name != "aten::normal"):
+    if out is None or (out.numel() < _VECTORIZED and out.dim() < 2) or (out.is_contiguous() and func._schema.name != "aten::normal"):
         return False
     if any(_is_out(a) for a in func._schema.arguments):
         tensors = [_meta(given.get(name)) for name in ("mean", "std")]
@@ -360,6 +365,8 @@ def _plain_equal(value: Any, arg: Any) -> bool:
 
 def _meta(value: Any) -> Any:
     """The tensor that `value` is, or that its node stands for."""
+    if isinstance(value, Value):
+        return value.fake
     return value.meta["val"] if isinstance(value, torch.fx.Node) else value
 
 
