@@ -190,7 +190,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, help="at most this many models")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--chunk", type=int, default=10, help="models for each process")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds without a sign of life")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds without a sign of life")
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "zoo.jsonl")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --out, do the others")
     parser.add_argument("--retry", action="store_true", help="with --resume: do those again that we missed")

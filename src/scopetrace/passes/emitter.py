@@ -41,7 +41,10 @@ class Emitter:
 
         if isinstance(out, (list, tuple)):
             op.outputs = type(out)(
-                [[value(u, s) for s, u in enumerate(t)] if isinstance(t, list) else value(t, s) for s, t in enumerate(out)]
+                [
+                    [value(u, s) for s, u in enumerate(t)] if isinstance(t, list) else value(t, s)
+                    for s, t in enumerate(out)
+                ]
             )
         else:
             op.outputs = value(out, 0)
@@ -73,7 +76,9 @@ class Emitter:
         return op.outputs
 
     def _append(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
-        op = dataclasses.replace(origin, kind="call_function", target=func, args=args, kwargs=kwargs, outputs=None, writes=())
+        op = dataclasses.replace(
+            origin, kind="call_function", target=func, args=args, kwargs=kwargs, outputs=None, writes=()
+        )
         if func is not origin.target:
             op.unbacked = None
         self.tape.ops.append(op)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Region
 from scopetrace.passes.write_back import (
     ChangeShape,
@@ -38,9 +39,7 @@ def attach(old: Tape, new: Tape, regions: dict[int, Region], read: Callable[[Val
 
 
 class _Builder:
-    def __init__(
-        self, old: Tape, new: Tape, regions: dict[int, Region], read: Callable[[Value], Value]
-    ) -> None:
+    def __init__(self, old: Tape, new: Tape, regions: dict[int, Region], read: Callable[[Value], Value]) -> None:
         self.old, self.new, self.regions, self.read = old, new, regions, read
         self.returned: list[Any] = []
         self._outputs = leaves(old.outputs, (Value, *Symbolic))
@@ -56,6 +55,7 @@ class _Builder:
 
         self._objects = {id(self._last(v).fake): target for v, target in reversed(self.outside.items())}
         self._alone = self._count_objects()
+        self._final = {self._last(v): v for v in self.outside if self._last(v) is not v}
 
     # ---------------------------------------------------------------- updates
 
@@ -146,11 +146,19 @@ class _Builder:
 
     def _chain(self, region: Region, value: Value) -> tuple[Value, tuple[ViewStep, ...]]:
         steps: list[ViewStep] = []
-        while (link := region.links.get(value)) is not None:
+        while (link := region.links.get(value)) is not None and value not in self._final:
             if link.func is not None:
                 steps.append(ViewStep(link.func, link.args, link.kwargs, link.slot))
             value = link.parent
-        return value, tuple(reversed(steps))
+        root = self._final.get(value, value)
+        last = self._last(root)
+        if root in self.outside and value is not last and last is not root:
+            if value.offset != last.offset or last.storage != root.storage:
+                raise refusal("a result is a view of an input that got other memory", root.op)
+            steps.append(
+                ViewStep(_aten.as_strided.default, (list(value.fake.size()), list(value.fake.stride())), {}, None)
+            )
+        return root, tuple(reversed(steps))
 
     def _give(self, value: Any, stride: tuple[int, ...] | None = None, *, copy: bool = False) -> FromGraph:
         for i, known in enumerate(self.returned):

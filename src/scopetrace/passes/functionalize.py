@@ -16,15 +16,14 @@ from typing import Any
 import torch
 
 from scopetrace._compat.dispatch import auto_functionalized
-from scopetrace.errors import FunctionalizationError
 from scopetrace.passes import epilogue
 from scopetrace.passes.emitter import Emitter
 from scopetrace.passes.geometry import Geometry, relate
+from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
 from scopetrace.passes.twins import Twin, call_twin, draws_differ, functional_twin, hidden_writes, is_metadata_only
-from scopetrace.record.frames import user_line
 from scopetrace.record.structure import leaves, map_structure
-from scopetrace.record.tape import AttributeWrite, Call, Op, Tape, Value, flat, walk_frames
+from scopetrace.record.tape import AttributeWrite, Call, Op, Tape, Value, flat
 
 _aten = torch.ops.aten
 _SIZED_BY_OTHER = {
@@ -63,7 +62,7 @@ class _Functionalizer:
         self.map: dict[Value, Value] = {}  # outside of the regions
         self.storages: dict[int, int] = {}  # of values whose op was put on again
         self.regions: dict[int, Region] = {
-            v.storage: Region(self.emitter, refusal, self._bring) for op in old.ops for v in op.writes
+            v.storage: Region(self.emitter, self._bring) for op in old.ops for v in op.writes
         }
         self._brought: set[Value] = set()
         self._calls: dict[Call, Call] = {}
@@ -142,13 +141,17 @@ class _Functionalizer:
     # ---------------------------------------------------------------- ops
 
     def _find_roots(self) -> None:
+        given: dict[int, Value] = {}
         for op in self.old.ops:
             for value in leaves(op.outputs, Value) if op.kind == "call_module" else op.values():
                 region = self.regions.get(value.storage)
                 if region is None:
                     continue
                 parent = next((v for v in op.inputs() if v.storage == value.storage), None)
-                if op.kind in ("placeholder", "get_attr") or parent is None:
+                first = given.setdefault(id(value.fake), value) if op.kind == "placeholder" else value
+                if first is not value:  # one tensor given twice
+                    region.links[value] = Link(first)
+                elif op.kind in ("placeholder", "get_attr") or parent is None:
                     region.roots.append(value)
 
     def _step(self, op: Op) -> None:
@@ -180,7 +183,7 @@ class _Functionalizer:
         if op.kind == "placeholder":
             self.new.inputs.append(value)
         region = self.regions.get(value.storage)
-        if region is not None:
+        if region is not None and region.same(value) is value:
             region.define(value, value)
 
     def _copy_over(self, op: Op) -> None:
@@ -436,17 +439,6 @@ _OTHER_MEMORY: dict[str, Callable[[_Functionalizer, Op], None]] = {
 def _has_history(region: Region, target: Value) -> bool:
     """Whether another alias of the memory requires grad."""
     return any(v.fake.requires_grad for v in (*region.links, *region.roots) if v is not target)
-
-
-def refusal(problem: str, op: Op) -> FunctionalizationError:
-    """The error for an op that cannot be made pure."""
-    return FunctionalizationError(
-        f"no pure form: {problem}",
-        op=str(op.target),
-        module=str(op.scope),
-        source=user_line(walk_frames(op.frames)),
-        hint="write it out of place, or trace with functional=False to keep the mutation",
-    )
 
 
 def written_values(op: Op) -> dict[str, Any]:

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from scopetrace.errors import FunctionalizationError
 from scopetrace.passes.emitter import Emitter
 from scopetrace.passes.geometry import Geometry, Positions, Relation, index_in, relate
 from scopetrace.passes.overwrite import OVERWRITE
+from scopetrace.passes.refusal import refusal
 from scopetrace.record.tape import Op, Value
 
 _aten = torch.ops.aten
@@ -47,7 +47,6 @@ class Region:
     def __init__(
         self,
         emitter: Emitter,
-        refuse: Callable[[str, Op], FunctionalizationError],
         bring: Callable[[Value], None],
     ) -> None:
         self._bring = bring  # puts a root on the tape that the program reads only later
@@ -56,7 +55,6 @@ class Region:
         self.written: dict[Value, Op] = {}  # the values written to, and the last op that did
         self.reshaped: dict[Value, tuple[Value, Op]] = {}  # by transpose_ and its kind: what became of a value
         self._emitter = emitter
-        self._refuse = refuse
         self._version = 0
         self._now: dict[Value, tuple[Value, int]] = {}
         self._pending: tuple[Value, Op, bool] | None = None
@@ -197,7 +195,9 @@ class Region:
             if old.fake.dtype == parent.fake.dtype:
                 new: Value = self._relation(old, parent, reader).take(emit, base)
                 return new
-            base = emit(_aten.clone.default, base) if base.fake.is_contiguous() else emit(_aten.contiguous.default, base)
+            base = (
+                emit(_aten.clone.default, base) if base.fake.is_contiguous() else emit(_aten.contiguous.default, base)
+            )
         out = self._emitter.run(reader, link.func, (base, *link.args), link.kwargs)
         found: Value = out if link.slot is None else out[link.slot]
         return found
@@ -210,20 +210,20 @@ class Region:
             found: Value = inverse(emit, base, new, link)
             return found
         if view.fake.dtype != parent.fake.dtype:
-            raise self._refuse(f"a write through {link.func}, which has no inverse", writer)
+            raise refusal(f"a write through {link.func}, which has no inverse", writer)
         put: Value = self._relation(view, parent, writer).put(emit, base, new)
         return put
 
     def _relation(self, view: Value, parent: Value, op: Op) -> Relation:
         found = relate(geometry_of(parent), geometry_of(view))
         if found is None:
-            raise self._refuse("a view that reaches memory outside of the tensor that it was made from", op)
+            raise refusal("a view that reaches memory outside of the tensor that it was made from", op)
         return found
 
     def _join(self, writer: Op) -> None:
         """Several tensors from outside share this memory: put all their elements in one row, each once."""
         if len({r.fake.dtype for r in self.roots}) > 1:
-            raise self._refuse("inputs of different dtypes share the memory that is written", writer)
+            raise refusal("inputs of different dtypes share the memory that is written", writer)
         for root in self.roots:
             if root not in self._now:
                 self._bring(root)

@@ -202,7 +202,11 @@ def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
     given = _by_name(func, args, kwargs)
     outs = [_meta(given.get(name)) for name in written_arguments(func)]
     out = next((t for t in outs if isinstance(t, torch.Tensor) and t.numel() > 0), None)
-    if out is None or (out.numel() < _VECTORIZED and out.dim() < 2) or (out.is_contiguous() and func._schema.name != "aten::normal"):
+    if (
+        out is None
+        or (out.numel() < _VECTORIZED and out.dim() < 2)
+        or (out.is_contiguous() and func._schema.name != "aten::normal")
+    ):
         return False
     if any(_is_out(a) for a in func._schema.arguments):
         tensors = [_meta(given.get(name)) for name in ("mean", "std")]

@@ -155,8 +155,11 @@ class Recorder:
         for value, old in shapes:
             if _geometry(value.fake) != old or storage_id(value.fake) != value.storage:
                 self._freeze(value, *old)
-        touched = [v for v, t, old in zip(inputs, objects, versions, strict=True) if _version(t) != old]
-        written = [*_pick(facts.written, args, kwargs), *touched]
+        written = _pick(facts.written, args, kwargs)
+        said = {v.storage for v in written}  # views of these have the same version counter
+        for value, t, old_version in zip(inputs, objects, versions, strict=True):
+            if _version(t) != old_version and value.storage not in said:
+                written.append(value)
         unbacked = self.factory.unbacked_bindings(out)
         if key is not None and not written and unbacked is None:
             recipe = results.learn(self._keys, inputs, out)

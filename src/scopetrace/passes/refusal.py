@@ -1,0 +1,18 @@
+"""The error for what cannot be said in pure ops."""
+
+from __future__ import annotations
+
+from scopetrace.errors import FunctionalizationError
+from scopetrace.record.frames import user_line
+from scopetrace.record.tape import Op, walk_frames
+
+
+def refusal(problem: str, op: Op) -> FunctionalizationError:
+    """The error for an op that cannot be made pure."""
+    return FunctionalizationError(
+        f"no pure form: {problem}",
+        op=str(op.target),
+        module=str(op.scope),
+        source=user_line(walk_frames(op.frames)),
+        hint="write it out of place, or trace with functional=False to keep the mutation",
+    )
