@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from scopetrace.passes.twins import (
+from scopetrace.record.twins import (
     Twin,
     call_twin,
     draws_differ,

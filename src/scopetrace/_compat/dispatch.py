@@ -17,6 +17,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops, _pop_mode_from_pre_dispatch
 from torch._ops import _set_mode_pre_dispatch as _put_mode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 OnOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
@@ -117,6 +118,26 @@ def eager() -> Iterator[None]:
         yield
 
 
+def run_op(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on fake tensors as eager would run it.
+
+    The Python dispatcher has decompositions of composite ops for symbolic sizes. They are not needed for others, and do
+    not alias as the real ones do (`dropout` in eval mode returns a copy there).
+    """
+    if any(isinstance(a, _Symbolic) for a in tree_leaves((args, kwargs))) or _has_symbolic_sizes(args):
+        return func(*args, **kwargs)
+    with torch._C._DisablePythonDispatcher():
+        return func(*args, **kwargs)
+
+
+_Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+def _has_symbolic_sizes(args: Any) -> bool:
+    tensors = [a for a in tree_leaves(args) if isinstance(a, torch.Tensor)]
+    return any(t._has_symbolic_sizes_strides for t in tensors)
+
+
 def in_transform() -> bool:
     """Whether a functorch transform (vmap, grad, jvp) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
@@ -136,8 +157,13 @@ def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args:
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
         return _with_mode(mode, lambda: func._op_dk(key, *args, **kwargs))
     if func._can_decompose() and not func.is_view:
-        return _with_mode(mode, lambda: func.decompose(*args, **kwargs))
+        return decomposed(mode, func, args, kwargs)
     return NotImplemented
+
+
+def decomposed(mode: PreDispatchMode, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Run a composite op as its parts, with the recorder on."""
+    return _with_mode(mode, lambda: func.decompose(*args, **kwargs))
 
 
 class _BelowTransforms(TorchDispatchMode):

@@ -73,7 +73,9 @@ class _Builder:
                 assert step is not None
                 op = step[1]
                 if op.target is _aten.set_.source_Tensor:
-                    found.append(SetTo(target, self._source(after)))
+                    found.append(SetTo(target, self._source(op.args[1])))
+                elif op.target._schema.name.startswith("aten::resize"):
+                    found.append(ChangeShape(target, ViewStep(_aten.resize_.default, (list(after.fake.size()),), {}, None)))
                 else:
                     found.append(ChangeShape(target, ViewStep(op.target, op.args[1:], op.kwargs, None)))
             region = self.regions.get(last.storage)

@@ -21,7 +21,7 @@ from scopetrace.passes.emitter import Emitter
 from scopetrace.passes.geometry import Geometry, relate
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
-from scopetrace.passes.twins import Twin, call_twin, draws_differ, functional_twin, hidden_writes, is_metadata_only
+from scopetrace.record.twins import Twin, call_twin, draws_differ, functional_twin, hidden_writes, is_metadata_only
 from scopetrace.record.structure import leaves, map_structure
 from scopetrace.record.tape import AttributeWrite, Call, Op, Tape, Value, flat
 
@@ -464,6 +464,8 @@ def _link(op: Op, parent: Value, value: Value, slot: int | None) -> Link:
         return Link(parent, op.target, op.args[1:], op.kwargs, slot)
     if geometry_of(value) == geometry_of(parent):
         return Link(parent, _aten.alias.default)
+    if value.fake.dtype == parent.fake.dtype and value.offset == parent.offset:
+        return Link(parent, _aten.as_strided.default, (list(value.fake.size()), list(value.fake.stride())))
     raise refusal("a view that reads the data of other tensors, or is one of another argument than the first", op)
 
 

@@ -206,7 +206,8 @@ class Region:
         emit = self._emitter.bound(writer)
         link = self.links[view]
         inverse = _INVERSES.get(link.func)
-        if inverse is not None and self.same(link.parent) is parent:
+        bits = parent.fake.is_complex() or link.func not in _OF_REAL_IS_ITSELF
+        if inverse is not None and bits and self.same(link.parent) is parent:  # real() of a real tensor is that tensor
             found: Value = inverse(emit, base, new, link)
             return found
         if view.fake.dtype != parent.fake.dtype:
@@ -285,6 +286,8 @@ def _put_negative(emit: Any, base: Any, new: Any, link: Link) -> Any:
 def _put_diagonal(emit: Any, base: Any, new: Any, link: Link) -> Any:
     return emit(_aten.diagonal_scatter.default, base, new, *link.args)
 
+
+_OF_REAL_IS_ITSELF = (_aten.real.default, _aten.conj.default, _aten._conj.default)
 
 # Views that change what the bits mean, and those with a scatter of their own; all others go by their geometry.
 _INVERSES: dict[Any, Inverse] = {

@@ -24,6 +24,7 @@ from scopetrace.record.constants import read_constant, reads_a_value
 from scopetrace.record.frames import capture_frames, user_line
 from scopetrace.record.model import Model
 from scopetrace.record.tape import Call, Frames, Op, Tape, Value, flat, walk_frames
+from scopetrace.record.twins import hidden_writes, writes_in_secret
 from scopetrace.scopes import Scope, TracingState
 
 _aten = torch.ops.aten
@@ -40,13 +41,15 @@ class NeedsAutograd(BaseException):
 class _OpFacts:
     """What the recorder needs to know of an op, looked up once."""
 
-    __slots__ = ("func", "reads", "recipes", "repeatable", "written")
+    __slots__ = ("func", "may_lie", "positions", "reads", "recipes", "repeatable", "written")
 
     def __init__(self, func: Any) -> None:
         self.func = func  # keeps its id from being used again
         self.reads = reads_a_value(func)
         self.repeatable = results.can_repeat(func, func.tags)
         self.written = dispatch.written_arguments(func)
+        self.positions = tuple((i, a.name) for i, a in enumerate(func._schema.arguments))
+        self.may_lie = any(name in ("running_mean", "batches", "weight_arr") for _, name in self.positions)
         self.recipes: dict[Any, results.Recipe] = {}
 
 
@@ -145,17 +148,21 @@ class Recorder:
         """Let torch run the op on the fake tensors that it was given."""
         if facts.written and not self.exact and _grad_enabled():
             self._prepare_write(facts, args, kwargs, inputs)
+        secret = writes_in_secret(facts.func, args, kwargs) if facts.may_lie else ()
+        if secret and hidden_writes(facts.func, args, kwargs) is None and facts.func._can_decompose():
+            return dispatch.decomposed(self.mode, facts.func, *given)  # instance_norm: its parts say what they write
         given_args, given_kwargs = self._with_fakes(given)
         objects = [t for t in flat((given_args, given_kwargs)) if isinstance(t, torch.Tensor)]
         versions = [_version(t) for t in objects]
         shapes = [(v, _geometry(v.fake)) for v in _pick(facts.written, args, kwargs)]
         self.running = facts.func
-        out = facts.func(*given_args, **given_kwargs)
+        out = dispatch.run_op(facts.func, given_args, given_kwargs)
         self.running = None
         for value, old in shapes:
             if _geometry(value.fake) != old or storage_id(value.fake) != value.storage:
                 self._freeze(value, *old)
         written = _pick(facts.written, args, kwargs)
+        written += _pick(tuple(p for p in facts.positions if p[1] in secret), args, kwargs)
         said = {v.storage for v in written}  # views of these have the same version counter
         for value, t, old_version in zip(inputs, objects, versions, strict=True):
             if _version(t) != old_version and value.storage not in said:
