@@ -38,6 +38,7 @@ class Program:
             if id(op) in live:
                 self._emit(op)
         self._switch_grad(self._outer_grad)
+        self._symbols.assert_deferred(tape.shape_env)
         returned = [*given(tape), *(w.value for w in tape.attribute_writes)]
         self.output = self.graph.output(tuple(self.lower(v) for v in returned))
         meta.set_value(self.output, tuple(_fake(v) for v in returned))

@@ -20,6 +20,7 @@ from scopetrace.errors import ScopetraceError
 from scopetrace.graph import Program, given
 from scopetrace.lint import lint
 from scopetrace.passes.functionalize import functionalize
+from scopetrace.passes.report import Alias, Mutation, aliases, mutations
 from scopetrace.passes.write_back import WriteBack
 from scopetrace.record import record
 from scopetrace.record.observe import Progress
@@ -36,8 +37,9 @@ class Trace:
     The graph, the scopes and the calls are made from the recording when they are first asked for.
     """
 
-    def __init__(self, tape: Tape, model: Callable[..., Any] | None) -> None:
-        self._tape = tape
+    def __init__(self, tape: Tape, model: Callable[..., Any] | None, *, functional: bool = False) -> None:
+        self._tape = functionalize(tape) if functional else tape
+        self._recorded = tape
         self._model = model
 
     @property
@@ -108,6 +110,16 @@ class Trace:
         self._state.write(iter(values[count:]))
         return out
 
+    @property
+    def mutations(self) -> list[Mutation]:
+        """What the model changes in its inputs, parameters and buffers, in the order of the program."""
+        return mutations(self._recorded)
+
+    @property
+    def aliases(self) -> list[Alias]:
+        """For each tensor of the result: is it fresh, an input itself, or a view of an input or earlier result?"""
+        return aliases(self._recorded)
+
     def _results(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Sequence[Any]:
         program = self._tape.write_back
         if program is None:
@@ -150,7 +162,7 @@ class Trace:
 
         Raises pickle.PicklingError for symbolic sizes, and for objects among the arguments that pickle refuses.
         """
-        Path(path).write_bytes(pickling.dumps(self._tape))
+        Path(path).write_bytes(pickling.dumps((self._tape, self._recorded)))
 
     def __str__(self) -> str:
         return render(self.calls, TextOptions())
@@ -168,10 +180,12 @@ def load(path: str | os.PathLike[str]) -> Trace:
 
     `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file.
     """
-    tape = pickling.loads(Path(path).read_bytes())
-    if not isinstance(tape, Tape):
+    tapes = pickling.loads(Path(path).read_bytes())
+    if not (isinstance(tapes, tuple) and all(isinstance(t, Tape) for t in tapes)):
         raise ScopetraceError(f"{path} was not written by Trace.save")
-    return Trace(tape, None)
+    trace = Trace(tapes[1], None)
+    trace._tape = tapes[0]
+    return trace
 
 
 def trace(
@@ -195,13 +209,15 @@ def trace(
         args: positional arguments, as for the model; tensors on any device, the meta device too.
         kwargs: keyword arguments.
         dynamic_shapes: not available yet; sizes are those of the arguments.
-        functional: True asks for a graph without mutation. Not available yet: mutating ops run as they are.
+        functional: True gives a graph in which no op writes, and `Trace.write_back` beside it; False keeps the ops as
+            they ran.
         leaves: module classes, fqn patterns (`"layers.*.attn"`) and predicates `(module, fqn) -> bool`. A call of such
             a module is one `call_module` node that runs the module.
         specialize: not available yet.
         progress: called with (scope path, number of ops so far) at each module call.
 
     Raises:
+        FunctionalizationError: a mutation has no pure form (with functional=True).
         DataDependentError: Python needs a value that depends on the inputs (`if x.sum() > 0`).
         TraceError: for other things that cannot be recorded; it has one subclass for each.
         Exception: what the model itself raises.
@@ -210,4 +226,4 @@ def trace(
         raise ScopetraceError("dynamic_shapes= and specialize= are not available in this version")
     arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     tape = record(model, arguments, kwargs or {}, leaves=leaves, progress=progress)
-    return Trace(functionalize(tape) if functional else tape, model)
+    return Trace(tape, model, functional=functional)

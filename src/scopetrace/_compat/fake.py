@@ -40,7 +40,9 @@ class FakeFactory:
     """Makes the fake tensors of one trace. All views of one real storage share one fake storage."""
 
     def __init__(self) -> None:
-        self.shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True)
+        self.shape_env = ShapeEnv(
+            allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, trace_asserts=True
+        )
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, static_shapes=True)
         self.mode.fake_tensor_converter = _Converter(self)
         self._storages: dict[int, torch.UntypedStorage] = {}

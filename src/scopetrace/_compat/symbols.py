@@ -38,6 +38,21 @@ class SymbolNodes:
         expr = number.node.expr
         if expr.is_number:
             return number.node.pytype(expr)
+        found = self._node(expr)
+        found.meta.setdefault("val", number)
+        return found
+
+    def assert_deferred(self, shape_env: Any) -> None:
+        """Put the conditions on data that tracing took for true into the graph, as torch.export does."""
+        asserts = [a for group in shape_env.deferred_runtime_asserts.values() for a in group] if shape_env else []
+        for found in asserts:
+            if all(s in self._nodes or s in self._sizes for s in found.expr.free_symbols):
+                condition = self._node(found.expr)
+                self._graph.call_function(
+                    torch.ops.aten._assert_scalar.default, (condition, f"Runtime assertion failed: {found.expr}")
+                )
+
+    def _node(self, expr: Any) -> torch.fx.Node:
         found = self._nodes.get(expr)
         if found is None:
             for symbol in sorted(expr.free_symbols, key=str):
@@ -45,7 +60,6 @@ class SymbolNodes:
             proxies = {s: torch.fx.Proxy(self._nodes[s], self._tracer) for s in expr.free_symbols}
             result = sympy_interp(OptimizedPythonReferenceAnalysis, proxies, expr)
             found = self._nodes[expr] = result.node
-            found.meta["val"] = number
         return found
 
     def _symbol(self, symbol: sympy.Symbol) -> None:

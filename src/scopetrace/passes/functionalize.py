@@ -22,6 +22,7 @@ from scopetrace.passes.geometry import Geometry, relate
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
 from scopetrace.record.twins import Twin, call_twin, draws_differ, functional_twin, hidden_writes, is_metadata_only
+from scopetrace.passes.verify import verify_pure
 from scopetrace.record.structure import leaves, map_structure
 from scopetrace.record.tape import AttributeWrite, Call, Op, Tape, Value, flat
 
@@ -83,6 +84,7 @@ class _Functionalizer:
         self.new.attribute_writes = [
             AttributeWrite(w.module, w.fqn, w.name, self.read(w.value, last)) for w in self.old.attribute_writes
         ]
+        verify_pure(self.new)
         epilogue.attach(self.old, self.new, self.regions, lambda v: self.read(v, last))
         return self.new
 

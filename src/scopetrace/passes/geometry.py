@@ -44,6 +44,8 @@ class Geometry:
 
     def overlaps_itself(self) -> bool:
         """Whether two elements share a position, as far as that is known without looking at each."""
+        if self.numel == 0:
+            return False
         reach = 0
         for s, n in sorted((s, n) for n, s in self.dims):
             if s <= reach:

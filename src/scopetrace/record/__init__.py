@@ -5,10 +5,12 @@ Traces of several threads take turns: the flags and methods that a trace changes
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import inspect
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -37,11 +39,23 @@ def record(
     progress: Progress | None = None,
 ) -> Tape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError."""
-    with _one_at_a_time:
+    with _one_at_a_time, _garbage_collection_paused():
         try:
             return _record(fn, args, kwargs, leaves, progress, exact_autograd=False)
         except NeedsAutograd:
             return _record(fn, args, kwargs, leaves, progress, exact_autograd=True)
+
+
+@contextlib.contextmanager
+def _garbage_collection_paused() -> Iterator[None]:
+    """A tape only grows: looking through it for garbage again and again would make long programs cost more per op."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _record(

@@ -57,7 +57,7 @@ def leaves_with_path(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def open_container(x: Any) -> list[tuple[str, Any]] | None:
     """The children of a container with their keys as text, or None for a leaf."""
     kind = type(x)
-    if kind in _PLAIN or isinstance(x, torch.Tensor):
+    if kind in _PLAIN or isinstance(x, torch.Tensor) or (kind is torch.Size and all(type(n) is int for n in x)):
         return None
     if kind is tuple or kind is list:
         return [(f"[{i}]", item) for i, item in enumerate(x)]

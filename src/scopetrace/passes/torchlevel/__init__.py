@@ -1,0 +1,70 @@
+"""Tapes without mutation of torch-level graphs, in the vocabulary of the graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.fx
+
+from scopetrace.errors import FunctionalizationError
+from scopetrace.passes.functionalize import _Functionalizer, refusal
+from scopetrace.passes.torchlevel.lift import lift
+from scopetrace.passes.torchlevel.step import Renew, Step
+from scopetrace.passes.torchlevel.stepping import Stretch, record_steps
+from scopetrace.passes.twins import draws_differ
+from scopetrace.record.tape import Op, Tape
+
+
+def torch_level_tape(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> Tape:
+    """The program of `gm(*args)` without mutation: torch functions and methods as `Step`s, ATen ops where none says it.
+
+    Raises FunctionalizationError for what cannot be said in pure ops.
+    """
+    tape, stretches = record_steps(gm, args)
+    lifted, origin = lift(tape, stretches)
+    if not any(op.writes for op in lifted.ops):
+        return lifted
+    work = _TorchLevel(lifted)
+    try:
+        return work.run()
+    except FunctionalizationError as error:
+        raise _placed(error, origin.get(id(work.at))) from error
+
+
+def _placed(error: FunctionalizationError, stretch: Stretch | None) -> FunctionalizationError:
+    """The error with the node's own source line, which the graph has and its execution does not."""
+    if stretch is None:
+        return error
+    lines = (stretch.node.stack_trace or "").strip().splitlines()
+    source = " ".join(line.strip() for line in lines[-2:]) or error.source
+    hint = "write it out of place, or run this part eagerly (torch.compiler.disable)"
+    op = f"{error.op} (node {stretch.node.name})"
+    return FunctionalizationError(error.problem, op=op, module=error.module, source=source, hint=hint)
+
+
+class _TorchLevel(_Functionalizer):
+    """Knows the two kinds of targets that ATen does not have."""
+
+    at: Op | None = None
+
+    def _step(self, op: Op) -> None:
+        self.at = op
+        super()._step(op)
+
+    def _write(self, op: Op) -> None:
+        if not isinstance(op.target, Renew):
+            super()._write(op)
+            return
+        for write in op.target.writes:
+            self._refuse_overlap(write)
+            if draws_differ(write.target, write.args, write.kwargs):
+                raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
+        target, new = op.args
+        self._assign(op, target, self.read(new, self._moved(op)))
+        self._rename(op, target, op.outputs)
+
+    def _run(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(func, Step) and func.kind == "call_method" and func.target == "view":
+            func = dataclasses.replace(func, target="reshape")  # the present strides may be others
+        return super()._run(op, func, args, kwargs)

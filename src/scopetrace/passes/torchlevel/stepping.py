@@ -1,0 +1,187 @@
+"""Recording a torch-level graph at ATen level, and which stretch of the tape each of its nodes made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace import scopes
+from scopetrace._compat.dispatch import autocast_enabled, dispatching_to, in_transform
+from scopetrace._compat.patches import observing, python_random_state_kept
+from scopetrace.passes.torchlevel.twins import PureCall, pure_call
+from scopetrace.record import _add_inputs, _one_at_a_time
+from scopetrace.record.explain import explained
+from scopetrace.record.leaves import leaf_rule
+from scopetrace.record.model import Model
+from scopetrace.record.observe import CallObserver
+from scopetrace.record.recorder import NeedsAutograd, Recorder
+from scopetrace.record.structure import leaves, map_structure
+from scopetrace.record.tape import Op, Tape, Value
+
+
+@dataclasses.dataclass
+class Trial:
+    """What the pure form of a node did: the ops that it put on the tape, which have been taken off again."""
+
+    call: PureCall
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ops: list[Op]
+    outputs: Any
+    before: list[Value]
+    """The tensors that the node is to write, before it did."""
+    after: list[Value]
+    """The same, afterwards."""
+
+
+@dataclasses.dataclass
+class Stretch:
+    """A node of the graph, and the ops that it made: `tape.ops[start:stop]`."""
+
+    node: torch.fx.Node
+    target: Any
+    """As the node's, but a module itself for its name."""
+    start: int
+    stop: int = -1
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outputs: Any = None
+    known: bool = False
+    """Whether arguments and outputs are those of the node, and nothing around it changes what it does."""
+    grad: bool = True
+    trial: Trial | None = None
+
+
+def record_steps(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, list[Stretch]]:
+    """The ATen tape of `gm(*args)`, and its nodes. Raises what recording raises."""
+    with _one_at_a_time:
+        try:
+            return _record(gm, args, exact_autograd=False)
+        except NeedsAutograd:
+            return _record(gm, args, exact_autograd=True)
+
+
+def _record(gm: torch.fx.GraphModule, args: tuple[Any, ...], *, exact_autograd: bool) -> tuple[Tape, list[Stretch]]:
+    stepped = _Stepped(gm)
+    model = Model(stepped)
+    recorder = Recorder(model, scopes.Scope("", type(gm).__name__), exact_autograd=exact_autograd)
+    stepped.stepper.append(_Stepper(gm, recorder))
+    observer = CallObserver(recorder, leaf_rule((), model), None)
+    fakes, _ = _add_inputs(recorder, gm, args, {})
+    tape = recorder.tape
+    try:
+        with python_random_state_kept(), explained(recorder), scopes.activate(recorder.state):
+            with observing(observer, model.modules), dispatching_to(recorder.mode, recorder.factory.mode):
+                observer.run_root(stepped, fakes, {})
+            tape.outputs = tape.calls[0].outputs
+    finally:
+        tape.attribute_writes = model.restore(recorder.known_value)
+    tape.shape_env, tape.fake_mode = recorder.factory.shape_env, recorder.factory.mode
+    return tape, stepped.stepper[0].stretches
+
+
+class _Stepped(torch.nn.Module):
+    """The modules and tensors of a graph module, the very same, run node by node."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        super().__init__()
+        own = {name: t for name, t in gm.__dict__.items() if isinstance(t, torch.Tensor)}
+        tables = {name: gm.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}
+        self.__dict__.update(own | tables)
+        self.training = gm.training
+        self.stepper: list[_Stepper] = []  # in a list, as the recorder puts the attributes of modules back
+
+    def forward(self, *args: Any) -> Any:
+        return self.stepper[0].run(*args)
+
+
+class _Stepper(torch.fx.Interpreter):
+    """Runs the graph and notes what each node did."""
+
+    def __init__(self, gm: torch.fx.GraphModule, recorder: Recorder) -> None:
+        super().__init__(gm)
+        self.recorder = recorder
+        self.stretches: list[Stretch] = []
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.op in ("placeholder", "get_attr", "output"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = tuple(_plain(a) for a in args), {name: _plain(a) for name, a in kwargs.items()}
+        target: Any = self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target
+        stretch = Stretch(n, target, 0, grad=torch.is_grad_enabled())
+        stretch.known = not in_transform() and not autocast_enabled() and self._learn(stretch, args, kwargs)
+        if stretch.known:
+            stretch.trial = self._try(n.op, target, args, kwargs)
+        stretch.start = len(self.recorder.tape.ops)
+        out = _run(n.op, target, args, kwargs)
+        stretch.stop = len(self.recorder.tape.ops)
+        stretch.known = stretch.known and not in_transform()
+        if stretch.known:
+            stretch.outputs = self._values(out)
+            stretch.known = not _hides_tensors(stretch.outputs)
+            if stretch.trial is not None:
+                stretch.trial.after = [self.recorder.value_of(t) for t in stretch.trial.call.written]
+        self.stretches.append(stretch)
+        return out
+
+    def _learn(self, stretch: Stretch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        stretch.args, stretch.kwargs = self._values(args), self._values(kwargs)
+        return not _hides_tensors((stretch.args, stretch.kwargs))
+
+    def _values(self, x: Any) -> Any:
+        return map_structure(self.recorder.value_of, x, torch.Tensor)
+
+    def _try(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
+        """Run the pure form, as far as there is one, and take what it did off the tape."""
+        call = pure_call(kind, target, args, kwargs)
+        if call is None:
+            return None
+        before = [self.recorder.value_of(t) for t in call.written]
+        tape = self.recorder.tape
+        mark, calls = len(tape.ops), len(tape.calls)
+        try:
+            out = _run(call.kind, call.target, call.args, call.kwargs)
+            args, kwargs = self._values(call.args), self._values(call.kwargs)
+            return Trial(call, args, kwargs, _own(tape.ops[mark:]), self._values(out), before, [])
+        except Exception:  # not callable like this, so not the pure form
+            return None
+        finally:
+            tape.ops[mark:] = [op for op in tape.ops[mark:] if op.kind == "get_attr"]
+            del tape.calls[calls:]
+
+
+def _run(kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kind == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
+
+
+def _own(ops: list[Op]) -> list[Op]:
+    return [op for op in ops if op.kind != "get_attr"]
+
+
+def _plain(x: Any) -> Any:
+    """torch.fx's immutable containers as Python's."""
+    if isinstance(x, list):
+        return [_plain(item) for item in x]
+    if isinstance(x, dict):
+        return {key: _plain(item) for key, item in x.items()}
+    return tuple(_plain(item) for item in x) if type(x) is tuple else x
+
+
+def _hides_tensors(x: Any) -> bool:
+    """Whether tensors, or objects that are no values, are where a tape op cannot have them."""
+    if isinstance(x, (list, tuple)):
+        return any(map(_hides_tensors, x))
+    if isinstance(x, dict):
+        return any(map(_hides_tensors, x.values()))
+    if isinstance(x, slice):
+        return bool(leaves([x.start, x.stop, x.step], (Value, torch.Tensor)))
+    atoms = (int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    return not (x is None or x is Ellipsis or isinstance(x, (Value, *atoms)))
+
+

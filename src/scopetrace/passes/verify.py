@@ -1,0 +1,14 @@
+"""Is a tape free of mutation? Asked of every result of `functionalize`."""
+
+from __future__ import annotations
+
+from scopetrace.passes.refusal import refusal
+from scopetrace.record.tape import Tape
+
+
+def verify_pure(tape: Tape) -> None:
+    """Raise FunctionalizationError for the first op whose schema can write."""
+    for op in tape.ops:
+        schema = getattr(op.target, "_schema", None)
+        if op.writes or (schema is not None and schema.is_mutable):
+            raise refusal("an op that writes is left in the program", op)
