@@ -24,6 +24,7 @@ LAYERS = (
     "emit",
     "order",
     "trace",
+    "functional",
     "distributed",
     "cli",
     "__init__",

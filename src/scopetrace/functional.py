@@ -17,9 +17,11 @@ import torch.fx
 from scopetrace import inputs
 from scopetrace.errors import ScopetraceError
 from scopetrace.graph import given
+from scopetrace.passes.differentiable import keep_old_values, spell_out_copies
 from scopetrace.passes.purity import assert_pure as assert_pure
+from scopetrace.passes.report import Alias, Mutation
 from scopetrace.passes.scatters import Form, lower_scatters
-from scopetrace.passes.torchlevel import torch_level_tape
+from scopetrace.passes.torchlevel import torch_level_tapes
 from scopetrace.passes.torchlevel.names import name_torch_functions
 from scopetrace.passes.write_back import WriteBack
 from scopetrace.record.structure import map_structure
@@ -38,10 +40,14 @@ class Functionalized:
         self.level = level
         self.graph_module: torch.fx.GraphModule = traced.graph_module
         """The pure graph: the tensors of the inputs in order as placeholders, a tuple of tensors as output."""
+        tape = traced._tape
+        spell_out_copies(self.graph_module, tape.fake_mode)
         if lower_scatter is not None:
-            lower_scatters(self.graph_module, lower_scatter, traced._tape.fake_mode)
+            lower_scatters(self.graph_module, lower_scatter, tape.fake_mode)
+        if tape.write_back is not None and any(op.grad for op in tape.ops):
+            keep_old_values(self.graph_module, {u.target.name for u in tape.write_back.updates})
         if level == "torch":
-            name_torch_functions(self.graph_module, traced._tape)
+            name_torch_functions(self.graph_module, tape)
         assert_pure(self.graph_module)
 
     @property
@@ -50,14 +56,14 @@ class Functionalized:
         return self._trace.write_back
 
     @property
-    def mutations(self) -> Any:
-        """For each input, parameter and buffer, what was changed, and where; None where the trace has no such report."""
-        return getattr(self._trace, "mutations", None)
+    def mutations(self) -> list[Mutation]:
+        """What the original changes in its inputs, parameters and buffers, in the order of the program."""
+        return self._trace.mutations
 
     @property
-    def aliases(self) -> Any:
-        """For each result, what it shares memory with; None where the trace has no such report."""
-        return getattr(self._trace, "aliases", None)
+    def aliases(self) -> list[Alias]:
+        """For each tensor of the result: is it fresh, an input itself, or a view of an input or earlier result?"""
+        return self._trace.aliases
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, then the write-back.
@@ -118,8 +124,16 @@ def functionalize(
     if lower_scatter is not None and lower_scatter not in get_args(Form):
         raise ScopetraceError(f"lower_scatter={lower_scatter!r}: must be one of {', '.join(map(repr, get_args(Form)))}")
     args = tuple(example_inputs)
-    traced = trace(gm, args) if level == "aten" else Trace(torch_level_tape(gm, args), gm)
-    return Functionalized(traced, level, lower_scatter)
+    if hasattr(gm, "real_recompile"):
+        gm.real_recompile()  # Dynamo's put this off to their first call, which must not be while they are recorded
+    return Functionalized(trace(gm, args) if level == "aten" else _trace_torch(gm, args), level, lower_scatter)
+
+
+def _trace_torch(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> Trace:
+    recorded, pure = torch_level_tapes(gm, args)
+    traced = Trace(recorded, gm)
+    traced._tape = pure
+    return traced
 
 
 def functional_backend(
@@ -164,10 +178,7 @@ class _Compiled:
 
     def _compile(self, args: tuple[Any, ...]) -> tuple[Functionalized, Callable[..., Any]]:
         program = self._make(self._gm, args)
-        run = self._compiler(program.graph_module, program.tensors(args))
-        if getattr(run, "_boxed_call", False):  # takes a list, which it may empty
-            return program, lambda *tensors: run(list(tensors))
-        return program, run
+        return program, self._compiler(program.graph_module, program.tensors(args))
 
 
 def _kind_of(args: tuple[Any, ...]) -> Any:

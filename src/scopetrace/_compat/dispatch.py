@@ -17,8 +17,8 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops, _pop_mode_from_pre_dispatch
 from torch._ops import _set_mode_pre_dispatch as _put_mode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
-from torch.utils._pytree import tree_leaves
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 OnOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 OnHigherOrderOp = Callable[[HigherOrderOperator, tuple[Any, ...], dict[str, Any]], Any]

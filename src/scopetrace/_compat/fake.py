@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
-    FakeTensorConverter,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorConverter,
     FakeTensorMode,
     UnsupportedOperatorException,
     in_kernel_invocation_manager,
@@ -23,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import (
     compute_unbacked_bindings,
 )
 
-__all__ = ["FakeFactory", "FakeTensor", "is_fake"]
+__all__ = ["FakeFactory", "FakeTensor"]
 
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 NO_SHAPE_RULE = (DynamicOutputShapeException, UnsupportedOperatorException)
@@ -32,17 +30,11 @@ _make_subclass = torch.Tensor._make_subclass
 _forbid_data_ptr = torch._C._set_throw_on_mutable_data_ptr
 
 
-def is_fake(x: object) -> bool:
-    return isinstance(x, FakeTensor)
-
-
 class FakeFactory:
     """Makes the fake tensors of one trace. All views of one real storage share one fake storage."""
 
     def __init__(self) -> None:
-        self.shape_env = ShapeEnv(
-            allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, trace_asserts=True
-        )
+        self.shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, trace_asserts=True)
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, static_shapes=True)
         self.mode.fake_tensor_converter = _Converter(self)
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -105,7 +97,7 @@ class FakeFactory:
 
     def _leave_leaf(self, fake: torch.Tensor) -> None:
         fake.requires_grad_(False)
-        with without_modes(), torch.enable_grad(), in_kernel_invocation_manager(self.mode):
+        with torch._C._DisablePythonDispatcher(), torch.enable_grad(), in_kernel_invocation_manager(self.mode):
             fake.copy_(torch.zeros((), dtype=fake.dtype, device="meta").requires_grad_())
 
     def _wrap(self, meta: torch.Tensor, device: torch.device, requires_grad: bool) -> torch.Tensor:
@@ -149,12 +141,6 @@ def _is_plain(real: torch.Tensor) -> bool:
     )
 
 
-@contextlib.contextmanager
-def without_modes() -> Iterator[None]:
-    with torch._C._DisablePythonDispatcher():
-        yield
-
-
 class without_dispatch:
     """No Python dispatch inside: neither modes nor subclasses nor the Python dispatcher see the ops."""
 
@@ -172,10 +158,6 @@ class without_dispatch:
         self._autograd.__exit__(*exc)
         self._python.__exit__(*exc)
         self._torch.__exit__(*exc)
-
-
-def fake_mode_of(x: torch.Tensor) -> Any:
-    return x.fake_mode  # type: ignore[attr-defined]
 
 
 def storage_id(x: torch.Tensor) -> int:

@@ -75,7 +75,9 @@ class _Builder:
                 if op.target is _aten.set_.source_Tensor:
                     found.append(SetTo(target, self._source(op.args[1])))
                 elif op.target._schema.name.startswith("aten::resize"):
-                    found.append(ChangeShape(target, ViewStep(_aten.resize_.default, (list(after.fake.size()),), {}, None)))
+                    found.append(
+                        ChangeShape(target, ViewStep(_aten.resize_.default, (list(after.fake.size()),), {}, None))
+                    )
                 else:
                     found.append(ChangeShape(target, ViewStep(op.target, op.args[1:], op.kwargs, None)))
             region = self.regions.get(last.storage)

@@ -80,9 +80,11 @@ class Reshape(Relation):
     view_size: tuple[int, ...]
 
     def take(self, emit: Emit, base: Any) -> Any:
+        """The view, taken out."""
         return base if self.base_size == self.view_size else emit(_aten.reshape.default, base, list(self.view_size))
 
     def put(self, emit: Emit, base: Any, new: Any) -> Any:
+        """The base, with the view put in."""
         return new if self.base_size == self.view_size else emit(_aten.reshape.default, new, list(self.base_size))
 
 
@@ -93,9 +95,11 @@ class Permute(Relation):
     dims: tuple[int, ...]
 
     def take(self, emit: Emit, base: Any) -> Any:
+        """The view, taken out."""
         return emit(_aten.permute.default, base, list(self.dims))
 
     def put(self, emit: Emit, base: Any, new: Any) -> Any:
+        """The base, with the view put in."""
         back = [self.dims.index(i) for i in range(len(self.dims))]
         return emit(_aten.permute.default, new, back)
 
@@ -110,9 +114,11 @@ class Slice(Relation):
     step: int
 
     def take(self, emit: Emit, base: Any) -> Any:
+        """The view, taken out."""
         return emit(_aten.slice.Tensor, base, self.dim, self.start, self.end, self.step)
 
     def put(self, emit: Emit, base: Any, new: Any) -> Any:
+        """The base, with the view put in."""
         return emit(_aten.slice_scatter.default, base, new, self.dim, self.start, self.end, self.step)
 
 
@@ -124,9 +130,11 @@ class Select(Relation):
     index: int
 
     def take(self, emit: Emit, base: Any) -> Any:
+        """The view, taken out."""
         return emit(_aten.select.int, base, self.dim, self.index)
 
     def put(self, emit: Emit, base: Any, new: Any) -> Any:
+        """The base, with the view put in."""
         return emit(_aten.select_scatter.default, base, new, self.dim, self.index)
 
 
@@ -139,11 +147,13 @@ class Positions(Relation):
     indices: torch.Tensor
 
     def take(self, emit: Emit, base: Any) -> Any:
+        """The view, taken out."""
         row = emit(_aten.reshape.default, base, [-1])
         found = emit(_aten.index.Tensor, row, [self.indices])
         return emit(_aten.reshape.default, found, list(self.view_size))
 
     def put(self, emit: Emit, base: Any, new: Any) -> Any:
+        """The base, with the view put in."""
         row = emit(_aten.reshape.default, base, [-1])
         values = emit(_aten.reshape.default, new, [-1])
         filled = emit(_aten.index_put.default, row, [self.indices], values)

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from scopetrace.errors import FunctionalizationError
-from scopetrace.passes.twins import writes_in_secret
+from scopetrace.record.twins import writes_in_secret
 
 _ITEM_WRITES = (operator.setitem, operator.delitem)
 
@@ -85,7 +85,9 @@ def _keywords(node: torch.fx.Node) -> str | None:
         return "out="
     if given.get("inplace") is True:
         return "inplace=True"
-    if given.get("running_mean") is not None and (given.get("training") is True or given.get("use_input_stats") is True):
+    if given.get("running_mean") is not None and (
+        given.get("training") is True or given.get("use_input_stats") is True
+    ):
         return "it writes the running statistics"
     return None
 
@@ -109,4 +111,3 @@ def _module(module: torch.nn.Module) -> str | None:
         if inner.training and tracked:
             return "a module that writes its running statistics"
     return None
-

@@ -78,7 +78,9 @@ class _Part:
             return dim, range(index, index + 1)
         if self.node.target is _aten.slice_scatter.default:
             dim = self.given["dim"] % len(self.size)
-            start, stop, step = slice(self.given["start"], self.given["end"], self.given["step"]).indices(self.size[dim])
+            start, stop, step = slice(self.given["start"], self.given["end"], self.given["step"]).indices(
+                self.size[dim]
+            )
             return dim, range(start, max(start, stop), step)
         return None
 

@@ -17,15 +17,15 @@ from typing import Any
 import torch
 
 from scopetrace._compat import dispatch
-from scopetrace._compat.fake import FakeFactory, FakeTensor, storage_id, without_dispatch
-from scopetrace.errors import ForeignTensorError, UnsupportedOpError
+from scopetrace._compat.fake import FakeTensor, storage_id, without_dispatch
+from scopetrace.errors import UnsupportedOpError
 from scopetrace.record import results
 from scopetrace.record.constants import read_constant, reads_a_value
-from scopetrace.record.frames import capture_frames, user_line
 from scopetrace.record.model import Model
-from scopetrace.record.tape import Call, Frames, Op, Tape, Value, flat, walk_frames
+from scopetrace.record.tape import Value, flat
 from scopetrace.record.twins import hidden_writes, writes_in_secret
-from scopetrace.scopes import Scope, TracingState
+from scopetrace.record.writer import TapeWriter, geometry_key
+from scopetrace.scopes import Scope
 
 _aten = torch.ops.aten
 _ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -53,25 +53,15 @@ class _OpFacts:
         self.recipes: dict[Any, results.Recipe] = {}
 
 
-class Recorder:
+class Recorder(TapeWriter):
     """Writes `tape` from the ops and module calls of one forward."""
 
     def __init__(self, model: Model, root: Scope, *, exact_autograd: bool) -> None:
-        self.tape = Tape(root, exact_autograd=exact_autograd)
-        self.model = model
-        self.state = TracingState(root)
-        self.factory = FakeFactory()
+        super().__init__(model, root, exact_autograd=exact_autograd)
         self.exact = exact_autograd
-        self.call: Call | None = None
         self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
-        self.boundary: Any = None  # the code that runs a module call; frames outside it belong to the caller
-        self._keys = results.Keys()
-        self._facts: dict[int, _OpFacts] = {}
-        self._by_id: dict[int, Value] = {}
-        self._by_storage: dict[int, list[Value]] = {}
-        self._keep: list[torch.Tensor] = []
-        self._constants = 0
         self.running: Any = None  # the op that torch runs now, for errors
+        self._facts: dict[int, _OpFacts] = {}
         self._repeatable = True  # whether all arguments of the running op have keys
 
     # ---------------------------------------------------------------- ops
@@ -154,12 +144,12 @@ class Recorder:
         given_args, given_kwargs = self._with_fakes(given)
         objects = [t for t in flat((given_args, given_kwargs)) if isinstance(t, torch.Tensor)]
         versions = [_version(t) for t in objects]
-        shapes = [(v, _geometry(v.fake)) for v in _pick(facts.written, args, kwargs)]
+        shapes = [(v, geometry_key(v.fake)) for v in _pick(facts.written, args, kwargs)]
         self.running = facts.func
         out = dispatch.run_op(facts.func, given_args, given_kwargs)
         self.running = None
         for value, old in shapes:
-            if _geometry(value.fake) != old or storage_id(value.fake) != value.storage:
+            if geometry_key(value.fake) != old or storage_id(value.fake) != value.storage:
                 self._freeze(value, *old)
         written = _pick(facts.written, args, kwargs)
         written += _pick(tuple(p for p in facts.positions if p[1] in secret), args, kwargs)
@@ -238,154 +228,6 @@ class Recorder:
                 self.factory.give_history(value.fake)
                 value.stand_in = False
 
-    def _append(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
-        frames = capture_frames(self.call.frames if self.call else (), self.boundary)
-        op = Op(kind, target, args, kwargs, None, self.state.current_scope, self.call, frames, _grad_enabled())
-        self.tape.ops.append(op)
-        return op
-
-    def _register(self, out: Any, op: Op) -> Any:
-        """Tape values for what an op returned."""
-        if isinstance(out, (list, tuple)):
-            return type(out)([self._register_one(t, op, slot) for slot, t in enumerate(out)])
-        return self._register_one(out, op, 0)
-
-    def _register_one(self, t: Any, op: Op, slot: int) -> Any:
-        if not isinstance(t, torch.Tensor):
-            return t
-        value = Value(t, op, slot, storage_id(t), self._keys.of(t))
-        self._by_id[id(t)] = value
-        self._by_storage.setdefault(value.storage, []).append(value)
-        return value
-
-    # ---------------------------------------------------------------- values
-
-    def value_of(self, t: torch.Tensor) -> Value:
-        """The tape value of any tensor that reaches an op or a module call.
-
-        Raises ForeignTensorError for tensors that another trace or thread made.
-        """
-        found = self._by_id.get(id(t))
-        if found is not None and not (isinstance(t, FakeTensor) and found.storage != storage_id(t)):
-            return found  # `t.data = other` gives a tensor other memory, unseen by the dispatcher
-        if isinstance(t, FakeTensor) and (t.fake_mode is self.factory.mode or self.model.owner(t) is None):
-            value = self._alias(t)
-        elif type(t) in (torch.Tensor, FakeTensor) or isinstance(t, _Parameter):
-            value = self._adopt(t)
-        else:
-            raise UnsupportedOpError(
-                f"a {type(t).__module__}.{type(t).__name__} reached the trace",
-                **self.where(),
-                hint="pass plain tensors; tensor subclasses cannot be traced",
-            )
-        self._by_id[id(t)] = value
-        self._keep.append(t)
-        return value
-
-    def _alias(self, t: FakeTensor) -> Value:
-        """The value of a tensor that C++ wrapped anew, as factories and autograd do."""
-        if t.fake_mode is not self.factory.mode:
-            raise ForeignTensorError("a fake tensor of another trace was used", **self.where(), hint=_FOREIGN)
-        real = self.factory.real_of(t)
-        if real is not None and storage_id(t) not in self._by_storage:
-            self.value_of(real)
-        same_memory = self._by_storage.get(storage_id(t), [])
-        geometry = _geometry(t)
-        for value in reversed(same_memory):
-            if _geometry(value.fake) == geometry:
-                return self._detached(t, value)
-        if not same_memory:
-            raise ForeignTensorError("a tensor was used whose making was not recorded", **self.where(), hint=_FOREIGN)
-        base = same_memory[-1]
-        if base.fake.dtype != t.dtype:
-            raise UnsupportedOpError("a view of another dtype was made outside the dispatcher", **self.where())
-        op = self._append(
-            "call_function",
-            _aten.as_strided.default,
-            (base, list(t.size()), list(t.stride()), t.storage_offset()),
-            {},
-        )
-        made: Value = self._register_one(t, op, 0)
-        op.outputs = made
-        return made
-
-    def _detached(self, t: FakeTensor, value: Value) -> Value:
-        """`.data` of a tensor that requires grad is another tensor for autograd."""
-        if t.requires_grad or not value.fake.requires_grad:
-            return value
-        op = self._append("call_function", _aten.detach.default, (value,), {})
-        made: Value = self._register_one(t, op, 0)
-        op.outputs = made
-        return made
-
-    def _adopt(self, real: torch.Tensor) -> Value:
-        """A parameter, buffer or attribute of the model; or a tensor from a closure or global."""
-        owner = self.model.owner(real)
-        if owner is not None:
-            name = owner[0]
-            self.tape.owners[name] = owner[1:]
-        else:
-            name = f"_tensor_constant{self._constants}"
-            self._constants += 1
-        fake = self.factory.from_real(real)
-        op = self._append("get_attr", name, (), {})
-        self.tape.attributes[name] = real
-        self._keep.append(real)
-        value: Value = self._register_one(fake, op, 0)
-        value.real = real
-        op.outputs = value
-        return value
-
-    def _lift_fresh(self, real: torch.Tensor) -> torch.Tensor:
-        """`torch.tensor([...])` in a forward: a constant, new at each run."""
-        source = self._by_id.get(id(real))
-        if source is None:
-            source = self._adopt(real)
-            self._by_id[id(real)] = source
-        op = self._append("call_function", _aten.lift_fresh_copy.default, (source,), {})
-        with without_dispatch():
-            fake = source.fake
-            new = self.factory.fresh(fake.size(), fake.stride(), fake.dtype, fake.device, False)
-        op.outputs = self._register_one(new, op, 0)
-        return new
-
-    def known_value(self, t: torch.Tensor) -> Value | None:
-        """The tape value of a tensor that this trace made, else None."""
-        return self._by_id.get(id(t)) if isinstance(t, FakeTensor) else None
-
-    def add_input(self, name: str, fake: torch.Tensor) -> Value:
-        """A placeholder. A tensor given twice keeps its first value for the ops."""
-        op = self._append("placeholder", name, (), {})
-        value = Value(fake, op, 0, storage_id(fake), self._keys.of(fake))
-        op.outputs = value
-        self._by_id.setdefault(id(fake), value)
-        self._by_storage.setdefault(value.storage, []).append(value)
-        self.tape.inputs.append(value)
-        return value
-
-    def add_module_op(self, name: str, call: Call) -> Op:
-        """A call of a leaf module, as one op."""
-        op = self._append("call_module", name, call.args, call.kwargs)
-        assert call.module is not None
-        self.tape.modules[name] = call.module
-        return op
-
-    def add_results(self, op: Op, t: torch.Tensor, slot: int) -> Value:
-        """A tensor that a leaf module returned."""
-        value: Value = self._register_one(t, op, slot)
-        return value
-
-    # ---------------------------------------------------------------- context
-
-    def frames(self) -> Frames:
-        """The Python frames of the running op, for a module call that starts now."""
-        return capture_frames(self.call.frames if self.call else (), self.boundary)
-
-    def where(self, frames: Frames | None = None) -> dict[str, str | None]:
-        """`module` and `source` for an error that is raised now."""
-        found = self.frames() if frames is None else frames
-        return {"module": str(self.state.current_scope), "source": user_line(walk_frames(found))}
-
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind."""
         raise UnsupportedOpError(
@@ -403,17 +245,8 @@ class Recorder:
         return "cpu"
 
 
-_FOREIGN = "make tensors in the thread and trace that use them; a thread started in forward is not recorded"
-
-
 def _version(t: torch.Tensor) -> int:
     return -1 if t.is_inference() else t._version
-
-
-def _geometry(t: torch.Tensor) -> tuple[Any, ...]:
-    if t.layout is not torch.strided:
-        return (id(t),)
-    return t.storage_offset(), t.size(), t.stride(), t.dtype, t.is_conj(), t.is_neg()
 
 
 def _pick(written: tuple[tuple[int, str], ...], args: Any, kwargs: Any) -> list[Value]:

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.fx
 
 from scopetrace.record.tape import Value
-import torch.fx
 
 __all__ = [
     "Twin",

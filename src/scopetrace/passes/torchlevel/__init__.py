@@ -8,26 +8,27 @@ from typing import Any
 import torch.fx
 
 from scopetrace.errors import FunctionalizationError
-from scopetrace.passes.functionalize import _Functionalizer, refusal
+from scopetrace.passes.functionalize import _Functionalizer
+from scopetrace.passes.refusal import refusal
 from scopetrace.passes.torchlevel.lift import lift
 from scopetrace.passes.torchlevel.step import Renew, Step
 from scopetrace.passes.torchlevel.stepping import Stretch, record_steps
-from scopetrace.passes.twins import draws_differ
+from scopetrace.record.twins import draws_differ
 from scopetrace.record.tape import Op, Tape
 
 
-def torch_level_tape(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> Tape:
-    """The program of `gm(*args)` without mutation: torch functions and methods as `Step`s, ATen ops where none says it.
+def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, Tape]:
+    """`gm(*args)` as recorded, and without mutation: torch functions and methods as `Step`s, ATen ops where none says it.
 
     Raises FunctionalizationError for what cannot be said in pure ops.
     """
     tape, stretches = record_steps(gm, args)
     lifted, origin = lift(tape, stretches)
     if not any(op.writes for op in lifted.ops):
-        return lifted
+        return tape, lifted
     work = _TorchLevel(lifted)
     try:
-        return work.run()
+        return tape, work.run()
     except FunctionalizationError as error:
         raise _placed(error, origin.get(id(work.at))) from error
 
@@ -36,11 +37,17 @@ def _placed(error: FunctionalizationError, stretch: Stretch | None) -> Functiona
     """The error with the node's own source line, which the graph has and its execution does not."""
     if stretch is None:
         return error
-    lines = (stretch.node.stack_trace or "").strip().splitlines()
-    source = " ".join(line.strip() for line in lines[-2:]) or error.source
+    source = line_of(stretch.node) or error.source
     hint = "write it out of place, or run this part eagerly (torch.compiler.disable)"
     op = f"{error.op} (node {stretch.node.name})"
     return FunctionalizationError(error.problem, op=op, module=error.module, source=source, hint=hint)
+
+
+def line_of(node: torch.fx.Node) -> str | None:
+    """The user's line behind a node: `File "model.py", line 12, in forward: y.add_(1)`."""
+    lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
+    last = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=None)
+    return None if last is None else ": ".join(lines[last : last + 2])
 
 
 class _TorchLevel(_Functionalizer):

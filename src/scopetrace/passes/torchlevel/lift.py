@@ -14,7 +14,7 @@ import torch
 
 from scopetrace.passes.torchlevel.step import Renew, Step
 from scopetrace.passes.torchlevel.stepping import Stretch, Trial
-from scopetrace.passes.twins import functional_twin, hidden_writes
+from scopetrace.record.twins import functional_twin, hidden_writes
 from scopetrace.record.structure import leaves
 from scopetrace.record.tape import Op, Tape, Value
 
@@ -31,7 +31,7 @@ class _Lifter:
         self.tape = tape
         self.stretches = stretches
         self.written = {v.storage for op in tape.ops for v in op.writes}
-        self.root = dataclasses.replace(tape.calls[0], start=0)
+        self.root = dataclasses.replace(tape.calls[0])
         self.new = dataclasses.replace(tape, ops=[], calls=[self.root], modules=dict(tape.modules))
         self.origin: dict[int, Stretch] = {}
         self._born: dict[int, int] = {}  # storage -> the index of the op that made it
@@ -153,7 +153,9 @@ class _Lifter:
         else:
             tags = {tag for op in self._ops(s) for tag in getattr(op.target, "tags", ()) if tag in _EFFECTS}
             target = Step(kind, target, tuple(tags), s.node.stack_trace)
-            outputs = tuple(outputs) if isinstance(outputs, tuple) else outputs  # without the names of torch.return_types
+            outputs = (
+                tuple(outputs) if isinstance(outputs, tuple) else outputs
+            )  # without the names of torch.return_types
         kind = "call_module" if kind == "call_module" else "call_function"
         op = self._add(
             dataclasses.replace(base, kind=kind, target=target, args=args, kwargs=kwargs, outputs=outputs), s
@@ -192,5 +194,3 @@ def _pure_target(op: Op) -> Any:
         return op.target
     twin = hidden_writes(op.target, op.args, op.kwargs) or functional_twin(op.target)
     return None if twin is None else twin.op
-
-

@@ -68,7 +68,7 @@ def _record(gm: torch.fx.GraphModule, args: tuple[Any, ...], *, exact_autograd: 
     stepped = _Stepped(gm)
     model = Model(stepped)
     recorder = Recorder(model, scopes.Scope("", type(gm).__name__), exact_autograd=exact_autograd)
-    stepped.stepper.append(_Stepper(gm, recorder))
+    stepper = stepped.stepper = _Stepper(gm, recorder)
     observer = CallObserver(recorder, leaf_rule((), model), None)
     fakes, _ = _add_inputs(recorder, gm, args, {})
     tape = recorder.tape
@@ -80,7 +80,7 @@ def _record(gm: torch.fx.GraphModule, args: tuple[Any, ...], *, exact_autograd: 
     finally:
         tape.attribute_writes = model.restore(recorder.known_value)
     tape.shape_env, tape.fake_mode = recorder.factory.shape_env, recorder.factory.mode
-    return tape, stepped.stepper[0].stretches
+    return tape, stepper.stretches
 
 
 class _Stepped(torch.nn.Module):
@@ -92,10 +92,11 @@ class _Stepped(torch.nn.Module):
         tables = {name: gm.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}
         self.__dict__.update(own | tables)
         self.training = gm.training
-        self.stepper: list[_Stepper] = []  # in a list, as the recorder puts the attributes of modules back
+        self.stepper: _Stepper | None = None
 
     def forward(self, *args: Any) -> Any:
-        return self.stepper[0].run(*args)
+        assert self.stepper is not None
+        return self.stepper.run(*args)
 
 
 class _Stepper(torch.fx.Interpreter):
@@ -183,5 +184,3 @@ def _hides_tensors(x: Any) -> bool:
         return bool(leaves([x.start, x.stop, x.step], (Value, torch.Tensor)))
     atoms = (int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
     return not (x is None or x is Ellipsis or isinstance(x, (Value, *atoms)))
-
-
