@@ -115,7 +115,8 @@ class ModuleCall:
             return self._call.module.forward
         if self._table.forward is not None or self.module_type is None:
             return self._table.forward
-        return types.MethodType(self.module_type.forward, object())  # a loaded trace has the class only
+        forward: Any = getattr(self.module_type, "forward", None)
+        return types.MethodType(forward, object())  # a loaded trace has the class only
 
     def __repr__(self) -> str:
         index = f", index={self.index}" if self.index else ""

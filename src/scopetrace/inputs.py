@@ -56,7 +56,7 @@ def _check_tensor(path: str, fake: torch.Tensor, tensor: torch.Tensor) -> None:
 
 def _check_sharing(tape: Tape, tensors: list[torch.Tensor]) -> None:
     """Inputs that shared memory must still share it, and those that are written must not share it anew."""
-    written = {v.storage for op in tape.ops for v in op.writes}
+    written = tape.written | {v.storage for op in tape.ops for v in op.writes}
     old = [v.storage for v in tape.inputs]
     if len(set(old)) == len(old) and written.isdisjoint(old):
         return
@@ -91,6 +91,11 @@ class LiveState:
             now = _look_up(module, attribute)
             if now is not None and now is not _look_up(holder, leaf):
                 _bind(holder, leaf, now)
+
+    def current(self) -> dict[str, torch.Tensor]:
+        """By name, the tensors that the model holds now."""
+        found = {name: _look_up(module, attribute) for name, (module, attribute) in self._owners.items()}
+        return {name: t for name, t in found.items() if t is not None}
 
     def held(self, name: str) -> torch.Tensor:
         """A tensor of the graph module by its name."""

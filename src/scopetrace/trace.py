@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -103,7 +105,8 @@ class Trace:
         """
         tensors = inputs.match_inputs(self._tape, args, kwargs)
         self._state.refresh()
-        values = self.graph_module(*tensors)
+        with _without_autocast():
+            values = self.graph_module(*tensors)
         count = len(given(self._tape))
         results = iter(self._results(tensors, values[:count]))
         out = map_structure(lambda _: next(results), self._tape.outputs, (Value, torch.SymInt, torch.SymFloat))
@@ -162,7 +165,20 @@ class Trace:
 
         Raises pickle.PicklingError for symbolic sizes, and for objects among the arguments that pickle refuses.
         """
-        Path(path).write_bytes(pickling.dumps((self._tape, self._recorded)))
+        Path(path).write_bytes(self._to_bytes())
+
+    def _to_bytes(self) -> bytes:
+        for tape in (self._tape, self._recorded):
+            tape.attributes.update(self._state.current())
+        return pickling.dumps((self._tape, self._recorded))
+
+    def __reduce__(self) -> Any:
+        return _from_bytes, (self._to_bytes(),)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
+        copied = Trace(self._recorded, self._model)
+        copied._tape = self._tape
+        return copied
 
     def __str__(self) -> str:
         return render(self.calls, TextOptions())
@@ -175,14 +191,31 @@ class Trace:
         return iter(self.calls)
 
 
+@contextlib.contextmanager
+def _without_autocast() -> Iterator[None]:
+    """The graph has the casts of the trace; autocast at the call would add others."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield
+
+
 def load(path: str | os.PathLike[str]) -> Trace:
     """Read a trace that `Trace.save` wrote. As all pickles, to be read only from sources that you trust.
 
     `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file.
     """
-    tapes = pickling.loads(Path(path).read_bytes())
+    try:
+        return _from_bytes(Path(path).read_bytes())
+    except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
+        raise ScopetraceError(f"{path} was not written by Trace.save") from error
+
+
+def _from_bytes(data: bytes) -> Trace:
+    tapes = pickling.loads(data)
     if not (isinstance(tapes, tuple) and all(isinstance(t, Tape) for t in tapes)):
-        raise ScopetraceError(f"{path} was not written by Trace.save")
+        raise TypeError("these are not the tapes of a trace")
     trace = Trace(tapes[1], None)
     trace._tape = tapes[0]
     return trace

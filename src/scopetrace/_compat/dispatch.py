@@ -143,6 +143,13 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def unwrapped(t: torch.Tensor) -> torch.Tensor:
+    """The tensor inside the wrappers of functorch transforms: all of a batch, for one example of it."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(t):
+        t = torch._C._functorch.get_unwrapped(t)
+    return t
+
+
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.autograd.graph
+import torch.utils.checkpoint
 
 
 class Observer(Protocol):
@@ -29,8 +30,11 @@ class Observer(Protocol):
     def on_forward(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The forward of a module is called."""
 
-    def on_backward(self) -> None:
-        """The forward differentiates."""
+    def on_backward(self, *, accumulates: bool) -> None:
+        """The forward differentiates; with `accumulates`, into `.grad`."""
+
+    def on_custom_function(self, cls: type, args: Any) -> None:
+        """A `torch.autograd.Function` with its own backward is applied."""
 
     def on_seed(self) -> None:
         """The forward seeds torch's generator."""
@@ -51,6 +55,9 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
             stack.callback(_set, cls, "forward", cls.__dict__["forward"])
             _set(cls, "forward", _forward(cls, observer, mine))
         stack.enter_context(_backward_reported(observer, mine))
+        stack.enter_context(_custom_functions_reported(observer, mine))
+        stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(_seeding_reported(observer, mine))
         stack.enter_context(exporting())
         stack.enter_context(_not_compiling())
@@ -125,7 +132,7 @@ def _backward_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator
 
     def run_backward(*args: Any, **kwargs: Any) -> Any:
         if mine():
-            observer.on_backward()
+            observer.on_backward(accumulates=bool(kwargs.get("accumulate_grad")))
         return outer(*args, **kwargs)
 
     for place in places:
@@ -141,7 +148,7 @@ def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
     """A script method calls the Python that it was compiled from, with one `self` too many, when the flags are set."""
 
     def run(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with exporting(False):
+        with exporting(False), torch.jit.optimized_execution(False):
             return original(module, *args, **kwargs)
 
     return run
@@ -177,6 +184,25 @@ def _not_compiling() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+@contextlib.contextmanager
+def _custom_functions_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[None]:
+    """Reentrant checkpointing is a custom function too; what it computes is what it was given to run."""
+    outer = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if mine():
+            if cls is torch.utils.checkpoint.CheckpointFunction:
+                return args[0](*args[2:])
+            observer.on_custom_function(cls, args)
+        return outer.__get__(None, cls)(*args, **kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = outer  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager

@@ -61,9 +61,20 @@ class _Functionalizer(Rewriter):
             self._write_opaque(op)
             return
         args, kwargs = self._present(op.args, op), self._present(op.kwargs, op)
+        if any(v.fake.requires_grad for v in op.inputs()) and not op.target._schema.is_mutable:
+            args, kwargs = self._apart(op, args), self._apart(op, kwargs)
         args, kwargs = call_twin(twin, func, args, kwargs)
         out = self.emitter.run(self._moved(op), twin.op, tuple(args), kwargs)
         self._store(op, twin, out)
+
+    def _apart(self, op: Op, x: Any) -> Any:
+        """Copies of the statistics that batch_norm writes: its backward keeps them, and the write-back changes them."""
+        kept = {id(self.read(v, op)) for v in op.writes}
+        if isinstance(x, Value):
+            return self.emitter.run(self._moved(op), _aten.clone.default, (x,), {}) if id(x) in kept else x
+        if isinstance(x, (list, tuple)):
+            return type(x)([self._apart(op, item) for item in x])
+        return x
 
     def _store(self, op: Op, twin: Twin, out: Any) -> None:
         """Write the twin's results where they belong, and bind what the op returned."""

@@ -245,7 +245,7 @@ class Region:
 def geometry_of(value: Value) -> Geometry:
     """Where a value of the recorded tape lies in its storage."""
     fake = value.fake
-    return Geometry(tuple(fake.size()), tuple(fake.stride()), value.offset)
+    return Geometry(tuple(fake.size()), tuple(fake.stride()), int(value.offset))
 
 
 def _geometry(fake: torch.Tensor) -> tuple[Any, ...]:

@@ -36,6 +36,7 @@ class Rewriter:
             attributes=dict(old.attributes),
             modules=dict(old.modules),
             attribute_writes=[],
+            written=frozenset(v.storage for op in old.ops for v in op.writes),
         )
         self.emitter = Emitter(self.new)
         self.grad = any(op.grad for op in old.ops)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import inspect
+import keyword
 import re
 import threading
 from collections.abc import Callable, Iterator
@@ -27,6 +28,7 @@ from scopetrace.record.recorder import NeedsAutograd, Recorder
 from scopetrace.record.structure import leaves_with_path, map_structure, refuse_hidden
 from scopetrace.record.tape import Tape, Value
 
+_RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # of the code that torch.fx writes
 _one_at_a_time = threading.RLock()
 
 
@@ -131,6 +133,8 @@ def _identifier(path: str, taken: set[str]) -> str:
     """A placeholder's name, as torch.export makes it: `ys[0]['k']` gives `ys_0_k`."""
     name = base = re.sub(r"\W+", "_", path).strip("_") or "arg"
     count = 0
+    if keyword.iskeyword(name) or name in _RESERVED or name[0].isdigit():
+        name = base = f"{name}_" if not name[0].isdigit() else f"_{name}"
     while name in taken:
         count += 1
         name = f"{base}_{count}"

@@ -11,7 +11,13 @@ from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, U
 from scopetrace.record.frames import frames_of_traceback, user_line
 from scopetrace.record.recorder import NeedsAutograd, Recorder
 
-_NO_DATA = ("doesn't have storage", "Cannot access data pointer", ".numpy() is not supported", "doesn't have data")
+_NO_DATA = (
+    "doesn't have storage",
+    "Cannot access data pointer",
+    ".numpy() is not supported",
+    "doesn't have data",
+    "data is not allocated yet",
+)
 
 _BRANCH = (
     "compute both sides and pick with torch.where, or write the branch with torch.cond; "

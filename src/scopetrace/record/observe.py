@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.dispatch import paused
-from scopetrace.errors import RandomStateError
+from scopetrace._compat.dispatch import eager, paused
+from scopetrace.errors import RandomStateError, UnsupportedOpError
 from scopetrace.record.leaves import LeafRule
 from scopetrace.record.recorder import NeedsAutograd, Recorder
 from scopetrace.record.structure import leaves_with_path, map_structure
@@ -49,10 +49,27 @@ class CallObserver:
             return run(module, *args, **kwargs)
         return self._record(module, run, args, kwargs, {"call", "forward"})
 
-    def on_backward(self) -> None:
+    def on_backward(self, *, accumulates: bool) -> None:
         """The forward differentiates."""
+        if accumulates:
+            raise UnsupportedOpError(
+                "the forward calls backward(), which changes .grad of parameters",
+                op="backward",
+                **self.recorder.where(),
+                hint="return the loss and call backward() outside, or use torch.autograd.grad",
+            )
         if not self.recorder.exact:
             raise NeedsAutograd
+
+    def on_custom_function(self, cls: type, args: Any) -> None:
+        """A function with a backward of its own, which a graph of its forward would lose."""
+        if torch.is_grad_enabled() and any(t.requires_grad for t in args if isinstance(t, torch.Tensor)):
+            raise UnsupportedOpError(
+                f"{cls.__qualname__} is a torch.autograd.Function, whose backward a graph of ops does not have",
+                op=f"{cls.__module__}.{cls.__qualname__}",
+                **self.recorder.where(),
+                hint="trace under torch.no_grad(), name the module in leaves=, or make it a torch.library.custom_op",
+            )
 
     def on_seed(self) -> None:
         """The forward seeds torch's generator."""
@@ -139,6 +156,7 @@ class CallObserver:
         mark = recorder.state.enter_module(call.scope)
         outer, recorder.call = recorder.call, call
         self.paused = True
+        state = _LeafState(call.module)
         try:
             read = [t for _, t in leaves_with_path((args, kwargs)) if isinstance(t, torch.Tensor)]
             versions = [t._version for t in read]
@@ -155,10 +173,26 @@ class CallObserver:
             call.raised = error
             raise
         finally:
+            state.restore()
             self.paused = False
             recorder.call = outer
             call.stop = len(recorder.tape.ops)
             recorder.state.leave_module(mark, raising=call.raised is not None)
+
+
+class _LeafState:
+    """The buffers of a leaf, which running it on fake tensors may still change."""
+
+    def __init__(self, module: torch.nn.Module | None) -> None:
+        with eager():
+            self._saved = [(b, b.clone()) for b in (module.buffers() if module is not None else ())]
+
+    def restore(self) -> None:
+        """Put the data back."""
+        with eager():
+            for buffer, before in self._saved:
+                if buffer.device.type != "meta":
+                    buffer.copy_(before)
 
 
 def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:

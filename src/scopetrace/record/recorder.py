@@ -41,7 +41,7 @@ class NeedsAutograd(BaseException):
 class _OpFacts:
     """What the recorder needs to know of an op, looked up once."""
 
-    __slots__ = ("func", "may_lie", "positions", "reads", "recipes", "repeatable", "written")
+    __slots__ = ("func", "has_dtype", "may_lie", "positions", "reads", "recipes", "repeatable", "written")
 
     def __init__(self, func: Any) -> None:
         self.func = func  # keeps its id from being used again
@@ -49,6 +49,7 @@ class _OpFacts:
         self.repeatable = results.can_repeat(func, func.tags)
         self.written = dispatch.written_arguments(func)
         self.positions = tuple((i, a.name) for i, a in enumerate(func._schema.arguments))
+        self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in func._schema.arguments)
         self.may_lie = any(name in ("running_mean", "batches", "weight_arr") for _, name in self.positions)
         self.recipes: dict[Any, results.Recipe] = {}
 
@@ -164,6 +165,8 @@ class Recorder(TapeWriter):
                 facts.recipes[key] = recipe
         if out is not None and not written and unbacked is None and not _has_tensor(out):
             return out  # a question about metadata, answered
+        if not inputs and isinstance(out, torch.Tensor) and kwargs.get("dtype", 0) is not out.dtype and facts.has_dtype:
+            kwargs = {**kwargs, "dtype": out.dtype}  # the default is that of the trace
         op = self._append("call_function", facts.func, args, kwargs)
         op.writes = tuple(dict.fromkeys(written))
         op.unbacked = unbacked

@@ -82,6 +82,8 @@ def close_container(like: Any, items: list[Any]) -> Any:
         return kind(items)
     if kind is dict:
         return dict(zip(like, items, strict=True))
+    if pytree.is_namedtuple_class(kind):
+        return tuple.__new__(kind, items)  # not the class's own: PackedSequence looks at its tensors there
     node = _pytree_node(kind)
     if node is not None:
         _, context = node.flatten_fn(like)
@@ -122,8 +124,16 @@ def match(template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], 
         raise InputMismatchError(
             f"{path} had {_keys(inner)} when traced and has {_keys(given)} now: pass the same structure, or trace again"
         )
+    _match_context(template, actual, path)
     for (key, old), (_, new) in zip(inner, given, strict=True):
         match(old, new, leaf, found, path + key)
+
+
+def _match_context(template: Any, actual: Any, path: str) -> None:
+    """What a registered container holds beside its children."""
+    node = None if type(template) in (tuple, list, dict) else _pytree_node(type(template))
+    if node is not None:
+        _match_constant(node.flatten_fn(template)[1], node.flatten_fn(actual)[1], f"the fixed part of {path}")
 
 
 def _in_order(inner: list[tuple[str, Any]], given: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
@@ -139,7 +149,10 @@ def _match_constant(old: Any, new: Any, path: str) -> None:
         return
     if type(old) is type(new):
         try:
-            if bool(old == new):
+            same = old == new
+            if bool(same if isinstance(same, bool) or not hasattr(same, "all") else same.all()):
+                return
+            if bool(old != old) and bool(new != new):  # not a number, both of them
                 return
         except (TypeError, ValueError, RuntimeError):  # arrays and the like have no single truth value
             pass

@@ -165,6 +165,8 @@ class Tape:
     """What the graph gives, where that is not the tensors of `outputs` in order."""
     write_back: Any = None
     """What follows the graph (`passes.write_back`), in a tape without mutation."""
+    written: frozenset[int] = frozenset()
+    """The storages that the recorded program writes to, in a tape without mutation."""
     exact_autograd: bool = False
 
     def __getstate__(self) -> dict[str, Any]:

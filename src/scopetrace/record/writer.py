@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.dispatch import unwrapped
 from scopetrace._compat.fake import FakeFactory, FakeTensor, storage_id, without_dispatch
 from scopetrace.errors import ForeignTensorError, UnsupportedOpError
 from scopetrace.record import results
@@ -62,6 +63,7 @@ class TapeWriter:
 
         Raises ForeignTensorError for tensors that another trace or thread made.
         """
+        t = unwrapped(t)
         found = self._by_id.get(id(t))
         if found is not None and not (isinstance(t, FakeTensor) and found.storage != storage_id(t)):
             return found  # `t.data = other` gives a tensor other memory, unseen by the dispatcher

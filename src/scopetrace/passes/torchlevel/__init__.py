@@ -13,8 +13,8 @@ from scopetrace.passes.refusal import refusal
 from scopetrace.passes.torchlevel.lift import lift
 from scopetrace.passes.torchlevel.step import Renew, Step
 from scopetrace.passes.torchlevel.stepping import Stretch, record_steps
-from scopetrace.record.twins import draws_differ
 from scopetrace.record.tape import Op, Tape
+from scopetrace.record.twins import draws_differ
 
 
 def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, Tape]:

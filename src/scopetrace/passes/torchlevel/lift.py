@@ -14,9 +14,9 @@ import torch
 
 from scopetrace.passes.torchlevel.step import Renew, Step
 from scopetrace.passes.torchlevel.stepping import Stretch, Trial
-from scopetrace.record.twins import functional_twin, hidden_writes
 from scopetrace.record.structure import leaves
 from scopetrace.record.tape import Op, Tape, Value
+from scopetrace.record.twins import functional_twin, hidden_writes
 
 _EFFECTS = (torch.Tag.nondeterministic_seeded,)
 
