@@ -1,7 +1,7 @@
 """From a recorded tape to one without mutation.
 
 Data flow:
-    op of the old tape -> its arguments as they are now -> the op itself, or its pure twin and a write to a region -> new tape
+    op of the old tape -> its arguments as they are now -> the op itself, or its pure twin and a write to a region
     what was written outside of the graph, and what results share memory with -> the write-back program
 
 Memory that nobody writes to is left alone: its ops go over as they are.
@@ -220,9 +220,10 @@ class _Functionalizer(Rewriter):
                 raise refusal("the tensor that is written to has elements that share memory (clone() it first)", op)
             name = op.target._schema.name.split("::")[1]
             for other in op.inputs():
-                if other.storage == target.storage and other not in op.writes:
-                    if name.startswith(_VISITS_IN_ORDER) or _overlap_in_part(place, geometry_of(other)):
-                        raise refusal("an input lies in the memory that is written (clone() it first)", op)
+                if other.storage != target.storage or other in op.writes:
+                    continue
+                if name.startswith(_VISITS_IN_ORDER) or _overlap_in_part(place, geometry_of(other)):
+                    raise refusal("an input lies in the memory that is written (clone() it first)", op)
 
 
 _OTHER_MEMORY: dict[str, Callable[[_Functionalizer, Op], None]] = {

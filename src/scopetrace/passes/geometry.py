@@ -1,7 +1,8 @@
 """How one tensor lies in another: the relation of a view to its base, read off sizes, strides and offsets.
 
-A relation goes both ways. Forward, it takes the view out of the base's value; backward, it puts a new value of the view into
-the base. Neither writes: the backward ops are torch's `*_scatter` family. What has no name of its own is a list of positions.
+A relation goes both ways. Forward, it takes the view out of the base's value; backward, it puts a new value of the view
+into the base. Neither writes: the backward ops are torch's `*_scatter` family. What has no name of its own is a list of
+positions.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`scopetrace::overwrite(old, new)`: the value of `new`, the gradient of `old`.
 
-That is what a write hidden from autograd means (under `no_grad`, or through `detach()` or `.data`): the data changes, the history
-does not. No op of ATen says it.
+That is what a write hidden from autograd means (under `no_grad`, through `detach()` or `.data`): the data changes, the
+history does not. No op of ATen says it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """The memory that some values share, as a functional program sees it: one current value, and the ways to its views.
 
-A write to a view is kept back until someone reads another alias: writes that follow each other on one view cost one scatter.
+A write to a view is kept back until someone reads another alias: writes that follow each other on one view cost one
+scatter.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _STRIDE_SENSITIVE = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Link:
-    """How an alias came from another: by a view op (`func` on `args`, result `slot`), or as the same tensor (no `func`)."""
+    """How an alias came from another: by a view op (`func` on `args`, result `slot`); without `func`, it is that one."""
 
     parent: Value
     func: Any = None

@@ -53,6 +53,7 @@ class Rewriter:
         self._find_roots()
 
     def run(self) -> Tape:
+        """The new tape."""
         for call in self.old.calls:
             self._starts.setdefault(call.start, []).append(call)
             self._stops.setdefault(call.stop, []).append(call)

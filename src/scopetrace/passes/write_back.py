@@ -1,7 +1,8 @@
 """What follows a graph without mutation, so that the whole does what the model does: a short program of typed steps.
 
-The graph gives new values. The updates copy them into the inputs and the model's tensors that eager would have changed; the
-results say for each tensor of the model's result whether it is a value of the graph, an input itself, or a view of another.
+The graph gives new values. The updates copy them into the inputs and the model's tensors that eager would have changed;
+the results say for each tensor of the model's result whether it is a value of the graph, an input itself, or a view of
+another.
 """
 
 from __future__ import annotations

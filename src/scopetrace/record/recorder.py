@@ -152,12 +152,7 @@ class Recorder(TapeWriter):
         for value, old in shapes:
             if geometry_key(value.fake) != old or storage_id(value.fake) != value.storage:
                 self._freeze(value, *old)
-        written = _pick(facts.written, args, kwargs)
-        written += _pick(tuple(p for p in facts.positions if p[1] in secret), args, kwargs)
-        said = {v.storage for v in written}  # views of these have the same version counter
-        for value, t, old_version in zip(inputs, objects, versions, strict=True):
-            if _version(t) != old_version and value.storage not in said:
-                written.append(value)
+        written = self._written(facts, args, kwargs, secret, zip(inputs, objects, versions, strict=True))
         unbacked = self.factory.unbacked_bindings(out)
         if key is not None and not written and unbacked is None:
             recipe = results.learn(self._keys, inputs, out)
@@ -172,6 +167,14 @@ class Recorder(TapeWriter):
         op.unbacked = unbacked
         op.outputs = self._register(out, op)
         return out
+
+    def _written(self, facts: _OpFacts, args: Any, kwargs: Any, secret: tuple[str, ...], read: Any) -> list[Value]:
+        """What the op wrote: by its schema, by what is known of it, and by the version counters of what it read."""
+        written = _pick(facts.written, args, kwargs)
+        written += _pick(tuple(p for p in facts.positions if p[1] in secret), args, kwargs)
+        said = {v.storage for v in written}  # views of these have the same version counter
+        changed = [value for value, t, old in read if _version(t) != old and value.storage not in said]
+        return written + changed
 
     def _with_fakes(self, x: Any) -> Any:
         """The arguments as they came, with fake tensors for real ones. The objects count: some ops change them."""

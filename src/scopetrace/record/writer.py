@@ -187,6 +187,7 @@ class TapeWriter:
 
 
 def geometry_key(t: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of one storage that are the same view of it."""
     if t.layout is not torch.strided:
         return (id(t),)
     return t.storage_offset(), t.size(), t.stride(), t.dtype, t.is_conj(), t.is_neg()
