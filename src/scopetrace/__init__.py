@@ -20,6 +20,9 @@ from scopetrace.errors import ScopeError as ScopeError
 from scopetrace.errors import ScopetraceError as ScopetraceError
 from scopetrace.errors import TraceError as TraceError
 from scopetrace.errors import UnsupportedOpError as UnsupportedOpError
+from scopetrace.functional import Functionalized as Functionalized
+from scopetrace.functional import functional_backend as functional_backend
+from scopetrace.functional import functionalize as functionalize
 from scopetrace.passes.report import Alias as Alias
 from scopetrace.passes.report import Mutation as Mutation
 from scopetrace.passes.write_back import WriteBack as WriteBack

@@ -1,0 +1,207 @@
+"""Graphs without mutation: what they print, and that they do what eager does."""
+
+import pytest
+import torch
+from torch import nn
+
+import scopetrace as st
+
+F = nn.functional
+aten = torch.ops.aten
+
+
+def targets(tr):
+    return [str(n.target) for n in tr.graph_module.graph.nodes if n.op == "call_function"]
+
+
+def pure(fn, *args):
+    tr = st.trace(fn, args)
+    tr.lint()
+    tr.check(args)
+    for node in tr.graph_module.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        assert schema is None or not schema.is_mutable, node
+    return tr
+
+
+def test_a_write_to_a_slice_of_a_cache_is_one_scatter():
+    def step(cache, k, pos=2):
+        cache[:, :, pos : pos + 1] = k
+        return cache.sum()
+
+    tr = pure(step, torch.zeros(1, 2, 8, 4), torch.randn(1, 2, 1, 4))
+    assert targets(tr).count("aten.slice_scatter.default") == 1
+    assert str(tr.write_back) == "cache.copy_(graph[0])\nresult[0] = graph[1]"
+
+
+def test_writes_that_follow_each_other_on_one_view_cost_one_scatter():
+    def run(x):
+        z = x * 1
+        row = z[0]
+        row.add_(1)
+        row.mul_(2)
+        row.sub_(3)
+        return z
+
+    assert targets(pure(run, torch.randn(3, 4))).count("aten.select_scatter.default") == 1
+
+
+def test_results_share_memory_as_in_eager():
+    def run(x):
+        z = x * 1
+        a, b = z[:, :2], z[:, 1:3]
+        a.add_(1)
+        b.mul_(2)
+        return z, a, b, x, x[0]
+
+    tr = pure(run, torch.randn(3, 4))
+    x = torch.randn(3, 4)
+    z, a, b, same, row = tr(x)
+    assert same is x and row.data_ptr() == x.data_ptr()
+    assert a.data_ptr() == z.data_ptr() and b.data_ptr() == z[:, 1:].data_ptr()
+    assert [str(alias) for alias in tr.aliases] == [
+        "result[0]: fresh",
+        "result[1]: view of result[0]",
+        "result[2]: view of result[0]",
+        "result[3]: same of x",
+        "result[4]: view of x",
+    ]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, y: x.add_(y),
+        lambda x, y: x.t_().mul_(2),
+        lambda x, y: torch.mul(x, y, out=x),
+        lambda x, y: (torch._foreach_add_([x, y], 1.0), x * y)[1],
+        lambda x, y: F.dropout(x, 0.0, True).add_(1),
+        lambda x, y: F.relu(x.view(-1), inplace=True) + y.sum(),
+        lambda x, y: x.expand(2, 3, 4).fill_(1.0).sum() + x,
+        lambda x, y: x.unfold(0, 2, 3).mul_(2).sum() + x,
+        lambda x, y: x.diagonal().copy_(y[0, :3]),
+        lambda x, y: torch.view_as_complex(x.view(3, 2, 2)).mul_(2j).sum().abs() + x,
+        lambda x, y: x.masked_fill_(y > 0, 3.0).index_add_(0, torch.tensor([0, 2]), y[:2]),
+        lambda x, y: (x.unsqueeze_(0), y.copy_(x[0]))[1],
+        lambda x, y: F.dropout(x, 0.5, True, inplace=True),
+        lambda x, y: x[:, 0].bernoulli_(0.5) + y[:, 0],
+    ],
+)
+def test_values_effects_and_sharing_are_those_of_eager(run):
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    tr = pure(run, x, y)
+    results = []
+    for fn in (run, tr):
+        torch.manual_seed(0)
+        given = torch.arange(12.0).view(3, 4), -torch.arange(12.0).view(3, 4)
+        out = fn(*given)
+        results.append((out, *given))
+    for expected, actual in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected)
+        assert actual.stride() == expected.stride()
+    for i, j in ((0, 1), (0, 2), (1, 2)):
+        shares = [r[i].untyped_storage()._cdata == r[j].untyped_storage()._cdata for r in results]
+        assert shares[0] == shares[1]
+
+
+def test_training_updates_buffers_and_trains():
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.ReLU(inplace=True)).train()
+    x = torch.randn(2, 1, 5, 5)
+    tr = pure(net, x)
+    net(x).square().sum().backward()
+    expected = [p.grad.clone() for p in net.parameters()]
+    net.zero_grad()
+    tr(x).square().sum().backward()
+    for p, g in zip(net.parameters(), expected, strict=True):
+        torch.testing.assert_close(p.grad, g)
+    assert [m.name for m in tr.mutations] == ["1.num_batches_tracked", "1.running_mean", "1.running_var"]
+
+
+def test_writes_hidden_from_autograd_keep_its_history():
+    def run(x):
+        z = x * 3
+        with torch.no_grad():
+            z[0].zero_()
+        z.detach()[1] = 5.0
+        return (z * z).sum()
+
+    grads = []
+    for fn in (run, pure(run, torch.randn(3, requires_grad=True))):
+        x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        fn(x).backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
+def test_custom_ops_that_say_what_they_mutate():
+    @torch.library.custom_op("scopetrace_tests::accumulate", mutates_args={"total"})
+    def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        total.add_(x)
+        return x * 2
+
+    @accumulate.register_fake
+    def _(total, x):
+        return torch.empty_like(x)
+
+    tr = pure(lambda t, x: accumulate(t[0], x) + t.sum(), torch.zeros(2, 3), torch.randn(3))
+    assert "auto_functionalized" in targets(tr)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (lambda x: x.expand(2, 3).add_(1), "elements that share memory"),
+        (lambda x: x[1:].add_(x[:-1]), "an input lies in the memory that is written"),
+        (lambda x: x.index_copy_(0, torch.arange(2, -1, -1), x.view_as(x)), "an input lies in the memory"),
+    ],
+)
+def test_what_has_no_meaning_of_its_own_is_refused(run, message):
+    with pytest.raises((st.FunctionalizationError, RuntimeError), match=f"{message}|unsupported operation") as info:
+        st.trace(run, (torch.randn(3),))
+    if isinstance(info.value, st.FunctionalizationError):
+        assert info.value.source is not None and "test_mutation.py" in info.value.source
+
+
+def test_inputs_that_share_memory_only_at_the_call_are_refused():
+    def run(a, c):
+        a.add_(1)
+        return c * 1
+
+    x = torch.randn(3)
+    tr = pure(run, x, x.clone())
+    with pytest.raises(st.InputMismatchError, match="did not share memory"):
+        tr(x, x)
+
+
+def test_a_program_that_writes_nothing_goes_through_untouched():
+    tr = st.trace(nn.Linear(2, 2), (torch.randn(1, 2),))
+    assert tr.write_back is None and tr.mutations == []
+
+
+def test_a_long_chain_of_writes_stays_linear():
+    def run(x):
+        for i in range(300):
+            x[i % 3] += 1
+            x.mul_(0.5)
+        return x
+
+    count = len(list(st.trace(run, (torch.randn(3, 4),)).graph_module.graph.nodes))
+    assert count < 300 * 8
+
+
+def test_custom_autograd_functions_are_refused_where_gradients_count():
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.round()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g
+
+    x = torch.randn(3, requires_grad=True)
+    with pytest.raises(st.UnsupportedOpError, match="Straight"):
+        st.trace(lambda x: Straight.apply(x * 2), (x,))
+    with torch.no_grad():
+        pure(lambda x: Straight.apply(x * 2), x)
