@@ -20,6 +20,11 @@ def test_the_same_structure_runs_with_other_values():
     torch.testing.assert_close(traced()(x, ys, scale=2.0), run(x, ys, scale=2.0))
 
 
+def test_arguments_may_be_passed_by_name_and_defaults_given():
+    x, ys = torch.randn(2, 3), [{"k": torch.randn(3)}]
+    torch.testing.assert_close(traced()(ys=ys, x=x, scale=2.0, flag=True), run(x, ys, scale=2.0))
+
+
 @pytest.mark.parametrize(
     ("args", "kwargs", "message"),
     [
@@ -31,7 +36,8 @@ def test_the_same_structure_runs_with_other_values():
             r"ys\[0\]\['k'\]: dtype was torch.float32",
         ),
         ((torch.ones(2, 3), [{"k": torch.ones(3)}]), {"scale": 3.0}, "scale was 2.0 when traced and is 3.0 now"),
-        ((torch.ones(2, 3), [{"k": torch.ones(3)}]), {}, "called with 2 positional:"),
+        ((torch.ones(2, 3), [{"k": torch.ones(3)}]), {}, "scale was 2.0 when traced and is 1.0 now"),
+        ((torch.ones(2, 3), [{"k": torch.ones(3)}], 3), {}, "called with 3 positional:"),
         ((torch.ones(2, 3), [{"z": torch.ones(3)}]), {"scale": 2.0}, r"argument 1\[0\] had 1 items \(\['k'\]\)"),
         ((torch.ones(2, 3), ({"k": torch.ones(3)},)), {"scale": 2.0}, "argument 1 was a list when traced"),
         ((2.0, [{"k": torch.ones(3)}]), {"scale": 2.0}, "argument 0 was a tensor when traced and is 2.0 now"),
@@ -92,7 +98,7 @@ def test_leaves():
             return self.b(self.a(x))
 
     x = torch.randn(1, 2)
-    for leaves in (nn.Sequential, "a", lambda m, fqn: fqn == "a", ["a", nn.GELU]):
+    for leaves in (nn.Sequential, "a", lambda m, fqn: fqn == "a", ["a", nn.Sequential]):
         tr = st.trace(Net(), (x,), leaves=leaves)
         tr.lint()
         tr.check((x,))
@@ -132,6 +138,7 @@ def test_a_leaf_with_nested_arguments_and_results():
         (3, "is not iterable|give a module class"),
         ([3], "give a module class"),
         (int, "not a torch.nn.Module"),
+        (nn.GELU, "the model has no GELU"),
     ],
 )
 def test_wrong_leaves(leaves, message):

@@ -105,15 +105,17 @@ def functionalize(
 ) -> Functionalized:
     """A graph that does what `gm` does and mutates nothing, and the write-backs that make the whole equal.
 
-    Works for graphs from Dynamo, `fx.symbolic_trace`, `make_fx` and `ExportedProgram.module()`. Sizes, and Python values
-    among the inputs, are those of the example inputs. `gm` itself is not changed.
+    Works for graphs from Dynamo, `fx.symbolic_trace`, `make_fx` and `ExportedProgram.module()`. Sizes, and Python
+    values among the inputs, are those of the example inputs. `gm` itself is not changed.
 
     Args:
         gm: the graph. Its parameters and buffers stay its own; write-backs go into them.
         example_inputs: its positional arguments; tensors on any device, or fake tensors with concrete sizes.
-        level: the vocabulary of the result. `"aten"`: ATen ops. `"torch"`: the functions and methods of `gm` where they do
+        level: the vocabulary of the result. `"aten"`: ATen ops. `"torch"`: the functions and methods of `gm` where they
+        do
             not mutate, their pure twins where they do; what no torch function says is an ATen op.
-        lower_scatter: the form of writes into a part of a tensor, for compilers that do not know all: `"slice_scatter"`,
+        lower_scatter: the form of writes into a part of a tensor, for compilers that do not know all:
+        `"slice_scatter"`,
             `"index_put"`, `"where"` or `"cat"`. None leaves each as it is.
 
     Raises:
@@ -125,7 +127,7 @@ def functionalize(
         raise ScopetraceError(f"lower_scatter={lower_scatter!r}: must be one of {', '.join(map(repr, get_args(Form)))}")
     args = tuple(example_inputs)
     if hasattr(gm, "real_recompile"):
-        gm.real_recompile()  # Dynamo's put this off to their first call, which must not be while they are recorded
+        gm.real_recompile()  # type: ignore[operator]  # Dynamo's put this off to their first call, which must not be while they are recorded
     return Functionalized(trace(gm, args) if level == "aten" else _trace_torch(gm, args), level, lower_scatter)
 
 
@@ -142,12 +144,12 @@ def functional_backend(
     """A backend for `torch.compile` that shows `compiler` graphs without mutation only.
 
     `torch.compile(model, backend=functional_backend(compiler))`. The compiler gets a pure graph, where parameters and
-    buffers that Dynamo lifted are inputs, and real example inputs; what it returns is called with those inputs and gives
-    the values of the graph's output. Write-backs into inputs, parameters and buffers happen outside of it. It can also
-    be the `fw_compiler` of `aot_autograd`; without that, the pure graph is differentiable as it stands.
+    buffers that Dynamo lifted are inputs, and real example inputs; what it returns is called with those inputs and
+    gives the values of the graph's output. Write-backs into inputs, parameters and buffers happen outside of it. It can
+    also be the `fw_compiler` of `aot_autograd`; without that, the pure graph is differentiable as it stands.
 
-    The compiler runs at the first call, and again for inputs of other sizes, dtypes, strides or sharing, or with gradients
-    on or off: each graph has concrete sizes, also under `dynamic=True`.
+    The compiler runs at the first call, and again for inputs of other sizes, dtypes, strides or sharing, or with
+    gradients on or off: each graph has concrete sizes, also under `dynamic=True`.
 
     Args:
         compiler: called with the pure GraphModule and a list of example inputs.

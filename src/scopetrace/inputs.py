@@ -7,17 +7,24 @@ from typing import Any
 
 import torch
 
+from scopetrace.calls import bind
 from scopetrace.errors import InputMismatchError
+from scopetrace.record import argument_names
 from scopetrace.record.structure import match
 from scopetrace.record.tape import Tape, Value
 
 
-def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+def match_inputs(
+    tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None
+) -> list[torch.Tensor]:
     """The tensors among the arguments, in the order of the placeholders.
 
+    With `forward`, arguments may be given by name or by position, and defaults given or left out, as to the model.
     Raises InputMismatchError where the arguments are not those of the trace.
     """
     traced_args, traced_kwargs = tape.args
+    if forward is not None and (len(args) != len(traced_args) or set(kwargs) != set(traced_kwargs)):
+        args, kwargs = _in_traced_form(tape, args, kwargs, forward)
     if len(args) != len(traced_args) or set(kwargs) != set(traced_kwargs):
         raise InputMismatchError(
             f"traced with {_count(traced_args, traced_kwargs)}, called with {_count(args, kwargs)}: "
@@ -33,6 +40,21 @@ def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
     tensors = [t for _, t in found]
     _check_sharing(tape, tensors)
     return tensors
+
+
+def _in_traced_form(
+    tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The same arguments, passed as they were in the trace; as they are when they do not fit forward's signature."""
+    traced_args, traced_kwargs = tape.args
+    names = argument_names(forward, len(traced_args))
+    given = bind(forward, args, kwargs)
+    traced = bind(forward, traced_args, traced_kwargs)
+    if given.keys() != traced.keys() or not {*names, *traced_kwargs} <= given.keys():
+        return args, kwargs
+    for name in given.keys() - {*names, *traced_kwargs}:
+        match(traced[name], given[name], Value, [], name)
+    return tuple(given[name] for name in names), {name: given[name] for name in traced_kwargs}
 
 
 def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

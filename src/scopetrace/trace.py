@@ -103,7 +103,9 @@ class Trace:
         Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
         those of the trace, or tensors share memory in another way.
         """
-        tensors = inputs.match_inputs(self._tape, args, kwargs)
+        model = self._model
+        forward = model.forward if isinstance(model, torch.nn.Module) else model
+        tensors = inputs.match_inputs(self._tape, args, kwargs, forward)
         self._state.refresh()
         with _without_autocast():
             values = self.graph_module(*tensors)

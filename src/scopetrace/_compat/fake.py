@@ -58,7 +58,7 @@ class FakeFactory:
 
     def _make(self, real: torch.Tensor) -> torch.Tensor:
         if not _is_plain(real):
-            with without_dispatch():
+            with torch._C._DisablePythonDispatcher():
                 converter = FakeTensorConverter()
                 return converter.from_real_tensor(self.mode, real, shape_env=self.shape_env)
         storage = real.untyped_storage()

@@ -1,7 +1,7 @@
 """What a pure graph needs so that autograd can go through it as it stands.
 
-`aten.copy`, the twin of `copy_`, has no derivative. And a value that autograd keeps for the backward must not be the memory of a
-buffer that the write-back changes afterwards, as batch norm's running statistics are.
+`aten.copy`, the twin of `copy_`, has no derivative. And a value that autograd keeps for the backward must not be the
+memory of a buffer that the write-back changes afterwards, as batch norm's running statistics are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from scopetrace._compat.fake import run_fake
 _aten = torch.ops.aten
 
 # Ops that read an argument for its values alone: its layout and its memory do not count.
-_PUTS = {
+_PUTS: dict[Any, int] = {
     _aten.slice_scatter.default: 1,
     _aten.select_scatter.default: 1,
     _aten.diagonal_scatter.default: 1,
@@ -25,7 +25,7 @@ _PUTS = {
 
 
 def spell_out_copies(gm: torch.fx.GraphModule, fake_mode: Any) -> None:
-    """Write each `aten.copy` with ops that have a derivative. Some only stood between a value and its scatter: these go."""
+    """Write each `aten.copy` with ops that have a derivative; those between a value and its scatter go."""
     for node in list(gm.graph.nodes):
         if node.target is _aten.copy.default:
             target = node.args[0]
@@ -94,13 +94,14 @@ def _copied(graph: torch.fx.Graph, node: torch.fx.Node, fake_mode: Any) -> torch
 
 def _laid_out(emit: Any, value: torch.fx.Node, want: torch.Tensor) -> torch.fx.Node:
     """A new tensor with the strides of `want`, where these are some order of dense dimensions; else contiguous."""
-    order = sorted(range(want.dim()), key=lambda d: (-want.stride(d), d))
+    order = sorted(range(want.dim()), key=lambda d: -int(want.stride(d)))
     fits = want.permute(order).is_contiguous()
     if not fits or order == list(range(want.dim())):
-        return emit(_aten.clone.default, value, memory_format=torch.contiguous_format)  # type: ignore[no-any-return]
+        return emit(_aten.clone.default, value, memory_format=torch.contiguous_format)
     turned = emit(_aten.permute.default, value, order)
     dense = emit(_aten.clone.default, turned, memory_format=torch.contiguous_format)
-    return emit(_aten.permute.default, dense, [order.index(d) for d in range(want.dim())])  # type: ignore[no-any-return]
+    return emit(_aten.permute.default, dense, [order.index(d) for d in range(want.dim())])  # type:
+    ignore[no-any-return]
 
 
 def _puts(user: torch.fx.Node, value: torch.fx.Node) -> bool:

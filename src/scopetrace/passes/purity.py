@@ -18,8 +18,8 @@ _ITEM_WRITES = (operator.setitem, operator.delitem)
 def assert_pure(gm: torch.nn.Module) -> None:
     """Check that no node of `gm`, or of a GraphModule inside it, mutates a tensor.
 
-    Raises FunctionalizationError, naming the node, for an op whose schema writes an argument, `out=`, `inplace=True`, an
-    assignment to an item, `x += y`, and functions, methods and modules that mutate.
+    Raises FunctionalizationError, naming the node, for an op whose schema writes an argument, `out=`, `inplace=True`,
+    an assignment to an item, `x += y`, and functions, methods and modules that mutate.
     """
     for name, module in gm.named_modules():
         if isinstance(module, torch.fx.GraphModule):

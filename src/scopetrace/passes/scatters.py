@@ -1,7 +1,7 @@
 """Writes into a part of a tensor, in the form that a compiler can take.
 
-A scatter (`slice_scatter`, `select_scatter`, `diagonal_scatter`, `as_strided_scatter`) is a base, a part of it, and a new value
-for that part. Each form below says the same with other pure ops of ATen.
+A scatter (`slice_scatter`, `select_scatter`, `diagonal_scatter`, `as_strided_scatter`) is a base, a part of it, and a
+new value for that part. Each form below says the same with other pure ops of ATen.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scopetrace._compat.fake import run_fake
 _aten = torch.ops.aten
 Form = Literal["slice_scatter", "index_put", "where", "cat"]
 
-_VIEWS = {
+_VIEWS: dict[Any, Any] = {
     _aten.slice_scatter.default: _aten.slice.Tensor,
     _aten.select_scatter.default: _aten.select.int,
     _aten.diagonal_scatter.default: _aten.diagonal.default,
@@ -46,12 +46,11 @@ class _Part:
 
     def __init__(self, gm: torch.fx.GraphModule, node: torch.fx.Node, fake_mode: Any) -> None:
         self.gm, self.node, self.fake_mode = gm, node, fake_mode
-        given = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}  # type: ignore[union-attr]
-        given |= dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False))  # type: ignore[union-attr]
-        self.given = given | dict(node.kwargs)
-        self.base, self.src = self.given["self"], self.given["src"]
-        self.size: list[int] = list(self.base.meta["val"].shape)
-        self.device = self.base.meta["val"].device
+        given = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}  # type:
+        ignore[union-attr] given |= dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False))
+        # type: ignore[union-attr] self.given = given | dict(node.kwargs) self.base, self.src = self.given["self"],
+        self.given["src"] self.size: list[int] = list(self.base.meta["val"].shape) self.device =
+        self.base.meta["val"].device
 
     def emit(self, func: Any, *args: Any) -> torch.fx.Node:
         """A node with the value and the place that its meta says."""

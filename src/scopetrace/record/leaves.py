@@ -20,7 +20,8 @@ def leaf_rule(leaves: Any, model: Model) -> LeafRule:
 
     Raises LeafPatternError for another kind of entry, and for a pattern or class that matches no module of the model.
     """
-    entries = [leaves] if isinstance(leaves, (str, type)) or callable(leaves) else list(leaves)
+    single = isinstance(leaves, (str, type)) or callable(leaves) or not isinstance(leaves, Iterable)
+    entries = [leaves] if single else list(leaves)
     if not entries:
         return lambda module, fqn: False
     classes = tuple(e for e in entries if isinstance(e, type))
@@ -53,3 +54,5 @@ def _refuse_unused(patterns: Iterable[str], classes: Iterable[type], model: Mode
     for cls in classes:
         if not issubclass(cls, torch.nn.Module):
             raise LeafPatternError(f"leaves: {cls.__name__} is not a torch.nn.Module class")
+        if model.modules and not any(isinstance(m, cls) for m in model.modules):
+            raise LeafPatternError(f"leaves: the model has no {cls.__name__}")

@@ -18,7 +18,7 @@ from scopetrace.record.twins import draws_differ
 
 
 def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, Tape]:
-    """`gm(*args)` as recorded, and without mutation: torch functions and methods as `Step`s, ATen ops where none says it.
+    """`gm(*args)` as recorded, and without mutation: with `Step`s, and ATen ops where none says it.
 
     Raises FunctionalizationError for what cannot be said in pure ops.
     """

@@ -1,8 +1,8 @@
 """From a tape of ATen ops to one of torch-level ops, where what a node did can be said by the node itself.
 
-A node is one op again where it writes nothing, and makes no view of memory that is written. One that writes is the op of its
-pure form, and a `Renew` for each tensor that it wrote, if that form ran the twins of the very ATen ops that it ran. All other
-nodes stay the ATen ops that they ran.
+A node is one op again where it writes nothing, and makes no view of memory that is written. One that writes is the op
+of its pure form, and a `Renew` for each tensor that it wrote, if that form ran the twins of the very ATen ops that it
+ran. All other nodes stay the ATen ops that they ran.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The last step to torch level: nodes get the functions and methods of torch as targets, ATen ops too where torch names them."""
+"""The last step to torch level: functions and methods of torch as targets, for ATen ops too where torch names them."""
 
 from __future__ import annotations
 

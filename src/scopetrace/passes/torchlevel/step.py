@@ -35,7 +35,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Renew:
-    """As a target: the first argument, a tensor in memory, takes the value of the second. `writes` are the ATen ops behind it."""
+    """As a target: the first argument takes the value of the second. `writes` are the ATen ops behind it."""
 
     name: str
     writes: tuple[Op, ...]

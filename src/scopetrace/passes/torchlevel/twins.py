@@ -1,4 +1,4 @@
-"""The pure form of a call that mutates, as torch's names and signatures promise it. Whether it is one, the caller checks."""
+"""The pure form of a call that mutates, as names and signatures promise it; whether it is one, the caller checks."""
 
 from __future__ import annotations
 
