@@ -14,9 +14,7 @@ from scopetrace.record.structure import match
 from scopetrace.record.tape import Tape, Value
 
 
-def match_inputs(
-    tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None
-) -> list[torch.Tensor]:
+def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> list[torch.Tensor]:
     """The tensors among the arguments, in the order of the placeholders.
 
     With `forward`, arguments may be given by name or by position, and defaults given or left out, as to the model.

@@ -148,7 +148,7 @@ def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
     """A script method calls the Python that it was compiled from, with one `self` too many, when the flags are set."""
 
     def run(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with exporting(False), torch.jit.optimized_execution(False):
+        with exporting(False), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             return original(module, *args, **kwargs)
 
     return run

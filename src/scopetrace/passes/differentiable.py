@@ -6,6 +6,7 @@ memory of a buffer that the write-back changes afterwards, as batch norm's runni
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -92,16 +93,15 @@ def _copied(graph: torch.fx.Graph, node: torch.fx.Node, fake_mode: Any) -> torch
     return _laid_out(emit, value, want)
 
 
-def _laid_out(emit: Any, value: torch.fx.Node, want: torch.Tensor) -> torch.fx.Node:
+def _laid_out(emit: Callable[..., torch.fx.Node], value: torch.fx.Node, want: torch.Tensor) -> torch.fx.Node:
     """A new tensor with the strides of `want`, where these are some order of dense dimensions; else contiguous."""
-    order = sorted(range(want.dim()), key=lambda d: -int(want.stride(d)))
+    order = sorted(range(want.dim()), key=lambda d: -want.stride()[d])
     fits = want.permute(order).is_contiguous()
     if not fits or order == list(range(want.dim())):
         return emit(_aten.clone.default, value, memory_format=torch.contiguous_format)
     turned = emit(_aten.permute.default, value, order)
     dense = emit(_aten.clone.default, turned, memory_format=torch.contiguous_format)
-    return emit(_aten.permute.default, dense, [order.index(d) for d in range(want.dim())])  # type:
-    ignore[no-any-return]
+    return emit(_aten.permute.default, dense, [order.index(d) for d in range(want.dim())])
 
 
 def _puts(user: torch.fx.Node, value: torch.fx.Node) -> bool:

@@ -33,7 +33,7 @@ _STRIDE_SENSITIVE = frozenset(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Link:
-    """How an alias came from another: by a view op (`func` on `args`, result `slot`); without `func`, it is that one."""
+    """How an alias came from another: by a view op (`func` on `args`, result `slot`); without `func`, it is that."""
 
     parent: Value
     func: Any = None

@@ -46,11 +46,13 @@ class _Part:
 
     def __init__(self, gm: torch.fx.GraphModule, node: torch.fx.Node, fake_mode: Any) -> None:
         self.gm, self.node, self.fake_mode = gm, node, fake_mode
-        given = {a.name: a.default_value for a in node.target._schema.arguments if a.has_default_value()}  # type:
-        ignore[union-attr] given |= dict(zip([a.name for a in node.target._schema.arguments], node.args, strict=False))
-        # type: ignore[union-attr] self.given = given | dict(node.kwargs) self.base, self.src = self.given["self"],
-        self.given["src"] self.size: list[int] = list(self.base.meta["val"].shape) self.device =
-        self.base.meta["val"].device
+        schema: Any = node.target._schema  # type: ignore[union-attr]
+        given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+        given |= dict(zip([a.name for a in schema.arguments], node.args, strict=False))
+        self.given = given | dict(node.kwargs)
+        self.base, self.src = self.given["self"], self.given["src"]
+        self.size: list[int] = list(self.base.meta["val"].shape)
+        self.device = self.base.meta["val"].device
 
     def emit(self, func: Any, *args: Any) -> torch.fx.Node:
         """A node with the value and the place that its meta says."""

@@ -111,7 +111,8 @@ def _clone(node: torch.fx.Node) -> Iterator[list[Call]]:
 
 
 def _slice(node: torch.fx.Node) -> Iterator[list[Call]]:
-    base, dim, start, end, step = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    given: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
+    base, dim, start, end, step = given
     if isinstance(dim, int) and dim >= 0:
         piece = slice(start or None, None if end == _END else end, None if step == 1 else step)
         yield [("call_function", operator.getitem, (base, (*[slice(None)] * dim, piece)), {})]
