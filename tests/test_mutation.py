@@ -134,6 +134,21 @@ def test_writes_hidden_from_autograd_keep_its_history():
     torch.testing.assert_close(grads[1], grads[0])
 
 
+def test_gradients_flow_through_copies_into_views():
+    def run(x):
+        z = torch.zeros(2, 3, dtype=torch.float64)
+        z[0] = x
+        z[:, 1:].copy_(x[:2])
+        return (z * z).sum()
+
+    grads = []
+    for fn in (run, pure(run, torch.randn(3, requires_grad=True))):
+        x = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+        fn(x).backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_custom_ops_that_say_what_they_mutate():
     @torch.library.custom_op("scopetrace_tests::accumulate", mutates_args={"total"})
     def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -57,6 +57,9 @@ class _Functionalizer(Rewriter):
         if func is _aten.fill_diagonal_.default:
             self._fill_diagonal(op)
             return
+        if func is _aten.copy_.default and any(v.fake.requires_grad for v in op.inputs()):
+            self._copy(op)
+            return
         if twin is None:
             self._write_opaque(op)
             return
@@ -127,6 +130,19 @@ class _Functionalizer(Rewriter):
         if not seen and op.grad and any(v.fake.requires_grad for v in op.inputs()):
             raise refusal("a tensor that requires grad is written into a detached alias of another", op)
         return not seen
+
+    def _copy(self, op: Op) -> None:
+        """`copy_` where gradients flow: its twin `aten.copy` has no derivative, its parts have."""
+        target, source = op.args[:2]
+        origin, size = self._moved(op), list(target.fake.size())
+        new = self.read(source, origin)
+        if new.fake.dtype != target.fake.dtype or new.fake.device != target.fake.device:
+            to = {"dtype": target.fake.dtype, "device": target.fake.device}
+            new = self.emitter.run(origin, _aten._to_copy.default, (new,), to)
+        if list(new.fake.size()) != size:
+            new = self.emitter.run(origin, _aten.expand.default, (new, size), {})
+        self._assign(op, target, new)
+        self._rename(op, target, op.outputs)
 
     def _fill_diagonal(self, op: Op) -> None:
         """Where the diagonal is, with `wrap` or without, is known from the shape."""
