@@ -20,7 +20,7 @@ _NO_DATA = (
 )
 
 _BRANCH = (
-    "compute both sides and pick with torch.where, or write the branch with torch.cond; "
+    "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
     "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
 )
 

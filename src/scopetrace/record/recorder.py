@@ -240,7 +240,7 @@ class Recorder(TapeWriter):
             "higher-order ops are not recorded yet",
             op=str(hop),
             **self.where(),
-            hint="write the branch or loop so that Python decides it, or name the module in leaves=",
+            hint="write the branch or loop so that Python decides it",
         )
 
     def _device(self, args: Any, kwargs: Any) -> str:
