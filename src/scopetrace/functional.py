@@ -14,9 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.fx
 
-from scopetrace import inputs
 from scopetrace.errors import ScopetraceError
-from scopetrace.graph import given
 from scopetrace.passes.differentiable import keep_old_values, spell_out_copies
 from scopetrace.passes.purity import assert_pure as assert_pure
 from scopetrace.passes.report import Alias, Mutation
@@ -24,8 +22,6 @@ from scopetrace.passes.scatters import Form, lower_scatters
 from scopetrace.passes.torchlevel import torch_level_tapes
 from scopetrace.passes.torchlevel.names import name_torch_functions
 from scopetrace.passes.write_back import WriteBack
-from scopetrace.record.structure import map_structure
-from scopetrace.record.tape import Value
 from scopetrace.trace import Trace, trace
 
 Level = Literal["aten", "torch"]
@@ -40,7 +36,7 @@ class Functionalized:
         self.level = level
         self.graph_module: torch.fx.GraphModule = traced.graph_module
         """The pure graph: the tensors of the inputs in order as placeholders, a tuple of tensors as output."""
-        tape = traced._tape
+        tape = traced.tape
         spell_out_copies(self.graph_module, tape.fake_mode)
         if lower_scatter is not None:
             lower_scatters(self.graph_module, lower_scatter, tape.fake_mode)
@@ -77,20 +73,14 @@ class Functionalized:
 
         It gets the tensors among the inputs and returns the values of the graph's output node, as list or tuple.
         """
-        tape, state = self._trace._tape, self._trace._state
-        tensors = inputs.match_inputs(tape, args, kwargs)
-        state.refresh()
+        tensors = self._trace.boundary.enter(args, kwargs)
         values = graph(*tensors)
         values = (values,) if isinstance(values, torch.Tensor) else tuple(values)
-        count = len(given(tape))
-        results = iter(self._trace._results(tensors, values[:count]))
-        out = map_structure(lambda _: next(results), tape.outputs, (Value, torch.SymInt, torch.SymFloat))
-        state.write(iter(values[count:]))
-        return out
+        return self._trace.boundary.leave(tensors, values)
 
     def tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         """The inputs of the graph among the arguments of the original."""
-        return inputs.match_inputs(self._trace._tape, args, {})
+        return self._trace.boundary.enter(args, {})
 
     def __repr__(self) -> str:
         return f"<Functionalized at {self.level} level: {len(self.graph_module.graph.nodes)} nodes>"
@@ -112,10 +102,8 @@ def functionalize(
         gm: the graph. Its parameters and buffers stay its own; write-backs go into them.
         example_inputs: its positional arguments; tensors on any device, or fake tensors with concrete sizes.
         level: the vocabulary of the result. `"aten"`: ATen ops. `"torch"`: the functions and methods of `gm` where they
-        do
-            not mutate, their pure twins where they do; what no torch function says is an ATen op.
-        lower_scatter: the form of writes into a part of a tensor, for compilers that do not know all:
-        `"slice_scatter"`,
+            do not mutate, their pure twins where they do; what no torch function says is an ATen op.
+        lower_scatter: the form of writes into a part of a tensor, for compilers that do not know all: `"slice_scatter"`,
             `"index_put"`, `"where"` or `"cat"`. None leaves each as it is.
 
     Raises:
@@ -132,10 +120,7 @@ def functionalize(
 
 
 def _trace_torch(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> Trace:
-    recorded, pure = torch_level_tapes(gm, args)
-    traced = Trace(recorded, gm)
-    traced._tape = pure
-    return traced
+    return Trace(*torch_level_tapes(gm, args), gm)
 
 
 def functional_backend(

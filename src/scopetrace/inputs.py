@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
+from scopetrace._compat.symbols import Symbolic
 from scopetrace.calls import bind
 from scopetrace.errors import InputMismatchError
+from scopetrace.graph import given
 from scopetrace.record import argument_names
-from scopetrace.record.structure import match
+from scopetrace.record.structure import map_structure, match
 from scopetrace.record.tape import Tape, Value
 
 
@@ -87,6 +89,33 @@ def _check_sharing(tape: Tape, tensors: list[torch.Tensor]) -> None:
             this, other = tape.input_paths[i], tape.input_paths[a if a != i else b]
             was = "shared memory" if a != i else "did not share memory"
             raise InputMismatchError(f"{this} and {other} {was} when traced; trace again with inputs like these")
+
+
+class Boundary:
+    """Where a program meets the outside: `enter` before its graph runs, `leave` after it.
+
+    Both raise what `match_inputs` raises, or torch for results that cannot be written back.
+    """
+
+    def __init__(self, tape: Tape, graph_module: torch.nn.Module, forward: Any = None) -> None:
+        self.tape = tape
+        self.forward = forward
+        self.state = LiveState(tape, graph_module)
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+        """The tensors that the graph takes. The graph module gets those that the model holds now."""
+        tensors = match_inputs(self.tape, args, kwargs, self.forward)
+        self.state.refresh()
+        return tensors
+
+    def leave(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
+        """The result of the program, from what the graph gave; what the program changes outside is changed."""
+        count = len(given(self.tape))
+        program, found = self.tape.write_back, values[:count]
+        results = iter(found if program is None else program.run(tensors, self.state.held, found))
+        out = map_structure(lambda _: next(results), self.tape.outputs, (Value, *Symbolic))
+        self.state.write(iter(values[count:]))
+        return out
 
 
 class LiveState:

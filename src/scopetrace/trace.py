@@ -6,28 +6,28 @@ import contextlib
 import functools
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.fx
 
-from scopetrace import inputs, meta
+from scopetrace import meta
 from scopetrace._compat import pickling
 from scopetrace._compat.graph_module import TracedGraphModule
 from scopetrace.calls import CallTable, ModuleCall
 from scopetrace.check import compare_with_model
 from scopetrace.errors import ScopetraceError
-from scopetrace.graph import Program, given
+from scopetrace.graph import Program
+from scopetrace.inputs import Boundary
 from scopetrace.lint import lint
 from scopetrace.passes.functionalize import functionalize
 from scopetrace.passes.report import Alias, Mutation, aliases, mutations
 from scopetrace.passes.write_back import WriteBack
 from scopetrace.record import record
 from scopetrace.record.observe import Progress
-from scopetrace.record.structure import map_structure
-from scopetrace.record.tape import Tape, Value
+from scopetrace.record.tape import Tape
 from scopetrace.scopes import Scope, common_scope
 from scopetrace.show.terminal import print_text
 from scopetrace.show.text import TextOptions, render
@@ -39,10 +39,15 @@ class Trace:
     The graph, the scopes and the calls are made from the recording when they are first asked for.
     """
 
-    def __init__(self, tape: Tape, model: Callable[..., Any] | None, *, functional: bool = False) -> None:
-        self._tape = functionalize(tape) if functional else tape
-        self._recorded = tape
+    def __init__(self, recorded: Tape, tape: Tape, model: Callable[..., Any] | None) -> None:
+        self._recorded = recorded
+        self._tape = tape
         self._model = model
+
+    @property
+    def tape(self) -> Tape:
+        """What the trace is made from: the recording, or the same program without mutation."""
+        return self._tape
 
     @property
     def model(self) -> Callable[..., Any] | None:
@@ -66,8 +71,10 @@ class Trace:
         return self._program.graph_module()
 
     @functools.cached_property
-    def _state(self) -> inputs.LiveState:
-        return inputs.LiveState(self._tape, self.graph_module)
+    def boundary(self) -> Boundary:
+        """What comes before the graph and after it in a call: the check of the arguments, and the write-back."""
+        forward = self._model.forward if isinstance(self._model, torch.nn.Module) else self._model
+        return Boundary(self._tape, self.graph_module, forward)
 
     @property
     def scope(self) -> Scope:
@@ -103,17 +110,10 @@ class Trace:
         Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
         those of the trace, or tensors share memory in another way.
         """
-        model = self._model
-        forward = model.forward if isinstance(model, torch.nn.Module) else model
-        tensors = inputs.match_inputs(self._tape, args, kwargs, forward)
-        self._state.refresh()
+        tensors = self.boundary.enter(args, kwargs)
         with _without_autocast():
             values = self.graph_module(*tensors)
-        count = len(given(self._tape))
-        results = iter(self._results(tensors, values[:count]))
-        out = map_structure(lambda _: next(results), self._tape.outputs, (Value, torch.SymInt, torch.SymFloat))
-        self._state.write(iter(values[count:]))
-        return out
+        return self.boundary.leave(tensors, values)
 
     @property
     def mutations(self) -> list[Mutation]:
@@ -124,13 +124,6 @@ class Trace:
     def aliases(self) -> list[Alias]:
         """For each tensor of the result: is it fresh, an input itself, or a view of an input or earlier result?"""
         return aliases(self._recorded)
-
-    def _results(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Sequence[Any]:
-        program = self._tape.write_back
-        if program is None:
-            return values
-        found: Sequence[Any] = program.run(tensors, self._state.held, values)
-        return found
 
     @property
     def write_back(self) -> WriteBack | None:
@@ -171,16 +164,14 @@ class Trace:
 
     def _to_bytes(self) -> bytes:
         for tape in (self._tape, self._recorded):
-            tape.attributes.update(self._state.current())
+            tape.attributes.update(self.boundary.state.current())
         return pickling.dumps((self._tape, self._recorded))
 
     def __reduce__(self) -> Any:
         return _from_bytes, (self._to_bytes(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
-        copied = Trace(self._recorded, self._model)
-        copied._tape = self._tape
-        return copied
+        return Trace(self._recorded, self._tape, self._model)
 
     def __str__(self) -> str:
         return render(self.calls, TextOptions())
@@ -218,9 +209,7 @@ def _from_bytes(data: bytes) -> Trace:
     tapes = pickling.loads(data)
     if not (isinstance(tapes, tuple) and all(isinstance(t, Tape) for t in tapes)):
         raise TypeError("these are not the tapes of a trace")
-    trace = Trace(tapes[1], None)
-    trace._tape = tapes[0]
-    return trace
+    return Trace(tapes[1], tapes[0], None)
 
 
 def trace(
@@ -261,4 +250,4 @@ def trace(
         raise ScopetraceError("dynamic_shapes= and specialize= are not available in this version")
     arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     tape = record(model, arguments, kwargs or {}, leaves=leaves, progress=progress)
-    return Trace(tape, model, functional=functional)
+    return Trace(tape, functionalize(tape) if functional else tape, model)

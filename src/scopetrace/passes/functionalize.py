@@ -35,10 +35,10 @@ def functionalize(tape: Tape) -> Tape:
     """
     if not any(op.writes for op in tape.ops):
         return tape
-    return _Functionalizer(tape).run()
+    return Functionalizer(tape).run()
 
 
-class _Functionalizer(Rewriter):
+class Functionalizer(Rewriter):
     """Turns writes into pure ops and new values of regions."""
 
     def _write(self, op: Op) -> None:
@@ -242,10 +242,10 @@ class _Functionalizer(Rewriter):
                     raise refusal("an input lies in the memory that is written (clone() it first)", op)
 
 
-_OTHER_MEMORY: dict[str, Callable[[_Functionalizer, Op], None]] = {
-    "set_": _Functionalizer._set,
-    "resize_": _Functionalizer._resize,
-    "resize_as_": _Functionalizer._resize,
+_OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {
+    "set_": Functionalizer._set,
+    "resize_": Functionalizer._resize,
+    "resize_as_": Functionalizer._resize,
 }
 
 

@@ -12,7 +12,7 @@ import keyword
 import re
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ from scopetrace.record.tape import Tape, Value
 _RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # of the code that torch.fx writes
 _one_at_a_time = threading.RLock()
 
+T = TypeVar("T")
+
 
 def record(
     fn: Callable[..., Any],
@@ -41,11 +43,23 @@ def record(
     progress: Progress | None = None,
 ) -> Tape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError."""
+
+    def attempt(exact_autograd: bool) -> Tape:
+        model = Model(fn)
+        recorder = Recorder(model, scopes.Scope("", model.type_name), exact_autograd=exact_autograd)
+        observer = CallObserver(recorder, leaf_rule(leaves, model), progress)
+        return run_recorded(observer, fn, model.forward, args, kwargs)
+
+    return until_exact_enough(attempt)
+
+
+def until_exact_enough(attempt: Callable[[bool], T]) -> T:
+    """`attempt(False)`, or `attempt(True)` where the forward turns out to need autograd's own history."""
     with _one_at_a_time, _garbage_collection_paused():
         try:
-            return _record(fn, args, kwargs, leaves, progress, exact_autograd=False)
+            return attempt(False)
         except NeedsAutograd:
-            return _record(fn, args, kwargs, leaves, progress, exact_autograd=True)
+            return attempt(True)
 
 
 @contextlib.contextmanager
@@ -60,20 +74,17 @@ def _garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def _record(
+def run_recorded(
+    observer: CallObserver,
     fn: Callable[..., Any],
+    forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    leaves: Any,
-    progress: Progress | None,
-    *,
-    exact_autograd: bool,
 ) -> Tape:
-    model = Model(fn)
-    recorder = Recorder(model, scopes.Scope("", model.type_name), exact_autograd=exact_autograd)
-    observer = CallObserver(recorder, leaf_rule(leaves, model), progress)
-    fake_args, fake_kwargs = _add_inputs(recorder, model.forward, args, kwargs)
-    tape = recorder.tape
+    """The tape of the observer's recorder after `fn(*args, **kwargs)`; `forward` names the arguments."""
+    recorder = observer.recorder
+    model, tape = recorder.model, recorder.tape
+    fake_args, fake_kwargs = _add_inputs(recorder, forward, args, kwargs)
     try:
         with python_random_state_kept(), explained(recorder), scopes.activate(recorder.state):
             with observing(observer, model.modules), dispatching_to(recorder.mode, recorder.factory.mode):
@@ -142,4 +153,4 @@ def _identifier(path: str, taken: set[str]) -> str:
     return name
 
 
-__all__ = ["Tape", "Value", "argument_names", "record"]
+__all__ = ["Tape", "Value", "argument_names", "record", "run_recorded", "until_exact_enough"]

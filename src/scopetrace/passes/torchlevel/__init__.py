@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx
 
 from scopetrace.errors import FunctionalizationError
-from scopetrace.passes.functionalize import _Functionalizer
+from scopetrace.passes.functionalize import Functionalizer
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.torchlevel.lift import lift
 from scopetrace.passes.torchlevel.step import Renew, Step
@@ -50,7 +50,7 @@ def line_of(node: torch.fx.Node) -> str | None:
     return None if last is None else ": ".join(lines[last : last + 2])
 
 
-class _TorchLevel(_Functionalizer):
+class _TorchLevel(Functionalizer):
     """Knows the two kinds of targets that ATen does not have."""
 
     at: Op | None = None

@@ -9,15 +9,13 @@ import torch
 import torch.fx
 
 from scopetrace import scopes
-from scopetrace._compat.dispatch import autocast_enabled, dispatching_to, in_transform
-from scopetrace._compat.patches import observing, python_random_state_kept
+from scopetrace._compat.dispatch import autocast_enabled, in_transform
 from scopetrace.passes.torchlevel.twins import PureCall, pure_call
-from scopetrace.record import _add_inputs, _one_at_a_time
-from scopetrace.record.explain import explained
+from scopetrace.record import run_recorded, until_exact_enough
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
 from scopetrace.record.observe import CallObserver
-from scopetrace.record.recorder import NeedsAutograd, Recorder
+from scopetrace.record.recorder import Recorder
 from scopetrace.record.structure import leaves, map_structure
 from scopetrace.record.tape import Op, Tape, Value
 
@@ -57,30 +55,16 @@ class Stretch:
 
 def record_steps(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, list[Stretch]]:
     """The ATen tape of `gm(*args)`, and its nodes. Raises what recording raises."""
-    with _one_at_a_time:
-        try:
-            return _record(gm, args, exact_autograd=False)
-        except NeedsAutograd:
-            return _record(gm, args, exact_autograd=True)
+    return until_exact_enough(lambda exact: _record(gm, args, exact))
 
 
-def _record(gm: torch.fx.GraphModule, args: tuple[Any, ...], *, exact_autograd: bool) -> tuple[Tape, list[Stretch]]:
+def _record(gm: torch.fx.GraphModule, args: tuple[Any, ...], exact_autograd: bool) -> tuple[Tape, list[Stretch]]:
     stepped = _Stepped(gm)
     model = Model(stepped)
     recorder = Recorder(model, scopes.Scope("", type(gm).__name__), exact_autograd=exact_autograd)
     stepper = stepped.stepper = _Stepper(gm, recorder)
     observer = CallObserver(recorder, leaf_rule((), model), None)
-    fakes, _ = _add_inputs(recorder, gm, args, {})
-    tape = recorder.tape
-    try:
-        with python_random_state_kept(), explained(recorder), scopes.activate(recorder.state):
-            with observing(observer, model.modules), dispatching_to(recorder.mode, recorder.factory.mode):
-                observer.run_root(stepped, fakes, {})
-            tape.outputs = tape.calls[0].outputs
-    finally:
-        tape.attribute_writes = model.restore(recorder.known_value)
-    tape.shape_env, tape.fake_mode = recorder.factory.shape_env, recorder.factory.mode
-    return tape, stepper.stretches
+    return run_recorded(observer, stepped, gm, args, {}), stepper.stretches
 
 
 class _Stepped(torch.nn.Module):
