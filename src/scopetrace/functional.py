@@ -15,7 +15,6 @@ import torch
 import torch.fx
 
 from scopetrace.errors import ScopetraceError
-from scopetrace.passes.differentiable import keep_old_values, spell_out_copies
 from scopetrace.passes.purity import assert_pure as assert_pure
 from scopetrace.passes.report import Alias, Mutation
 from scopetrace.passes.scatters import Form, lower_scatters
@@ -37,11 +36,8 @@ class Functionalized:
         self.graph_module: torch.fx.GraphModule = traced.graph_module
         """The pure graph: the tensors of the inputs in order as placeholders, a tuple of tensors as output."""
         tape = traced.tape
-        spell_out_copies(self.graph_module, tape.fake_mode)
         if lower_scatter is not None:
             lower_scatters(self.graph_module, lower_scatter, tape.fake_mode)
-        if tape.write_back is not None and any(op.grad for op in tape.ops):
-            keep_old_values(self.graph_module, {u.target.name for u in tape.write_back.updates})
         if level == "torch":
             name_torch_functions(self.graph_module, tape)
         assert_pure(self.graph_module)

@@ -252,6 +252,8 @@ def _values(op: Op, x: Any) -> list[Value]:
 
 def _link(op: Op, parent: Value, value: Value, slot: int | None) -> Link:
     """The way from `parent` to a result of a view op, with arguments that are no tensors."""
+    if value.fake is parent.fake:
+        return Link(parent)  # `x.to(x.dtype)` is x
     sized = _SIZED_BY_OTHER.get(op.target)
     if sized is not None:
         return Link(parent, sized, (list(value.fake.size()),))
