@@ -80,3 +80,7 @@ class CheckError(ScopetraceError, AssertionError):
 
 class UsageError(ScopetraceError):
     """A wrong argument on the command line; the message is one line that says what to write."""
+
+
+class DynamicShapeError(TraceError):
+    """`dynamic_shapes` does not fit the arguments, or the model fixes a size that was said to be dynamic."""

@@ -110,7 +110,7 @@ class Program:
             self._symbols.learn_number(part, node)
             return
         self._nodes[part] = node
-        if part.key is None and part.fake.layout is torch.strided:
+        if part.fake.layout is torch.strided and part.fake._has_symbolic_sizes_strides:
             self._symbols.learn_sizes(part.fake, node)
 
     def _take(self, node: torch.fx.Node, op: Op, how: Any, key: Any, part: Any) -> torch.fx.Node:

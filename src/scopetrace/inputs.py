@@ -38,6 +38,8 @@ def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forw
     for path, value, (_, tensor) in zip(tape.input_paths, tape.inputs, found, strict=True):
         _check_tensor(path, value.fake, tensor)
     tensors = [t for _, t in found]
+    if tape.sizes is not None:
+        tape.sizes.check(tape.input_paths, tensors)
     _check_sharing(tape, tensors)
     return tensors
 
@@ -63,13 +65,14 @@ def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 
 
 def _check_tensor(path: str, fake: torch.Tensor, tensor: torch.Tensor) -> None:
-    if tensor.shape != fake.shape:
-        for dim, (old, new) in enumerate(zip(fake.shape, tensor.shape, strict=False)):
-            if old != new and len(fake.shape) == len(tensor.shape):
+    if tensor.dim() != fake.dim():
+        raise InputMismatchError(f"{path}: traced with shape {list(fake.shape)}, called with {list(tensor.shape)}")
+    if fake._has_symbolic_sizes_strides or tensor.shape != fake.shape:
+        for dim, (old, new) in enumerate(zip(fake.shape, tensor.shape, strict=True)):
+            if isinstance(old, int) and old != new:
                 raise InputMismatchError(
                     f"{path}: dimension {dim} was {old} when traced and is {new} now; trace again for this size"
                 )
-        raise InputMismatchError(f"{path}: traced with shape {list(fake.shape)}, called with {list(tensor.shape)}")
     for what in ("dtype", "device", "layout"):
         old, new = getattr(fake, what), getattr(tensor, what)
         if old != new:

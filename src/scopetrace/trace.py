@@ -232,7 +232,9 @@ def trace(
         model: an `nn.Module`, a function, or a bound method of a module.
         args: positional arguments, as for the model; tensors on any device, the meta device too.
         kwargs: keyword arguments.
-        dynamic_shapes: not available yet; sizes are those of the arguments.
+        dynamic_shapes: which sizes may differ from call to call, in any of torch.export's forms: a dict by argument name
+            or a tuple, of dicts or lists of `Dim`, derived dims, `Dim.AUTO`, `Dim.DYNAMIC`, numbers or None. All other
+            sizes are those of the arguments. A call checks its sizes against what was captured.
         functional: True gives a graph in which no op writes, and `Trace.write_back` beside it; False keeps the ops as
             they ran.
         leaves: module classes, fqn patterns (`"layers.*.attn"`) and predicates `(module, fqn) -> bool`. A call of such
@@ -241,13 +243,14 @@ def trace(
         progress: called with (scope path, number of ops so far) at each module call.
 
     Raises:
+        DynamicShapeError: dynamic_shapes does not fit the arguments, or the model fixes a size that it names.
         FunctionalizationError: a mutation has no pure form (with functional=True).
         DataDependentError: Python needs a value that depends on the inputs (`if x.sum() > 0`).
         TraceError: for other things that cannot be recorded; it has one subclass for each.
         Exception: what the model itself raises.
     """
-    if dynamic_shapes is not None or specialize:
-        raise ScopetraceError("dynamic_shapes= and specialize= are not available in this version")
+    if specialize:
+        raise ScopetraceError("specialize= is not available in this version")
     arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    tape = record(model, arguments, kwargs or {}, leaves=leaves, progress=progress)
+    tape = record(model, arguments, kwargs or {}, dynamic_shapes=dynamic_shapes, leaves=leaves, progress=progress)
     return Trace(tape, functionalize(tape) if functional else tape, model)

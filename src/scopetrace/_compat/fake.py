@@ -17,9 +17,10 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
-    ShapeEnv,
     compute_unbacked_bindings,
 )
+
+from scopetrace._compat.shape_env import WatchedShapeEnv
 
 __all__ = ["FakeFactory", "FakeTensor"]
 
@@ -34,7 +35,7 @@ class FakeFactory:
     """Makes the fake tensors of one trace. All views of one real storage share one fake storage."""
 
     def __init__(self) -> None:
-        self.shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, trace_asserts=True)
+        self.shape_env = WatchedShapeEnv()
         self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, static_shapes=True)
         self.mode.fake_tensor_converter = _Converter(self)
         self._storages: dict[int, torch.UntypedStorage] = {}
@@ -51,6 +52,16 @@ class FakeFactory:
             self._keep.append(real)
             self._real_of.setdefault(storage_id(found), real)
         return found
+
+    def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:
+        """A fake of `real`, an input with memory of its own, with symbolic sizes and strides."""
+        with without_dispatch(), torch.no_grad():
+            fake = self.fresh(size, stride, real.dtype, real.device, real.requires_grad)
+        if not real.is_leaf:
+            self._leave_leaf(fake)
+        self._fakes[id(real)] = fake
+        self._keep.append(real)
+        return fake
 
     def real_of(self, fake: torch.Tensor) -> torch.Tensor | None:
         """The real tensor that was made fake with the memory of `fake`."""
@@ -88,7 +99,11 @@ class FakeFactory:
         self, base: torch.Tensor, size: Any, stride: Any, offset: int, device: torch.device, requires_grad: bool
     ) -> torch.Tensor:
         """A fake over the storage of `base`, with its version counter. Call inside `without_dispatch`."""
-        return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
+        if not base._has_symbolic_sizes_strides:
+            return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
+        with in_kernel_invocation_manager(self.mode):  # the kernel of the device takes no symbols, that of meta does
+            meta = torch.as_strided(base, size, stride, offset)
+        return self._wrap(meta, device, requires_grad)
 
     def give_history(self, fake: torch.Tensor) -> None:
         """Make a leaf that requires grad what autograd would have made: a result of an op."""

@@ -10,7 +10,9 @@ import torch.fx
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
+from torch.utils._sympy.symbol import SymT, symbol_is_type
 
+_UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -73,6 +75,18 @@ class SymbolNodes:
         self._nodes[symbol] = node
 
 
-def bare_number(number: Any) -> Any:
-    """The symbolic expression of a number, which compares and hashes without a guard."""
-    return number.node.expr
+def bare(numbers: Any) -> Any:
+    """A size, or a tuple of sizes, with expressions for symbolic ones: they compare and hash without a guard."""
+    if isinstance(numbers, (tuple, list)):
+        return tuple([n if type(n) is int else bare(n) for n in numbers])
+    return numbers.node.expr if isinstance(numbers, Symbolic) else numbers
+
+
+def surely_equal(a: Any, b: Any) -> bool:
+    """Whether two sizes are equal whatever the values of their symbols; asks nothing of the shape environment."""
+    return bool(bare(a) == bare(b) or (not (type(a) is int and type(b) is int) and sympy.simplify(bare(a) - bare(b)) == 0))
+
+
+def has_unbacked(expr: Any) -> bool:
+    """Whether an expression has a symbol whose value depends on data."""
+    return not isinstance(expr, int) and any(symbol_is_type(s, _UNBACKED) for s in expr.free_symbols)

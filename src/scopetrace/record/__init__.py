@@ -25,6 +25,7 @@ from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
 from scopetrace.record.observe import CallObserver, Progress
 from scopetrace.record.recorder import NeedsAutograd, Recorder
+from scopetrace.record.sizes import DynamicSizes, read_dynamic_shapes, refuse_shared, symbolic_strides
 from scopetrace.record.structure import leaves_with_path, map_structure, refuse_hidden
 from scopetrace.record.tape import Tape, Value
 
@@ -39,6 +40,7 @@ def record(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
+    dynamic_shapes: Any = None,
     leaves: Any = (),
     progress: Progress | None = None,
 ) -> Tape:
@@ -48,7 +50,7 @@ def record(
         model = Model(fn)
         recorder = Recorder(model, scopes.Scope("", model.type_name), exact_autograd=exact_autograd)
         observer = CallObserver(recorder, leaf_rule(leaves, model), progress)
-        return run_recorded(observer, fn, model.forward, args, kwargs)
+        return run_recorded(observer, fn, model.forward, args, kwargs, dynamic_shapes)
 
     return until_exact_enough(attempt)
 
@@ -80,11 +82,12 @@ def run_recorded(
     forward: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
+    dynamic_shapes: Any = None,
 ) -> Tape:
     """The tape of the observer's recorder after `fn(*args, **kwargs)`; `forward` names the arguments."""
     recorder = observer.recorder
     model, tape = recorder.model, recorder.tape
-    fake_args, fake_kwargs = _add_inputs(recorder, forward, args, kwargs)
+    fake_args, fake_kwargs = _add_inputs(recorder, forward, args, kwargs, dynamic_shapes)
     try:
         with python_random_state_kept(), explained(recorder), scopes.activate(recorder.state):
             with observing(observer, model.modules), dispatching_to(recorder.mode, recorder.factory.mode):
@@ -95,26 +98,56 @@ def run_recorded(
     finally:
         tape.attribute_writes = model.restore(recorder.known_value)
     tape.shape_env, tape.fake_mode = recorder.factory.shape_env, recorder.factory.mode
+    if tape.sizes is not None:
+        tape.sizes.refuse_fixed()
     return tape
 
 
 def _add_inputs(
-    recorder: Recorder, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    recorder: Recorder, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Placeholders for the tensors in the arguments, and the arguments with fake tensors in their place."""
     fakes: dict[int, torch.Tensor] = {}
     taken: set[str] = set()
+    dynamic = _dynamic_sizes(recorder, forward, args, kwargs, dynamic_shapes)
     for path, leaf in _named_leaves(forward, args, kwargs):
         if isinstance(leaf, torch.Tensor):
             fake = fakes.get(id(leaf))
             if fake is None:
-                fake = fakes[id(leaf)] = recorder.factory.from_real(leaf)
+                sizes = dynamic and dynamic.sizes_of(leaf, path, len(recorder.tape.inputs))
+                fake = fakes[id(leaf)] = _fake_input(recorder, leaf, sizes)
             recorder.add_input(_identifier(path, taken), fake)
             recorder.tape.input_paths.append(path)
     values = iter(recorder.tape.inputs)
     recorder.tape.args = map_structure(lambda _: next(values), (args, kwargs), torch.Tensor)
     faked: tuple[Any, Any] = map_structure(lambda t: fakes[id(t)], (args, kwargs), torch.Tensor)
     return faked
+
+
+def _fake_input(recorder: Recorder, real: torch.Tensor, sizes: list[Any] | None) -> torch.Tensor:
+    if sizes is None:
+        return recorder.factory.from_real(real)
+    return recorder.factory.symbolic(real, sizes, symbolic_strides(real, sizes))
+
+
+def _dynamic_sizes(
+    recorder: Recorder, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any
+) -> DynamicSizes | None:
+    if callable(getattr(spec, "dynamic_shapes", None)):  # ShapesCollection and AdditionalInputs of torch.export
+        spec = spec.dynamic_shapes(forward, args, kwargs)
+    if not spec:
+        return None
+    named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
+    specs = read_dynamic_shapes(spec, named, lambda: bound_arguments(forward, args, kwargs))
+    refuse_shared([t for t, _ in specs], [leaf for _, leaf in _named_leaves(forward, args, kwargs)])
+    dynamic = DynamicSizes(recorder.factory.shape_env, specs)
+    recorder.tape.sizes = dynamic.rules
+    return dynamic
+
+
+def bound_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by the names of forward's parameters, `*args` and `**kwargs` under their own."""
+    return dict(inspect.signature(forward).bind(*args, **kwargs).arguments)
 
 
 def _named_leaves(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

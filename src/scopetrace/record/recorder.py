@@ -18,6 +18,7 @@ import torch
 
 from scopetrace._compat import dispatch
 from scopetrace._compat.fake import FakeTensor, storage_id, without_dispatch
+from scopetrace._compat.symbols import bare, has_unbacked
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.record import results
 from scopetrace.record.constants import read_constant, reads_a_value
@@ -41,7 +42,7 @@ class NeedsAutograd(BaseException):
 class _OpFacts:
     """What the recorder needs to know of an op, looked up once."""
 
-    __slots__ = ("func", "has_dtype", "may_lie", "positions", "reads", "recipes", "repeatable", "written")
+    __slots__ = ("func", "has_dtype", "may_lie", "positions", "reads", "recipes", "repeatable", "squeezes", "written")
 
     def __init__(self, func: Any) -> None:
         self.func = func  # keeps its id from being used again
@@ -50,6 +51,7 @@ class _OpFacts:
         self.written = dispatch.written_arguments(func)
         self.positions = tuple((i, a.name) for i, a in enumerate(func._schema.arguments))
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in func._schema.arguments)
+        self.squeezes = func._schema.name.startswith("aten::squeeze")
         self.may_lie = any(name in ("running_mean", "batches", "weight_arr") for _, name in self.positions)
         self.recipes: dict[Any, results.Recipe] = {}
 
@@ -62,6 +64,7 @@ class Recorder(TapeWriter):
         self.exact = exact_autograd
         self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
         self.running: Any = None  # the op that torch runs now, for errors
+        self.factory.shape_env.place = self.where
         self._facts: dict[int, _OpFacts] = {}
         self._repeatable = True  # whether all arguments of the running op have keys
 
@@ -126,6 +129,11 @@ class Recorder(TapeWriter):
             key.append(kind)
             key.append(len(a))
             return kind([self._lift(item, inputs, key) for item in a])
+        if kind is torch.SymInt:
+            expr = bare(a)
+            key.append(expr)
+            self._repeatable = self._repeatable and not has_unbacked(expr)
+            return a
         if isinstance(a, torch.Tensor):
             value = self._by_id.get(id(a)) or self.value_of(a)
             inputs.append(value)
@@ -145,13 +153,15 @@ class Recorder(TapeWriter):
         given_args, given_kwargs = self._with_fakes(given)
         objects = [t for t in flat((given_args, given_kwargs)) if isinstance(t, torch.Tensor)]
         versions = [_version(t) for t in objects]
-        shapes = [(v, geometry_key(v.fake)) for v in _pick(facts.written, args, kwargs)]
+        shapes = [(v, geometry_key(v.fake), _layout(v.fake)) for v in _pick(facts.written, args, kwargs)]
         self.running = facts.func
         out = dispatch.run_op(facts.func, given_args, given_kwargs)
         self.running = None
-        for value, old in shapes:
+        if facts.squeezes and inputs[0].fake._has_symbolic_sizes_strides:
+            self._watch_squeeze(inputs[0].fake, args[1:])
+        for value, old, layout in shapes:
             if geometry_key(value.fake) != old or storage_id(value.fake) != value.storage:
-                self._freeze(value, *old)
+                self._freeze(value, *layout)
         written = self._written(facts, args, kwargs, secret, zip(inputs, objects, versions, strict=True))
         unbacked = self.factory.unbacked_bindings(out)
         if key is not None and not written and unbacked is None:
@@ -186,7 +196,13 @@ class Recorder(TapeWriter):
             return {name: self._with_fakes(item) for name, item in x.items()}
         return x
 
-    def _freeze(self, value: Value, offset: Any, size: Any, stride: Any, dtype: Any, *rest: Any) -> None:
+    def _watch_squeeze(self, t: torch.Tensor, dims: tuple[Any, ...]) -> None:
+        """Calls with size 1 would lose a dimension here."""
+        for d in flat(dims) if dims else range(t.dim()):
+            if isinstance(t.size(d), torch.SymInt):
+                self.factory.shape_env.take_for_more_than_one(t.size(d))
+
+    def _freeze(self, value: Value, offset: Any, size: Any, stride: Any, dtype: Any) -> None:
         """A tensor got another shape in place: what the tape says of it before that keeps the shape before."""
         changed = value.fake
         with without_dispatch(), torch.no_grad():
@@ -249,6 +265,10 @@ class Recorder(TapeWriter):
                 if isinstance(t, torch.Tensor):
                     return t.device.type
         return "cpu"
+
+
+def _layout(t: torch.Tensor) -> tuple[Any, ...]:
+    return (t.storage_offset(), t.size(), t.stride(), t.dtype) if t.layout is torch.strided else (0, t.size(), (), t.dtype)
 
 
 def _version(t: torch.Tensor) -> int:

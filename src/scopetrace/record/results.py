@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.fake import FakeFactory, FakeTensor
+from scopetrace._compat.symbols import bare, has_unbacked, surely_equal
 from scopetrace.record.tape import Value
 
 _NEVER = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -56,13 +57,16 @@ class Keys:
         self._numbers: dict[Any, int] = {}
 
     def of(self, fake: torch.Tensor) -> int | None:
-        """The key of a tensor; None for symbolic sizes and for layouts beyond plain strided memory."""
+        """The key of a tensor; None for sizes that depend on data, and for layouts beyond plain strided memory."""
         if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg() or type(fake) is not FakeTensor:
             return None
         size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
-        if type(offset) is not int or any(type(n) is not int for n in (*size, *stride)):
-            return None
-        facts = (size, stride, offset, fake.dtype, fake.device, fake.requires_grad, fake.untyped_storage().nbytes())
+        nbytes: Any = fake.untyped_storage().nbytes()
+        if fake._has_symbolic_sizes_strides:
+            size, stride, offset, nbytes = bare(size), bare(stride), bare(offset), bare(nbytes)
+            if any(has_unbacked(n) for n in (*size, *stride, offset)):
+                return None
+        facts = (size, stride, offset, fake.dtype, fake.device, fake.requires_grad, nbytes)
         return self._numbers.setdefault(facts, len(self._numbers))
 
 
@@ -94,11 +98,27 @@ def _learn_one(keys: Keys, inputs: list[Value], out: torch.Tensor) -> Fresh | Vi
         if value.storage == storage:
             if base.dtype != out.dtype or value.key is None:
                 return None
-            offset = int(out.storage_offset() - base.storage_offset())
+            offset = out.storage_offset() - base.storage_offset()
             return View(i, size, stride, offset, out.device, out.requires_grad, key)
-    if out.storage_offset() or out.untyped_storage().nbytes() != _bytes_spanned(out):
+    if out._has_symbolic_sizes_strides:
+        compact = surely_equal(out.storage_offset(), 0) and _is_dense(out)
+    else:
+        compact = out.storage_offset() == 0 and out.untyped_storage().nbytes() == _bytes_spanned(out)
+    if not compact:
         return None
     return Fresh(size, stride, out.dtype, out.device, out.requires_grad, key)
+
+
+def _is_dense(t: torch.Tensor) -> bool:
+    """Whether a tensor with symbolic sizes is laid out without gaps, by its expressions."""
+    reach: Any = 1
+    left = [(n, s) for n, s in zip(t.size(), t.stride(), strict=True) if not surely_equal(n, 1)]
+    while left:
+        found = next((i for i, (_, s) in enumerate(left) if surely_equal(s, reach)), None)
+        if found is None:
+            return False
+        reach = reach * left.pop(found)[0]
+    return True
 
 
 def _bytes_spanned(t: torch.Tensor) -> int:
@@ -122,7 +142,7 @@ def make(factory: FakeFactory, recipe: Fresh | View | Same, inputs: list[Value])
     base = inputs[recipe.base].fake
     if isinstance(recipe, Same):
         return base
-    offset = int(base.storage_offset()) + recipe.offset
+    offset = base.storage_offset() + recipe.offset
     return factory.view(base, recipe.size, recipe.stride, offset, recipe.device, recipe.requires_grad)
 
 

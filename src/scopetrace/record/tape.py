@@ -161,6 +161,8 @@ class Tape:
     modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
     """The modules behind `call_module` ops."""
     shape_env: Any = None
+    sizes: Any = None
+    """The rules of symbolic input sizes (`record.sizes`); None where all sizes are those of the example."""
     fake_mode: Any = None
     """The mode of the fake tensors, for passes that make more of them."""
     returned: list[Value] | None = None

@@ -8,6 +8,7 @@ import torch
 
 from scopetrace._compat.dispatch import unwrapped
 from scopetrace._compat.fake import FakeFactory, FakeTensor, storage_id, without_dispatch
+from scopetrace._compat.symbols import bare
 from scopetrace.errors import ForeignTensorError, UnsupportedOpError
 from scopetrace.record import results
 from scopetrace.record.frames import capture_frames, source_of
@@ -190,4 +191,4 @@ def geometry_key(t: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors of one storage that are the same view of it."""
     if t.layout is not torch.strided:
         return (id(t),)
-    return t.storage_offset(), t.size(), t.stride(), t.dtype, t.is_conj(), t.is_neg()
+    return bare(t.storage_offset()), bare(t.size()), bare(t.stride()), t.dtype, t.is_conj(), t.is_neg()

@@ -1,0 +1,196 @@
+"""Symbolic sizes: torch's ShapeEnv, watched for what it takes for true, and the forms of `dynamic_shapes`."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch._guards import Source
+from torch.export.dynamic_shapes import Dim, _DerivedDim, _DimHint, _DimHintType
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.reference import PythonReferenceAnalysis
+from torch.utils._sympy.solve import try_solve
+from torch.utils._sympy.value_ranges import ValueRanges
+
+_TORCH = f"{Path(torch.__file__).resolve().parent}/"
+_MACHINERY = (
+    *(_TORCH + path for path in ("fx/", "__init__.py", "_guards.py", "utils/")),
+    f"{Path(sympy.__file__).resolve().parent}/",
+)
+_OURS = f"{Path(__file__).resolve().parent.parent}/"
+
+Place = dict[str, str | None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fixed:
+    """A symbol that became a number or another symbol, and where."""
+
+    symbol: sympy.Symbol
+    value: sympy.Expr
+    place: Place
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumed:
+    """Python was told that `symbol` is not `value`, and went on accordingly."""
+
+    symbol: sympy.Symbol
+    value: int
+    place: Place
+
+
+class WatchedShapeEnv(ShapeEnv):
+    """A ShapeEnv that remembers where sizes got fixed, and where Python was told that a size is neither 0 nor 1.
+
+    torch takes every symbolic size for 2 or more. Its kernels do right for 0 and 1 too, but a branch of the model's
+    Python that such a size would take another way is gone from the graph.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, trace_asserts=True)
+        self.fixed: list[Fixed] = []
+        self.assumed: dict[tuple[sympy.Symbol, int], Assumed] = {}
+        self.smallest: dict[sympy.Symbol, int] = {}
+        """The least size of a symbol that a call may have, where that is 0 or 1."""
+        self.place: Callable[[], Place] = dict
+
+    def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
+        if a in self.smallest or not getattr(tgt, "is_number", False):
+            before = self.replacements.get(a)
+            super()._set_replacement(a, tgt, msg)
+            if self.replacements.get(a) != before:
+                self.fixed.append(Fixed(a, tgt, self.place()))
+            return
+        self.fixed.append(Fixed(a, tgt, self.place()))
+        super()._set_replacement(a, tgt, msg)
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the base's; remembers an answer that holds for sizes from 2 on only."""
+        answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+        if self.smallest and answer in (True, False, sympy.true, sympy.false):
+            self._compare_small(orig_expr, bool(answer))
+        return answer
+
+    def _compare_small(self, expr: Any, answer: bool) -> None:
+        for symbol in getattr(expr, "free_symbols", ()):
+            for value in range(self.smallest.get(symbol, 2), 2):
+                if (symbol, value) not in self.assumed and _asked_by_the_model() and self._differs(expr, symbol, value, answer):
+                    self.assumed[symbol, value] = Assumed(symbol, value, self.place())
+
+    def _differs(self, expr: Any, symbol: sympy.Symbol, value: int, answer: bool) -> bool:
+        """Whether the answer would be another one for this value, and the others as in the example."""
+        values = {s: self.backed_var_to_val.get(s) for s in expr.free_symbols} | {symbol: value}
+        if any(v is None for v in values.values()):
+            return False
+        try:
+            return bool(evaluated(expr, values)) != answer
+        except ZeroDivisionError:
+            return True
+
+    def take_for_more_than_one(self, size: Any) -> None:
+        """An op would drop a dimension of this size if it were 1, and did not."""
+        expr = size.node.expr
+        for symbol in expr.free_symbols:
+            if self.smallest.get(symbol, 2) < 2 and self._differs(sympy.Eq(expr, 1), symbol, 1, False):
+                self.assumed.setdefault((symbol, 1), Assumed(symbol, 1, self.place()))
+
+
+def _asked_by_the_model() -> bool:
+    """Whether Python took a truth value, and the nearest Python around is a model's, torch.nn included."""
+    frame = sys._getframe(3)  # above evaluate_expr
+    by_python = False  # C++ asks a SymNode for its truth, Python a SymBool
+    while frame.f_back is not None:
+        file = frame.f_code.co_filename
+        by_python = by_python or file == f"{_TORCH}__init__.py"
+        if not by_python and not file.startswith(_MACHINERY):
+            return False
+        if not file.startswith(_MACHINERY) and "<string>" not in file:
+            return not file.startswith((_TORCH, _OURS)) or file.startswith(_TORCH + "nn/")
+        frame = frame.f_back
+    return False
+
+
+@dataclasses.dataclass(frozen=True)
+class SizeSource(Source):
+    """Where a symbol comes from, for torch's messages."""
+
+    path: str
+
+    @property
+    def _name_template(self) -> str:
+        return self.path
+
+
+def new_symbol(env: WatchedShapeEnv, value: int, path: str, lower: int, upper: int | None) -> sympy.Symbol:
+    """A symbol for a size that is `value` in the example, between `lower` and `upper` in calls."""
+    limits = ValueRanges(max(2, lower), int_oo if upper is None else upper)
+    constraint = StrictMinMaxConstraint(warn_only=False, vr=limits)
+    symbol = env.create_symbol(value, SizeSource(path), DimDynamic.DYNAMIC, constraint)
+    if lower < 2:
+        env.smallest[symbol] = lower
+    return symbol
+
+
+def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:
+    """The SymInt of an expression, or the number that it is."""
+    return env.create_symintnode(sympy.sympify(expr), hint=value)
+
+
+def evaluated(expr: Any, values: dict[Any, int]) -> Any:
+    """The number or truth of an expression for values of its symbols."""
+    return sympy_interp(PythonReferenceAnalysis, values, expr)
+
+
+def solved(expr: Any, symbol: sympy.Symbol, value: int) -> int | None:
+    """The value of `symbol` that makes `expr` equal to `value`; None where no whole number does."""
+    found = try_solve(sympy.Eq(expr, value), symbol)
+    return None if found is None or not found[1].is_integer else int(found[1])
+
+
+@dataclasses.dataclass(frozen=True)
+class DimSpec:
+    """What `dynamic_shapes` says of one dimension."""
+
+    name: str | None
+    """The name of the `Dim`, or of the root of a derived one; None for `Dim.AUTO` and `Dim.DYNAMIC`."""
+    lower: int
+    upper: int | None
+    may_be_fixed: bool = False
+    """`Dim.AUTO`: the model decides whether it is dynamic."""
+    derive: Callable[[Any], Any] | None = None
+
+
+def read_dim(dim: Any) -> DimSpec | int | None:
+    """A dimension as torch.export's forms say it: a DimSpec; a number for a size that must be so; None for static.
+
+    Raises TypeError for what is none of torch's forms.
+    """
+    if dim is None or isinstance(dim, int):
+        return dim
+    if isinstance(dim, _DerivedDim):
+        root = dim.root
+        return DimSpec(root.__name__, root.min, _bounded(root.max), derive=dim.fn)
+    if isinstance(dim, Dim):
+        return DimSpec(dim.__name__, dim.min, _bounded(dim.max))
+    if isinstance(dim, _DimHint):
+        if dim.type is _DimHintType.STATIC:
+            return None
+        return DimSpec(None, dim.min or 0, _bounded(dim.max), may_be_fixed=dim.type is _DimHintType.AUTO)
+    raise TypeError(f"{dim!r} is none of None, int, Dim, Dim.AUTO, Dim.DYNAMIC, Dim.STATIC")
+
+
+def _bounded(upper: Any) -> int | None:
+    return None if upper is None or upper == int_oo or upper > sys.maxsize // 2 else int(upper)
+
+
+def root_symbol(name: str) -> sympy.Symbol:
+    """A free symbol to apply a derived dimension's rule to."""
+    return sympy.Symbol(name, integer=True)
