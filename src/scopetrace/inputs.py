@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -115,10 +115,17 @@ class Boundary:
         """The result of the program, from what the graph gave; what the program changes outside is changed."""
         count = len(given(self.tape))
         program, found = self.tape.write_back, values[:count]
-        results = iter(found if program is None else program.run(tensors, self.state.held, found))
+        results = iter(
+            found if program is None else program.run(tensors, self.state.held, found, self._number(tensors))
+        )
         out = map_structure(lambda _: next(results), self.tape.outputs, (Value, *Symbolic))
         self.state.write(iter(values[count:]))
         return out
+
+    def _number(self, tensors: Sequence[torch.Tensor]) -> Callable[[Any], Any]:
+        """Gives the value of a symbolic size in a call with these inputs."""
+        rules = self.tape.sizes
+        return (lambda n: n) if rules is None else rules.numbers(self.tape.input_paths, tensors)
 
 
 class LiveState:

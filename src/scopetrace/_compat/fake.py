@@ -55,6 +55,7 @@ class FakeFactory:
 
     def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:
         """A fake of `real`, an input with memory of its own, with symbolic sizes and strides."""
+        self.mode.cache_enabled = False  # its book-keeping costs more than it saves where sizes are symbolic
         with without_dispatch(), torch.no_grad():
             fake = self.fresh(size, stride, real.dtype, real.device, real.requires_grad)
         if not real.is_leaf:

@@ -82,7 +82,11 @@ class WatchedShapeEnv(ShapeEnv):
     def _compare_small(self, expr: Any, answer: bool) -> None:
         for symbol in getattr(expr, "free_symbols", ()):
             for value in range(self.smallest.get(symbol, 2), 2):
-                if (symbol, value) not in self.assumed and _asked_by_the_model() and self._differs(expr, symbol, value, answer):
+                if (
+                    (symbol, value) not in self.assumed
+                    and _asked_by_the_model()
+                    and self._differs(expr, symbol, value, answer)
+                ):
                     self.assumed[symbol, value] = Assumed(symbol, value, self.place())
 
     def _differs(self, expr: Any, symbol: sympy.Symbol, value: int, answer: bool) -> bool:

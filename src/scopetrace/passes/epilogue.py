@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.symbols import Symbolic, bare
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Region
 from scopetrace.passes.write_back import (
@@ -27,7 +28,6 @@ from scopetrace.record.structure import leaves
 from scopetrace.record.tape import Op, Tape, Value
 
 _aten = torch.ops.aten
-Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 def attach(old: Tape, new: Tape, regions: dict[int, Region], read: Callable[[Value], Value]) -> None:
@@ -142,7 +142,7 @@ class _Builder:
     def _plain(self, old: Value, present: Value) -> FromGraph:
         new = self.read(old) if present is old else present
         stride = tuple(old.fake.stride()) if old.fake.layout is torch.strided else None
-        moved = stride is not None and new.fake.stride() != old.fake.stride() and new.fake.numel() > 0
+        moved = stride is not None and bare(new.fake.stride()) != bare(stride) and bare(new.fake.numel()) != 0
         owners = self._storages.setdefault(new.storage, [])
         if not owners and new.storage != old.storage and self._is_inputs(new.storage):
             owners.append(new.storage)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.dispatch import auto_functionalized
+from scopetrace._compat.symbols import bare, surely_equal
 from scopetrace.passes.geometry import Geometry, relate
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
@@ -109,7 +110,7 @@ class Functionalizer(Rewriter):
         region = self.regions[target.storage]
         if new.fake.dtype != target.fake.dtype:
             new = self.emitter.run(origin, _aten._to_copy.default, (new,), {"dtype": target.fake.dtype})
-        if tuple(new.fake.size()) != tuple(target.fake.size()):
+        if not all(map(surely_equal, new.fake.size(), target.fake.size())) or new.fake.dim() != target.fake.dim():
             returned = [v for v in op.values() if v.storage == target.storage]
             if len(region.roots) > 1 or region.same(target) not in region.roots or self._is_outside(region):
                 raise refusal("out= resizes a tensor that others share memory with", op)
@@ -139,7 +140,7 @@ class Functionalizer(Rewriter):
         if new.fake.dtype != target.fake.dtype or new.fake.device != target.fake.device:
             to = {"dtype": target.fake.dtype, "device": target.fake.device}
             new = self.emitter.run(origin, _aten._to_copy.default, (new,), to)
-        if list(new.fake.size()) != size:
+        if bare(new.fake.size()) != bare(size):
             new = self.emitter.run(origin, _aten.expand.default, (new, size), {})
         self._assign(op, target, new)
         self._rename(op, target, op.outputs)

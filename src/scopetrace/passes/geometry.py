@@ -25,6 +25,8 @@ class Geometry:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
+    exact: bool = True
+    """False: the numbers are those of the example, and other calls have others."""
 
     def positions(self) -> torch.Tensor:
         """The position of each element, in row-major order: int64[numel]."""
@@ -110,8 +112,8 @@ class Slice(Relation):
     """Some indices of one dimension."""
 
     dim: int
-    start: int
-    end: int
+    start: Any
+    end: Any
     step: int
 
     def take(self, emit: Emit, base: Any) -> Any:

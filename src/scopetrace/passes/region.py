@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.symbols import bare, example
 from scopetrace.passes.emitter import Emitter
 from scopetrace.passes.geometry import Geometry, Positions, Relation, index_in, relate
 from scopetrace.passes.overwrite import OVERWRITE
 from scopetrace.passes.refusal import refusal
+from scopetrace.passes.view_ops import relate_by_op
 from scopetrace.record.tape import Op, Value
 
 _aten = torch.ops.aten
@@ -217,7 +219,14 @@ class Region:
         return put
 
     def _relation(self, view: Value, parent: Value, op: Op) -> Relation:
-        found = relate(geometry_of(parent), geometry_of(view))
+        base, part = geometry_of(parent), geometry_of(view)
+        if base.exact and part.exact:
+            found = relate(base, part)
+        else:
+            link = self.links[view]
+            found = relate_by_op(link.func, link.args, link.slot, parent.fake, view.fake)
+            if found is None:
+                raise refusal("a view with symbolic sizes that has no inverse", op)
         if found is None:
             raise refusal("a view that reaches memory outside of the tensor that it was made from", op)
         return found
@@ -229,6 +238,8 @@ class Region:
         for root in self.roots:
             if root not in self._now:
                 self._bring(root)
+        if not all(geometry_of(r).exact for r in self.roots):
+            raise refusal("tensors with symbolic sizes share the memory that is written", writer)
         emit = self._emitter.bound(writer)
         positions = [geometry_of(r).positions() for r in self.roots]
         rows = [emit(_aten.reshape.default, self._now[r][0], [-1]) for r in self.roots]
@@ -246,11 +257,17 @@ class Region:
 def geometry_of(value: Value) -> Geometry:
     """Where a value of the recorded tape lies in its storage."""
     fake = value.fake
+    if fake._has_symbolic_sizes_strides:
+        try:
+            sizes, strides = tuple(map(example, fake.size())), tuple(map(example, fake.stride()))
+            return Geometry(sizes, strides, example(value.offset), exact=False)
+        except ValueError:
+            raise refusal("memory whose size depends on data is written", value.op) from None
     return Geometry(tuple(fake.size()), tuple(fake.stride()), int(value.offset))
 
 
 def _geometry(fake: torch.Tensor) -> tuple[Any, ...]:
-    return tuple(fake.size()), tuple(fake.stride()), fake.dtype
+    return bare(fake.size()), bare(fake.stride()), fake.dtype
 
 
 Inverse = Callable[[Any, Any, Any, Link], Any]

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.symbols import bare
 from scopetrace.passes import epilogue
 from scopetrace.passes.emitter import Emitter
 from scopetrace.passes.refusal import refusal
@@ -269,4 +270,6 @@ def _link(op: Op, parent: Value, value: Value, slot: int | None) -> Link:
 
 def _alike(old: Value, new: Value) -> bool:
     a, b = old.fake, new.fake
-    return old is new or (a.dtype == b.dtype and a.size() == b.size() and a.stride() == b.stride())
+    return old is new or (
+        a.dtype == b.dtype and bare(a.size()) == bare(b.size()) and bare(a.stride()) == bare(b.stride())
+    )

@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.symbols import Symbolic
+
+Number = Callable[[Any], Any]
+
 
 @dataclasses.dataclass(frozen=True)
 class Given:
@@ -57,8 +61,9 @@ class ViewStep:
     kwargs: dict[str, Any]
     slot: int | None
 
-    def __call__(self, base: torch.Tensor) -> torch.Tensor:
-        out = self.op(base, *self.args, **self.kwargs)
+    def __call__(self, base: torch.Tensor, number: Number) -> torch.Tensor:
+        """The view of `base`. `number` gives the value of a symbolic size in this call."""
+        out = self.op(base, *resolved(self.args, number), **resolved(self.kwargs, number))
         found: torch.Tensor = out if self.slot is None else out[self.slot]
         return found
 
@@ -140,15 +145,19 @@ class WriteBack:
         inputs: Sequence[torch.Tensor],
         held: Callable[[str], torch.Tensor],
         values: Sequence[torch.Tensor],
+        number: Number,
     ) -> list[torch.Tensor]:
-        """Carry it out: `values` are what the graph gave, `held` looks up the graph module's tensors."""
-        machine = _Machine(inputs, held, values)
+        """Carry it out: `values` are what the graph gave, `held` looks up the graph module's tensors.
+
+        `number` gives the value of a symbolic size in this call.
+        """
+        machine = _Machine(inputs, held, values, number)
         fresh = {s: machine.get(s) for s in self._fresh()}
         machine.ready = fresh
         for update in self.updates:
             target = machine.get(update.target)
             if isinstance(update, ChangeShape):
-                update.step(target)
+                update.step(target, number)
             elif isinstance(update, SetTo):
                 with torch.no_grad():
                     target.set_(machine.get(update.value))  # type: ignore[call-overload]
@@ -171,8 +180,8 @@ class WriteBack:
 
 
 class _Machine:
-    def __init__(self, inputs: Any, held: Any, values: Any) -> None:
-        self.inputs, self.held, self.values = inputs, held, values
+    def __init__(self, inputs: Any, held: Any, values: Any, number: Number) -> None:
+        self.inputs, self.held, self.values, self.number = inputs, held, values, number
         self.ready: dict[FromGraph, torch.Tensor] = {}
         self.results: list[torch.Tensor] = []
 
@@ -188,15 +197,25 @@ class _Machine:
         if isinstance(source, ViewOf):
             view = self.get(source.base)
             for step in source.steps:
-                view = step(view)
+                view = step(view, self.number)
             return view
         if source in self.ready:
             return self.ready[source]
-        return _laid_out(self.values[source.index], source)
+        return _laid_out(self.values[source.index], source, self.number)
 
 
-def _laid_out(value: torch.Tensor, source: FromGraph) -> torch.Tensor:
-    if source.stride is not None and value.stride() != source.stride:
-        moved = torch.empty_strided(value.size(), source.stride, dtype=value.dtype, device=value.device)
+def resolved(x: Any, number: Number) -> Any:
+    """`x` with numbers for the symbolic sizes in it."""
+    if isinstance(x, (list, tuple)):
+        return type(x)([resolved(item, number) for item in x])
+    if isinstance(x, dict):
+        return {name: resolved(item, number) for name, item in x.items()}
+    return number(x) if isinstance(x, Symbolic) else x
+
+
+def _laid_out(value: torch.Tensor, source: FromGraph, number: Number) -> torch.Tensor:
+    stride = resolved(source.stride, number)
+    if stride is not None and value.stride() != stride:
+        moved = torch.empty_strided(value.size(), stride, dtype=value.dtype, device=value.device)
         return moved.copy_(value)
     return value.clone() if source.copy else value

@@ -268,7 +268,9 @@ class Recorder(TapeWriter):
 
 
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:
-    return (t.storage_offset(), t.size(), t.stride(), t.dtype) if t.layout is torch.strided else (0, t.size(), (), t.dtype)
+    return (
+        (t.storage_offset(), t.size(), t.stride(), t.dtype) if t.layout is torch.strided else (0, t.size(), (), t.dtype)
+    )
 
 
 def _version(t: torch.Tensor) -> int:

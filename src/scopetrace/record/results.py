@@ -112,7 +112,7 @@ def _learn_one(keys: Keys, inputs: list[Value], out: torch.Tensor) -> Fresh | Vi
 def _is_dense(t: torch.Tensor) -> bool:
     """Whether a tensor with symbolic sizes is laid out without gaps, by its expressions."""
     reach: Any = 1
-    left = [(n, s) for n, s in zip(t.size(), t.stride(), strict=True) if not surely_equal(n, 1)]
+    left = [(n, s) for n, s in zip(t.size(), t.stride(), strict=True) if not (type(n) is int and n == 1)]
     while left:
         found = next((i for i, (_, s) in enumerate(left) if surely_equal(s, reach)), None)
         if found is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from scopetrace._compat.shape_env import (
     solved,
     symint,
 )
+from scopetrace._compat.symbols import bare
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 from scopetrace.record.structure import open_container
 
@@ -83,6 +84,11 @@ class SizeRules:
             if len(known) == len(guard.expr.free_symbols) and not evaluated(guard.expr, known):
                 said = ", ".join(f"{self._place(s)} is {v}" for s, v in known.items())
                 raise InputMismatchError(f"{said}: the trace holds for {self._say(guard.expr)}; trace again")
+
+    def numbers(self, paths: list[str], tensors: Sequence[torch.Tensor]) -> Callable[[Any], Any]:
+        """A function from symbolic numbers to their values in a call with these inputs."""
+        values = self._bind(paths, {(i, d): tensors[i].size(d) for i, d, _ in self.dims})
+        return lambda number: evaluated(bare(number), values)
 
     def _bind(self, paths: list[str], sizes: dict[tuple[int, int], int]) -> dict[Any, int]:
         values: dict[Any, int] = {}
@@ -167,7 +173,9 @@ class DynamicSizes:
         if spec.derive is not None and spec.name is not None:
             found = solved(spec.derive(root_symbol(spec.name)), root_symbol(spec.name), value)
             if found is None:
-                raise DynamicShapeError(f"{where} is {value} in the example, which is not of the form that it must have")
+                raise DynamicShapeError(
+                    f"{where} is {value} in the example, which is not of the form that it must have"
+                )
             root = found
         symbol = self._symbol(spec, root, where)
         return symbol if spec.derive is None or symbol is None else spec.derive(symbol)
@@ -218,7 +226,9 @@ def read_dynamic_shapes(
                 raise DynamicShapeError(f"dynamic_shapes names {name!r}; the arguments are {', '.join(table)}")
         pairs = [(name, table[name], s) for name, s in spec.items()]
     else:
-        raise DynamicShapeError(f"dynamic_shapes is a {type(spec).__name__}: pass a dict or a tuple, as to torch.export")
+        raise DynamicShapeError(
+            f"dynamic_shapes is a {type(spec).__name__}: pass a dict or a tuple, as to torch.export"
+        )
     return [found for name, a, s in pairs for found in _walk(a, s, name)]
 
 
