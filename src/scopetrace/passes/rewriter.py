@@ -234,7 +234,7 @@ class Rewriter:
                 if a is not b:
                     self.map[a] = b
                 continue
-            parent = next((v for v in op.inputs() if v.storage == a.storage), None)
+            parent = _parent(op, a)
             if parent is not None and op.kind == "call_function":
                 slot = a.slot if several else None
                 region.links[a] = _link(op, parent, a, slot)
@@ -250,8 +250,16 @@ def _values(op: Op, x: Any) -> list[Value]:
     return [v for v in flat(x) if isinstance(v, Value)]
 
 
+def _parent(op: Op, value: Value) -> Value | None:
+    """The input whose memory a result is in: the very tensor if it is one, else the first."""
+    inside = [v for v in op.inputs() if v.storage == value.storage]
+    return next((v for v in inside if v.fake is value.fake), inside[0] if inside else None)
+
+
 def _link(op: Op, parent: Value, value: Value, slot: int | None) -> Link:
     """The way from `parent` to a result of a view op, with arguments that are no tensors."""
+    if value.fake is parent.fake:  # as `x.to(x.dtype)` gives x itself, shape changes included
+        return Link(parent)
     sized = _SIZED_BY_OTHER.get(op.target)
     if sized is not None:
         return Link(parent, sized, (list(value.fake.size()),))
