@@ -11,6 +11,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from scopetrace import meta
 from scopetrace.errors import FunctionalizationError, InputMismatchError, ScopetraceError
 from scopetrace.functional import assert_pure, functional_backend, functionalize
 
@@ -568,3 +569,45 @@ def test_inductor_behind_the_wrapper():
     actual = torch.compile(fn, backend=functional_backend(compile_fx))(x)
     assert actual is x
     torch.testing.assert_close(actual, expected)  # Inductor alone zeroes what the windows leave out
+
+
+class _Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(3, 3)
+
+    def forward(self, x):
+        return self.fc(x).relu_()
+
+
+@pytest.mark.parametrize("level", ["aten", "torch"])
+def test_scopes_are_those_of_the_modules_that_dynamo_went_through(level):
+    graphs = []
+
+    def backend(gm, example_inputs):
+        made = functionalize(gm, example_inputs, level=level)
+        graphs.extend((meta.scope_path(n), n.name) for n in made.graph_module.graph.nodes if n.op.startswith("call"))
+        return made
+
+    torch.compile(nn.Sequential(_Layer(), _Layer()), backend=backend)(torch.randn(2, 3))
+    assert [path.split("/", 1)[1] for path, _ in graphs] == [
+        "_Layer[0]/Linear[fc]",
+        "_Layer[0]",
+        "_Layer[1]/Linear[fc]",
+        "_Layer[1]",
+    ]
+
+
+@pytest.mark.parametrize("level", ["aten", "torch"])
+def test_refusals_cite_the_line_of_the_model_and_not_of_generated_code(level):
+    def f(x):
+        v = torch.as_strided(x, (2, 2), (1, 1))
+        v.add_(1)
+        return v
+
+    def backend(gm, example_inputs):
+        return functionalize(gm, example_inputs, level=level)
+
+    with pytest.raises(Exception, match=r"no pure form") as caught:
+        torch.compile(f, backend=backend)(torch.zeros(4))
+    assert "test_functionalize.py" in str(caught.value) and "v.add_(1)" in str(caught.value)

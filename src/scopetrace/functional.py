@@ -15,14 +15,13 @@ import torch
 import torch.fx
 
 from scopetrace.errors import ScopetraceError
-from scopetrace.passes.differentiable import keep_old_values, spell_out_copies
 from scopetrace.passes.purity import assert_pure as assert_pure
 from scopetrace.passes.report import Alias, Mutation
 from scopetrace.passes.scatters import Form, lower_scatters
-from scopetrace.passes.torchlevel import torch_level_tapes
+from scopetrace.passes.torchlevel import aten_tapes, torch_level_tapes
 from scopetrace.passes.torchlevel.names import name_torch_functions
 from scopetrace.passes.write_back import WriteBack
-from scopetrace.trace import Trace, trace
+from scopetrace.trace import Trace
 
 Level = Literal["aten", "torch"]
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
@@ -37,11 +36,8 @@ class Functionalized:
         self.graph_module: torch.fx.GraphModule = traced.graph_module
         """The pure graph: the tensors of the inputs in order as placeholders, a tuple of tensors as output."""
         tape = traced.tape
-        spell_out_copies(self.graph_module, tape.fake_mode)
         if lower_scatter is not None:
             lower_scatters(self.graph_module, lower_scatter, tape.fake_mode)
-        if tape.write_back is not None and any(op.grad for op in tape.ops):
-            keep_old_values(self.graph_module, {u.target.name for u in tape.write_back.updates})
         if level == "torch":
             name_torch_functions(self.graph_module, tape)
         assert_pure(self.graph_module)
@@ -103,7 +99,8 @@ def functionalize(
         example_inputs: its positional arguments; tensors on any device, or fake tensors with concrete sizes.
         level: the vocabulary of the result. `"aten"`: ATen ops. `"torch"`: the functions and methods of `gm` where they
             do not mutate, their pure twins where they do; what no torch function says is an ATen op.
-        lower_scatter: the form of writes into a part of a tensor, for compilers that do not know all: `"slice_scatter"`,
+        lower_scatter: the form of writes into a part of a tensor, for compilers that do not know all:
+            `"slice_scatter"`,
             `"index_put"`, `"where"` or `"cat"`. None leaves each as it is.
 
     Raises:
@@ -114,13 +111,8 @@ def functionalize(
     if lower_scatter is not None and lower_scatter not in get_args(Form):
         raise ScopetraceError(f"lower_scatter={lower_scatter!r}: must be one of {', '.join(map(repr, get_args(Form)))}")
     args = tuple(example_inputs)
-    if hasattr(gm, "real_recompile"):
-        gm.real_recompile()  # type: ignore[operator]  # Dynamo's put this off to their first call, which must not be while they are recorded
-    return Functionalized(trace(gm, args) if level == "aten" else _trace_torch(gm, args), level, lower_scatter)
-
-
-def _trace_torch(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> Trace:
-    return Trace(*torch_level_tapes(gm, args), gm)
+    recorded, pure = aten_tapes(gm, args) if level == "aten" else torch_level_tapes(gm, args)
+    return Functionalized(Trace(recorded, pure, gm), level, lower_scatter)
 
 
 def functional_backend(

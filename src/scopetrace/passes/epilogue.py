@@ -44,7 +44,9 @@ class _Builder:
         self.returned: list[Any] = []
         self._outputs = leaves(old.outputs, (Value, *Symbolic))
         self._first: dict[int, int] = {}
-        self._storages: dict[int, int] = {}  # new storage of a result -> the old one
+        self._storages: dict[
+            int, list[int]
+        ] = {}  # new storage of results -> the old ones: each but the first gets a copy
         self.outside: dict[Value, Given | Held] = {}
         for op in old.ops:
             if op.kind == "placeholder":
@@ -141,9 +143,12 @@ class _Builder:
         new = self.read(old) if present is old else present
         stride = tuple(old.fake.stride()) if old.fake.layout is torch.strided else None
         moved = stride is not None and new.fake.stride() != old.fake.stride() and new.fake.numel() > 0
-        owner = self._storages.setdefault(new.storage, old.storage)
-        shared = owner != old.storage or (new.storage != old.storage and self._is_inputs(new.storage))
-        return self._give(new, stride if moved else None, copy=shared)
+        owners = self._storages.setdefault(new.storage, [])
+        if not owners and new.storage != old.storage and self._is_inputs(new.storage):
+            owners.append(new.storage)
+        if old.storage not in owners:
+            owners.append(old.storage)
+        return self._give(new, stride if moved else None, owners.index(old.storage))
 
     def _is_inputs(self, storage: int) -> bool:
         return any(v.storage == storage for v in self.outside)
@@ -164,7 +169,7 @@ class _Builder:
             )
         return root, tuple(reversed(steps))
 
-    def _give(self, value: Any, stride: tuple[int, ...] | None = None, *, copy: bool = False) -> FromGraph:
+    def _give(self, value: Any, stride: tuple[int, ...] | None = None, copy: int = 0) -> FromGraph:
         for i, known in enumerate(self.returned):
             if known is value:
                 return FromGraph(i, stride, copy)

@@ -56,7 +56,7 @@ class Functionalizer(Rewriter):
         if func is _aten.fill_diagonal_.default:
             self._fill_diagonal(op)
             return
-        if func is _aten.copy_.default and any(v.fake.requires_grad for v in op.inputs()):
+        if func is _aten.copy_.default:
             self._copy(op)
             return
         if twin is None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from scopetrace.errors import FunctionalizationError
-from scopetrace.record.frames import user_line
-from scopetrace.record.tape import Op, walk_frames
+from scopetrace.record.frames import source_of
+from scopetrace.record.tape import Op
 
 
 def refusal(problem: str, op: Op) -> FunctionalizationError:
@@ -13,6 +13,6 @@ def refusal(problem: str, op: Op) -> FunctionalizationError:
         f"no pure form: {problem}",
         op=str(op.target),
         module=str(op.scope),
-        source=user_line(walk_frames(op.frames)),
+        source=source_of(op.frames),
         hint="write it out of place, or trace with functional=False to keep the mutation",
     )

@@ -6,9 +6,9 @@ import dataclasses
 
 import torch
 
-from scopetrace.record.frames import user_line
+from scopetrace.record.frames import source_of
 from scopetrace.record.structure import leaves_with_path
-from scopetrace.record.tape import Op, Tape, Value, walk_frames
+from scopetrace.record.tape import Op, Tape, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ def mutations(tape: Tape) -> list[Mutation]:
 
 
 def _mutation(name: str, kind: str, what: str, op: Op) -> Mutation:
-    return Mutation(name, kind, what, str(op.target), str(op.scope), user_line(walk_frames(op.frames)))
+    return Mutation(name, kind, what, str(op.target), str(op.scope), source_of(op.frames))
 
 
 def _outside(tape: Tape) -> dict[int, list[tuple[str, str, Value]]]:

@@ -37,11 +37,11 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class FromGraph:
-    """The `index`-th value that the graph gives. `stride`: laid out so; `copy`: in memory of its own."""
+    """The `index`-th value that the graph gives. `stride`: laid out so; `copy`: above 0, that copy of it."""
 
     index: int
     stride: tuple[int, ...] | None = None
-    copy: bool = False
+    copy: int = 0
 
     def __str__(self) -> str:
         layout = f" with strides {list(self.stride)}" if self.stride is not None else ""
@@ -143,7 +143,7 @@ class WriteBack:
     ) -> list[torch.Tensor]:
         """Carry it out: `values` are what the graph gave, `held` looks up the graph module's tensors."""
         machine = _Machine(inputs, held, values)
-        fresh = {s.index: machine.get(s) for s in self._fresh()}
+        fresh = {s: machine.get(s) for s in self._fresh()}
         machine.ready = fresh
         for update in self.updates:
             target = machine.get(update.target)
@@ -173,7 +173,7 @@ class WriteBack:
 class _Machine:
     def __init__(self, inputs: Any, held: Any, values: Any) -> None:
         self.inputs, self.held, self.values = inputs, held, values
-        self.ready: dict[int, torch.Tensor] = {}
+        self.ready: dict[FromGraph, torch.Tensor] = {}
         self.results: list[torch.Tensor] = []
 
     def get(self, source: Source) -> torch.Tensor:
@@ -190,8 +190,8 @@ class _Machine:
             for step in source.steps:
                 view = step(view)
             return view
-        if source.index in self.ready:
-            return self.ready[source.index]
+        if source in self.ready:
+            return self.ready[source]
         return _laid_out(self.values[source.index], source)
 
 

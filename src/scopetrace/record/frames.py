@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import re
 import sys
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -49,6 +50,8 @@ _lines: dict[tuple[CodeType, int], str] = {}
 
 def format_stack(frames: Frames) -> str | None:
     """The frames named `forward`, as torch.export writes a node's `stack_trace`; None when there is none."""
+    if isinstance(frames, str):
+        return frames
     found = [_format(f) for f in walk_frames(frames) if f[0].co_name == "forward"]
     return "\n  ".join(found) if found else None
 
@@ -63,6 +66,18 @@ def _format(frame: tuple[CodeType, int]) -> str:
             text += f"\n    {source}"
         _lines[frame] = text
     return text
+
+
+def source_of(frames: Frames) -> str | None:
+    """The innermost line outside torch where an op or call was made."""
+    if not isinstance(frames, str):
+        return user_line(walk_frames(frames))
+    lines = [line.strip() for line in frames.splitlines()]
+    last = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=None)
+    if last is None:
+        return None
+    where = re.sub(r'^File "(.*)", line (\d+), (in .*)$', r"\1:\2, \3", lines[last])
+    return ": ".join([where, *lines[last + 1 : last + 2]])
 
 
 def user_line(frames: list[tuple[CodeType, int]]) -> str | None:

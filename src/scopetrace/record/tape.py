@@ -17,7 +17,9 @@ import torch
 from scopetrace.record.structure import leaves
 from scopetrace.scopes import Scope
 
-Frames = tuple[Any, ...]  # a linked list: (outer frames | (), ((code, line), ...)), outermost first
+Frames = tuple[Any, ...] | str
+"""Where an op was called: a linked list, (outer frames | (), ((code, line), ...)), outermost first; or a stack trace
+as text, for ops of a graph that has it on its nodes."""
 
 
 class Value:
@@ -197,9 +199,12 @@ def flat(x: Any) -> list[Any]:
 
 
 def walk_frames(frames: Frames) -> list[tuple[CodeType, int]]:
-    """The frames of an op or call, outermost first."""
+    """The frames of an op or call, outermost first; none of a stack trace that is text."""
+    if isinstance(frames, str):
+        return []
     parts: list[tuple[tuple[CodeType, int], ...]] = []
-    while frames:
-        parts.append(frames[1])
-        frames = frames[0]
+    linked: tuple[Any, ...] = frames
+    while linked:
+        parts.append(linked[1])
+        linked = linked[0]
     return [frame for part in reversed(parts) for frame in part]

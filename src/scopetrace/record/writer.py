@@ -10,9 +10,9 @@ from scopetrace._compat.dispatch import unwrapped
 from scopetrace._compat.fake import FakeFactory, FakeTensor, storage_id, without_dispatch
 from scopetrace.errors import ForeignTensorError, UnsupportedOpError
 from scopetrace.record import results
-from scopetrace.record.frames import capture_frames, user_line
+from scopetrace.record.frames import capture_frames, source_of
 from scopetrace.record.model import Model
-from scopetrace.record.tape import Call, Frames, Op, Tape, Value, walk_frames
+from scopetrace.record.tape import Call, Frames, Op, Tape, Value
 from scopetrace.scopes import Scope, TracingState
 
 _aten = torch.ops.aten
@@ -190,7 +190,7 @@ class TapeWriter:
     def where(self, frames: Frames | None = None) -> dict[str, str | None]:
         """`module` and `source` for an error that is raised now."""
         found = self.frames() if frames is None else frames
-        return {"module": str(self.state.current_scope), "source": user_line(walk_frames(found))}
+        return {"module": str(self.state.current_scope), "source": source_of(found)}
 
 
 def geometry_key(t: torch.Tensor) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Tapes without mutation of torch-level graphs, in the vocabulary of the graph."""
+"""Tapes without mutation of graphs that are there already, in ATen ops or in the vocabulary of the graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch.fx
 
 from scopetrace.errors import FunctionalizationError
-from scopetrace.passes.functionalize import Functionalizer
+from scopetrace.passes.functionalize import Functionalizer, functionalize
 from scopetrace.passes.overlap import refuse_overlap
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.torchlevel.lift import lift
@@ -18,12 +18,21 @@ from scopetrace.record.tape import Op, Tape
 from scopetrace.record.twins import draws_differ
 
 
+def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, Tape]:
+    """`gm(*args)` as recorded, and without mutation, in ATen ops.
+
+    Raises FunctionalizationError for what cannot be said in pure ops.
+    """
+    tape, _ = record_steps(gm, args, with_trials=False)
+    return tape, functionalize(tape)
+
+
 def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, Tape]:
     """`gm(*args)` as recorded, and without mutation: with `Step`s, and ATen ops where none says it.
 
     Raises FunctionalizationError for what cannot be said in pure ops.
     """
-    tape, stretches = record_steps(gm, args)
+    tape, stretches = record_steps(gm, args, with_trials=True)
     lifted, origin = lift(tape, stretches)
     if not any(op.writes for op in lifted.ops):
         return tape, lifted
@@ -35,20 +44,12 @@ def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[
 
 
 def _placed(error: FunctionalizationError, stretch: Stretch | None) -> FunctionalizationError:
-    """The error with the node's own source line, which the graph has and its execution does not."""
+    """The error, said of the node."""
     if stretch is None:
         return error
-    source = line_of(stretch.node) or error.source
     hint = "write it out of place, or run this part eagerly (torch.compiler.disable)"
     op = f"{error.op} (node {stretch.node.name})"
-    return FunctionalizationError(error.problem, op=op, module=error.module, source=source, hint=hint)
-
-
-def line_of(node: torch.fx.Node) -> str | None:
-    """The user's line behind a node: `File "model.py", line 12, in forward: y.add_(1)`."""
-    lines = [line.strip() for line in (node.stack_trace or "").splitlines()]
-    last = max((i for i, line in enumerate(lines) if line.startswith("File ")), default=None)
-    return None if last is None else ": ".join(lines[last : last + 2])
+    return FunctionalizationError(error.problem, op=op, module=error.module, source=error.source, hint=hint)
 
 
 class _TorchLevel(Functionalizer):

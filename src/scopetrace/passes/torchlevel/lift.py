@@ -128,7 +128,9 @@ class _Lifter:
         for op in self.tape.ops[s.start : s.stop]:
             if op.kind == "get_attr":
                 self._add(dataclasses.replace(op, call=self.root), s)
-        base = dataclasses.replace(ops[0], call=self.root, scope=self.root.scope, grad=s.grad, writes=(), unbacked=None)
+        base = dataclasses.replace(
+            ops[0], call=self.root, scope=s.scope or self.root.scope, grad=s.grad, writes=(), unbacked=None
+        )
         writes = tuple(op for op in ops if any(self._born[v.storage] < s.start for v in op.writes))
         if not writes:
             self._add_call(s, base, s.node.op, s.target, s.args, s.kwargs, s.outputs)

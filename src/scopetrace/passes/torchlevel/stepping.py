@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace import scopes
 from scopetrace._compat.dispatch import autocast_enabled, in_transform
+from scopetrace.passes.torchlevel.places import root_scope, scope_of_node
 from scopetrace.passes.torchlevel.twins import PureCall, pure_call
 from scopetrace.record import run_recorded, until_exact_enough
 from scopetrace.record.leaves import leaf_rule
@@ -18,6 +18,7 @@ from scopetrace.record.observe import CallObserver
 from scopetrace.record.recorder import Recorder
 from scopetrace.record.structure import leaves, map_structure
 from scopetrace.record.tape import Op, Tape, Value
+from scopetrace.scopes import Scope
 
 
 @dataclasses.dataclass
@@ -51,18 +52,26 @@ class Stretch:
     """Whether arguments and outputs are those of the node, and nothing around it changes what it does."""
     grad: bool = True
     trial: Trial | None = None
+    scope: Scope | None = None
+    """Where the node comes from."""
 
 
-def record_steps(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, list[Stretch]]:
-    """The ATen tape of `gm(*args)`, and its nodes. Raises what recording raises."""
-    return until_exact_enough(lambda exact: _record(gm, args, exact))
+def record_steps(gm: torch.fx.GraphModule, args: tuple[Any, ...], *, with_trials: bool) -> tuple[Tape, list[Stretch]]:
+    """The ATen tape of `gm(*args)`, and its nodes. Raises what recording raises.
+
+    Its ops have the scopes and the stack traces of the nodes. With trials, each node that has a
+    pure form knows what that does.
+    """
+    return until_exact_enough(lambda exact: _record(gm, args, exact, with_trials))
 
 
-def _record(gm: torch.fx.GraphModule, args: tuple[Any, ...], exact_autograd: bool) -> tuple[Tape, list[Stretch]]:
+def _record(
+    gm: torch.fx.GraphModule, args: tuple[Any, ...], exact_autograd: bool, with_trials: bool
+) -> tuple[Tape, list[Stretch]]:
     stepped = _Stepped(gm)
     model = Model(stepped)
-    recorder = Recorder(model, scopes.Scope("", type(gm).__name__), exact_autograd=exact_autograd)
-    stepper = stepped.stepper = _Stepper(gm, recorder)
+    recorder = Recorder(model, root_scope(gm), exact_autograd=exact_autograd)
+    stepper = stepped.stepper = _Stepper(gm, recorder, with_trials=with_trials)
     observer = CallObserver(recorder, leaf_rule((), model), None)
     return run_recorded(observer, stepped, gm, args, {}), stepper.stretches
 
@@ -86,9 +95,10 @@ class _Stepped(torch.nn.Module):
 class _Stepper(torch.fx.Interpreter):
     """Runs the graph and notes what each node did."""
 
-    def __init__(self, gm: torch.fx.GraphModule, recorder: Recorder) -> None:
+    def __init__(self, gm: torch.fx.GraphModule, recorder: Recorder, *, with_trials: bool) -> None:
         super().__init__(gm)
         self.recorder = recorder
+        self.with_trials = with_trials
         self.stretches: list[Stretch] = []
 
     def run_node(self, n: torch.fx.Node) -> Any:
@@ -99,11 +109,12 @@ class _Stepper(torch.fx.Interpreter):
         target: Any = self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target
         stretch = Stretch(n, target, 0, grad=torch.is_grad_enabled())
         stretch.known = not in_transform() and not autocast_enabled() and self._learn(stretch, args, kwargs)
-        if stretch.known:
+        if stretch.known and self.with_trials:
             stretch.trial = self._try(n.op, target, args, kwargs)
         stretch.start = len(self.recorder.tape.ops)
         out = _run(n.op, target, args, kwargs)
         stretch.stop = len(self.recorder.tape.ops)
+        self._place(stretch, self.recorder.tape.ops[stretch.start : stretch.stop])
         stretch.known = stretch.known and not in_transform()
         if stretch.known:
             stretch.outputs = self._values(out)
@@ -112,6 +123,15 @@ class _Stepper(torch.fx.Interpreter):
                 stretch.trial.after = [self.recorder.value_of(t) for t in stretch.trial.call.written]
         self.stretches.append(stretch)
         return out
+
+    def _place(self, stretch: Stretch, ops: list[Op]) -> None:
+        """The ops of a node come from where the node comes from; those of its own module calls know better."""
+        root = self.recorder.tape.root
+        stretch.scope = scope_of_node(stretch.node, root)
+        for op in ops:
+            if op.scope is root:
+                op.scope = stretch.scope
+            op.frames = stretch.node.stack_trace or op.frames
 
     def _learn(self, stretch: Stretch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         stretch.args, stretch.kwargs = self._values(args), self._values(kwargs)
