@@ -128,7 +128,7 @@ def name(op):
 
 
 OPS = [op for op in common_methods_invocations.op_db if not op.name.startswith(UNDEFINED)]
-EVERY = 4  # of the list, for time
+EVERY = 14  # of the list, for time: 1 is all of it, in a minute
 
 
 @pytest.fixture(autouse=True)
