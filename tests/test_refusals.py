@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from compare import assert_like_eager
 from torch import nn
 
 import scopetrace as st
@@ -72,3 +73,24 @@ def test_an_undefined_result_is_not_that_of_torch_either():
     expected = a @ y
     torch.mm(a, y, out=a)
     assert not torch.allclose(a, expected)
+
+
+WRONG = [
+    lambda x, y: torch._foreach_add_([x, x], 1.0),
+    lambda x, y: torch._foreach_add_([x, y], [y, x]),
+    lambda x, y: torch._foreach_mul_([x, x[0]], 2.0),
+    lambda x, y: nn.functional.batch_norm(x, y[0], y[0], training=True),
+    lambda x, y: [x.data.t_()][1:],
+    lambda x, y: [x.data.resize_(2)][1:],
+]
+
+
+@pytest.mark.xfail(raises=AssertionError, strict=True, reason="the trace is wrong without a word")
+@pytest.mark.parametrize("run", WRONG)
+def test_it_is_right_or_refused(run):
+    args = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    try:
+        tr = st.trace(run, args)
+    except st.FunctionalizationError:
+        return
+    assert_like_eager(run, tr, args)
