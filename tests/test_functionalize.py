@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.fx
 import torch.nn.functional as F
+from compare import assert_like_eager
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -70,20 +71,10 @@ def check(fn, args, level, lower_scatter=None, **options):
     graphs = []
     backend = functional_backend(collect(graphs), level=level, lower_scatter=lower_scatter)
     compiled = torch.compile(fn, backend=backend, **options)
-    theirs, ours = copy.deepcopy(args), copy.deepcopy(args)
-    expected, actual = fn(*theirs), compiled(*ours)
-    torch.testing.assert_close(actual, expected)
-    torch.testing.assert_close(ours, theirs)
-    assert sharing(ours, actual) == sharing(theirs, expected)
+    assert_like_eager(fn, compiled, args)
     for gm in graphs:
         assert_pure(gm)
     return graphs
-
-
-def sharing(*tensors):
-    flat = [t for t in torch.utils._pytree.tree_leaves(tensors) if isinstance(t, torch.Tensor)]
-    memory = [t.untyped_storage()._cdata for t in flat]
-    return [memory.index(m) for m in memory], [[id(t) for t in flat].index(id(t)) for t in flat]
 
 
 # ---------------------------------------------------------------- graphs

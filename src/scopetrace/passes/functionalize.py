@@ -18,6 +18,7 @@ import torch
 from scopetrace._compat.dispatch import auto_functionalized
 from scopetrace._compat.symbols import bare, surely_equal
 from scopetrace.passes.geometry import Geometry, relate
+from scopetrace.passes.overlap import refuse_overlap
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
 from scopetrace.passes.rewriter import Rewriter
@@ -25,8 +26,6 @@ from scopetrace.record.tape import Op, Tape, Value
 from scopetrace.record.twins import Twin, call_twin, draws_differ, functional_twin, hidden_writes, is_metadata_only
 
 _aten = torch.ops.aten
-_VISITS_IN_ORDER = ("index_", "scatter", "masked_scatter", "put", "_index_put")
-_MAY_OVERLAP = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
 
 
 def functionalize(tape: Tape) -> Tape:
@@ -51,7 +50,7 @@ class Functionalizer(Rewriter):
         if is_metadata_only(func):
             self._change_shape(op)
             return
-        self._refuse_overlap(op)
+        refuse_overlap(op)
         if draws_differ(func, op.args, op.kwargs):
             raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
         twin = hidden_writes(func, op.args, op.kwargs) or functional_twin(func)
@@ -229,19 +228,6 @@ class Functionalizer(Rewriter):
     def _is_outside(self, region: Region) -> bool:
         return any(r.op.kind in ("placeholder", "get_attr") for r in region.roots)
 
-    def _refuse_overlap(self, op: Op) -> None:
-        """Writes whose result depends on the order in which elements are visited: eager raises for most."""
-        for target in op.writes:
-            place = geometry_of(target)
-            if place.overlaps_itself() and op.target not in _MAY_OVERLAP:
-                raise refusal("the tensor that is written to has elements that share memory (clone() it first)", op)
-            name = op.target._schema.name.split("::")[1]
-            for other in op.inputs():
-                if other.storage != target.storage or other in op.writes:
-                    continue
-                if name.startswith(_VISITS_IN_ORDER) or _overlap_in_part(place, geometry_of(other)):
-                    raise refusal("an input lies in the memory that is written (clone() it first)", op)
-
 
 _OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {
     "set_": Functionalizer._set,
@@ -260,12 +246,3 @@ def written_values(op: Op) -> dict[str, Any]:
     arguments = op.target._schema.arguments
     named = dict(zip([a.name for a in arguments], op.args, strict=False)) | op.kwargs
     return {name: a for name, a in named.items() if isinstance(a, (Value, list, tuple))}
-
-
-def _overlap_in_part(a: Any, b: Any) -> bool:
-    if (a.size, a.stride, a.offset) == (b.size, b.stride, b.offset):
-        return False
-    (a0, a1), (b0, b1) = a.span(), b.span()
-    if a1 < b0 or b1 < a0:
-        return False
-    return bool(torch.isin(a.positions(), b.positions()).any())

@@ -56,6 +56,15 @@ class Geometry:
             reach += s * (n - 1)
         return False
 
+    def is_dense(self) -> bool:
+        """Whether the elements fill a stretch of memory, each place once."""
+        reach = 1
+        for s, n in sorted((s, n) for n, s in self.dims):
+            if s != reach:
+                return False
+            reach *= n
+        return True
+
     def span(self) -> tuple[int, int]:
         """First and last position; (0, -1) without elements."""
         if self.numel == 0:

@@ -7,7 +7,7 @@ scatter.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -76,6 +76,13 @@ class Region:
         while (link := self.links.get(old)) is not None and link.func is None:
             old = link.parent
         return old
+
+    def above(self, old: Value) -> Iterator[Value]:
+        """A value, what it is a view of, and so on up to a root."""
+        yield old
+        while (link := self.links.get(old)) is not None:
+            old = link.parent
+            yield old
 
     def became(self, old: Value) -> tuple[Value, Op] | None:
         """What an in-place change of shape or memory made of a value, and the op; None when there was none."""

@@ -105,15 +105,26 @@ def _span(v: Value) -> tuple[int, int]:
 
 def aliases(tape: Tape) -> list[Alias]:
     """One entry for each tensor of the result."""
-    outside = _outside(tape)
+    outside, first = _outside(tape), _reshaped(tape)
     results: dict[int, list[tuple[str, Value]]] = {}
     found: list[Alias] = []
     for path, leaf in leaves_with_path(tape.outputs):
         if isinstance(leaf, Value):
             known = [*((n, v) for n, _, v in outside.get(leaf.storage, ())), *results.get(leaf.storage, ())]
-            same = next((name for name, v in known if v.fake is leaf.fake), None)
+            itself = first.get(id(leaf.fake), id(leaf.fake))
+            same = next((name for name, v in known if first.get(id(v.fake), id(v.fake)) == itself), None)
             view = next((name for name, _ in known), None)
             kind = "same" if same is not None else "view" if view is not None else "fresh"
             found.append(Alias(path, kind, same if same is not None else view))
             results.setdefault(leaf.storage, []).append((f"result{path}", leaf))
     return found
+
+
+def _reshaped(tape: Tape) -> dict[int, int]:
+    """By the id of a fake tensor that an op such as `transpose_` left: the id of what it was at first."""
+    first: dict[int, int] = {}
+    for op in tape.ops:
+        if op.writes and torch.Tag.inplace_view in getattr(op.target, "tags", ()) and isinstance(op.outputs, Value):
+            before = id(op.writes[0].fake)
+            first.setdefault(id(op.outputs.fake), first.get(before, before))
+    return first

@@ -10,6 +10,7 @@ import torch
 from scopetrace._compat.symbols import bare
 from scopetrace.passes import epilogue
 from scopetrace.passes.emitter import Emitter
+from scopetrace.passes.geometry import relate
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
 from scopetrace.passes.verify import verify_pure
@@ -197,7 +198,7 @@ class Rewriter:
         region = self.regions.get(value.storage)
         if region is None or not region.version:
             return False
-        region.links[value] = _link(op, op.args[0], value, None)
+        region.links[value] = self._link(op, op.args[0], value, None)
         region.read(value, self._moved(op))
         return True
 
@@ -235,11 +236,19 @@ class Rewriter:
                 if a is not b:
                     self.map[a] = b
                 continue
-            parent = next((v for v in op.inputs() if v.storage == a.storage), None)
+            parent = _parent(op, a)
             if parent is not None and op.kind == "call_function":
                 slot = a.slot if several else None
-                region.links[a] = _link(op, parent, a, slot)
+                region.links[a] = self._link(op, parent, a, slot)
             region.define(a, b)
+
+    def _link(self, op: Op, parent: Value, value: Value, slot: int | None) -> Link:
+        """As `_link`; as_strided, which may reach beyond its argument, is one of the first tensor that it stays in."""
+        if op.target is _aten.as_strided.default:
+            region = self.regions[value.storage]
+            around = next((v for v in region.above(parent) if _holds(v, value)), parent)
+            return Link(around, op.target, (list(value.fake.size()), list(value.fake.stride()), value.offset))
+        return _link(op, parent, value, slot)
 
     def _write(self, op: Op) -> None:
         raise NotImplementedError
@@ -251,10 +260,16 @@ def _values(op: Op, x: Any) -> list[Value]:
     return [v for v in flat(x) if isinstance(v, Value)]
 
 
+def _parent(op: Op, value: Value) -> Value | None:
+    """The input whose memory a result is in: the very tensor if it is one, else the first."""
+    inside = [v for v in op.inputs() if v.storage == value.storage]
+    return next((v for v in inside if v.fake is value.fake), inside[0] if inside else None)
+
+
 def _link(op: Op, parent: Value, value: Value, slot: int | None) -> Link:
     """The way from `parent` to a result of a view op, with arguments that are no tensors."""
-    if value.fake is parent.fake:
-        return Link(parent)  # `x.to(x.dtype)` is x
+    if value.fake is parent.fake:  # as `x.to(x.dtype)` gives x itself, shape changes included
+        return Link(parent)
     sized = _SIZED_BY_OTHER.get(op.target)
     if sized is not None:
         return Link(parent, sized, (list(value.fake.size()),))
@@ -266,6 +281,12 @@ def _link(op: Op, parent: Value, value: Value, slot: int | None) -> Link:
     if value.fake.dtype == parent.fake.dtype and value.offset == parent.offset:
         return Link(parent, _aten.as_strided.default, (list(value.fake.size()), list(value.fake.stride())))
     raise refusal("a view that reads the data of other tensors, or is one of another argument than the first", op)
+
+
+def _holds(base: Value, view: Value) -> bool:
+    """Whether all elements of `view` are elements of `base`."""
+    same = base.fake.dtype == view.fake.dtype
+    return same and relate(geometry_of(base), geometry_of(view)) is not None
 
 
 def _alike(old: Value, new: Value) -> bool:

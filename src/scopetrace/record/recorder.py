@@ -42,12 +42,24 @@ class NeedsAutograd(BaseException):
 class _OpFacts:
     """What the recorder needs to know of an op, looked up once."""
 
-    __slots__ = ("func", "has_dtype", "may_lie", "positions", "reads", "recipes", "repeatable", "squeezes", "written")
+    __slots__ = (
+        "func",
+        "has_dtype",
+        "may_lie",
+        "positions",
+        "reads",
+        "recipes",
+        "repeatable",
+        "reshapes",
+        "squeezes",
+        "written",
+    )
 
     def __init__(self, func: Any) -> None:
         self.func = func  # keeps its id from being used again
         self.reads = reads_a_value(func)
         self.repeatable = results.can_repeat(func, func.tags)
+        self.reshapes = torch.Tag.inplace_view in func.tags
         self.written = dispatch.written_arguments(func)
         self.positions = tuple((i, a.name) for i, a in enumerate(func._schema.arguments))
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in func._schema.arguments)
@@ -88,6 +100,8 @@ class Recorder(TapeWriter):
             facts = self._facts[id(func)] = _OpFacts(func)
         if func is _aten.lift_fresh.default:
             return self._lift_fresh(args[0])
+        if facts.reshapes and isinstance(args[0], FakeTensor):
+            self.set_apart(args[0])
         self._repeatable = facts.repeatable
         inputs: list[Value] = []
         key: list[Any] = []

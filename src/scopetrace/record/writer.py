@@ -111,8 +111,15 @@ class TapeWriter:
 
     def _detached(self, t: FakeTensor, value: Value) -> Value:
         """`.data` of a tensor that requires grad is another tensor for autograd."""
-        if t.requires_grad or not value.fake.requires_grad:
-            return value
+        return value if t.requires_grad or not value.fake.requires_grad else self._alias_of(value, t)
+
+    def set_apart(self, t: FakeTensor) -> None:
+        """Before a tensor gets another shape in place: `x.data.t_()` changes the shape of `x.data`, not of x."""
+        value = self.value_of(t)
+        if value.fake is not t and value.fake.layout is torch.strided:
+            self._alias_of(value, t)
+
+    def _alias_of(self, value: Value, t: FakeTensor) -> Value:
         op = self._append("call_function", _aten.detach.default, (value,), {})
         made: Value = self._register_one(t, op, 0)
         op.outputs = made

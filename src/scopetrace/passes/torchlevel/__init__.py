@@ -9,6 +9,7 @@ import torch.fx
 
 from scopetrace.errors import FunctionalizationError
 from scopetrace.passes.functionalize import Functionalizer, functionalize
+from scopetrace.passes.overlap import refuse_overlap
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.torchlevel.lift import lift
 from scopetrace.passes.torchlevel.step import Renew, Step
@@ -65,7 +66,7 @@ class _TorchLevel(Functionalizer):
             super()._write(op)
             return
         for write in op.target.writes:
-            self._refuse_overlap(write)
+            refuse_overlap(write)
             if draws_differ(write.target, write.args, write.kwargs):
                 raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
         target, new = op.args

@@ -1,0 +1,123 @@
+"""What has no pure form is refused, with the reason: the list of docs/mutation.md."""
+
+import pytest
+import torch
+from compare import assert_like_eager
+from torch import nn
+
+import scopetrace as st
+
+BITS = torch.randn(4)
+
+
+def set_to_storage(x):
+    x.set_(x.untyped_storage(), 0, (2,), (1,))
+
+
+def view_of_replaced(x, y):
+    row = x[0]
+    x.set_(y)
+    return row
+
+
+def out_resizes(x, out):
+    torch.add(x, 1, out=out)
+
+
+def same_statistics(x, m):
+    return nn.functional.batch_norm(x, m, m, training=True)
+
+
+def reads_other_dtype(x, bits):
+    x.add_(1)
+    return bits + 0
+
+
+def returns_its_argument(x):
+    with torch.library._scoped_library("scopetrace_refusals", "FRAGMENT") as library:
+        library.define("poke_(Tensor(a!) x) -> Tensor(a!)")
+        library.impl("poke_", lambda x: x.add_(1), "CompositeExplicitAutograd")
+        return torch.ops.scopetrace_refusals.poke_.default(x)
+
+
+REFUSALS = [
+    ("elements that share memory", lambda x: x[0].unfold(0, 2, 1).mul_(2), (torch.randn(3, 4),)),
+    ("an input lies in the memory", lambda x: x[1:].add_(x[:-1]), (torch.randn(3),)),
+    ("other random numbers", lambda x: x[:, ::2].normal_(), (torch.randn(5, 8),)),
+    ("out= resizes a tensor", out_resizes, (torch.randn(3), torch.empty(0))),
+    ("poke_.default has no pure form", returns_its_argument, (torch.randn(3),)),
+    ("set_ gives a tensor other memory", set_to_storage, (torch.randn(3),)),
+    ("resize_ of a tensor", lambda x: x[:, ::2].resize_(2), (torch.randn(3, 4),)),
+    ("outside of the tensor", lambda x: x.as_strided((4,), (1,), 0).zero_(), (torch.randn(2, 3)[:, :2],)),
+    ("two tensors that one op writes", lambda x: torch._foreach_add_([x, x], 1.0), (torch.randn(3),)),
+    ("two tensors that one op writes", lambda x: torch._foreach_mul_([x, x[0]], 2.0), (torch.randn(2, 3),)),
+    ("two tensors that one op writes", same_statistics, (torch.randn(3, 4), torch.rand(4))),
+    ("two tensors that one op writes", lambda x: torch.aminmax(x, dim=0, out=(x[0], x[0])), (torch.randn(3, 4),)),
+    ("an input lies in the memory", lambda x, y: torch._foreach_add_([x, y], [y, x]), (BITS, torch.randn(4))),
+    ("an input lies in the memory", lambda x: torch.mm(x.t(), x, out=x), (torch.randn(4, 4),)),
+    ("an input lies in the memory", lambda x, y: x.addmm_(y, x), (torch.randn(4, 4), torch.randn(4, 4))),
+    ("an input lies in the memory", lambda x: x[None].copy_(x), (torch.randn(3),)),  # eager raises
+    ("an input lies in the memory", lambda x: torch.sum(x, 0, keepdim=True, out=x[:1]), (torch.randn(4, 4),)),
+    ("inputs of different dtypes", reads_other_dtype, (BITS, BITS.view(torch.int32))),
+    ("a view of an input that got other memory", view_of_replaced, (torch.randn(3, 4), torch.randn(3, 4))),
+]
+
+
+@pytest.mark.parametrize(("message", "run", "args"), REFUSALS, ids=[message for message, _, _ in REFUSALS])
+def test_it_is_refused_with_op_and_line(message, run, args):
+    with pytest.raises(st.FunctionalizationError, match=f"no pure form: .*{message}") as error:
+        st.trace(run, args)
+    assert error.value.op and error.value.source is not None
+    st.trace(run, args, functional=False)
+
+
+def test_a_leaf_module_that_writes_is_refused():
+    class Adds(nn.Module):
+        def forward(self, x):
+            return x.add_(1)
+
+    with pytest.raises(st.FunctionalizationError, match="a leaf module changes its arguments"):
+        st.trace(nn.Sequential(Adds()), (torch.randn(3),), leaves=[Adds])
+
+
+def test_an_undefined_result_is_not_that_of_torch_either():
+    torch.manual_seed(0)
+    a, y = torch.randn(4, 4), torch.randn(4, 4)
+    expected = a @ y
+    torch.mm(a, y, out=a)
+    assert not torch.allclose(a, expected)
+
+
+RIGHT = [
+    lambda x, y: torch._foreach_add_([x, y], [x, y]),
+    lambda x, y: torch._foreach_add_([x[0], x[1]], [x[1], y[0]]),  # x[1] is read before it is written
+    lambda x, y: x[:, ::2][None].copy_(x[:, ::2]),
+    lambda x, y: x[0].index_copy_(0, torch.tensor([2, 0, 1]), x[1]),  # in one storage, but apart
+    lambda x, y: torch.addmm(x, y, x.new_ones(3, 3), out=x),
+    lambda x, y: x.data.t_(),
+    lambda x, y: [x.data.resize_(2)][1:],
+    lambda x, y: [x.unsqueeze_(0).to(torch.float32).squeeze_().add_(1)][1:],
+    lambda x, y: x[1].as_strided((2, 2), (3, 1), 0).mul_(2),
+]
+
+
+@pytest.mark.parametrize("run", RIGHT)
+def test_what_is_near_a_refusal_and_has_a_meaning_works(run):
+    args = torch.ones(2, 3), torch.full((2, 3), 2.0)
+    assert_like_eager(run, st.trace(run, args), args)
+
+
+def test_ops_that_write_two_of_their_arguments_run_on_copies():
+    with torch.library._scoped_library("scopetrace_refusals", "FRAGMENT") as library:
+        library.define("both(Tensor(a!) x, Tensor(b!) y, Tensor z) -> ()")
+        library.impl("both", lambda x, y, z: (x.add_(z), y.mul_(z), None)[2], "CompositeExplicitAutograd")
+        both = torch.ops.scopetrace_refusals.both.default
+        args = (torch.randn(3, 4),)
+
+        def apart(x):
+            both(x[0], x[1], x[2])
+
+        assert_like_eager(apart, st.trace(apart, args), args)
+        for run in (lambda x: both(x, x[0], x[1] * 1), lambda x: both(x[0], x[1], x[0])):
+            with pytest.raises(st.FunctionalizationError, match=r"share memory|an input lies"):
+                st.trace(run, args)
