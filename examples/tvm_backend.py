@@ -41,7 +41,7 @@ def build(module: tvm.IRModule) -> Run:
     def run(*inputs: torch.Tensor) -> list[torch.Tensor]:
         dense = [t.detach().contiguous() for t in inputs]
         theirs = {t.data_ptr() for t in dense}
-        results = [torch.from_dlpack(t) for t in machine["main"](*dense)]
+        results = [torch.utils.dlpack.from_dlpack(t) for t in machine["main"](*dense)]
         return [t.clone() if t.data_ptr() in theirs else t for t in results]
 
     return run
