@@ -5,7 +5,8 @@
     python -m benchmarks.bench --only speed,profile --models bert-base
 
 Parts: `speed` (BERT-base, ViT-B/16, ResNet-152: every runner in turn in one process, best of the rounds, with
-grad mode on and off), `profile` (where a trace spends its time), `llama` (the shape of Llama-70B on the meta
+grad mode on and off), `profile` (where a trace spends its time), `functional` (the functional pass's share of a trace,
+its cost by write, `st.functionalize` beside AOTAutograd and torch.export), `llama` (the shape of Llama-70B on the meta
 device: time, memory), `ops` (cost by op from 1,000 to 100,000 ops, each in a fresh process).
 """
 
@@ -19,7 +20,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Result = dict[str, Any]
 
-PARTS = ("speed", "profile", "llama", "ops")
+PARTS = ("speed", "profile", "functional", "llama", "ops")
 MODELS = ("bert-base", "vit-b16", "resnet152")
 RUNNERS = ("trace", "trace+graph_module")
 SLOW = "export+run_decompositions"
@@ -93,6 +94,46 @@ def run_profile(options: argparse.Namespace) -> None:
             say(name, f"{share:.1%}", widths=(60, 8))
 
 
+def run_functional(options: argparse.Namespace) -> None:
+    """What it costs to make a graph pure."""
+    rounds = options.rounds or (2 if options.quick else 5)
+    names = [*options.models, "llama-cache"]
+    print(
+        f"\nthe functional pass in st.trace (torch.no_grad(), best of {rounds} in turn; a fresh process for each line)"
+    )
+    say("", "trace ms", "pass ms", "share", "writes")
+    for name in names:
+        say_share(name, job("functional_share", model=name, rounds=rounds))
+    for count in (1000, 3000, 10_000):
+        r = job("functional_writes", count=count, rounds=min(rounds, 3))
+        say_share(f"{count:,} writes to one base", r)
+        if "pass" in r:
+            say("", f"{r['pass'] / count * 1e6:.1f} us of the pass for each write")
+    print(f"\nst.functionalize of a graph with its mutations, best of {rounds} in turn in one process", end="")
+    print("; AOTAutograd: its forward graph, nothing compiled")
+    for name in names:
+        say_functionalizers(name, job("functionalizers", model=name, rounds=rounds))
+
+
+def say_share(name: str, r: Result) -> None:
+    """One line, or what went wrong."""
+    if "trace" not in r or "pass" not in r:
+        return say(name, str(r.get("error") or r.get("failed")))
+    share = f"{r['pass'] / r['trace']:.1%}"
+    say(name, f"{r['trace'] * 1e3:.1f}", f"{r['pass'] * 1e3:.2f}", share, str(r["writes"]))
+
+
+def say_functionalizers(model: str, r: Result) -> None:
+    """Times, and how many times longer the others take."""
+    say(model, r.get("error") or "best ms", *(() if "error" in r else ("", "over aten", "over torch")))
+    best: dict[str, float] = r.get("best", {})
+    for name, value in best.items():
+        ratios = ("", "") if name in ("aten", "torch") else (over(value, best.get(k)) for k in ("aten", "torch"))
+        say("  " + name, f"{value * 1e3:.1f}", "", *ratios)
+    for name, reason in r.get("failed", {}).items():
+        say("  " + name, "failed: " + reason)
+
+
 def run_llama(options: argparse.Namespace) -> None:
     """Time and memory of a Llama-70B shape on the meta device."""
     layers = options.layers
@@ -148,7 +189,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, comma-separated, of {', '.join(PARTS)}")
-    parser.add_argument("--models", default=",".join(MODELS), help="models of speed and profile, comma-separated")
+    parser.add_argument(
+        "--models", default=",".join(MODELS), help="models of speed, profile and functional, comma-separated"
+    )
     parser.add_argument("--rounds", type=int, help="rounds of speed")
     parser.add_argument("--layers", type=int, default=80, help="layers of the Llama")
     parser.add_argument("--quick", action="store_true", help="fewer rounds and sizes, no slow peer for Llama")
@@ -163,7 +206,13 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the chosen parts in their order."""
     options = parse(argv)
-    runs = {"speed": run_speed, "profile": run_profile, "llama": run_llama, "ops": run_ops}
+    runs = {
+        "speed": run_speed,
+        "profile": run_profile,
+        "functional": run_functional,
+        "llama": run_llama,
+        "ops": run_ops,
+    }
     for part in PARTS:
         if part in options.only:
             runs[part](options)

@@ -23,17 +23,10 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks import models
+from benchmarks import functional_jobs, models
+from benchmarks.timing import seconds
 
 Result = dict[str, Any]
-
-
-def seconds(fn: Callable[[], Any]) -> float:
-    """Seconds that `fn` takes, without the garbage of what ran before."""
-    gc.collect()
-    start = time.perf_counter()
-    fn()
-    return time.perf_counter() - start
 
 
 def peers(model: Any, args: tuple[Any, ...]) -> dict[str, Callable[[], Any]]:
@@ -225,7 +218,11 @@ def ops(count: int, runner: str, rounds: int) -> Result:
 
 
 JOBS: dict[str, Callable[..., Result]] = {
-    job.__name__: job for job in (speed, profile, llama_time, llama_python_memory, llama_process_memory, ops)
+    job.__name__: job
+    for job in (
+        *(speed, profile, llama_time, llama_python_memory, llama_process_memory, ops),
+        *(functional_jobs.functional_share, functional_jobs.functional_writes, functional_jobs.functionalizers),
+    )
 }
 
 

@@ -127,7 +127,57 @@ class Chain(torch.nn.Module):
         return x
 
 
+class Writes(torch.nn.Module):
+    """`count` writes, one after the other, to rows of one tensor."""
+
+    def __init__(self, count: int) -> None:
+        """Write `count` times."""
+        super().__init__()
+        self.count = count
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Write."""
+        base = x.clone()
+        for i in range(self.count):
+            base[i % 8].add_(1)
+        return base
+
+
+class CachedAttention(torch.nn.Module):
+    """Layers of attention as in Llama (grouped heads), one token at a time, keys and values written to a cache."""
+
+    def __init__(self, layers: int = 24, width: int = 256, heads: int = 8, kv_heads: int = 2) -> None:
+        """Have caches of 128 positions."""
+        super().__init__()
+        self.heads, self.kv_heads, self.size = heads, kv_heads, width // heads
+        kv = kv_heads * self.size
+        self.q = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.kv = torch.nn.ModuleList(torch.nn.Linear(width, 2 * kv, bias=False) for _ in range(layers))
+        self.mlp = torch.nn.ModuleList(torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+        self.register_buffer("cache", torch.zeros(layers, 2, 1, kv_heads, 128, self.size))
+
+    def forward(self, x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        """The next token's hidden state."""
+        attention = torch.nn.functional.scaled_dot_product_attention
+        for i, (q, kv, mlp) in enumerate(zip(self.q, self.kv, self.mlp, strict=True)):
+            keys, values = kv(x).view(1, 1, 2, self.kv_heads, self.size).permute(2, 0, 3, 1, 4)
+            self.cache[i, 0].index_copy_(2, position, keys)
+            self.cache[i, 1].index_copy_(2, position, values)
+            query = q(x).view(1, 1, self.heads, self.size).transpose(1, 2)
+            out = attention(query, self.cache[i, 0], self.cache[i, 1], enable_gqa=True)
+            x = x + mlp(torch.nn.functional.silu(out.transpose(1, 2).flatten(2)))
+        return x
+
+
+def llama_cache() -> Built:
+    """24 layers of a Llama-like model that writes a KV cache."""
+    return CachedAttention().eval(), (torch.randn(1, 1, 256), torch.tensor([3]))
+
+
 MODELS = {"bert-base": bert_base, "vit-b16": vit_b16, "resnet152": resnet152}
+
+
+MUTATION = MODELS | {"llama-cache": llama_cache}
 
 
 def quiet() -> None:

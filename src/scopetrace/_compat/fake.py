@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
 
 from scopetrace._compat.shape_env import WatchedShapeEnv
 
-__all__ = ["FakeFactory", "FakeTensor"]
+__all__ = ["FakeFactory", "FakeMaker", "FakeTensor"]
 
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 NO_SHAPE_RULE = (DynamicOutputShapeException, UnsupportedOperatorException)
@@ -31,17 +31,50 @@ _make_subclass = torch.Tensor._make_subclass
 _forbid_data_ptr = torch._C._set_throw_on_mutable_data_ptr
 
 
-class FakeFactory:
+class FakeMaker:
+    """Makes fake tensors of one mode from metadata alone."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._templates: dict[torch.device, dict[str, Any]] = {}
+
+    def fresh(
+        self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+    ) -> torch.Tensor:
+        """A new fake with its own storage. Call inside `without_dispatch`."""
+        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return self._wrap(meta, device, requires_grad)
+
+    def view(
+        self, base: torch.Tensor, size: Any, stride: Any, offset: int, device: torch.device, requires_grad: bool
+    ) -> torch.Tensor:
+        """A fake over the storage of `base`, with its version counter. Call inside `without_dispatch`."""
+        if not base._has_symbolic_sizes_strides:
+            return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
+        with in_kernel_invocation_manager(self.mode):  # the kernel of the device takes no symbols, that of meta does
+            meta = torch.as_strided(base, size, stride, offset)
+        return self._wrap(meta, device, requires_grad)
+
+    def _wrap(self, meta: torch.Tensor, device: torch.device, requires_grad: bool) -> torch.Tensor:
+        template = self._templates.get(device)
+        if template is None:
+            template = self._templates[device] = dict(vars(FakeTensor(self.mode, meta.detach(), device)))
+        fake = _make_subclass(FakeTensor, meta, requires_grad, dispatch_device=True, device_for_backend_keys=device)
+        _forbid_data_ptr(fake)
+        fake.__dict__.update(template)
+        return fake
+
+
+class FakeFactory(FakeMaker):
     """Makes the fake tensors of one trace. All views of one real storage share one fake storage."""
 
     def __init__(self) -> None:
         self.shape_env = WatchedShapeEnv()
-        self.mode = FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, static_shapes=True)
+        super().__init__(FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, static_shapes=True))
         self.mode.fake_tensor_converter = _Converter(self)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._real_of: dict[int, torch.Tensor] = {}
         self._fakes: dict[int, torch.Tensor] = {}
-        self._templates: dict[torch.device, dict[str, Any]] = {}
         self._keep: list[Any] = []
 
     def from_real(self, real: torch.Tensor) -> torch.Tensor:
@@ -89,23 +122,6 @@ class FakeFactory:
             self._leave_leaf(fake)
         return fake
 
-    def fresh(
-        self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
-    ) -> torch.Tensor:
-        """A new fake with its own storage. Call inside `without_dispatch`."""
-        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        return self._wrap(meta, device, requires_grad)
-
-    def view(
-        self, base: torch.Tensor, size: Any, stride: Any, offset: int, device: torch.device, requires_grad: bool
-    ) -> torch.Tensor:
-        """A fake over the storage of `base`, with its version counter. Call inside `without_dispatch`."""
-        if not base._has_symbolic_sizes_strides:
-            return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
-        with in_kernel_invocation_manager(self.mode):  # the kernel of the device takes no symbols, that of meta does
-            meta = torch.as_strided(base, size, stride, offset)
-        return self._wrap(meta, device, requires_grad)
-
     def give_history(self, fake: torch.Tensor) -> None:
         """Make a leaf that requires grad what autograd would have made: a result of an op."""
         fake.requires_grad_(False)
@@ -115,15 +131,6 @@ class FakeFactory:
         fake.requires_grad_(False)
         with torch._C._DisablePythonDispatcher(), torch.enable_grad(), in_kernel_invocation_manager(self.mode):
             fake.copy_(torch.zeros((), dtype=fake.dtype, device="meta").requires_grad_())
-
-    def _wrap(self, meta: torch.Tensor, device: torch.device, requires_grad: bool) -> torch.Tensor:
-        template = self._templates.get(device)
-        if template is None:
-            template = self._templates[device] = dict(vars(FakeTensor(self.mode, meta.detach(), device)))
-        fake = _make_subclass(FakeTensor, meta, requires_grad, dispatch_device=True, device_for_backend_keys=device)
-        _forbid_data_ptr(fake)
-        fake.__dict__.update(template)
-        return fake
 
     def unbacked_bindings(self, outputs: Any) -> Any:
         """The bindings of the symbols that the last op made, or None; see `compute_unbacked_bindings` of torch."""

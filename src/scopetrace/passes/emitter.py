@@ -1,4 +1,4 @@
-"""A tape under construction: ops are put on it one by one, their results found by running them on fake tensors."""
+"""A tape under construction: ops are put on it one by one, with the results that fake tensors give."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.fake import run_fake, storage_id
+from scopetrace._compat.fake import storage_id
+from scopetrace.passes.repeat import FakeRuns
 from scopetrace.record.tape import Op, Tape, Value, flat
 
 
@@ -18,6 +19,7 @@ class Emitter:
 
     def __init__(self, tape: Tape) -> None:
         self.tape = tape
+        self._fakes = FakeRuns(tape.fake_mode)
         self._storages = itertools.count(-1, -1)  # of values whose fake was borrowed from the old tape
         self._constants: dict[int, Value] = {}
         self._count = sum(name.startswith("_tensor_constant") for name in tape.attributes)
@@ -25,7 +27,7 @@ class Emitter:
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Put `func` on the tape; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, args), self._lift(origin, kwargs)
-        out = run_fake(self.tape.fake_mode, func, _fakes(args), _fakes(kwargs))
+        out = self._fakes.run(func, args, kwargs)
         op = self._append(origin, func, args, kwargs)
         carries = origin.grad and any(v.fake.requires_grad for v in op.inputs())
         storages = {id(v.fake): v.storage for v in op.inputs()}
@@ -107,16 +109,6 @@ class Emitter:
             self.tape.ops.append(op)
             self._constants[id(real)] = found
         return found
-
-
-def _fakes(x: Any) -> Any:
-    if isinstance(x, Value):
-        return x.fake
-    if isinstance(x, (list, tuple)):
-        return type(x)([_fakes(item) for item in x])
-    if isinstance(x, dict):
-        return {name: _fakes(item) for name, item in x.items()}
-    return x
 
 
 __all__ = ["Emitter", "flat"]

@@ -50,6 +50,7 @@ class Rewriter:
         self._brought: set[Value] = set()
         self._held: dict[int, list[Value]] = {}  # attributes read so far, by storage
         self._calls: dict[Call, Call] = {}
+        self._origin: tuple[Op, Op] | None = None  # the last op that new ones were made for, and its place
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
         self._find_roots()
@@ -213,13 +214,15 @@ class Rewriter:
 
     def _moved(self, op: Op) -> Op:
         """The op as the origin of new ones: its call is the new tape's."""
-        return dataclasses.replace(op, call=self._calls.get(op.call) if op.call else None)
+        if self._origin is None or self._origin[0] is not op:
+            self._origin = op, dataclasses.replace(op, call=self._calls.get(op.call) if op.call else None)
+        return self._origin[1]
 
     def _present(self, x: Any, op: Op) -> Any:
         if op.kind == "call_module":
             return map_structure(lambda v: self.read(v, op), x, Value)
         if isinstance(x, Value):
-            return self.read(x, self._moved(op))
+            return self.read(x, self._moved(op)) if x.storage in self.regions else self.map.get(x, x)
         if isinstance(x, (list, tuple)):
             return type(x)([self._present(item, op) for item in x])
         if isinstance(x, dict):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.fake import FakeFactory, FakeTensor
+from scopetrace._compat.fake import FakeMaker, FakeTensor, storage_id
 from scopetrace._compat.symbols import bare, has_unbacked, surely_equal
 from scopetrace.record.tape import Value
 
@@ -88,15 +88,15 @@ def _learn_one(keys: Keys, inputs: list[Value], out: torch.Tensor) -> Fresh | Vi
     key = keys.of(out)
     if key is None:
         return None
-    storage = out.untyped_storage()._cdata
+    storage = storage_id(out)
     for i, value in enumerate(inputs):
         if out is value.fake:
             return Same(i)
     size, stride = tuple(out.size()), tuple(out.stride())
     for i, value in enumerate(inputs):
         base = value.fake
-        if value.storage == storage:
-            if base.dtype != out.dtype or value.key is None:
+        if storage_id(base) == storage:
+            if base.dtype != out.dtype:
                 return None
             offset = out.storage_offset() - base.storage_offset()
             return View(i, size, stride, offset, out.device, out.requires_grad, key)
@@ -129,13 +129,13 @@ def _bytes_spanned(t: torch.Tensor) -> int:
 
 def _share_memory(out: Any, inputs: list[Value]) -> bool:
     """Whether two results share memory that is no input's."""
-    known = {v.storage for v in inputs}
-    fresh = [t.untyped_storage()._cdata for t in out]
+    known = {storage_id(v.fake) for v in inputs}
+    fresh = [storage_id(t) for t in out]
     fresh = [s for s in fresh if s not in known]
     return len(set(fresh)) < len(fresh)
 
 
-def make(factory: FakeFactory, recipe: Fresh | View | Same, inputs: list[Value]) -> torch.Tensor:
+def make(factory: FakeMaker, recipe: Fresh | View | Same, inputs: list[Value]) -> torch.Tensor:
     """One result. Call inside `without_dispatch`."""
     if isinstance(recipe, Fresh):
         return factory.fresh(recipe.size, recipe.stride, recipe.dtype, recipe.device, recipe.requires_grad)
