@@ -70,6 +70,10 @@ class InputMismatchError(ScopetraceError, ValueError):
     """A trace was called with inputs that differ from those that it was recorded with."""
 
 
+class CompiledGraphError(ScopetraceError):
+    """What a compiler made of a graph returns values of other shapes or dtypes than the graph."""
+
+
 class LintError(ScopetraceError):
     """The graph, the scopes and the calls of a trace disagree."""
 

@@ -15,8 +15,10 @@ import torch
 import torch.fx
 
 from scopetrace.errors import ScopetraceError
+from scopetrace.graph import given
 from scopetrace.passes.purity import assert_pure as assert_pure
 from scopetrace.passes.report import Alias, Mutation
+from scopetrace.passes.returned import as_the_graph_returns
 from scopetrace.passes.scatters import Form, lower_scatters
 from scopetrace.passes.torchlevel import aten_tapes, torch_level_tapes
 from scopetrace.passes.torchlevel.names import name_torch_functions
@@ -67,11 +69,18 @@ class Functionalized:
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call, with `graph` in the place of the graph: what a compiler made of it.
 
-        It gets the tensors among the inputs and returns the values of the graph's output node, as list or tuple.
+        It gets the tensors among the inputs and returns the values of the graph's output node, as list or tuple. In
+        which memory and with which strides does not matter: what is not as in the graph is copied, or viewed again.
+
+        Raises CompiledGraphError for values of other shapes or dtypes than the graph's.
         """
         tensors = self._trace.boundary.enter(args, kwargs)
         values = graph(*tensors)
         values = (values,) if isinstance(values, torch.Tensor) else tuple(values)
+        if graph is not self.graph_module:
+            tape = self._trace.tape
+            promised = [*given(tape), *(w.value for w in tape.attribute_writes)]
+            values = tuple(as_the_graph_returns(tape, promised, tensors, values))
         return self._trace.boundary.leave(tensors, values)
 
     def tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:

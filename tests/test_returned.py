@@ -1,0 +1,95 @@
+"""Compilers that know values only: whatever memory they return, effects and results are those of eager."""
+
+import pytest
+import torch
+from torch.utils._pytree import tree_leaves
+
+import scopetrace as st
+
+
+def value_compiler(gm, example_inputs):
+    """Returns an input wherever the value is an input's, copies of views, and everything contiguous."""
+
+    def run(*inputs):
+        return [next((x for x in inputs if same(x, o)), o.contiguous().clone()) for o in gm(*inputs)]
+
+    return run
+
+
+def same(a, b):
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
+
+
+def old_value(x):
+    y = x.clone()
+    x.zero_()
+    return y
+
+
+def swap(x):
+    a, b = x.unbind(0)[:2]
+    t = a.clone()
+    a.copy_(b)
+    b.copy_(t)
+    return t
+
+
+def view_of_input(x):
+    y, z = x[0], x.view(-1)
+    torch._dynamo.graph_break()
+    y.add_(1)
+    z.mul_(2)
+    return x
+
+
+def views_of_one_result(x):
+    y = x + 1
+    row = y[0]
+    torch._dynamo.graph_break()
+    row.zero_()
+    return y
+
+
+def other_strides(x):
+    return x.t() + 1, x.sum().expand(3, 4), x.t().contiguous().t()
+
+
+PROGRAMS = [old_value, swap, view_of_input, views_of_one_result, other_strides]
+
+
+@pytest.mark.parametrize("level", ["aten", "torch"])
+@pytest.mark.parametrize("fn", PROGRAMS, ids=lambda f: f.__name__)
+def test_memory_and_strides_are_those_of_eager(fn, level):
+    torch._dynamo.reset()
+    theirs, ours = torch.arange(12.0).reshape(3, 4), torch.arange(12.0).reshape(3, 4)
+    expected = fn(theirs)
+    actual = torch.compile(fn, backend=st.functional_backend(value_compiler, level=level))(ours)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(ours, theirs)
+    assert [t.stride() for t in tree_leaves(actual)] == [t.stride() for t in tree_leaves(expected)]
+
+
+def test_a_view_of_another_dtype():
+    torch._dynamo.reset()
+    x = torch.ones(3, 4)
+    torch.compile(lambda x: x.view(torch.int32)[1:], backend=st.functional_backend(value_compiler))(x).zero_()
+    assert x.sum(1).tolist() == [4, 0, 0]
+
+
+@pytest.mark.parametrize("wrong", [lambda y: y[0], lambda y: y.double(), lambda y: (y, y)])
+def test_other_shapes_and_dtypes_raise(wrong):
+    torch._dynamo.reset()
+    backend = st.functional_backend(lambda gm, example_inputs: lambda x: wrong(x + 1))
+    with pytest.raises(st.CompiledGraphError, match="the compiled graph returned"):
+        torch.compile(lambda x: x + 1, backend=backend)(torch.ones(3, 4))
+
+
+def test_what_is_right_is_not_copied():
+    torch._dynamo.reset()
+    made = []
+
+    def compiler(gm, example_inputs):
+        return lambda x: made.append([x + 1]) or made[-1]
+
+    result = torch.compile(lambda x: x + 1, backend=st.functional_backend(compiler))(torch.ones(3))
+    assert result is made[0][0]
