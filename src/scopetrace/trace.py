@@ -232,9 +232,9 @@ def trace(
         model: an `nn.Module`, a function, or a bound method of a module.
         args: positional arguments, as for the model; tensors on any device, the meta device too.
         kwargs: keyword arguments.
-        dynamic_shapes: which sizes may differ from call to call, in any of torch.export's forms: a dict by argument name
-            or a tuple, of dicts or lists of `Dim`, derived dims, `Dim.AUTO`, `Dim.DYNAMIC`, numbers or None. All other
-            sizes are those of the arguments. A call checks its sizes against what was captured.
+        dynamic_shapes: which sizes may differ from call to call, in any of torch.export's forms: a dict by argument
+            name or a tuple, of dicts or lists of `Dim`, derived dims, `Dim.AUTO`, `Dim.DYNAMIC`, numbers or None. All
+            other sizes are those of the arguments. A call checks its sizes against what was captured.
         functional: True gives a graph in which no op writes, and `Trace.write_back` beside it; False keeps the ops as
             they ran.
         leaves: module classes, fqn patterns (`"layers.*.attn"`) and predicates `(module, fqn) -> bool`. A call of such

@@ -46,7 +46,13 @@ class FakeMaker:
         return self._wrap(meta, device, requires_grad)
 
     def view(
-        self, base: torch.Tensor, size: Any, stride: Any, offset: int, device: torch.device, requires_grad: bool
+        self,
+        base: torch.Tensor,
+        size: Any,
+        stride: Any,
+        offset: int | torch.SymInt,
+        device: torch.device,
+        requires_grad: bool,
     ) -> torch.Tensor:
         """A fake over the storage of `base`, with its version counter. Call inside `without_dispatch`."""
         if not base._has_symbolic_sizes_strides:

@@ -74,11 +74,11 @@ def _permutation(func: Any, args: tuple[Any, ...], rank: int) -> tuple[int, ...]
     if func is _aten.permute.default:
         return tuple(d % rank for d in args[0])
     if func in (_aten.transpose.int, _aten.swapaxes.default, _aten.swapdims.default):
-        a, b = (d % rank for d in args[:2])
+        a, b = args[0] % rank, args[1] % rank
         dims[a], dims[b] = dims[b], dims[a]
         return tuple(dims)
     if func in (_aten.t.default, _aten.numpy_T.default, _aten.mT.default):
-        return tuple(dims[::-1] if func is not _aten.mT.default else [*dims[:-2], dims[-1], dims[-2]])
+        return (*dims[:-2], dims[-1], dims[-2]) if func is _aten.mT.default else tuple(dims[::-1])
     return None
 
 

@@ -114,7 +114,7 @@ def _add_inputs(
         if isinstance(leaf, torch.Tensor):
             fake = fakes.get(id(leaf))
             if fake is None:
-                sizes = dynamic and dynamic.sizes_of(leaf, path, len(recorder.tape.inputs))
+                sizes = None if dynamic is None else dynamic.sizes_of(leaf, path, len(recorder.tape.inputs))
                 fake = fakes[id(leaf)] = _fake_input(recorder, leaf, sizes)
             recorder.add_input(_identifier(path, taken), fake)
             recorder.tape.input_paths.append(path)

@@ -34,7 +34,7 @@ class View(NamedTuple):
     base: int
     size: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int  # from the start of the base, in elements
+    offset: int | torch.SymInt  # from the start of the base, in elements
     device: torch.device
     requires_grad: bool
     key: int

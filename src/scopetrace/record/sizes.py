@@ -185,8 +185,8 @@ class DynamicSizes:
         if symbol is not None:
             if self._values[symbol] != value:
                 raise DynamicShapeError(
-                    f"{where} gives {spec.name} = {value}, and {self.rules.where[symbol]} gives {self._values[symbol]}: "
-                    "one Dim stands for one size"
+                    f"{where} gives {spec.name} = {value}, and {self.rules.where[symbol]} gives "
+                    f"{self._values[symbol]}: one Dim stands for one size"
                 )
             return symbol
         if value < 2:
