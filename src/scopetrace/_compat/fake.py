@@ -55,7 +55,8 @@ class FakeMaker:
         requires_grad: bool,
     ) -> torch.Tensor:
         """A fake over the storage of `base`, with its version counter. Call inside `without_dispatch`."""
-        if not base._has_symbolic_sizes_strides:
+        numbers = (*size, *stride, offset)
+        if not base._has_symbolic_sizes_strides and not any(isinstance(n, torch.SymInt) for n in numbers):
             return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
         with in_kernel_invocation_manager(self.mode):  # the kernel of the device takes no symbols, that of meta does
             meta = torch.as_strided(base, size, stride, offset)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -32,7 +33,7 @@ class SymbolNodes:
     def learn_sizes(self, fake: torch.Tensor, node: torch.fx.Node) -> None:
         """The sizes of the tensor that `node` gives can be asked for."""
         for dim, size in enumerate(fake.size()):
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
+            if isinstance(size, torch.SymInt):
                 self._sizes.setdefault(size.node.expr, (node, dim))
 
     def node_of(self, number: Any) -> Any:
@@ -67,12 +68,26 @@ class SymbolNodes:
     def _symbol(self, symbol: sympy.Symbol) -> None:
         if symbol in self._nodes:
             return
-        tensor, dim = self._sizes[symbol]
+        if symbol not in self._sizes:
+            self._nodes[symbol] = self._root(symbol)
+            return
+        self._nodes[symbol] = self._size(*self._sizes[symbol])
+
+    def _root(self, symbol: sympy.Symbol) -> torch.fx.Node:
+        """The node of a symbol of which only `a * symbol + b` is the size of something, as derived dims have it."""
+        expr = next(e for e in self._sizes if e.free_symbols == {symbol} and sympy.Poly(e, symbol).degree() == 1)
+        a, b = sympy.Poly(expr, symbol).all_coeffs()
+        node = self._size(*self._sizes[expr])
+        if b:
+            node = self._graph.call_function(operator.sub, (node, int(b)))
+        return self._graph.call_function(operator.floordiv, (node, int(a)))
+
+    def _size(self, tensor: torch.fx.Node, dim: int) -> torch.fx.Node:
         node = self._graph.create_node(
             "call_function", torch.ops.aten.sym_size.int, (tensor, dim), {}, name="sym_size_int"
         )
         node.meta["val"] = tensor.meta["val"].size(dim)
-        self._nodes[symbol] = node
+        return node
 
 
 def bare(numbers: Any) -> Any:

@@ -15,10 +15,11 @@ import torch
 from rich.console import Console
 from rich.text import Text
 
+from scopetrace.cli.dynamic import parse_dynamic
 from scopetrace.cli.group import cannot_trace, model_raised, print_result
 from scopetrace.cli.inputs import Forward, Input, parse_input
 from scopetrace.cli.targets import default_inputs, load_model
-from scopetrace.errors import ScopetraceError, TraceError, UsageError
+from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
 from scopetrace.show.document import document, json_text
 from scopetrace.show.select import level, select_calls, unmatched
 from scopetrace.show.table import calls_table
@@ -40,6 +41,13 @@ Say = Callable[[str], None]
     "model that is given none gets an image of its own size.",
 )
 @click.option(
+    "--dynamic",
+    metavar="NAME.DIM=SYMBOL",
+    multiple=True,
+    help="A size that may differ from call to call: x.0=batch, ids.1=length:1:512 with its limits. Equal symbols are "
+    "equal sizes. The example must have 2 or more there.",
+)
+@click.option(
     "--depth", type=click.IntRange(min=0), help="Show what is in calls down to this level; 0 is the model's own."
 )
 @click.option("--scope", metavar="PATTERN", help="Only the scopes whose path matches, such as '*/Attention[*.3.attn]'.")
@@ -47,7 +55,9 @@ Say = Callable[[str], None]
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with all ops and calls.")
 @click.option("--train", is_flag=True, help="Trace in training mode; eval mode is the default.")
 @click.option("--grad/--no-grad", default=False, help="Trace with autograd on; off is the default.")
-def show(target: str, inputs: tuple[str, ...], train: bool, grad: bool, **options: Any) -> None:
+def show(
+    target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], train: bool, grad: bool, **options: Any
+) -> None:
     """Trace the model TARGET, and show every op in the module that called it.
 
     TARGET is package.module:name (a torch.nn.Module, or a class or function that makes one when called without
@@ -60,16 +70,17 @@ def show(target: str, inputs: tuple[str, ...], train: bool, grad: bool, **option
     if options["as_table"] and options["as_json"]:
         raise UsageError("--calls and --json are two forms of output: write one of them")
     given = [parse_input(text) for text in inputs]
+    shapes = parse_dynamic(dynamic)
     with _quiet(), _progress() as say:
         say(f"making {target}")
         model = load_model(target).train(train)
-        traced = _trace(model, given, grad, say)
+        traced = _trace(model, given, shapes, grad, say)
         say("writing")
         text = _text(traced, **options)
     print_result(text)
 
 
-def _trace(model: torch.nn.Module, given: list[Input], grad: bool, say: Say) -> Trace:
+def _trace(model: torch.nn.Module, given: list[Input], shapes: Any, grad: bool, say: Say) -> Trace:
     forward = Forward(model)
     size = default_inputs(model)
     if not given and size is not None and forward.first is not None:
@@ -78,7 +89,11 @@ def _trace(model: torch.nn.Module, given: list[Input], grad: bool, say: Say) -> 
     name = type(model).__name__
     try:
         with torch.set_grad_enabled(grad):
-            return trace(model, args, kwargs, progress=_reporter(say))
+            return trace(model, args, kwargs, dynamic_shapes=shapes, progress=_reporter(say))
+    except DynamicShapeError as error:
+        if error.module is not None:
+            raise cannot_trace(name, error) from error
+        raise UsageError(f"--dynamic: {error.problem}" + (f"; {error.hint}" if error.hint else "")) from error
     except TraceError as error:
         raise cannot_trace(name, error) from error
     except ScopetraceError:

@@ -61,7 +61,8 @@ def relate_by_op(
     if func is _aten.select.int:
         return Select(*args)
     if func is _aten.slice.Tensor:
-        dim, start, end, step = (*args, *(0, None, None, 1)[len(args) :])
+        defaults: tuple[Any, ...] = (0, None, None, 1)
+        dim, start, end, step = args + defaults[len(args) :]
         return Slice(dim, start or 0, base.size(dim) if end is None else end, step)
     if func is _aten.narrow.default:
         dim, start, length = args

@@ -147,7 +147,8 @@ def _dynamic_sizes(
 
 def bound_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments by the names of forward's parameters, `*args` and `**kwargs` under their own."""
-    return dict(inspect.signature(forward).bind(*args, **kwargs).arguments)
+    target = forward.forward if isinstance(forward, torch.nn.Module) else forward
+    return dict(inspect.signature(target).bind(*args, **kwargs).arguments)
 
 
 def _named_leaves(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:

@@ -61,9 +61,9 @@ class Keys:
         if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg() or type(fake) is not FakeTensor:
             return None
         size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
-        nbytes: Any = fake.untyped_storage().nbytes()
+        nbytes = bare(fake.untyped_storage().nbytes())  # a static view may lie in memory of symbolic size
         if fake._has_symbolic_sizes_strides:
-            size, stride, offset, nbytes = bare(size), bare(stride), bare(offset), bare(nbytes)
+            size, stride, offset = bare(size), bare(stride), bare(offset)
             if any(has_unbacked(n) for n in (*size, *stride, offset)):
                 return None
         facts = (size, stride, offset, fake.dtype, fake.device, fake.requires_grad, nbytes)
