@@ -201,3 +201,26 @@ def test_custom_autograd_functions_are_refused_where_gradients_count():
         st.trace(lambda x: Straight.apply(x * 2), (x,))
     with torch.no_grad():
         pure(lambda x: Straight.apply(x * 2), x)
+
+
+def test_an_input_copied_into_another_is_copied_as_it_was():
+    def f(x, y, z):
+        y[...] = x
+        z.copy_(x.mean(0, keepdim=True) * 0 + x)
+        x.zero_()
+        return y + 1
+
+    args = (torch.randn(2, 3), torch.randn(2, 3), torch.randn(2, 3))
+    assert_like_eager(f, st.trace(f, args), args)
+
+
+def test_a_row_copied_into_another_input_before_the_first_changes():
+    def f(x, y):
+        y.copy_(x[0])
+        x.mul_(2)
+        return x
+
+    args = (torch.randn(2, 3), torch.randn(4, 3))
+    tr = st.trace(f, args)
+    assert "copied" in str(tr.write_back)
+    assert_like_eager(f, tr, args)

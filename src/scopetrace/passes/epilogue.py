@@ -85,7 +85,8 @@ class _Builder:
             region = self.regions.get(last.storage)
             if region is not None and region.version and last.storage == value.storage:
                 grad = any(_is_seen(v, op) for v, op in region.written.items())
-                found.append(CopyInto(target, self._give(self.read(last)), grad))
+                new = self.read(last)
+                found.append(CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, last))), grad))
         return found
 
     def _shapes(self, value: Value) -> list[Value]:
@@ -149,6 +150,11 @@ class _Builder:
         if old.storage not in owners:
             owners.append(old.storage)
         return self._give(new, stride if moved else None, owners.index(old.storage))
+
+    def _is_overwritten(self, new: Value, target: Value) -> bool:
+        """Whether a new value lies in the memory of another input, which another update changes."""
+        region = self.regions.get(new.storage)
+        return new.storage != target.storage and self._is_inputs(new.storage) and region is not None
 
     def _is_inputs(self, storage: int) -> bool:
         return any(v.storage == storage for v in self.outside)

@@ -171,6 +171,7 @@ class WriteBack:
     def _fresh(self) -> list[FromGraph]:
         """Copies have to be made before the inputs change."""
         sources = [s.base if isinstance(s, ViewOf) else s for s in self.results]
+        sources += [u.value for u in self.updates if isinstance(u, CopyInto)]
         return [s for s in sources if isinstance(s, FromGraph) and (s.copy or s.stride is not None)]
 
     def __str__(self) -> str:
