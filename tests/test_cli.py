@@ -414,3 +414,23 @@ def test_a_reader_that_stops_early():
     process.stdout.close()
     assert process.stderr.read() == b""
     assert process.wait() == 0
+
+
+def test_dynamic_sizes():
+    result = run("show", "timm:test_vit", "--input", "x=2x3x160x160", "--dynamic", "x.0=batch:1:64", "--depth", "0")
+    assert result.exit_code == 0
+    assert "x=%x: f32[s" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("x=batch", "write NAME.DIM=SYMBOL"),
+        ("x.7=batch", "dimension 7 of x, which has 4"),
+        ("y.0=batch", "names 'y'; the arguments are x"),
+    ],
+)
+def test_a_wrong_dynamic_size_is_one_line(text, message):
+    result = run("show", "timm:test_vit", "--input", "x=2x3x160x160", "--dynamic", text)
+    assert result.exit_code == 2
+    assert message in result.output and len(result.output.splitlines()) == 1
