@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compare import assert_like_eager, assert_same_gradients
+from compare import assert_like_eager, assert_same_gradients, sharing
 from torch import nn
 
 import scopetrace as st
@@ -224,3 +224,58 @@ def test_a_row_copied_into_another_input_before_the_first_changes():
     tr = st.trace(f, args)
     assert "copied" in str(tr.write_back)
     assert_like_eager(f, tr, args)
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, y: (y.copy_(x), x.add_(1))[1],
+        lambda x, y: (y.copy_(x.t()), x.add_(1), y.view(-1))[2],
+        lambda x, y: (y.copy_(x[0]), x.zero_())[0],
+        lambda x, y: (y[:].copy_(x), x.copy_(y * 2))[1],
+    ],
+)
+def test_an_old_value_is_taken_before_its_tensor_changes(run):
+    args = torch.randn(3, 3), torch.randn(3, 3)
+    assert_like_eager(run, pure(run, *args), args)
+
+
+def bind_and_change(self, x):
+    self.prev = self.cur
+    self.cur.add_(x)
+
+
+def bind_input(self, x):
+    self.prev = x
+    x.add_(1)
+
+
+def bind_copy(self, x):
+    self.prev = torch.empty_like(x).copy_(x)
+    x.add_(1)
+
+
+def copy_across(self, x):
+    self.prev.copy_(self.cur)
+    self.cur.add_(x)
+
+
+@pytest.mark.parametrize("step", [bind_and_change, bind_input, bind_copy, copy_across], ids=lambda f: f.__name__)
+def test_attributes_are_bound_to_the_tensors_of_eager(step):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("prev", torch.zeros(3))
+            self.register_buffer("cur", torch.ones(3))
+
+        def forward(self, x):
+            step(self, x)
+            return x * 2
+
+    eager, traced = Keeps(), Keeps()
+    tr = st.trace(traced, (torch.zeros(3),))
+    for value in (1.0, 2.0):
+        x, y = torch.full((3,), value), torch.full((3,), value)
+        torch.testing.assert_close(tr(x), eager(y))
+        torch.testing.assert_close((x, *traced.buffers()), (y, *eager.buffers()))
+        assert sharing(x, traced.prev, traced.cur) == sharing(y, eager.prev, eager.cur)

@@ -48,6 +48,8 @@ class _Builder:
             int, list[int]
         ] = {}  # new storage of results -> the old ones: each but the first gets a copy
         self.outside: dict[Value, Given | Held] = {}
+        for before, after in zip(old.attribute_writes, new.attribute_writes, strict=True):
+            self._storages.setdefault(after.value.storage, [before.value.storage])
         for op in old.ops:
             if op.kind == "placeholder":
                 self.outside[op.outputs] = Given(len(self.outside), op.target)

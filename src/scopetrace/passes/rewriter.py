@@ -67,11 +67,22 @@ class Rewriter:
         last = self.old.ops[-1]
         self._boundaries(len(self.old.ops), last)
         self.new.attribute_writes = [
-            AttributeWrite(w.module, w.fqn, w.name, self.read(w.value, last)) for w in self.old.attribute_writes
+            AttributeWrite(w.module, w.fqn, w.name, self._own(w.value, last)) for w in self.old.attribute_writes
         ]
         verify_pure(self.new)
         epilogue.attach(self.old, self.new, self.regions, lambda v: self.read(v, last))
         return self.new
+
+    def _own(self, old: Value, reader: Op) -> Value:
+        """What an attribute is bound to: an input or tensor of the model itself, or the value in memory of its own."""
+        first = self.regions[old.storage].same(old) if old.storage in self.regions else old
+        if first.op.kind in ("placeholder", "get_attr"):
+            return first
+        new = self.read(old, reader)
+        outside = {v.storage for v in self.new.inputs} | self._held.keys()
+        if new.storage != old.storage and new.storage in outside:
+            new = self.emitter.run(reader, _aten.clone.default, (new,), {})
+        return new
 
     def read(self, old: Value, reader: Op) -> Value:
         """The new tape's value for one of the old tape, as of now."""

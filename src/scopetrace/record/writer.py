@@ -157,8 +157,10 @@ class TapeWriter:
         return new
 
     def known_value(self, t: torch.Tensor) -> Value | None:
-        """The tape value of a tensor that this trace made, else None."""
-        return self._by_id.get(id(t)) if isinstance(t, FakeTensor) else None
+        """The tape value of a tensor of this trace or of the model, else None."""
+        if isinstance(t, FakeTensor) or self.model.owner(t) is None:
+            return self._by_id.get(id(t))
+        return self.value_of(t)
 
     def add_input(self, name: str, fake: torch.Tensor) -> Value:
         """A placeholder. A tensor given twice keeps its first value for the ops."""
