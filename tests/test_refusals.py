@@ -121,3 +121,16 @@ def test_ops_that_write_two_of_their_arguments_run_on_copies():
         for run in (lambda x: both(x, x[0], x[1] * 1), lambda x: both(x[0], x[1], x[0])):
             with pytest.raises(st.FunctionalizationError, match=r"share memory|an input lies"):
                 st.trace(run, args)
+
+
+def test_as_strided_of_an_input_that_begins_elsewhere_is_refused_at_the_call():
+    def counts(x):
+        return x.as_strided((2,), (1,), 0).mul_(2)
+
+    tr = st.trace(counts, (torch.ones(4),))
+    with pytest.raises(st.InputMismatchError, match="begins at 4 now"):
+        tr(torch.ones(8)[4:])
+    follows = st.trace(lambda x: x.as_strided((2,), (1,)).mul_(2), (torch.ones(4),))
+    x = torch.ones(8)
+    follows(x[4:])
+    assert x.tolist() == [1, 1, 1, 1, 2, 2, 1, 1]

@@ -37,6 +37,11 @@ def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forw
         match(old, kwargs[name], Value, found, name)
     for path, value, (_, tensor) in zip(tape.input_paths, tape.inputs, found, strict=True):
         _check_tensor(path, value.fake, tensor)
+        if value.storage in tape.anchored and tensor.storage_offset() != value.offset:
+            raise InputMismatchError(
+                f"{path}: began at element {value.offset} of its memory when traced and begins at "
+                f"{tensor.storage_offset()} now, and as_strided counts from the start; clone() it"
+            )
     tensors = [t for _, t in found]
     if tape.sizes is not None:
         tape.sizes.check(tape.input_paths, tensors)

@@ -111,6 +111,8 @@ class Recorder(TapeWriter):
         for name, a in kwargs.items():
             key.append(name)
             lifted_kwargs[name] = self._lift(a, inputs, key)
+        if func is _aten.as_strided.default and (lifted[3:] or lifted_kwargs) not in ((None,), {}):
+            self.tape.anchored.add(lifted[0].storage)
         if facts.reads:
             found, constant = read_constant(self.tape, func, lifted, lifted_kwargs)
             if found:
