@@ -95,6 +95,7 @@ RIGHT = [
     lambda x, y: x[0].index_copy_(0, torch.tensor([2, 0, 1]), x[1]),  # in one storage, but apart
     lambda x, y: torch.addmm(x, y, x.new_ones(3, 3), out=x),
     lambda x, y: x.data.t_(),
+    lambda x, y: (x.data, x, x.data),
     lambda x, y: [x.data.resize_(2)][1:],
     lambda x, y: [x.unsqueeze_(0).to(torch.float32).squeeze_().add_(1)][1:],
     lambda x, y: x[1].as_strided((2, 2), (3, 1), 0).mul_(2),

@@ -138,6 +138,8 @@ class CallObserver:
         self._began.append(began)
         try:
             out = run(*args, **kwargs)
+            if outer is None:
+                map_structure(recorder.tell_apart, out, torch.Tensor)
             call.outputs = self._snapshot(out)
             return out
         except BaseException as error:

@@ -119,6 +119,13 @@ class TapeWriter:
         if value.fake is not t and value.fake.layout is torch.strided:
             self._alias_of(value, t)
 
+    def tell_apart(self, t: torch.Tensor) -> None:
+        """Before a tensor becomes a result: `x.data` is not x itself, though the tape has one value for both."""
+        if isinstance(t, FakeTensor):
+            op = self.value_of(t).op
+            if op.kind in ("placeholder", "get_attr") or op.target is _aten.detach.default:
+                self.set_apart(t)
+
     def _alias_of(self, value: Value, t: FakeTensor) -> Value:
         op = self._append("call_function", _aten.detach.default, (value,), {})
         made: Value = self._register_one(t, op, 0)
