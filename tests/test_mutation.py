@@ -279,3 +279,14 @@ def test_attributes_are_bound_to_the_tensors_of_eager(step):
         torch.testing.assert_close(tr(x), eager(y))
         torch.testing.assert_close((x, *traced.buffers()), (y, *eager.buffers()))
         assert sharing(x, traced.prev, traced.cur) == sharing(y, eager.prev, eager.cur)
+
+
+def test_a_result_that_repeats_elements_keeps_its_strides():
+    def run(x):
+        x.add_(1)
+        y = x.double()
+        x.t_()
+        return y.expand(2, *y.shape), (x * 2).expand(3, 2, 1)
+
+    args = (torch.empty_strided((1, 2), (1, 1)).fill_(2.0),)
+    assert_like_eager(run, pure(run, *args), args)

@@ -216,7 +216,9 @@ def resolved(x: Any, number: Number) -> Any:
 
 def _laid_out(value: torch.Tensor, source: FromGraph, number: Number) -> torch.Tensor:
     stride = resolved(source.stride, number)
-    if stride is not None and value.stride() != stride:
-        moved = torch.empty_strided(value.size(), stride, dtype=value.dtype, device=value.device)
-        return moved.copy_(value)
-    return value.clone() if source.copy else value
+    if stride is None or value.stride() == stride:
+        return value.clone() if source.copy else value
+    once = tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)  # without what expand() repeats
+    part = value[once]
+    moved = torch.empty_strided(part.size(), stride, dtype=value.dtype, device=value.device).copy_(part)
+    return moved if moved.size() == value.size() else moved.expand(value.size())
