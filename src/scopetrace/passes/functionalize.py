@@ -102,7 +102,7 @@ class Functionalizer(Rewriter):
             if isinstance(value, Value) and isinstance(target, Value):
                 region = self.regions[target.storage]
                 if (value is not target and region.links.get(target) is None) or value not in region.links:
-                    region.links[value] = Link(target)
+                    region.link(value, Link(target))
 
     def _assign(self, op: Op, target: Value, new: Value) -> None:
         origin = self._moved(op)
@@ -114,7 +114,7 @@ class Functionalizer(Rewriter):
             if len(region.roots) > 1 or region.same(target) not in region.roots or self._is_outside(region):
                 raise refusal("out= resizes a tensor that others share memory with", op)
             for value in returned:
-                region.links[value] = Link(region.same(target))
+                region.link(value, Link(region.same(target)))
             region.replace(region.same(target), new, origin)
             return
         hidden = self._is_hidden(op, target)
@@ -126,7 +126,7 @@ class Functionalizer(Rewriter):
         """Whether autograd does not see a write, though values in this memory may carry gradients."""
         if not self.grad:
             return False
-        seen = op.grad and (target.fake.requires_grad or not _has_history(self.regions[target.storage], target))
+        seen = op.grad and (target.fake.requires_grad or not self.regions[target.storage].has_history(target))
         if not seen and op.grad and any(v.fake.requires_grad for v in op.inputs()):
             raise refusal("a tensor that requires grad is written into a detached alias of another", op)
         return not seen
@@ -186,7 +186,7 @@ class Functionalizer(Rewriter):
         rest = self._present(op.args[1:], op)
         new = self.emitter.run(self._moved(op), twin.op, (now, *rest), dict(op.kwargs))
         after: Value = op.outputs
-        region.links[after] = Link(before, twin.op, tuple(rest), dict(op.kwargs))
+        region.link(after, Link(before, twin.op, tuple(rest), dict(op.kwargs)))
         region.define(after, new)
         region.reshaped[region.same(before)] = (after, op)
 
@@ -201,7 +201,7 @@ class Functionalizer(Rewriter):
         if region is None:
             self.map[after] = self.read(source, op)
         else:
-            region.links[after] = Link(source)
+            region.link(after, Link(source))
 
     def _resize(self, op: Op) -> None:
         """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""
@@ -214,7 +214,7 @@ class Functionalizer(Rewriter):
         region.reshaped[region.same(before)] = (after, op)
         if new.numel <= old.numel:
             args = (list(new.size), list(new.stride), new.offset)
-            region.links[after] = Link(before, _aten.as_strided.default, args)
+            region.link(after, Link(before, _aten.as_strided.default, args))
             region.read(after, origin)
             return
         row = self.emitter.run(origin, _aten.reshape.default, (region.read(before, origin), [-1]), {})
@@ -234,11 +234,6 @@ _OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {
     "resize_": Functionalizer._resize,
     "resize_as_": Functionalizer._resize,
 }
-
-
-def _has_history(region: Region, target: Value) -> bool:
-    """Whether another alias of the memory requires grad."""
-    return any(v.fake.requires_grad for v in (*region.links, *region.roots) if v is not target)
 
 
 def written_values(op: Op) -> dict[str, Any]:

@@ -53,11 +53,13 @@ class Region:
         bring: Callable[[Value], None],
     ) -> None:
         self._bring = bring  # puts a root on the tape that the program reads only later
-        self.links: dict[Value, Link] = {}
+        self.links: dict[Value, Link] = {}  # added to by `link`
         self.roots: list[Value] = []
         self.written: dict[Value, Op] = {}  # the values written to, and the last op that did
         self.reshaped: dict[Value, tuple[Value, Op]] = {}  # by transpose_ and its kind: what became of a value
         self._emitter = emitter
+        self._first: dict[Value, Value] = {}  # what `same` found, for each value on its way
+        self._with_grad: list[Value] = []  # aliases that require grad
         self._version = 0
         self._now: dict[Value, tuple[Value, int]] = {}
         self._pending: tuple[Value, Op, bool] | None = None
@@ -71,11 +73,34 @@ class Region:
         """How many writes there were."""
         return self._version
 
+    def link(self, value: Value, link: Link) -> None:
+        """Say how an alias came from another."""
+        if value in self._first:
+            self._first.clear()
+        if value.fake.requires_grad:
+            self._with_grad.append(value)
+        self.links[value] = link
+
     def same(self, old: Value) -> Value:
-        """The first value that is this very tensor."""
-        while (link := self.links.get(old)) is not None and link.func is None:
-            old = link.parent
-        return old
+        """The first value that is this very tensor. Each in-place op adds one to the way there."""
+        passed: list[Value] = []
+        first = self._first.get(old)
+        while first is None:
+            passed.append(old)
+            link = self.links.get(old)
+            if link is None or link.func is not None:
+                first = old
+            else:
+                old = link.parent
+                first = self._first.get(old)
+        self._first.update(dict.fromkeys(passed, first))
+        return first
+
+    def has_history(self, but: Value) -> bool:
+        """Whether an alias other than `but` requires grad."""
+        return any(v is not but for v in self._with_grad) or any(
+            v is not but and v.fake.requires_grad for v in self.roots
+        )
 
     def above(self, old: Value) -> Iterator[Value]:
         """A value, what it is a view of, and so on up to a root."""
@@ -126,10 +151,11 @@ class Region:
         """The whole memory gets a new value of another size; `old` is its only alias that counts."""
         for root in self.roots:
             if root is not old:
-                self.links[root] = Link(old)
+                self.link(root, Link(old))
                 self._replaced.add(old)
         self.roots, self._whole, self._pending = [old], None, None
         self.links.pop(old, None)
+        self._first.clear()
         self._version += 1
         self._now = {old: (new, self._version)}
         self.written[old] = writer

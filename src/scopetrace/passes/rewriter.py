@@ -148,7 +148,7 @@ class Rewriter:
                 parent = next((v for v in op.inputs() if v.storage == value.storage), None)
                 first = given.setdefault(id(value.fake), value) if op.kind == "placeholder" else value
                 if first is not value:  # one tensor given twice
-                    region.links[value] = Link(first)
+                    region.link(value, Link(first))
                 elif op.kind in ("placeholder", "get_attr") or parent is None:
                     region.roots.append(value)
 
@@ -210,7 +210,7 @@ class Rewriter:
         region = self.regions.get(value.storage)
         if region is None or not region.version:
             return False
-        region.links[value] = self._link(op, op.args[0], value, None)
+        region.link(value, self._link(op, op.args[0], value, None))
         region.read(value, self._moved(op))
         return True
 
@@ -253,7 +253,7 @@ class Rewriter:
             parent = _parent(op, a)
             if parent is not None and op.kind == "call_function":
                 slot = a.slot if several else None
-                region.links[a] = self._link(op, parent, a, slot)
+                region.link(a, self._link(op, parent, a, slot))
             region.define(a, b)
 
     def _link(self, op: Op, parent: Value, value: Value, slot: int | None) -> Link:
