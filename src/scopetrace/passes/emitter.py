@@ -78,9 +78,8 @@ class Emitter:
         return op.outputs
 
     def _append(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
-        op = dataclasses.replace(
-            origin, kind="call_function", target=func, args=args, kwargs=kwargs, outputs=None, writes=()
-        )
+        op = origin.moved_to(origin.call)
+        op.kind, op.target, op.args, op.kwargs, op.outputs, op.writes = "call_function", func, args, kwargs, None, ()
         if func is not origin.target:
             op.unbacked = None
         self.tape.ops.append(op)

@@ -15,7 +15,7 @@ from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
 from scopetrace.passes.verify import verify_pure
 from scopetrace.record.structure import leaves, map_structure
-from scopetrace.record.tape import AttributeWrite, Call, Op, Tape, Value, flat
+from scopetrace.record.tape import AttributeWrite, Call, Op, Tape, Value, flat, garbage_collection_paused, values_in
 
 _aten = torch.ops.aten
 _SIZED_BY_OTHER = {
@@ -57,6 +57,10 @@ class Rewriter:
 
     def run(self) -> Tape:
         """The new tape."""
+        with garbage_collection_paused():
+            return self._rewritten()
+
+    def _rewritten(self) -> Tape:
         for call in self.old.calls:
             self._starts.setdefault(call.start, []).append(call)
             self._stops.setdefault(call.stop, []).append(call)
@@ -175,8 +179,7 @@ class Rewriter:
         """Inputs and attributes go over as they are."""
         if op.outputs in self._brought:
             return
-        new = dataclasses.replace(op, call=self._calls.get(op.call) if op.call else None)
-        self.new.ops.append(new)
+        self.new.ops.append(self._placed(op))
         value: Value = op.outputs
         if op.kind == "placeholder":
             self.new.inputs.append(value)
@@ -191,15 +194,15 @@ class Rewriter:
         if op.target is _aten.as_strided.default and self._by_positions(op):
             return
         args, kwargs = self._present(op.args, op), self._present(op.kwargs, op)
-        old_inputs, new_inputs = op.inputs(), [v for v in flat((args, kwargs)) if isinstance(v, Value)]
-        call = self._calls.get(op.call) if op.call else None
+        old_inputs, new_inputs = op.inputs(), values_in((args, kwargs))
+        moved = self._placed(op)
         if old_inputs == new_inputs or op.kind == "call_module":
-            moved = dataclasses.replace(op, call=call, args=args, kwargs=kwargs)
+            moved.args, moved.kwargs = args, kwargs
             self.new.ops.append(moved)
             outputs = op.outputs
         elif all(map(_alike, old_inputs, new_inputs)):
             storages = {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
-            outputs = self.emitter.again(dataclasses.replace(op, call=call), args, kwargs, storages)
+            outputs = self.emitter.again(moved, args, kwargs, storages)
         else:
             outputs = self._run(op, op.target, args, kwargs)
         self._define(op, op.outputs, outputs)
@@ -226,8 +229,12 @@ class Rewriter:
     def _moved(self, op: Op) -> Op:
         """The op as the origin of new ones: its call is the new tape's."""
         if self._origin is None or self._origin[0] is not op:
-            self._origin = op, dataclasses.replace(op, call=self._calls.get(op.call) if op.call else None)
+            self._origin = op, self._placed(op)
         return self._origin[1]
+
+    def _placed(self, op: Op) -> Op:
+        """A copy of the op in the new tape's call."""
+        return op.moved_to(self._calls.get(op.call) if op.call else None)
 
     def _present(self, x: Any, op: Op) -> Any:
         if op.kind == "call_module":
@@ -271,7 +278,7 @@ class Rewriter:
 def _values(op: Op, x: Any) -> list[Value]:
     if op.kind == "call_module":
         return leaves(x, Value)
-    return [v for v in flat(x) if isinstance(v, Value)]
+    return values_in(x)
 
 
 def _parent(op: Op, value: Value) -> Value | None:

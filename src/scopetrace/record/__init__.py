@@ -5,13 +5,11 @@ Traces of several threads take turns: the flags and methods that a trace changes
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import inspect
 import keyword
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -27,7 +25,7 @@ from scopetrace.record.observe import CallObserver, Progress
 from scopetrace.record.recorder import NeedsAutograd, Recorder
 from scopetrace.record.sizes import DynamicSizes, read_dynamic_shapes, refuse_shared, symbolic_strides
 from scopetrace.record.structure import leaves_with_path, map_structure, refuse_hidden
-from scopetrace.record.tape import Tape, Value
+from scopetrace.record.tape import Tape, Value, garbage_collection_paused
 
 _RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # of the code that torch.fx writes
 _one_at_a_time = threading.RLock()
@@ -57,23 +55,11 @@ def record(
 
 def until_exact_enough(attempt: Callable[[bool], T]) -> T:
     """`attempt(False)`, or `attempt(True)` where the forward turns out to need autograd's own history."""
-    with _one_at_a_time, _garbage_collection_paused():
+    with _one_at_a_time, garbage_collection_paused():
         try:
             return attempt(False)
         except NeedsAutograd:
             return attempt(True)
-
-
-@contextlib.contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """A tape only grows: looking through it for garbage again and again would make long programs cost more per op."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def run_recorded(

@@ -8,7 +8,10 @@ questions to the tape and need no record of their own.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
+from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
@@ -77,11 +80,27 @@ class Op:
 
     def values(self) -> list[Value]:
         """The tensors that the op made, in order."""
-        return [v for v in flat(self.outputs) if isinstance(v, Value)]
+        return values_in(self.outputs)
 
     def inputs(self) -> list[Value]:
         """The tensors that the op read or wrote, in order."""
-        return [v for v in flat((self.args, self.kwargs)) if isinstance(v, Value)]
+        return values_in((self.args, self.kwargs))
+
+    def moved_to(self, call: Call | None) -> Op:
+        """The same op, as one of another call."""
+        return Op(
+            self.kind,
+            self.target,
+            self.args,
+            self.kwargs,
+            self.outputs,
+            self.scope,
+            call,
+            self.frames,
+            self.grad,
+            self.writes,
+            self.unbacked,
+        )
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -200,6 +219,38 @@ def flat(x: Any) -> list[Any]:
     if isinstance(x, dict):
         return [leaf for item in x.values() for leaf in flat(item)]
     return [x]
+
+
+def values_in(x: Any) -> list[Value]:
+    """The values among the leaves of `flat`, in order."""
+    found: list[Value] = []
+    _collect(x, found)
+    return found
+
+
+def _collect(x: Any, found: list[Value]) -> None:
+    kind = type(x)
+    if kind is Value:
+        found.append(x)
+    elif kind is not int and kind is not float:  # most leaves
+        if isinstance(x, (list, tuple)):
+            for item in x:
+                _collect(item, found)
+        elif isinstance(x, dict):
+            for item in x.values():
+                _collect(item, found)
+
+
+@contextlib.contextmanager
+def garbage_collection_paused() -> Iterator[None]:
+    """A tape only grows: looking through it for garbage again and again would make long programs cost more per op."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def walk_frames(frames: Frames) -> list[tuple[CodeType, int]]:
