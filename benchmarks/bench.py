@@ -104,11 +104,12 @@ def run_functional(options: argparse.Namespace) -> None:
     say("", "trace ms", "pass ms", "share", "writes")
     for name in names:
         say_share(name, job("functional_share", model=name, rounds=rounds))
-    for count in (1000, 3000, 10_000):
-        r = job("functional_writes", count=count, rounds=min(rounds, 3))
-        say_share(f"{count:,} writes to one base", r)
-        if "pass" in r:
-            say("", f"{r['pass'] / count * 1e6:.1f} us of the pass for each write")
+    for what, rows in (("one base", False), ("rows of one base", True)):
+        for count in (1000, 3000, 10_000):
+            r = job("functional_writes", count=count, rows=rows, rounds=min(rounds, 3))
+            say_share(f"{count:,} writes to {what}", r)
+            if "pass" in r:
+                say("", f"{r['pass'] / count * 1e6:.1f} us of the pass for each write")
     print(f"\nst.functionalize of a graph with its mutations, best of {rounds} in turn in one process", end="")
     print("; AOTAutograd: its forward graph, nothing compiled")
     for name in names:

@@ -24,9 +24,9 @@ def functional_share(model: str, rounds: int) -> Result:
     return best | {"writes": sum(bool(op.writes) for op in tape.ops), "failed": failed}
 
 
-def functional_writes(count: int, rounds: int) -> Result:
-    """The same for `count` consecutive writes to parts of one base."""
-    models.MUTATION["writes"] = lambda: (models.Writes(count), (torch.randn(8, 8),))
+def functional_writes(count: int, rows: bool, rounds: int) -> Result:
+    """The same for `count` consecutive writes to one base, on the whole of it or on its rows."""
+    models.MUTATION["writes"] = lambda: (models.Writes(count, rows), (torch.randn(8, 8),))
     return functional_share("writes", rounds)
 
 

@@ -128,18 +128,18 @@ class Chain(torch.nn.Module):
 
 
 class Writes(torch.nn.Module):
-    """`count` writes, one after the other, to rows of one tensor."""
+    """`count` writes, one after the other, to one tensor: to its rows in turn, or to the whole of it."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, rows: bool) -> None:
         """Write `count` times."""
         super().__init__()
-        self.count = count
+        self.count, self.rows = count, rows
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Write."""
         base = x.clone()
         for i in range(self.count):
-            base[i % 8].add_(1)
+            (base[i % 8] if self.rows else base).add_(1)
         return base
 
 
