@@ -290,3 +290,28 @@ def test_a_result_that_repeats_elements_keeps_its_strides():
 
     args = (torch.empty_strided((1, 2), (1, 1)).fill_(2.0),)
     assert_like_eager(run, pure(run, *args), args)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda z: F.dropout(z, 0.5, True),
+        lambda z: F.dropout(z, 0.5, True, inplace=True),
+        lambda z: z.normal_(),
+        lambda z: torch.rand_like(z),
+        lambda z: torch.normal(z, 1.0),
+    ],
+)
+def test_random_numbers_come_in_the_memory_order_of_eager(draw):
+    def turned(x, y):
+        z = x.t()
+        z.copy_(y)
+        return draw(z)
+
+    def straight(x, y):
+        x.copy_(y.t())
+        return draw(x)
+
+    args = torch.rand(8, 8), torch.rand(8, 8)
+    for run in (turned, straight):
+        assert_like_eager(run, st.trace(run, args), args)

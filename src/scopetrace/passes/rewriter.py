@@ -11,6 +11,7 @@ from scopetrace._compat.symbols import bare
 from scopetrace.passes import epilogue
 from scopetrace.passes.emitter import Emitter
 from scopetrace.passes.geometry import relate
+from scopetrace.passes.layout import in_order_of, is_random
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
 from scopetrace.passes.verify import verify_pure
@@ -240,7 +241,10 @@ class Rewriter:
         if op.kind == "call_module":
             return map_structure(lambda v: self.read(v, op), x, Value)
         if isinstance(x, Value):
-            return self.read(x, self._moved(op)) if x.storage in self.regions else self.map.get(x, x)
+            if x.storage not in self.regions and x not in self.map:
+                return x
+            new = self.read(x, self._moved(op))
+            return in_order_of(self.emitter.bound(self._moved(op)), new, x.fake) if is_random(op.target) else new
         if isinstance(x, (list, tuple)):
             return type(x)([self._present(item, op) for item in x])
         if isinstance(x, dict):
