@@ -20,6 +20,7 @@ def lint(
 ) -> None:
     """Raise LintError that lists every disagreement."""
     problems = [
+        *_tape_problems(program),
         *_graph_problems(graph_module),
         *_node_problems(graph_module.graph, calls, scopes),
         *_call_problems(graph_module.graph, calls),
@@ -68,6 +69,18 @@ def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[s
         for node in leaves(call.arguments, torch.fx.Node):
             if first is not None and order.get(node, -1) > first:
                 yield f"{call}: its argument {node.name} is made after its first op"
+
+
+def _tape_problems(program: Program) -> Iterator[str]:
+    tape = program.tape
+    for i, op in enumerate(tape.ops):
+        call = op.call
+        if call is None:
+            continue
+        if tape.calls[call.position] is not call:
+            yield f"op {i}, {op.target}: its call of {call.scope} is one of another tape"
+        elif op.kind != "get_attr" and not call.start <= i < call.stop:
+            yield f"op {i}, {op.target}: it stands outside of its call of {call.scope}, ops {call.start} to {call.stop}"
 
 
 def _boundary_problems(program: Program, graph: torch.fx.Graph) -> Iterator[str]:

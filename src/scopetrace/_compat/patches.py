@@ -18,6 +18,8 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 
+from scopetrace._compat.batch_norm import averaging_in_tensors
+
 
 class Observer(Protocol):
     """Who is told of module calls. `run` does what would have happened without the patch."""
@@ -51,6 +53,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
     with contextlib.ExitStack() as stack:
         stack.callback(_set, torch.nn.Module, "_call_impl", torch.nn.Module._call_impl)
         torch.nn.Module._call_impl = _call_impl(observer, mine)  # type: ignore[method-assign]
+        stack.enter_context(averaging_in_tensors(mine))
         for cls in {owner for m in modules if (owner := _owner(type(m))) is not None}:
             stack.callback(_set, cls, "forward", cls.__dict__["forward"])
             _set(cls, "forward", _forward(cls, observer, mine))

@@ -71,6 +71,7 @@ class Rewriter:
             self._step(op)
         last = self.old.ops[-1]
         self._boundaries(len(self.old.ops), last)
+        last = self._at_edge(last, self._calls[self.old.calls[0]])
         self.new.attribute_writes = [
             AttributeWrite(w.module, w.fqn, w.name, self._own(w.value, last)) for w in self.old.attribute_writes
         ]
@@ -111,11 +112,19 @@ class Rewriter:
             if call in empty:
                 self._close(call, op)
 
-    def _open(self, call: Call, op: Op) -> None:
-        def present(x: Any) -> Any:
-            return map_structure(lambda v: self.read(v, op), x, Value)
+    def _at_edge(self, op: Op, call: Call | None) -> Op:
+        """The op that follows, as the origin of what is read for the arguments or the result of a call."""
+        place = op.moved_to(call)
+        place.scope = self.old.root if call is None else call.scope
+        return place
 
+    def _open(self, call: Call, op: Op) -> None:
         parent = None if call.parent is None else self._calls[call.parent]
+        edge = self._at_edge(op, parent)
+
+        def present(x: Any) -> Any:
+            return map_structure(lambda v: self.read(v, edge), x, Value)
+
         args = tuple(present(a) for a in call.args)
         kwargs = {name: present(a) for name, a in call.kwargs.items()}
         new = dataclasses.replace(call, parent=parent, args=args, kwargs=kwargs, start=len(self.new.ops))
@@ -123,8 +132,9 @@ class Rewriter:
 
     def _close(self, call: Call, op: Op) -> None:
         new = self._calls[call]
-        new.outputs = map_structure(lambda v: self.read(v, op), call.outputs, Value)
-        new.mutated = self._mutated_in(call, op)
+        edge = self._at_edge(op, new)
+        new.outputs = map_structure(lambda v: self.read(v, edge), call.outputs, Value)
+        new.mutated = self._mutated_in(call, edge)
         new.stop = len(self.new.ops)
 
     def _mutated_in(self, call: Call, op: Op) -> Any:
