@@ -350,7 +350,9 @@ def test_what_a_call_is_given_belongs_to_its_parent():
 
     tr = st.trace(Net(), (torch.randn(3, 3),))
     tr.lint()
-    assert str(tr) == """\
+    assert (
+        str(tr)
+        == """\
 Net: 4 ops, 2 module calls, 0 parameters
 Net(x=%x: f32[3, 3]) -> %relu: f32[3]
   %mul: f32[3, 3] = aten.mul.Tensor(%x, 1)
@@ -358,3 +360,4 @@ Net(x=%x: f32[3, 3]) -> %relu: f32[3]
   %select: f32[3] = aten.select.int(%add, 0, 0)
   Relu[act](y=%select: f32[3]) -> %relu: f32[3]
     %relu: f32[3] = aten.relu(%select)"""
+    )

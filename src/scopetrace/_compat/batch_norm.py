@@ -30,7 +30,7 @@ def averaging_in_tensors(mine: Callable[[], bool]) -> Iterator[None]:
     try:
         yield
     finally:
-        _BatchNorm.forward = original  # type: ignore[method-assign]
+        _BatchNorm.forward = original  # type: ignore[method-assign, assignment]
 
 
 def _forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:

@@ -79,6 +79,10 @@ class CallObserver:
             hint="call torch.manual_seed outside the model",
         )
 
+    def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
+        """Recorded as the op that Dynamo writes for it."""
+        return self.recorder.running is None and self.recorder.resize_storage(storage, size)
+
     def _enters(self, module: torch.nn.Module, entrance: str) -> bool:
         """Whether this is the open call on its way in, rather than a new call of the same module."""
         call = self.recorder.call

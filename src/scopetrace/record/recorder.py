@@ -24,7 +24,7 @@ from scopetrace.record import results
 from scopetrace.record.constants import read_constant, reads_a_value
 from scopetrace.record.model import Model
 from scopetrace.record.tape import Value, flat
-from scopetrace.record.twins import hidden_writes, writes_in_secret
+from scopetrace.record.twins import WRITTEN_IN_SECRET, hidden_writes, writes_in_secret
 from scopetrace.record.writer import TapeWriter, geometry_key
 from scopetrace.scopes import Scope
 
@@ -64,7 +64,7 @@ class _OpFacts:
         self.positions = tuple((i, a.name) for i, a in enumerate(func._schema.arguments))
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in func._schema.arguments)
         self.squeezes = func._schema.name.startswith("aten::squeeze")
-        self.may_lie = any(name in ("running_mean", "batches", "weight_arr") for _, name in self.positions)
+        self.may_lie = any(name in WRITTEN_IN_SECRET for _, name in self.positions)
         self.recipes: dict[Any, results.Recipe] = {}
 
 
@@ -265,6 +265,13 @@ class Recorder(TapeWriter):
             if value.stand_in:
                 self.factory.give_history(value.fake)
                 value.stand_in = False
+
+    def resize_storage(self, storage: torch.UntypedStorage, size: int) -> bool:
+        """Give the memory of a known tensor another size in bytes; False where no known tensor lies in it."""
+        value = next(iter(self._by_storage.get(storage._cdata, ())), None)
+        if value is not None:
+            torch.ops.inductor.resize_storage_bytes_(value.fake, size)
+        return value is not None
 
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind."""
