@@ -361,3 +361,18 @@ Net(x=%x: f32[3, 3]) -> %relu: f32[3]
   Relu[act](y=%select: f32[3]) -> %relu: f32[3]
     %relu: f32[3] = aten.relu(%select)"""
     )
+
+
+@pytest.mark.parametrize("run", [lambda x: x.as_strided((2, 2), (1, 2)), lambda x: x[2:].as_strided((2, 2), (1, 2))])
+def test_as_strided_without_offset_begins_where_its_tensor_does(run):
+    def double(x):
+        view = run(x)
+        view.mul_(2)
+        return view
+
+    memory = torch.arange(20.0)
+    tr = st.trace(double, (memory[5:15],))
+    for x in (memory[5:15], memory[:10], memory[7:17]):
+        assert_like_eager(double, tr, (x,))
+        y = x.clone()
+        assert tr(y).storage_offset() == run(y).storage_offset()
