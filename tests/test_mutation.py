@@ -376,3 +376,29 @@ def test_as_strided_without_offset_begins_where_its_tensor_does(run):
         assert_like_eager(double, tr, (x,))
         y = x.clone()
         assert tr(y).storage_offset() == run(y).storage_offset()
+
+
+def row_of_zeros(x, w):
+    y = torch.zeros(2, 3)
+    y[0] = w
+    y[1].copy_(x)
+    y.relu_()
+    return y * x
+
+
+def same_by_to(x, w):
+    y, z = x * 1, w * 1
+    z.to(z.dtype).mul_(y)
+    return z
+
+
+def detached_and_scaled(x, w):
+    y = x * w
+    y.detach().mul_(2)
+    return y * 1
+
+
+@pytest.mark.parametrize("run", [row_of_zeros, same_by_to, detached_and_scaled])
+def test_gradients_through_memory_that_gains_a_history(run):
+    args = torch.tensor([1.0, -2.0, 3.0], requires_grad=True), torch.tensor([0.5, 2.0, -1.0], requires_grad=True)
+    assert_same_gradients(run, pure(run, *args), args)

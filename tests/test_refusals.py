@@ -165,3 +165,25 @@ def test_memory_that_is_freed_after_its_last_use():
     assert len(kept.graph_module.graph.find_nodes(op="call_function", target=FREE)) == 1
     assert_like_eager(run, kept, (torch.randn(3),))
     assert_like_eager(run, st.trace(run, (torch.randn(3),)), (torch.randn(3),))
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, torch.Tensor.mul_])
+def test_gradients_that_would_flow_into_a_detached_alias(write):
+    def run(x, w):
+        y = x * 1
+        write(y.detach(), w)
+        return y.sum()
+
+    args = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with pytest.raises(st.FunctionalizationError, match="written into a detached alias"):
+        st.trace(run, args)
+
+
+def test_as_strided_where_the_graph_lays_memory_out_otherwise():
+    def run(x):
+        y = x.t() * 1
+        y.copy_(x)
+        return (y * 2).as_strided((4,), (1,))
+
+    with pytest.raises(st.FunctionalizationError, match="strides are not those of eager"):
+        st.trace(run, (torch.randn(3, 3),))

@@ -128,8 +128,12 @@ class Functionalizer(Rewriter):
         """Whether autograd does not see a write, though values in this memory may carry gradients."""
         if not self.grad:
             return False
-        seen = op.grad and (target.fake.requires_grad or not self.regions[target.storage].has_history(target))
-        if not seen and op.grad and any(v.fake.requires_grad for v in op.inputs()):
+        region = self.regions[target.storage]
+        seen = op.grad and (target in op.tracked or not region.has_history(target))
+        brings = op.grad and any(v is not target for v in op.tracked)
+        if seen and brings:
+            region.gain_history(target)
+        elif brings:
             raise refusal("a tensor that requires grad is written into a detached alias of another", op)
         return not seen
 

@@ -169,6 +169,7 @@ class Recorder(TapeWriter):
         given_args, given_kwargs = self._with_fakes(given)
         objects = [t for t in flat((given_args, given_kwargs)) if isinstance(t, torch.Tensor)]
         versions = [_version(t) for t in objects]
+        tracked = [v for v, t in zip(inputs, objects, strict=True) if t.requires_grad] if facts.written else []
         shapes = [(v, geometry_key(v.fake), _layout(v.fake)) for v in _pick(facts.written, args, kwargs)]
         self.running = facts.func
         out = dispatch.run_op(facts.func, given_args, given_kwargs)
@@ -190,6 +191,7 @@ class Recorder(TapeWriter):
             kwargs = {**kwargs, "dtype": out.dtype}  # the default is that of the trace
         op = self._append("call_function", facts.func, args, kwargs)
         op.writes = tuple(dict.fromkeys(written))
+        op.tracked = tuple(tracked)
         op.unbacked = unbacked
         op.outputs = self._register(out, op)
         return out
@@ -259,12 +261,13 @@ class Recorder(TapeWriter):
         if not any(v.fake.requires_grad for v in inputs):
             return
         for value in _pick(facts.written, args, kwargs):
-            aliases = {id(v.fake) for v in self._by_storage.get(value.storage, ())}
-            if len(aliases) > 1:
+            same_memory = self._by_storage.get(value.storage, ())
+            if any(v.fake is not value.fake for v in same_memory):
                 raise NeedsAutograd
-            if value.stand_in:
+            if any(v.stand_in for v in same_memory):
                 self.factory.give_history(value.fake)
-                value.stand_in = False
+            for v in same_memory:
+                v.stand_in = False
 
     def resize_storage(self, storage: torch.UntypedStorage, size: int) -> bool:
         """Give the memory of a known tensor another size in bytes; False where no known tensor lies in it."""

@@ -32,7 +32,7 @@ class Value:
     for all that decides the metadata of an op's results (None when that is not known, as for symbolic sizes).
     """
 
-    __slots__ = ("fake", "key", "offset", "op", "real", "slot", "stand_in", "storage")
+    __slots__ = ("fake", "key", "offset", "op", "real", "requires_grad", "slot", "stand_in", "storage")
 
     def __init__(self, fake: torch.Tensor, op: Op, slot: int, storage: int, key: int | None) -> None:
         self.fake = fake
@@ -40,6 +40,7 @@ class Value:
         self.slot = slot
         self.storage = storage
         self.key = key
+        self.requires_grad = fake.requires_grad  # when it was made; writes may change that
         self.offset = fake.storage_offset() if fake.layout is torch.strided else 0
         self.real: torch.Tensor | None = None  # the tensor itself, for attributes and constants
         self.stand_in = False  # requires grad without autograd's own history (see recorder)
@@ -50,7 +51,7 @@ class Value:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.fake, self.slot, self.storage, self.real, self.offset = state
-        self.key, self.stand_in = None, False
+        self.key, self.stand_in, self.requires_grad = None, False, self.fake.requires_grad
 
     def __repr__(self) -> str:
         return f"Value({self.op.kind} {self.op.target}, {self.slot})"
@@ -77,6 +78,8 @@ class Op:
     """The values whose data or metadata the op changed."""
     unbacked: Any = None
     """The `unbacked_bindings` of torch.fx, where the op made symbols."""
+    tracked: tuple[Value, ...] = ()
+    """If the op writes: its inputs that required grad before it. A write can make its target do so."""
 
     def values(self) -> list[Value]:
         """The tensors that the op made, in order."""
@@ -100,6 +103,7 @@ class Op:
             self.grad,
             self.writes,
             self.unbacked,
+            self.tracked,
         )
 
 
