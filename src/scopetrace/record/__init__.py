@@ -18,6 +18,7 @@ from scopetrace import scopes
 from scopetrace._compat.dispatch import dispatching_to
 from scopetrace._compat.fake import FakeTensor
 from scopetrace._compat.patches import observing, python_random_state_kept
+from scopetrace.errors import ControlFlowError
 from scopetrace.record.explain import explained
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
@@ -83,6 +84,12 @@ def run_recorded(
             refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments")
     finally:
         tape.attribute_writes = model.restore(recorder.known_value)
+    if recorder.escaped:
+        raise ControlFlowError(
+            "a body of torch.cond, while_loop, scan or map binds one of its tensors to an attribute of a module",
+            module=tape.root.path,
+            hint="return the tensor from the body, and bind it outside",
+        )
     tape.shape_env, tape.fake_mode = recorder.factory.shape_env, recorder.factory.mode
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -36,6 +38,9 @@ class TapeWriter:
         self._by_storage: dict[int, list[Value]] = {}
         self._keep: list[torch.Tensor] = []
         self._constants = 0
+        self._inner: set[int] = set()  # the storages that bodies of higher-order ops made
+        self.escaped = False  # whether a body left one of its tensors in a module's attribute
+        self.positions = itertools.count()  # of module calls
 
     def _append(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
         frames = capture_frames(self.call.frames if self.call else (), self.boundary)
@@ -166,7 +171,9 @@ class TapeWriter:
     def known_value(self, t: torch.Tensor) -> Value | None:
         """The tape value of a tensor of this trace or of the model, else None."""
         if isinstance(t, FakeTensor) or self.model.owner(t) is None:
-            return self._by_id.get(id(t))
+            found = self._by_id.get(id(t))
+            self.escaped |= found is None and isinstance(t, FakeTensor) and storage_id(t) in self._inner
+            return found
         return self.value_of(t)
 
     def add_input(self, name: str, fake: torch.Tensor) -> Value:
@@ -178,6 +185,30 @@ class TapeWriter:
         self._by_storage.setdefault(value.storage, []).append(value)
         self.tape.inputs.append(value)
         return value
+
+    # ---------------------------------------------------------------- bodies
+
+    def add_body_input(self, name: str, x: Any) -> None:
+        """A placeholder of the body that is being recorded: a tensor of its own, or a number."""
+        op = self._append("placeholder", name, (), {})
+        op.outputs = self._register_one(x, op, 0)
+
+    def append_op(self, target: Any, args: tuple[Any, ...]) -> Op:
+        """An op with this place on the tape; its outputs are still to come."""
+        return self._append("call_function", target, args, {})
+
+    def register(self, out: Any, op: Op) -> Any:
+        """Tape values for what an op returned."""
+        return self._register(out, op)
+
+    def forget(self, made: Collection[Value], storages: set[int]) -> None:
+        """Values of a body are none outside: `made`, of which `storages` are of the body alone."""
+        self._by_id = {key: v for key, v in self._by_id.items() if v not in made}
+        for storage in {v.storage for v in made}:
+            self._by_storage[storage] = [v for v in self._by_storage[storage] if v not in made]
+        self._inner |= storages
+
+    # ---------------------------------------------------------------- leaf modules
 
     def add_module_op(self, name: str, call: Call) -> Op:
         """A call of a leaf module, as one op."""

@@ -1,0 +1,63 @@
+"""torch's higher-order ops, which take callables: how Python's `torch.cond` reaches them, and what they return."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._higher_order_ops import utils
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+_regions = importlib.import_module("torch._higher_order_ops.invoke_subgraph")  # the package has an op of this name
+
+
+@contextlib.contextmanager
+def called_at_once(mine: Callable[[], bool]) -> Iterator[None]:
+    """`torch.cond` and its kind call their op, where they would first go through torch.compile.
+
+    That is for the sake of closures, which the recorder sees itself. A function under `mark_compile_region` is called,
+    as in eager.
+    """
+    compile_and_call, placeholder = utils._hop_compile_and_call, _regions.invoke_subgraph_placeholder
+
+    def call(fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+        return fn(*args, **(kwargs or {})) if mine() else compile_and_call(fn, args, kwargs)
+
+    def call_region(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs) if mine() else placeholder(fn, *args, **kwargs)
+
+    utils._hop_compile_and_call = call
+    _regions.invoke_subgraph_placeholder = call_region
+    try:
+        yield
+    finally:
+        utils._hop_compile_and_call = compile_and_call
+        _regions.invoke_subgraph_placeholder = placeholder
+
+
+def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a higher-order op returns for fake tensors: its own shape function, which calls the callables.
+
+    Raises what that raises, for branches whose results do not fit together and the like.
+    """
+    kernel = hop.python_key_table.get(FakeTensorMode)
+    with mode, torch.no_grad():
+        if kernel is not None:
+            return kernel(mode, *args, **kwargs)
+        return utils.registered_hop_fake_fns[hop](*args, **kwargs)
+
+
+def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
+    """A whole number of unknown value, which no op of the program makes."""
+    assert mode.shape_env is not None
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        return mode.shape_env.create_unbacked_symint()
+
+
+def first_slice(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
+    """`t[0]` in memory of its own."""
+    with mode, torch.no_grad():
+        return torch.select_copy(t, 0, 0)
