@@ -23,7 +23,7 @@ def lint(
     problems = [*_graph_problems(graph_module), *_count_problems(calls)]
     for inner in program.walk():
         problems += _tape_problems(inner)
-        problems += _node_problems(inner.graph, calls, scopes)
+        problems += _node_problems(inner, calls, scopes)
         problems += _call_problems(inner.graph, [call for call in calls if call.program is inner])
         problems += _boundary_problems(inner)
     if problems:
@@ -37,8 +37,8 @@ def _graph_problems(graph_module: torch.fx.GraphModule) -> Iterator[str]:
         yield f"graph: {str(error).splitlines()[0]}"
 
 
-def _node_problems(graph: torch.fx.Graph, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
-    for node in graph.nodes:
+def _node_problems(program: Program, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
+    for node in program.graph.nodes:
         path, position = meta.scope_path(node), meta.call_position(node)
         if path is None and position is None:
             continue  # made by a pass of someone else
@@ -48,7 +48,7 @@ def _node_problems(graph: torch.fx.Graph, calls: list[ModuleCall], scopes: dict[
             yield f"{node.name}: its call {position} is not in the trace"
         elif calls[position].scope not in scopes[path].ancestors():
             yield f"{node.name}: its scope {path} is not inside its call's, {calls[position].scope}"
-        if node.op in ("placeholder", "get_attr") and meta.value(node) is None:
+        if node.op in ("placeholder", "get_attr") and meta.value(node) is None and node.target not in program.bodies:
             yield f"{node.name}: it has no meta['val']"
 
 

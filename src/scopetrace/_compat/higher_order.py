@@ -38,16 +38,16 @@ def called_at_once(mine: Callable[[], bool]) -> Iterator[None]:
         _regions.invoke_subgraph_placeholder = placeholder
 
 
-def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:
     """What a higher-order op returns for fake tensors: its own shape function, which calls the callables.
 
     Raises what that raises, for branches whose results do not fit together and the like.
     """
-    kernel = hop.python_key_table.get(FakeTensorMode)
+    kernel = utils.registered_hop_fake_fns.get(hop)
     with mode, torch.no_grad():
         if kernel is not None:
-            return kernel(mode, *args, **kwargs)
-        return utils.registered_hop_fake_fns[hop](*args, **kwargs)
+            return kernel(*args)
+        return hop.python_key_table[FakeTensorMode](mode, *args)
 
 
 def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:

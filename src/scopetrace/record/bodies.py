@@ -214,7 +214,7 @@ class BodyRecorder:
             fakes[i] = type(a)([_fake(x) for x in a]) if i in self.form.operands else _fake(a)
         for position, body in zip(positions, bodies, strict=True):
             args[position], fakes[position] = body, self._results_of(body)
-        out = fake_results(factory.mode, self.hop, self.form.spread(fakes), {})
+        out = fake_results(factory.mode, self.hop, self.form.spread(fakes))
         op = self.writer.append_op(self.hop, self.form.spread(args))
         op.writes = written
         op.unbacked = factory.unbacked_bindings(out)
