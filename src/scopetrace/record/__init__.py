@@ -90,7 +90,6 @@ def run_recorded(
             module=tape.root.path,
             hint="return the tensor from the body, and bind it outside",
         )
-    tape.shape_env, tape.fake_mode = recorder.factory.shape_env, recorder.factory.mode
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()
     return tape

@@ -62,7 +62,7 @@ FORMS: dict[Any, Form] = {
     _hops.while_loop: Form(
         ((0, "cond_fn", "while_loop_cond_graph"), (1, "body_fn", "while_loop_body_graph")), (2, 3), carried=2
     ),
-    _hops.scan: Form(((0, "combine_fn", "scan_combine_graph"),), (1, 2, 3), sliced=2),
+    _hops.scan: Form(((0, "combine_fn", "scan_combine_graph"),), (1, 2, 3), sliced=2, carried=1),
     _hops.map_impl: Form(((0, "f", "body_graph"),), (1, 2), sliced=1),
     _hops.associative_scan: Form(((0, "combine_fn", "associative_scan_combine_graph"),), (1, 1, 2), sliced=1),
     _hops.invoke_subgraph: Form(((0, "subgraph", "repeated_subgraph"),), (2,), runs_once=True, has_rest=True),
@@ -208,8 +208,7 @@ class BodyRecorder:
                 args[i] = kind([self.writer.value_of(x) if isinstance(x, torch.Tensor) else x for x in a])
             elif isinstance(a, torch.Tensor):
                 args[i] = self.writer.value_of(a)
-        last = self.form.operands[-1]
-        args[last] = type(args[last])([*args[last], *captured])
+        args = self.form.gathered(with_more_operands(self.hop, self.form.spread(args), captured))
         for i, a in enumerate(args):
             fakes[i] = type(a)([_fake(x) for x in a]) if i in self.form.operands else _fake(a)
         for position, body in zip(positions, bodies, strict=True):
@@ -266,3 +265,12 @@ def operand_count(hop: Any, args: Any) -> int:
     form = FORMS[hop]
     gathered = form.gathered(tuple(args))
     return sum(len(gathered[i]) for i in form.operands)
+
+
+def with_more_operands(hop: Any, args: tuple[Any, ...], more: list[Any]) -> tuple[Any, ...]:
+    """The arguments of a call of a higher-order op, with more operands for its bodies."""
+    form = FORMS[hop]
+    gathered = form.gathered(args)
+    last = form.operands[-1]
+    gathered[last] = type(gathered[last])([*gathered[last], *more])
+    return form.spread(gathered)

@@ -210,6 +210,11 @@ class Tape:
         """Whether this is the body of a higher-order op. It gives `outputs` as they are: a tuple, or one value."""
         return bool(self.name)
 
+    @property
+    def is_condition(self) -> bool:
+        """Whether this is the body that says if a loop goes on: it gives one value."""
+        return self.is_body and not isinstance(self.outputs, tuple)
+
     def bodies(self) -> list[Tape]:
         """The bodies of the program's higher-order ops, each once, without those inside them."""
         return list(dict.fromkeys(body for op in self.ops for body in op.bodies()))

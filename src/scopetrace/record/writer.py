@@ -27,10 +27,11 @@ class TapeWriter:
     """The tape under recording, and what is known of its tensors."""
 
     def __init__(self, model: Model, root: Scope, *, exact_autograd: bool) -> None:
-        self.tape = Tape(root, exact_autograd=exact_autograd)
+        self.factory = FakeFactory()
+        shape_env, mode = self.factory.shape_env, self.factory.mode
+        self.tape = Tape(root, shape_env=shape_env, fake_mode=mode, exact_autograd=exact_autograd)
         self.model = model
         self.state = TracingState(root)
-        self.factory = FakeFactory()
         self.call: Call | None = None
         self.boundary: Any = None  # the code that runs a module call; frames outside it belong to the caller
         self._keys = results.Keys()
