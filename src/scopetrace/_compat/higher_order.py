@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops import utils
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
 
 _regions = importlib.import_module("torch._higher_order_ops.invoke_subgraph")  # the package has an op of this name
 
@@ -24,7 +25,11 @@ def called_at_once(mine: Callable[[], bool]) -> Iterator[None]:
     compile_and_call, placeholder = utils._hop_compile_and_call, _regions.invoke_subgraph_placeholder
 
     def call(fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
-        return fn(*args, **(kwargs or {})) if mine() else compile_and_call(fn, args, kwargs)
+        if not mine():
+            return compile_and_call(fn, args, kwargs)
+        if not callable(args[0]):  # the predicate of cond, the one that leaves its operands nested
+            args = _flat_operands(*args)
+        return fn(*args, **(kwargs or {}))
 
     def call_region(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return fn(*args, **kwargs) if mine() else placeholder(fn, *args, **kwargs)
@@ -36,6 +41,15 @@ def called_at_once(mine: Callable[[], bool]) -> Iterator[None]:
     finally:
         utils._hop_compile_and_call = compile_and_call
         _regions.invoke_subgraph_placeholder = placeholder
+
+
+def _flat_operands(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> tuple[Any, ...]:
+    flat, spec = pytree.tree_flatten(operands)
+
+    def nested(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: branch(*pytree.tree_unflatten(operands, spec))
+
+    return pred, nested(true_fn), nested(false_fn), tuple(flat)
 
 
 def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:

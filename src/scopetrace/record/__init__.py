@@ -84,12 +84,9 @@ def run_recorded(
             refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments")
     finally:
         tape.attribute_writes = model.restore(recorder.known_value)
-    if recorder.escaped:
-        raise ControlFlowError(
-            "a body of torch.cond, while_loop, scan or map binds one of its tensors to an attribute of a module",
-            module=tape.root.path,
-            hint="return the tensor from the body, and bind it outside",
-        )
+    if recorder.broken is not None:
+        hint = "let the body return what others need, and do the rest outside"
+        raise ControlFlowError(f"torch.cond and its kind: {recorder.broken}", module=tape.root.path, hint=hint)
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()
     return tape

@@ -24,7 +24,8 @@ from scopetrace._compat.fake import without_dispatch
 from scopetrace._compat.higher_order import fake_results, first_slice, unbacked_symint
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.record.body import Stretch, body_tapes, name_of
-from scopetrace.record.tape import Tape, Value, values_in
+from scopetrace.record.tape import Op, Tape, Value, values_in
+from scopetrace.record.twins import is_metadata_only
 from scopetrace.record.writer import TapeWriter
 
 _hops = torch.ops.higher_order
@@ -89,7 +90,12 @@ class BodyRecorder:
     def run(self) -> Any:
         """What the op returns to the model."""
         if in_transform():
-            raise UnsupportedOpError(f"{self.hop} inside of torch.func's transforms", op=str(self.hop), **self._where())
+            raise UnsupportedOpError(
+                "a higher-order op inside of torch.vmap, grad or another transform",
+                op=str(self.hop),
+                hint="call it outside, or compute both sides and pick with torch.where",
+                **self._where(),
+            )
         stretches = [self._stretch(*body) for body in self.form.bodies]
         if len({str(s.spec) for s in stretches if not s.is_condition}) > 1:
             self._refuse("the branches return different structures", "return the same structure from each")
@@ -110,13 +116,14 @@ class BodyRecorder:
         start, first_call = len(tape.ops), len(tape.calls)
         scope = writer.state.current_scope.child(str(self.hop)).child(parameter)
         mark = writer.state.enter_module(scope)
+        before, writer.broken = writer.broken, "an exception left a body, and was caught"
         raising = True
         try:
             given = [self._given(i, x, group) for i, (x, group) in enumerate(self._grouped())]
             out = self.recorded(self.args[position], given)
             flat, spec = pytree.tree_flatten(out)
             outputs = [self._output(leaf, parameter) for leaf in flat]
-            raising = False
+            writer.broken, raising = before, False
         finally:
             writer.state.leave_module(mark, raising=raising)
         stretch = Stretch(graph, scope, writer.call, start, tape.ops[start:], tape.calls[first_call:], outputs, spec)
@@ -186,6 +193,8 @@ class BodyRecorder:
         if torch.is_grad_enabled():
             self._refuse("a body writes to a tensor from outside while autograd is on", "clone() it first")
         storages = [v.storage for v in inputs if isinstance(v, Value)]
+        if any(is_metadata_only(op.target) for body in bodies for op in body.ops if _writes_to(op, body)):
+            self._refuse("a body changes the shape or memory of a tensor from outside", "clone() it first")
         if any(storages.count(v.storage) > 1 for v in found):
             self._refuse("a body writes to memory that several of its operands share", "clone() it first")
         return found
@@ -251,6 +260,11 @@ def _fake(x: Any) -> Any:
 
 def _storages(values: list[Any]) -> set[int]:
     return {v.storage for v in values if isinstance(v, Value)}
+
+
+def _writes_to(op: Op, body: Tape) -> bool:
+    """Whether an op writes to an input of the body."""
+    return bool({v.storage for v in op.writes} & {v.storage for v in body.inputs}) and not op.bodies()
 
 
 def written_inputs(body: Tape) -> list[int]:

@@ -40,7 +40,7 @@ class TapeWriter:
         self._keep: list[torch.Tensor] = []
         self._constants = 0
         self._inner: set[int] = set()  # the storages that bodies of higher-order ops made
-        self.escaped = False  # whether a body left one of its tensors in a module's attribute
+        self.broken: str | None = None  # what a body did that the tape cannot say
         self.positions = itertools.count()  # of module calls
 
     def _append(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
@@ -173,7 +173,8 @@ class TapeWriter:
         """The tape value of a tensor of this trace or of the model, else None."""
         if isinstance(t, FakeTensor) or self.model.owner(t) is None:
             found = self._by_id.get(id(t))
-            self.escaped |= found is None and isinstance(t, FakeTensor) and storage_id(t) in self._inner
+            if found is None and isinstance(t, FakeTensor) and storage_id(t) in self._inner:
+                self.broken = "a body binds one of its tensors to an attribute of a module"
             return found
         return self.value_of(t)
 
