@@ -11,7 +11,7 @@ from scopetrace import meta
 from scopetrace.calls import ModuleCall
 from scopetrace.errors import LintError
 from scopetrace.graph import Program
-from scopetrace.record.bodies import operand_count
+from scopetrace.record.bodies import FORMS, operand_count
 from scopetrace.record.structure import leaves
 from scopetrace.scopes import Scope
 
@@ -99,7 +99,7 @@ def _boundary_problems(program: Program) -> Iterator[str]:
     for name, body in program.bodies.items():
         taken = sum(n.op == "placeholder" for n in body.graph.nodes)
         for node in program.graph.find_nodes(op="get_attr", target=name):
-            for user in node.users:
+            for user in filter(lambda user: user.target in FORMS, node.users):
                 given = operand_count(user.target, user.args)
                 if given != taken:
                     yield f"{user.name}: it gives {given} operands to {name}, which takes {taken}"

@@ -12,7 +12,7 @@ from torch._higher_order_ops import utils
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-_regions = importlib.import_module("torch._higher_order_ops.invoke_subgraph")  # the package has an op of this name
+_regions: Any = importlib.import_module("torch._higher_order_ops.invoke_subgraph")  # the package has an op of this name
 
 
 @contextlib.contextmanager

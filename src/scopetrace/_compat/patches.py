@@ -18,9 +18,8 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 
-from scopetrace._compat.higher_order import called_at_once
-
 from scopetrace._compat.batch_norm import averaging_in_tensors
+from scopetrace._compat.higher_order import called_at_once
 
 
 class Observer(Protocol):

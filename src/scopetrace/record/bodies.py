@@ -68,7 +68,7 @@ FORMS: dict[Any, Form] = {
     _hops.associative_scan: Form(((0, "combine_fn", "associative_scan_combine_graph"),), (1, 1, 2), sliced=1),
     _hops.invoke_subgraph: Form(((0, "subgraph", "repeated_subgraph"),), (2,), runs_once=True, has_rest=True),
 }
-"""The ops whose callables are recorded as bodies. What torch.export names a graph after is in its `trace_*` functions."""
+"""The ops whose callables are recorded as bodies."""
 
 INLINED = (_hops.tag_activation_checkpoint, _hops.wrap_activation_checkpoint)
 """The ops that call their callable and say how autograd is to keep its results. Their callable becomes part of the
@@ -102,7 +102,7 @@ class BodyRecorder:
         bodies, captured = body_tapes(self.writer.tape, stretches)
         made = {v.storage for body in bodies for op in body.ops for v in op.values()}
         inputs = [*self.values, *captured]
-        self.writer.forget({v for s in stretches for op in s.ops for v in op.values()}, made - _storages(inputs))
+        self.writer.forget({v for s in stretches for op in s.kept() for v in op.values()}, made - _storages(inputs))
         for body in bodies:
             self._check_results(body)
         written = self._written(bodies, inputs)

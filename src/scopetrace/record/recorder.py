@@ -78,7 +78,9 @@ class Recorder(TapeWriter):
         super().__init__(model, root, exact_autograd=exact_autograd)
         self.exact = exact_autograd
         self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
-        self.run_graph: Callable[[torch.fx.GraphModule, Any], Any] = lambda gm, args: torch.fx.Interpreter(gm).run(*args)
+        self.run_graph: Callable[[torch.fx.GraphModule, Any], Any] = lambda gm, args: torch.fx.Interpreter(gm).run(
+            *args
+        )
         self.running: Any = None  # the op that torch runs now, for errors
         self.factory.shape_env.place = self.where
         self._facts: dict[int, _OpFacts] = {}
@@ -304,6 +306,10 @@ class Recorder(TapeWriter):
                 if isinstance(t, torch.Tensor):
                     return t.device.type
         return "cpu"
+
+
+def _run_graph(gm: torch.fx.GraphModule, args: Any) -> Any:
+    return torch.fx.Interpreter(gm).run(*args)
 
 
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:

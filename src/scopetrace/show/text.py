@@ -191,7 +191,13 @@ def _body_header(program: Program, label: str) -> str:
 def _in_place(node: torch.fx.Node, prefix: str | None) -> str:
     """A node where it is used; what belongs to the module whose attributes begin with `prefix`, as `self.weight`."""
     target = str(node.target)
-    if node.op != "get_attr" or prefix is None or meta.value(node) is None or not target.startswith(prefix) or target.startswith(CONSTANT):
+    if (
+        node.op != "get_attr"
+        or prefix is None
+        or meta.value(node) is None
+        or not target.startswith(prefix)
+        or target.startswith(CONSTANT)
+    ):
         return named(node)
     return f"self.{target.removeprefix(prefix)}"
 
