@@ -23,10 +23,17 @@ class TracedGraphModule(_LazyGraphModule):
     """
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        if get_proxy_mode() is not None and not kwargs:
+        if not torch.compiler.is_dynamo_compiling() and get_proxy_mode() is not None and not kwargs:
             with preserve_node_meta():
                 return torch.fx.Interpreter(self).run(*args)
         return super()._call_impl(*args, **kwargs)
+
+    def _real_recompile(self) -> Any:
+        code = super()._real_recompile()
+        for body in self.children():  # torch.compile cannot, while it looks at this one
+            if isinstance(body, _LazyGraphModule):
+                body.real_recompile()
+        return code
 
     def __reduce__(self) -> Any:
         used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
