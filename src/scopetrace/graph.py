@@ -61,7 +61,8 @@ class Program:
         used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
         bodies = {name: body.graph_module() for name, body in self.bodies.items()}
         everything = {**self.tape.attributes, **self.tape.modules, **self._opaque, **bodies}
-        return make_graph_module({k: v for k, v in everything.items() if k in used}, self.graph, name)
+        held = {k: v for k, v in everything.items() if k in used}
+        return make_graph_module(held, self.graph, name, is_body=self.tape.is_body)
 
     def lower(self, x: Any) -> Any:
         """The structure with nodes in place of tape values and symbolic numbers."""
