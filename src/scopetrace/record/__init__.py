@@ -6,8 +6,6 @@ Traces of several threads take turns: the flags and methods that a trace changes
 from __future__ import annotations
 
 import inspect
-import keyword
-import re
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -22,13 +20,13 @@ from scopetrace.errors import ControlFlowError
 from scopetrace.record.explain import explained
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
+from scopetrace.record.names import identifier
 from scopetrace.record.observe import CallObserver, Progress
 from scopetrace.record.recorder import NeedsAutograd, Recorder
 from scopetrace.record.sizes import DynamicSizes, read_dynamic_shapes, refuse_shared, symbolic_strides
 from scopetrace.record.structure import leaves_with_path, map_structure, refuse_hidden
 from scopetrace.record.tape import Tape, Value, garbage_collection_paused
 
-_RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # of the code that torch.fx writes
 _one_at_a_time = threading.RLock()
 
 T = TypeVar("T")
@@ -105,7 +103,7 @@ def _add_inputs(
             if fake is None:
                 sizes = None if dynamic is None else dynamic.sizes_of(leaf, path, len(recorder.tape.inputs))
                 fake = fakes[id(leaf)] = _fake_input(recorder, leaf, sizes)
-            recorder.add_input(_identifier(path, taken), fake)
+            recorder.add_input(identifier(path, taken), fake)
             recorder.tape.input_paths.append(path)
     values = iter(recorder.tape.inputs)
     recorder.tape.args = map_structure(lambda _: next(values), (args, kwargs), torch.Tensor)
@@ -161,19 +159,6 @@ def argument_names(forward: Any, count: int) -> list[str]:
             names += [f"{p.name}[{i}]" for i in range(count - len(names))]
     names += [f"arg[{i}]" for i in range(count - len(names))]
     return names[:count]
-
-
-def _identifier(path: str, taken: set[str]) -> str:
-    """A placeholder's name, as torch.export makes it: `ys[0]['k']` gives `ys_0_k`."""
-    name = base = re.sub(r"\W+", "_", path).strip("_") or "arg"
-    count = 0
-    if keyword.iskeyword(name) or name in _RESERVED or name[0].isdigit():
-        name = base = f"{name}_" if not name[0].isdigit() else f"_{name}"
-    while name in taken:
-        count += 1
-        name = f"{base}_{count}"
-    taken.add(name)
-    return name
 
 
 __all__ = ["Tape", "Value", "argument_names", "record", "run_recorded", "until_exact_enough"]

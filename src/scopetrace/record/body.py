@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from scopetrace._compat.symbols import Symbolic, bare, symbols_of
+from scopetrace.record.names import identifier
 from scopetrace.record.structure import leaves, map_structure
 from scopetrace.record.tape import Call, Op, Tape, Value, flat
 from scopetrace.scopes import Scope
@@ -87,7 +87,9 @@ def _body(tape: Tape, stretch: Stretch, captured: list[Any]) -> Tape:
     own = [op for op in stretch.ops if op.kind == "placeholder"]
     inside: dict[Value, Value] = {}
     taken = [_placeholder(name_of(x, len(own) + i), x, stretch, inside) for i, x in enumerate(captured)]
-    _make_unique(own + taken)
+    names: set[str] = set()
+    for op in (*own, *taken):
+        op.target = identifier(op.target, names)
 
     def placed(x: Any) -> Any:
         return map_structure(lambda v: inside.get(v, v), x, Value)
@@ -124,20 +126,10 @@ def _placeholder(name: str, x: Any, stretch: Stretch, inside: dict[Value, Value]
 
 
 def name_of(x: Any, number: int) -> str:
-    """What a placeholder for `x` is called: a parameter or input as it is outside."""
+    """What a placeholder for `x` is called after: a parameter or input as it is outside."""
     if not isinstance(x, Value) or x.op.kind not in ("get_attr", "placeholder"):
         return f"arg{number}"
-    return re.sub(r"\W+", "_", x.op.target).strip("_")
-
-
-def _make_unique(placeholders: list[Op]) -> None:
-    taken: set[str] = set()
-    for op in placeholders:
-        name, count = op.target, 0
-        while op.target in taken:
-            count += 1
-            op.target = f"{name}_{count}"
-        taken.add(op.target)
+    return str(x.op.target)
 
 
 def _moved(stretch: Stretch, i: int, placeholders: int) -> int:
