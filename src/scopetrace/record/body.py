@@ -98,6 +98,7 @@ def _body(tape: Tape, stretch: Stretch, captured: list[Any]) -> Tape:
     for op in kept:
         op.args, op.kwargs = _replaced(op.args, inside), _replaced(op.kwargs, inside)
         op.writes = tuple(inside.get(v, v) for v in op.writes)
+        op.tracked = tuple(inside.get(v, v) for v in op.tracked)
     for call in stretch.calls:
         call.args, call.outputs = placed(call.args), placed(call.outputs)
         call.kwargs = placed(call.kwargs)
