@@ -175,6 +175,7 @@ PROGRAMS = {
     "while tree": lambda x: while_loop(
         lambda d: d["i"].sum() < 3, lambda d: ({"i": d["i"] + 1, "x": d["x"] * 2},), ({"i": torch.zeros(1), "x": x},)
     ),
+    "while by index": lambda x: while_loop(lambda i, y: i < x.shape[0], lambda i, y: (i + 1, y + x[i]), (0, x[0] * 1)),
     "scan": lambda x: (lambda k: scan(lambda c, y: (c + y, c * y * k), x[0] * 1, x))(x[1] * 1),
     "scan back": lambda x: scan(lambda c, y: (c + y, c * y), x[:, 0] * 1, x, dim=1, reverse=True),
     "map": lambda x: map(lambda y, k: (y * k).sin(), x, x[0] * 1),
@@ -201,9 +202,9 @@ def test_programs_equal_eager(name):
 
 
 def targets(gm):
-    """What each graph in a graph module calls, in order, by the graph's path."""
+    """The ops of each graph in a graph module, in order, by the graph's path; without arithmetic on sizes."""
     return {
-        path: [str(n.target) for n in inner.graph.nodes if n.op == "call_function" and "getitem" not in str(n.target)]
+        path: [str(n.target) for n in inner.graph.nodes if n.op == "call_function" and "function" not in str(n.target)]
         for path, inner in gm.named_modules()
         if isinstance(inner, torch.fx.GraphModule)
     }
@@ -371,6 +372,17 @@ def test_inputs_views_and_closures_that_branches_change():
         assert_both_ways(f, st.trace(f, (X,)))
 
 
+def test_a_write_that_autograd_does_not_see():
+    def f(x):
+        y = x * 2
+        with torch.no_grad():
+            z = torch.cond(x.sum() > 0, lambda y: y.mul_(3).sum(), lambda y: y.sum(), (y,))
+        return y * z
+
+    given = X.clone().requires_grad_()
+    assert_same_gradients(f, st.trace(f, (given,)), (given,))
+
+
 def test_a_result_is_written_to_later():
     def f(x):
         y = torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
@@ -510,6 +522,21 @@ def test_a_backend_sees_pure_bodies(name, level):
     for x in (X, -X):
         torch.testing.assert_close(compiled(x), PROGRAMS[name](x))
     assert any(isinstance(m, torch.fx.GraphModule) for m in seen[0].children())
+
+
+def test_ops_called_as_ops():
+    add = torch.fx.symbolic_trace(lambda a, b: (a + b,))
+
+    def shared(x):
+        return torch.ops.higher_order.invoke_subgraph(add, "add", x, W)[0]
+
+    def summed(x):
+        return torch.ops.higher_order.associative_scan(lambda a, b: (a + b,), [x], ())[0]
+
+    for f, graph in ((shared, "repeated_subgraph_0"), (summed, "associative_scan_combine_graph_0")):
+        tr = st.trace(f, (X,))
+        assert_both_ways(f, tr)
+        assert list(dict(tr.graph_module.named_children())) == [graph]
 
 
 @pytest.mark.parametrize("level", ["aten", "torch"])
