@@ -19,6 +19,7 @@ import torch.autograd.graph
 import torch.utils.checkpoint
 
 from scopetrace._compat.batch_norm import averaging_in_tensors
+from scopetrace._compat.higher_order import called_at_once
 
 
 class Observer(Protocol):
@@ -68,6 +69,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         stack.enter_context(_storage_resizes_reported(observer, mine))
         stack.enter_context(exporting())
         stack.enter_context(_not_compiling())
+        stack.enter_context(called_at_once(mine))
         stack.enter_context(_no_autocast_cache())
         for module in modules:
             if getattr(module, "_compiled_call_impl", None) is not None:

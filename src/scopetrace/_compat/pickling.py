@@ -23,7 +23,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, CodeType):
             return Code, (obj.co_filename, obj.co_name)
         if isinstance(obj, HigherOrderOperator):
-            return getattr, (torch.ops.higher_order, obj._name)
+            return _higher_order_op, (obj._name,)
         if isinstance(obj, FakeTensor):
             return _Fakes.make, (
                 tuple(obj.size()),
@@ -59,6 +59,10 @@ class _Fakes:
 def _op(name: str, overload: str) -> Any:
     namespace, _, op = name.partition("::")
     return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+
+
+def _higher_order_op(name: str) -> Any:
+    return getattr(torch.ops.higher_order, name)
 
 
 def dumps(x: Any) -> bytes:

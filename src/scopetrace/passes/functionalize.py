@@ -22,7 +22,7 @@ from scopetrace.passes.layout import draws_differ
 from scopetrace.passes.overlap import refuse_overlap
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
-from scopetrace.passes.rewriter import Rewriter
+from scopetrace.passes.rewriter import Rewriter, writes
 from scopetrace.record.structure import leaves
 from scopetrace.record.tape import Op, Tape, Value
 from scopetrace.record.twins import Twin, call_twin, functional_twin, hidden_writes, is_metadata_only
@@ -35,7 +35,7 @@ def functionalize(tape: Tape) -> Tape:
 
     Raises FunctionalizationError for what cannot be said in pure ops.
     """
-    if not any(op.writes for op in tape.ops):
+    if not writes(tape):
         return tape
     return Functionalizer(tape).run()
 

@@ -98,9 +98,7 @@ class Region:
 
     def has_history(self, but: Value) -> bool:
         """Whether an alias other than `but` requires grad."""
-        return any(v is not but for v in self._with_grad) or any(
-            v is not but and v.requires_grad for v in self.roots
-        )
+        return any(v is not but for v in self._with_grad) or any(v is not but and v.requires_grad for v in self.roots)
 
     def gain_history(self, old: Value) -> None:
         """An alias, and what it is a view of, are written in a way that autograd sees."""

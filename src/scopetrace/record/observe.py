@@ -126,7 +126,7 @@ class CallObserver:
             start=len(recorder.tape.ops),
             frames=recorder.frames() if recorder.call is not None else (),
             attributes=_plain_attributes(module) if module is not None else {},
-            position=len(recorder.tape.calls),
+            position=next(recorder.positions),
             module_type=type(module) if module is not None else None,
         )
         recorder.tape.calls.append(call)

@@ -12,15 +12,18 @@ starts again with torch running every op.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
 
 from scopetrace._compat import dispatch
 from scopetrace._compat.fake import FakeTensor, storage_id, without_dispatch
 from scopetrace._compat.symbols import bare, has_unbacked
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.record import results
+from scopetrace.record.bodies import FORMS, INLINED, BodyRecorder
 from scopetrace.record.constants import read_constant, reads_a_value
 from scopetrace.record.model import Model
 from scopetrace.record.tape import Value, flat
@@ -75,6 +78,9 @@ class Recorder(TapeWriter):
         super().__init__(model, root, exact_autograd=exact_autograd)
         self.exact = exact_autograd
         self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
+        self.run_graph: Callable[[torch.fx.GraphModule, Any], Any] = lambda gm, args: torch.fx.Interpreter(gm).run(
+            *args
+        )
         self.running: Any = None  # the op that torch runs now, for errors
         self.factory.shape_env.place = self.where
         self._facts: dict[int, _OpFacts] = {}
@@ -278,12 +284,21 @@ class Recorder(TapeWriter):
 
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind."""
-        raise UnsupportedOpError(
-            "higher-order ops are not recorded yet",
-            op=str(hop),
-            **self.where(),
-            hint="write the branch or loop so that Python decides it",
-        )
+        if hop in INLINED:
+            return self._run_callable(args[0], args[1:])
+        if hop not in FORMS or kwargs:
+            raise UnsupportedOpError(
+                "a higher-order op that is not recorded" + (f" with {', '.join(kwargs)}" if hop in FORMS else ""),
+                op=str(hop),
+                **self.where(),
+                hint="write the branch or loop so that Python decides it",
+            )
+        return BodyRecorder(self, hop, args, self._run_callable).run()
+
+    def _run_callable(self, fn: Any, args: Any) -> Any:
+        """Call what a higher-order op was given, with the recorder on; graphs node by node, which is no module call."""
+        run = self.run_graph if isinstance(fn, torch.fx.GraphModule) else lambda fn, args: fn(*args)
+        return dispatch.with_mode(self.mode, lambda: run(fn, args))
 
     def _device(self, args: Any, kwargs: Any) -> str:
         for a in (*args, *kwargs.values()):
@@ -291,6 +306,10 @@ class Recorder(TapeWriter):
                 if isinstance(t, torch.Tensor):
                     return t.device.type
         return "cpu"
+
+
+def _run_graph(gm: torch.fx.GraphModule, args: Any) -> Any:
+    return torch.fx.Interpreter(gm).run(*args)
 
 
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:

@@ -64,11 +64,12 @@ class Op:
     kind: str
     """`placeholder`, `get_attr`, `call_function` or `call_module`, as in torch.fx."""
     target: Any
-    """The OpOverload; a name for placeholders; a dotted path for attributes and modules."""
+    """The OpOverload or higher-order op; a name for placeholders; a dotted path for attributes and modules."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any
-    """Value, SymInt, None, or a list or tuple of these. For `call_module`, a template."""
+    """Value, SymInt, None, or a list or tuple of these. For `call_module`, a template. A placeholder of a body may be a
+    plain number, which is fixed."""
     scope: Scope
     call: Call | None
     frames: Frames
@@ -88,6 +89,10 @@ class Op:
     def inputs(self) -> list[Value]:
         """The tensors that the op read or wrote, in order."""
         return values_in((self.args, self.kwargs))
+
+    def bodies(self) -> list[Tape]:
+        """Of a higher-order op such as `cond`, the tapes among its arguments."""
+        return [a for a in self.args if type(a) is Tape]
 
     def moved_to(self, call: Call | None) -> Op:
         """The same op, as one of another call."""
@@ -197,6 +202,28 @@ class Tape:
     anchored: set[int] = dataclasses.field(default_factory=set)
     """The storages in which as_strided counts from the start, so that it matters where an input lies in them."""
     exact_autograd: bool = False
+    name: str = ""
+    """Of the body of a higher-order op: what its GraphModule is named after, as `true_graph`. See `record.bodies`."""
+
+    @property
+    def is_body(self) -> bool:
+        """Whether this is the body of a higher-order op. It gives `outputs` as they are: a tuple, or one value."""
+        return bool(self.name)
+
+    @property
+    def is_condition(self) -> bool:
+        """Whether this is the body that says if a loop goes on: it gives one value."""
+        return self.is_body and not isinstance(self.outputs, tuple)
+
+    def bodies(self) -> list[Tape]:
+        """The bodies of the program's higher-order ops, each once, without those inside them."""
+        return list(dict.fromkeys(body for op in self.ops for body in op.bodies()))
+
+    def walk(self) -> Iterator[Tape]:
+        """This tape and all bodies inside it, outer before inner."""
+        yield self
+        for body in self.bodies():
+            yield from body.walk()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
