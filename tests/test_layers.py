@@ -21,6 +21,7 @@ LAYERS = (
     "lint",
     "check",
     "show",
+    "outlined",
     "emit",
     "order",
     "trace",

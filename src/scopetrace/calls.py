@@ -6,8 +6,6 @@ The idea is RFC-0015 of pytorch/rfcs: a scope that knows the inputs and outputs 
 from __future__ import annotations
 
 import functools
-import inspect
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +14,7 @@ import torch.fx
 
 from scopetrace import meta
 from scopetrace.graph import Program
+from scopetrace.record.arguments import bind, forward_of
 from scopetrace.record.structure import leaves_with_path
 from scopetrace.record.tape import Call, Value
 from scopetrace.scopes import Scope
@@ -28,6 +27,11 @@ class ModuleCall:
         self._call = call
         self._table = table
         self.program = program  # the graph, or the body in it, where the call was made
+
+    @property
+    def record(self) -> Call:
+        """The call as the tape has it."""
+        return self._call
 
     @property
     def fqn(self) -> str | None:
@@ -116,12 +120,7 @@ class ModuleCall:
         return self._table.mutated(self.program, self._call, self._forward())
 
     def _forward(self) -> Any:
-        if self._call.module is not None and self.position > 0:
-            return self._call.module.forward
-        if self._table.forward is not None or self.module_type is None:
-            return self._table.forward
-        forward: Any = getattr(self.module_type, "forward", None)
-        return types.MethodType(forward, object())  # a loaded trace has the class only
+        return forward_of(self._call, self._table.forward)
 
     def __repr__(self) -> str:
         index = f", index={self.index}" if self.index else ""
@@ -193,28 +192,3 @@ class CallTable:
 def _with_call(program: Program) -> list[tuple[int, torch.fx.Node]]:
     found = [(meta.call_position(n), n) for n in program.graph.nodes if n.op not in ("placeholder", "output")]
     return [(position, n) for position, n in found if position is not None]
-
-
-@functools.cache
-def _signature(function: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):  # scripted and built-in callables have none
-        return None
-
-
-def bind(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Parameter names and values, defaults included; positional `arg[0]`… where there is no signature."""
-    function = getattr(forward, "__func__", None)
-    try:
-        signature = _signature(function) if function is not None else inspect.signature(forward)
-        if signature is not None:
-            bound = signature.bind(None, *args, **kwargs) if function is not None else signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            named = dict(bound.arguments)
-            if function is not None:
-                named.pop(next(iter(signature.parameters)), None)
-            return named
-    except (TypeError, ValueError):  # no signature, or one that the call did not go through
-        pass
-    return {f"arg{i}": a for i, a in enumerate(args)} | kwargs

@@ -78,6 +78,10 @@ class CompiledGraphError(ScopetraceError):
     """What a compiler made of a graph returns values of other shapes or dtypes than the graph."""
 
 
+class OutlineError(ScopetraceError, ValueError):
+    """A module call cannot be made a function, or no call is what was asked for."""
+
+
 class LintError(ScopetraceError):
     """The graph, the scopes and the calls of a trace disagree."""
 

@@ -16,10 +16,8 @@ import torch
 import torch.fx
 
 from scopetrace.errors import ScopetraceError
-from scopetrace.graph import given
 from scopetrace.passes.purity import assert_pure as assert_pure
 from scopetrace.passes.report import Alias, Mutation
-from scopetrace.passes.returned import as_the_graph_returns
 from scopetrace.passes.scatters import Form, lower_scatters
 from scopetrace.passes.torchlevel import aten_tapes, torch_level_tapes
 from scopetrace.passes.torchlevel.names import name_torch_functions
@@ -75,14 +73,7 @@ class Functionalized:
 
         Raises CompiledGraphError for values of other shapes or dtypes than the graph's.
         """
-        tensors = self._trace.boundary.enter(args, kwargs)
-        values = graph(*tensors)
-        values = (values,) if isinstance(values, torch.Tensor) else tuple(values)
-        if graph is not self.graph_module:
-            tape = self._trace.tape
-            promised = [*given(tape), *(w.value for w in tape.attribute_writes)]
-            values = tuple(as_the_graph_returns(tape, promised, tensors, values))
-        return self._trace.boundary.leave(tensors, values)
+        return self._trace.run(graph, *args, **kwargs)
 
     @property
     def anchored(self) -> bool:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic
-from scopetrace.calls import bind
 from scopetrace.errors import InputMismatchError
 from scopetrace.graph import given
 from scopetrace.record import argument_names
+from scopetrace.record.arguments import bind
 from scopetrace.record.structure import map_structure, match
 from scopetrace.record.tape import Tape, Value
 

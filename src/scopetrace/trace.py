@@ -19,11 +19,13 @@ from scopetrace._compat.graph_module import TracedGraphModule
 from scopetrace.calls import CallTable, ModuleCall
 from scopetrace.check import compare_with_model
 from scopetrace.errors import ScopetraceError
-from scopetrace.graph import Program
+from scopetrace.graph import Program, given
 from scopetrace.inputs import Boundary
 from scopetrace.lint import lint
+from scopetrace.outlined import Outlined, Target
 from scopetrace.passes.functionalize import functionalize
 from scopetrace.passes.report import Alias, Mutation, aliases, mutations
+from scopetrace.passes.returned import as_the_graph_returns
 from scopetrace.passes.write_back import WriteBack
 from scopetrace.record import record
 from scopetrace.record.observe import Progress
@@ -57,6 +59,15 @@ class Trace:
     @functools.cached_property
     def _program(self) -> Program:
         return Program(self._tape)
+
+    @property
+    def program(self) -> Program:
+        """The graph, and the node of each value of the tape."""
+        return self._program
+
+    def with_tape(self, tape: Tape) -> Trace:
+        """The same trace with another program in the place of its own."""
+        return Trace(self._recorded, tape, self._model)
 
     @functools.cached_property
     def _table(self) -> CallTable:
@@ -114,6 +125,35 @@ class Trace:
         with _without_autocast():
             values = self.graph_module(*tensors)
         return self.boundary.leave(tensors, values)
+
+    def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As a call, with `graph` in the place of the graph: what a compiler or a pass made of it.
+
+        It gets the tensors among the inputs and returns the values of the graph's output node, as list or tuple. In
+        which memory and with which strides does not matter: what is not as in the graph is copied, or viewed again.
+
+        Raises CompiledGraphError for values of other shapes or dtypes than the graph's.
+        """
+        tensors = self.boundary.enter(args, kwargs)
+        with _without_autocast():
+            values = graph(*tensors)
+        values = (values,) if isinstance(values, torch.Tensor) else tuple(values)
+        if graph is not self.graph_module:
+            promised = [*given(self._tape), *(w.value for w in self._tape.attribute_writes)]
+            values = tuple(as_the_graph_returns(self._tape, promised, tensors, values))
+        return self.boundary.leave(tensors, values)
+
+    def outline(self, *targets: Target) -> Outlined:
+        """The same program with chosen module calls as calls of shared functions.
+
+        Args:
+            targets: module classes, fqn patterns as fnmatch reads them (`"layers.*.attn"`), predicates on a ModuleCall,
+                or `"repeated"`: every class of which at least two calls are equal.
+
+        Raises:
+            OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
+        """
+        return Outlined.of(self, targets)
 
     @property
     def mutations(self) -> list[Mutation]:

@@ -55,9 +55,10 @@ def body_tapes(tape: Tape, stretches: list[Stretch]) -> tuple[list[Tape], list[A
         made = {v for op in stretch.kept() for v in op.values()}
         captured |= {v: v for v in _read(stretch) if v not in made}
     for stretch in stretches:
-        for number in _free_symbols(stretch, list(captured)):
+        for number in free_symbols(stretch, list(captured)):
             captured.setdefault(bare(number), number)
-    return [_body(tape, stretch, list(captured.values())) for stretch in stretches], list(captured.values())
+    taken = list(captured.values())
+    return [body_tape(tape, stretch, taken) for stretch in stretches], taken
 
 
 def _read(stretch: Stretch) -> Iterator[Value]:
@@ -68,7 +69,7 @@ def _read(stretch: Stretch) -> Iterator[Value]:
     yield from leaves(stretch.outputs, Value)
 
 
-def _free_symbols(stretch: Stretch, captured: list[Any]) -> Iterator[Any]:
+def free_symbols(stretch: Stretch, captured: list[Any]) -> Iterator[Any]:
     """The symbols that the ops use, and that are no size or number inside."""
     ops = stretch.kept()
     values = [v for v in captured if isinstance(v, Value)] + [v for op in ops for v in op.values()]
@@ -83,13 +84,15 @@ def _free_symbols(stretch: Stretch, captured: list[Any]) -> Iterator[Any]:
             yield from (s for s in symbols_of(number) if bare(s) not in known)
 
 
-def _body(tape: Tape, stretch: Stretch, captured: list[Any]) -> Tape:
+def body_tape(tape: Tape, stretch: Stretch, captured: list[Any], names: list[str] | None = None) -> Tape:
+    """The stretch as a tape, whose placeholders are its own and then the captured values, with these names."""
     own = [op for op in stretch.ops if op.kind == "placeholder"]
     inside: dict[Value, Value] = {}
-    taken = [_placeholder(name_of(x, len(own) + i), x, stretch, inside) for i, x in enumerate(captured)]
-    names: set[str] = set()
+    names = names or [name_of(x, len(own) + i) for i, x in enumerate(captured)]
+    taken = [_placeholder(name, x, stretch, inside) for name, x in zip(names, captured, strict=True)]
+    used: set[str] = set()
     for op in (*own, *taken):
-        op.target = identifier(op.target, names)
+        op.target = identifier(op.target, used)
 
     def placed(x: Any) -> Any:
         return map_structure(lambda v: inside.get(v, v), x, Value)
@@ -121,8 +124,9 @@ def _placeholder(name: str, x: Any, stretch: Stretch, inside: dict[Value, Value]
     grad = stretch.ops[0].grad if stretch.ops else torch.is_grad_enabled()
     op = Op("placeholder", name, (), {}, x, stretch.scope, stretch.call, (), grad)
     if isinstance(x, Value):
-        op.outputs = inside[x] = Value(x.fake, op, 0, x.storage, x.key)
-        inside[x].offset = x.offset
+        op.outputs = Value(x.fake, op, 0, x.storage, x.key)
+        op.outputs.offset = x.offset
+        inside.setdefault(x, op.outputs)
     return op
 
 

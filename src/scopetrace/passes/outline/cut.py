@@ -1,0 +1,335 @@
+"""Cutting calls out of a tape, innermost first."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace.passes.outline.function import FunctionInput, FunctionOutput, OutlinedBody
+from scopetrace.passes.outline.key import call_key, content_hash
+from scopetrace.passes.outline.readers import Readers
+from scopetrace.record.arguments import bind, forward_of
+from scopetrace.record.body import Stretch, body_tape, free_symbols
+from scopetrace.record.structure import leaves_with_path, map_structure
+from scopetrace.record.tape import Call, Op, Tape, Value
+
+_aten = torch.ops.aten
+_invoke_subgraph = torch.ops.higher_order.invoke_subgraph
+
+
+def outline(tape: Tape, chosen: list[Call], forward: Any = None) -> tuple[Tape, list[OutlinedBody]]:
+    """The program with the chosen calls as calls of functions, and the functions, callees first.
+
+    The tape is one without mutation. `forward` is what the root call ran.
+    """
+    outliner = _Outliner(tape, chosen, forward)
+    return outliner.run(), list(outliner.functions.values())
+
+
+@dataclasses.dataclass
+class _Region:
+    """The ops of the main program, or of a call that is being cut out, so far."""
+
+    owner: Call | None
+    ops: list[Op] = dataclasses.field(default_factory=list)
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    now: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    """Values that a function gives back, in place of those that it took or gave before."""
+    place: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Where the ops of the old tape begin in `ops`."""
+
+
+@dataclasses.dataclass
+class _Result:
+    """What a function gives."""
+
+    name: str
+    kind: str
+    old: Value
+    """On the tape that is cut."""
+    inside: Value
+    """In the function."""
+
+
+class _Outliner:
+    def __init__(self, tape: Tape, chosen: list[Call], forward: Any) -> None:
+        self.old = tape
+        self.forward = forward
+        self.functions: dict[Any, OutlinedBody] = {}
+        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._names: dict[Tape, str] = {}  # of the functions' bodies
+        self._readers = Readers(tape)
+        self._storages = itertools.count(min((v.storage for op in tape.ops for v in op.values()), default=0) - 1, -1)
+        self._copies: dict[Call, Call] = {}
+        self._chosen = set(chosen)
+        self._inside: dict[Call | None, list[Call]] = collections.defaultdict(list)  # chosen calls, and all others
+        self._others: dict[Call | None, list[Call]] = collections.defaultdict(list)
+        for call in tape.calls:
+            above = call.parent
+            while above is not None and above not in self._chosen:
+                above = above.parent
+            (self._inside if call in self._chosen else self._others)[above].append(call)
+        self._main = _Region(None)
+
+    def run(self) -> Tape:
+        """The main program."""
+        main = self._main
+        self._fill(main, 0, len(self.old.ops))
+        self._set_places(main)
+        kept = [*main.calls, *(call for f in self.functions.values() for call in f.tape.calls)]
+        for position, call in enumerate(sorted(kept, key=lambda call: call.position)):
+            call.position = position
+        return dataclasses.replace(
+            self.old,
+            ops=main.ops,
+            calls=sorted(main.calls, key=lambda call: call.position),
+            outputs=_renamed(self.old.outputs, main.now),
+            returned=_renamed(self.old.returned, main.now),
+            attribute_writes=[
+                dataclasses.replace(w, value=main.now.get(w.value, w.value)) for w in self.old.attribute_writes
+            ],
+        )
+
+    # ---------------------------------------------------------------- regions
+
+    def _fill(self, region: _Region, start: int, stop: int) -> None:
+        """The ops from `start` to `stop`, with calls of functions in place of chosen calls."""
+        others = self._others[region.owner]
+        opening = collections.deque(sorted(others, key=lambda c: (c.start, c.position)))
+        closing = collections.deque(sorted(others, key=lambda c: (c.stop, -c.position)))
+        i = start
+        for call in sorted(self._inside[region.owner], key=lambda c: (c.start, c.position)):
+            self._copy_ops(region, i, call.start)
+            while closing and closing[0].stop <= call.start and closing[0].position < call.position:
+                self._close(region, closing.popleft())
+            while opening and (opening[0].start, opening[0].position) < (call.start, call.position):
+                self._open(region, opening.popleft())
+            self._cut(region, call)
+            i = call.stop
+        self._copy_ops(region, i, stop)
+        region.place[stop] = len(region.ops)
+        for call in opening:
+            self._open(region, call)
+        for call in closing:
+            self._close(region, call)
+
+    def _open(self, region: _Region, old: Call) -> None:
+        """A call that stays a call begins."""
+        call = self._copy(old)
+        call.args, call.kwargs = _renamed(old.args, region.now), _renamed(old.kwargs, region.now)
+        region.calls.append(call)
+
+    def _close(self, region: _Region, old: Call) -> None:
+        call = self._copy(old)
+        call.outputs, call.mutated = _renamed(old.outputs, region.now), _renamed(old.mutated, region.now)
+
+    def _set_places(self, region: _Region) -> None:
+        """Where the calls that stay calls begin and end."""
+        for old in self._others[region.owner]:
+            call = self._copy(old)
+            call.start, call.stop = region.place.get(old.start, 0), region.place.get(old.stop, len(region.ops))
+
+    def _copy_ops(self, region: _Region, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            region.place.setdefault(i, len(region.ops))
+            op = self.old.ops[i]
+            if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
+                self._main.ops.append(op.moved_to(self._visible(op.call, self._main)))
+                continue
+            new = op.moved_to(self._visible(op.call, region))
+            if region.now:
+                new.args, new.kwargs = _renamed(op.args, region.now), _renamed(op.kwargs, region.now)
+            region.ops.append(new)
+
+    def _visible(self, call: Call | None, region: _Region) -> Call | None:
+        """A call as the region has it; for the call of a value that is passed on, the one around it that it has."""
+        while call is not None and call.parent is not None and self._owner(call) is not region.owner:
+            call = call.parent
+        return None if call is None else self._copy(call)
+
+    def _owner(self, call: Call) -> Call | None:
+        """The chosen call around."""
+        above: Call | None = call
+        while above is not None and above not in self._chosen:
+            above = above.parent
+        return above
+
+    def _copy(self, call: Call) -> Call:
+        found = self._copies.get(call)
+        if found is None:
+            parent = None if call.parent is None else self._copy(call.parent)
+            found = self._copies[call] = dataclasses.replace(call, parent=parent)
+        return found
+
+    # ---------------------------------------------------------------- one call
+
+    def _cut(self, region: _Region, old: Call) -> None:
+        """The ops of a call as a function, and a call of it at the end of `region`."""
+        region.place.setdefault(old.start, len(region.ops))
+        inner = _Region(old, now=dict(region.now))
+        self._fill(inner, old.start, old.stop)
+        results = self._results(inner, old)
+        named = _renamed(bind(forward_of(old, self.forward), old.args, old.kwargs), region.now)
+        inputs, operands = self._operands(inner, old, named)
+        key = call_key(old.module_type, named, operands, inner.ops, [r.inside for r in results], self._names)
+        function = self.functions.get(key)
+        if function is None:
+            function = self.functions[key] = self._function(inner, old, inputs, operands, results, key)
+            self._names[function.tape] = function.identifier
+        self._append(region, inner, old, function, operands, results)
+
+    def _results(self, inner: _Region, old: Call) -> list[_Result]:
+        """What the function gives, each in memory of its own, as torch asks of `invoke_subgraph`."""
+        wanted = [_Result(path, "result", v, v) for path, v in leaves_with_path(old.outputs) if type(v) is Value]
+        known = {r.old for r in wanted}
+        made = {v for op in inner.ops for v in op.values()}
+        for name, v in self._mutated(old):
+            if v not in known and inner.now.get(v, v) in made:
+                known.add(v)
+                wanted.append(_Result(name, "mutated", v, v))
+        for v in [*(v for op in inner.ops for v in op.values()), *inner.now]:
+            if v not in known and self._readers.leaves(v, old):
+                known.add(v)
+                wanted.append(_Result(f"captured_{len(wanted)}", "captured", v, v))
+        taken = {v.storage for op in inner.ops for v in op.inputs() if v not in made}
+        for r in wanted:
+            r.inside = inner.now.get(r.old, r.old)
+            if r.inside not in made or r.inside.storage in taken:
+                r.inside = self._clone(inner, r.inside, old)
+            taken.add(r.inside.storage)
+        return wanted
+
+    def _clone(self, inner: _Region, v: Value, old: Call) -> Value:
+        op = Op("call_function", _aten.clone.default, (v,), {}, None, old.scope, self._copy(old), old.frames)
+        op.outputs = Value(v.fake, op, 0, next(self._storages), None)
+        inner.ops.append(op)
+        clone: Value = op.outputs
+        return clone
+
+    def _mutated(self, old: Call) -> Iterator[tuple[str, Value]]:
+        if old.mutated is None:
+            return
+        args, kwargs, held = old.mutated
+        named = bind(forward_of(old, self.forward), args, kwargs)
+        yield from ((name + path, v) for name, arg in named.items() for path, v in leaves_with_path(arg) if _is(v))
+        prefix = f"{old.fqn}." if old.fqn else ""
+        yield from ((name.removeprefix(prefix), v) for name, v in held.items() if _is(v) and name.startswith(prefix))
+
+    # ---------------------------------------------------------------- what it takes
+
+    def _operands(self, inner: _Region, old: Call, named: dict[str, Any]) -> tuple[list[FunctionInput], list[Any]]:
+        inputs: list[FunctionInput] = []
+        operands: list[Any] = []
+        for name, argument in named.items():
+            if argument is None:
+                inputs.append(FunctionInput(name, "absent"))
+            for path, leaf in leaves_with_path(argument, name):
+                if isinstance(leaf, (Value, *Symbolic)):
+                    inputs.append(FunctionInput(path, "argument"))
+                    operands.append(leaf)
+        for kind, name, value in self._free(inner, old, operands):
+            inputs.append(FunctionInput(name, kind))
+            operands.append(value)
+        stretch = Stretch("", old.scope, None, 0, inner.ops, inner.calls, [], None)
+        known = {bare(x) for x in operands if isinstance(x, Symbolic)}
+        for number in free_symbols(stretch, operands):
+            if bare(number) not in known:
+                known.add(bare(number))
+                inputs.append(FunctionInput(str(number), "size"))
+                operands.append(number)
+        return inputs, operands
+
+    def _free(self, inner: _Region, old: Call, operands: list[Any]) -> list[tuple[str, str, Value]]:
+        """(kind, name, value) of what the ops read and nobody passed: the module's own in its order, then others."""
+        made = {v for op in inner.ops for v in op.values()} | {v for v in operands if isinstance(v, Value)}
+        read = dict.fromkeys(v for op in inner.ops for v in op.inputs() if v not in made)
+        own = self._own_tensors(old)
+        ranked = []
+        for i, v in enumerate(read):
+            real = self.old.attributes.get(v.op.target) if v.op.kind == "get_attr" else None
+            rank, kind, name = own.get(id(real), (len(own) + i, "lifted", str(v.op.target).removeprefix("_")))
+            ranked.append((rank, kind, name, v))
+        return [(kind, name, v) for _, kind, name, v in sorted(ranked, key=lambda r: r[0])]
+
+    def _own_tensors(self, old: Call) -> dict[int, tuple[int, str, str]]:
+        """By identity, the place, kind and name of the module's parameters and buffers."""
+        prefix = f"{old.fqn}." if old.fqn else ""
+        if old.module is not None:
+            tensors = itertools.chain(old.module.named_parameters(), old.module.named_buffers())
+            named = [(_kind(t), n, t) for n, t in tensors]
+        else:  # a loaded trace, whose attributes are in the order of their use
+            held = [(n, t) for n, t in self.old.attributes.items() if n.startswith(prefix) and n[0] != "_"]
+            named = [(_kind(t), n.removeprefix(prefix), t) for n, t in held]
+        found: dict[int, tuple[int, str, str]] = {}
+        for i, (kind, name, t) in enumerate(named):
+            found.setdefault(id(t), (i, kind, name))
+        return found
+
+    # ---------------------------------------------------------------- the function and its call
+
+    def _function(
+        self,
+        inner: _Region,
+        old: Call,
+        inputs: list[FunctionInput],
+        operands: list[Any],
+        results: list[_Result],
+        key: Any,
+    ) -> OutlinedBody:
+        cls = old.module_type
+        domain = cls.__module__ if cls is not None else "torch"
+        base = cls.__name__ if cls is not None else old.scope.type_name
+        self._counts[domain, base] += 1
+        count = self._counts[domain, base]
+        name = base if count == 1 else f"{base}_{count}"
+        self._set_places(inner)
+        stretch = Stretch(
+            name, old.scope, self._copy(old), 0, inner.ops, inner.calls, [r.inside for r in results], None
+        )
+        tape = body_tape(self.old, stretch, operands, [x.name for x in inputs if x.kind != "absent"])
+        outputs = [FunctionOutput(r.name, r.kind) for r in results]
+        return OutlinedBody(name, domain, cls, f"{name}_{content_hash(key)}", inputs, outputs, tape, [])
+
+    def _append(
+        self,
+        region: _Region,
+        inner: _Region,
+        old: Call,
+        function: OutlinedBody,
+        operands: list[Any],
+        results: list[_Result],
+    ) -> None:
+        call = self._copy(old)
+        args = (function.tape, function.identifier, *operands)
+        op = Op("call_function", _invoke_subgraph, args, {}, (), old.scope, call, old.frames)
+        op.grad = inner.ops[0].grad if inner.ops else self.old.ops[0].grad
+        for i, r in enumerate(results):
+            given = r.old
+            if r.inside is not r.old:
+                given = region.now[r.old] = Value(r.old.fake, op, i, next(self._storages), None)
+            op.outputs = (*op.outputs, given)
+        call.args, call.kwargs = _renamed(old.args, inner.now), _renamed(old.kwargs, inner.now)
+        call.outputs, call.mutated = _renamed(old.outputs, region.now), _renamed(old.mutated, region.now)
+        call.start, call.stop = len(region.ops), len(region.ops) + 1
+        region.ops.append(op)
+        region.calls.append(call)
+        region.place[old.stop] = len(region.ops)
+        function.calls.append(call)
+
+
+def _is(x: Any) -> bool:
+    return type(x) is Value
+
+
+def _kind(t: torch.Tensor) -> str:
+    return "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
+
+
+def _renamed(x: Any, now: dict[Value, Value]) -> Any:
+    return map_structure(lambda v: now.get(v, v), x, Value) if now else x
