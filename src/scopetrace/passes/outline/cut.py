@@ -41,6 +41,8 @@ class _Region:
     calls: list[Call] = dataclasses.field(default_factory=list)
     now: dict[Value, Value] = dataclasses.field(default_factory=dict)
     """Values that a function gives back, in place of those that it took or gave before."""
+    same: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    """Values that are read outside of the call, and the first value that is the same tensor."""
     place: dict[int, int] = dataclasses.field(default_factory=dict)
     """Where the ops of the old tape begin in `ops`."""
 
@@ -195,8 +197,11 @@ class _Outliner:
                 wanted.append(_Result(name, "mutated", v, v))
         for v in [*(v for op in inner.ops for v in op.values()), *inner.now]:
             if v not in known and self._readers.leaves(v, old):
-                known.add(v)
-                wanted.append(_Result(f"captured_{len(wanted)}", "captured", v, v))
+                first = same_tensor(v)
+                inner.same[v] = first
+                if first not in known and self._readers.makes(old, first):
+                    known.add(first)
+                    wanted.append(_Result(f"captured_{len(wanted)}", "captured", first, first))
         taken = {v.storage for op in inner.ops for v in op.inputs() if v not in made}
         for r in wanted:
             r.inside = inner.now.get(r.old, r.old)
@@ -314,6 +319,9 @@ class _Outliner:
             if r.inside is not r.old:
                 given = region.now[r.old] = Value(r.old.fake, op, i, next(self._storages), None)
             op.outputs = (*op.outputs, given)
+        for v, first in inner.same.items():
+            if v is not first:
+                region.now[v] = region.now.get(first, first)
         call.args, call.kwargs = _renamed(old.args, inner.now), _renamed(old.kwargs, inner.now)
         call.outputs, call.mutated = _renamed(old.outputs, region.now), _renamed(old.mutated, region.now)
         call.start, call.stop = len(region.ops), len(region.ops) + 1
@@ -321,6 +329,13 @@ class _Outliner:
         region.calls.append(call)
         region.place[old.stop] = len(region.ops)
         function.calls.append(call)
+
+
+def same_tensor(v: Value) -> Value:
+    """The first value that is this very tensor, as x is for `x.to(x.dtype)`."""
+    while (given := next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)) is not None:
+        v = given
+    return v
 
 
 def _is(x: Any) -> bool:

@@ -24,9 +24,13 @@ class Readers:
         self._results = set(leaves(tape.outputs if tape.returned is None else tape.returned, Value))
         self._results.update(w.value for w in tape.attribute_writes)
 
+    def makes(self, call: Call, value: Value) -> bool:
+        """Whether a value is made in a call, or in calls inside it."""
+        return call.start <= self._made.get(value, -1) < call.stop
+
     def leaves(self, value: Value, call: Call) -> bool:
         """Whether a value is made in a call, or in calls inside it, and read outside of it."""
-        if not call.start <= self._made.get(value, -1) < call.stop:
+        if not self.makes(call, value):
             return False
         if value in self._results or self._last.get(value, -1) >= call.stop:
             return True
