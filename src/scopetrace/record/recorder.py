@@ -193,7 +193,7 @@ class Recorder(TapeWriter):
                 facts.recipes[key] = recipe
         if out is not None and not written and unbacked is None and not _has_tensor(out):
             return out  # a question about metadata, answered
-        if not inputs and isinstance(out, torch.Tensor) and kwargs.get("dtype", 0) is not out.dtype and facts.has_dtype:
+        if not inputs and facts.has_dtype and isinstance(out, torch.Tensor):
             kwargs = {**kwargs, "dtype": out.dtype}  # the default is that of the trace
         op = self._append("call_function", facts.func, args, kwargs)
         op.writes = tuple(dict.fromkeys(written))
@@ -258,6 +258,8 @@ class Recorder(TapeWriter):
                 values.append(value)
         if container is None:
             op.outputs = values[0]
+            if not inputs and facts.has_dtype:
+                op.kwargs = {**kwargs, "dtype": values[0].fake.dtype}
             return values[0].fake
         op.outputs = container(values)
         return container([v.fake for v in values])
