@@ -243,3 +243,30 @@ def test_dynamic_sizes_stay_dynamic():
     tr = specialized(lambda x: x * 2 if x.sum() > 0 else x, X, dynamic_shapes=({0: torch.export.Dim("n")},))
     for length in (2, 5, 8):
         tr.check((torch.ones(length),))
+
+
+def test_decisions_around_a_branch_of_torch_cond():
+    def run(x, n):
+        x = torch.cond(x.sum() > 0, lambda x: x[: x.shape[0] - 1] * n, lambda x: x[1:] - n, (x,))
+        return x + 1 if n > 1 else x
+
+    tr = specialized(run, X, N)
+    assert [s.value for s in tr.specializations] == [True]
+    tr.check((-X, N + 1))
+
+
+def test_a_branch_of_python_inside_a_body_has_no_value():
+    def body(x):
+        return x * 2 if x.max() > 1 else x.clone()
+
+    with pytest.raises(st.DataDependentError, match="gives to a body"):
+        st.trace(lambda x: torch.cond(x.sum() > 0, body, lambda x: -x, (x,)), (X,), specialize=True)
+
+
+def test_a_value_that_comes_out_of_a_body_is_refused():
+    def run(x):
+        y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: -x, (x,))
+        return y if y.sum() > 0 else x
+
+    with pytest.raises(st.DataDependentError, match="there is none"):
+        st.trace(run, (X,), specialize=True)
