@@ -416,6 +416,16 @@ def test_a_reader_that_stops_early():
     assert process.wait() == 0
 
 
+def test_specialize():
+    text = output("Branch", "-i", "x=2", "--specialize")
+    assert (
+        "specialized on 1 value of the example inputs:\n  Eq(u0, 1) was False (aten.is_nonzero.default) in Branch"
+        in text
+    )
+    said = json.loads(output("Branch", "-i", "x=2", "--specialize", "--json"))["specializations"]
+    assert [(s["expression"], s["value"], s["module"]) for s in said] == [("Eq(u0, 1)", False, "Branch")]
+
+
 def test_dynamic_sizes():
     result = run("show", "timm:test_vit", "--input", "x=2x3x160x160", "--dynamic", "x.0=batch:1:64", "--depth", "0")
     assert result.exit_code == 0

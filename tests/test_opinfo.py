@@ -31,8 +31,6 @@ REFUSED = {
     ("masked_select", "out"): NO_SHAPE,
     ("nonzero", "out"): NO_SHAPE,
     ("linalg.lstsq", "out"): NO_SHAPE,
-    ("narrow", "view"): "Pending unbacked symbols",  # the start is a tensor
-    ("tensor_split", "view"): "Python needs the value of a tensor",  # the places are a tensor
     ("unfold", "view"): "elements that share memory",
 }
 

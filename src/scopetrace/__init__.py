@@ -29,6 +29,7 @@ from scopetrace.functional import functionalize as functionalize
 from scopetrace.passes.report import Alias as Alias
 from scopetrace.passes.report import Mutation as Mutation
 from scopetrace.passes.write_back import WriteBack as WriteBack
+from scopetrace.record.specialize import Specialization as Specialization
 from scopetrace.scopes import Scope as Scope
 from scopetrace.scopes import TracingState as TracingState
 from scopetrace.scopes import scope as scope

@@ -3,26 +3,67 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.fx
 
 from scopetrace.errors import CheckError
+from scopetrace.record.specialize import Specialization, decided_by
 from scopetrace.record.structure import leaves_with_path
 from scopetrace.record.tape import Tape
 
 
 def compare_with_model(
-    model: Callable[..., Any], trace: Callable[..., Any], tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any]
+    model: Callable[..., Any],
+    trace: Callable[..., Any],
+    tape: Tape,
+    decided_otherwise: Callable[..., list[Specialization]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> None:
-    """Run both on copies of the inputs, from one random state and one model state. Raises CheckError."""
+    """Run both on copies of the inputs, from one random state and one model state. Raises CheckError.
+
+    `decided_otherwise` is called like the trace, and gives the specializations that do not hold on these inputs.
+    """
     state = _State(tape, model)
+    if tape.specializations:
+        differ = _run(decided_otherwise, args, kwargs, state)["result"]
+        if differ:
+            raise CheckError("on these inputs the model goes another way:\n  " + "\n  ".join(map(str, differ)))
     expected = _run(model, args, kwargs, state)
     actual = _run(trace, args, kwargs, state)
     problems = [p for key, old in expected.items() for p in _differences(key, old, actual[key])]
     if problems:
         raise CheckError("the trace differs from the model:\n  " + "\n  ".join(problems))
+
+
+class Decisions(torch.fx.Interpreter):
+    """Runs a specialized graph past the decisions that do not hold, and collects them in `differ`."""
+
+    def __init__(self, graph_module: torch.fx.GraphModule, known: Sequence[Specialization]) -> None:
+        super().__init__(graph_module)
+        self._known = known
+        self.differ: list[Specialization] = []
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As the base's; an assertion of a specialization only takes note."""
+        if target is torch.ops.aten._assert_scalar.default and not args[0]:
+            found = decided_by(self._known, args[1])
+            if found is not None:
+                self.differ.append(found)
+                return None
+        return super().call_function(target, args, kwargs)
+
+    def collect(self, tensors: Sequence[torch.Tensor]) -> list[Specialization]:
+        """The specializations that these inputs decide otherwise; those after the first are as on the traced path."""
+        try:
+            self.run(*tensors)
+        except Exception:
+            if not self.differ:
+                raise
+        return self.differ
 
 
 class _State:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.fx
 
 from scopetrace import meta
 from scopetrace._compat.graph_module import TracedGraphModule, make_graph_module, set_grad_enabled
-from scopetrace._compat.symbols import Symbolic, SymbolNodes
+from scopetrace._compat.symbols import Symbolic, SymbolNodes, bare
 from scopetrace.record.frames import format_stack
 from scopetrace.record.structure import leaves, leaves_with_path, map_structure
 from scopetrace.record.tape import Call, Op, Tape, Value, flat
@@ -38,11 +38,17 @@ class Program:
         self._grad = tape.ops[0].grad if tape.ops else True
         self._outer_grad = self._grad
         live = _live_ops(tape)
+        self._messages = {s.message for s in tape.specializations}
+        first = [op for op in tape.ops if op.kind == "placeholder"]
+        for op in first:
+            self._emit(op)
+        self._assert_facts(
+            [s for op in first if isinstance(op.outputs, Symbolic) for s in bare(op.outputs).free_symbols]
+        )
         for op in tape.ops:
-            if id(op) in live:
+            if id(op) in live and op.kind != "placeholder":
                 self._emit(op)
         self._switch_grad(self._outer_grad)
-        self._symbols.assert_deferred(tape.shape_env)
         returned = tape.outputs if tape.is_body else (*given(tape), *(w.value for w in tape.attribute_writes))
         self.output = self.graph.output(self.lower(returned))
         meta.set_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
@@ -103,13 +109,19 @@ class Program:
             node = self.graph.create_node(op.kind, op.target)
         self._describe(node, op)
         self._bind(node, op)
+        if op.unbacked:
+            meta.set_unbacked_bindings(node, op.unbacked)
+            self._symbols.learn_made(node, op.unbacked)
+            self._assert_facts(op.unbacked)
+
+    def _assert_facts(self, made: Iterable[Any]) -> None:
+        """What tracing took for true of symbols, where they are made or given to a body."""
+        self._symbols.assert_facts(self.tape.shape_env, made, self._messages)
 
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
         meta.set_place(node, op.scope.path, op.call.position if op.call is not None else 0)
         if op.kind != "placeholder":
             meta.set_origin(node, self._module_stack(op.call), format_stack(op.frames))
-        if op.unbacked:
-            meta.set_unbacked_bindings(node, op.unbacked)
 
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Give the op's values their nodes; parts of a result are taken out of it by getitem."""

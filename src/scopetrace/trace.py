@@ -17,7 +17,7 @@ from scopetrace import meta
 from scopetrace._compat import pickling
 from scopetrace._compat.graph_module import TracedGraphModule
 from scopetrace.calls import CallTable, ModuleCall
-from scopetrace.check import compare_with_model
+from scopetrace.check import Decisions, compare_with_model
 from scopetrace.errors import ScopetraceError
 from scopetrace.graph import Program, given
 from scopetrace.inputs import Boundary
@@ -29,6 +29,7 @@ from scopetrace.passes.returned import as_the_graph_returns
 from scopetrace.passes.write_back import WriteBack
 from scopetrace.record import record
 from scopetrace.record.observe import Progress
+from scopetrace.record.specialize import Specialization, specialized
 from scopetrace.record.tape import Tape
 from scopetrace.scopes import Scope, common_scope
 from scopetrace.show.terminal import print_text
@@ -119,10 +120,10 @@ class Trace:
         """Run the graph: same results and same effects as the model.
 
         Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
-        those of the trace, or tensors share memory in another way.
+        those of the trace, tensors share memory in another way, or a value that the trace is specialized on differs.
         """
         tensors = self.boundary.enter(args, kwargs)
-        with _without_autocast():
+        with _without_autocast(), specialized(self.specializations):
             values = self.graph_module(*tensors)
         return self.boundary.leave(tensors, values)
 
@@ -156,6 +157,11 @@ class Trace:
         return Outlined.of(self, targets)
 
     @property
+    def specializations(self) -> list[Specialization]:
+        """What the example inputs decided, because Python looked at a value (`specialize=True`), in order."""
+        return list(self._tape.specializations)
+
+    @property
     def mutations(self) -> list[Mutation]:
         """What the model changes in its inputs, parameters and buffers, in the order of the program."""
         return mutations(self._recorded)
@@ -179,11 +185,17 @@ class Trace:
         """Run the model and the trace on copies of the same inputs from the same random state, and compare.
 
         Compares results, changed inputs and changed buffers. Both start from the model's state as it is, which is put
-        back. Raises CheckError with all differences.
+        back. Raises CheckError with all differences. Where these inputs decide otherwise than those that the trace is
+        specialized on, the error says which of its decisions differ; those after the first are as on the traced path.
         """
         if self._model is None:
             raise ScopetraceError("a loaded trace has no model to check against; trace the model again")
-        compare_with_model(self._model, self, self._tape, args, kwargs or {})
+        compare_with_model(self._model, self, self._tape, self._decided_otherwise, args, kwargs or {})
+
+    def _decided_otherwise(self, *args: Any, **kwargs: Any) -> list[Specialization]:
+        tensors = self.boundary.enter(args, kwargs)
+        with _without_autocast():
+            return Decisions(self.graph_module, self.specializations).collect(tensors)
 
     def print_readable(self, depth: int | None = None, *, scope: str | None = None, print_output: bool = True) -> str:
         """Print the program as text, and return it; calls deeper than `depth` are one line each.
@@ -281,18 +293,28 @@ def trace(
             they ran.
         leaves: module classes, fqn patterns (`"layers.*.attn"`) and predicates `(module, fqn) -> bool`. A call of such
             a module is one `call_module` node that runs the module.
-        specialize: not available yet.
+        specialize: where Python needs a value that depends on data (`if x.sum() > 0`, `int(t)`, `range(n.item())`), the
+            example inputs decide. Each decision is in `Trace.specializations` and an assertion in the graph: a call
+            with inputs that decide otherwise is refused. Of the model, only the ops that such a value comes from run
+            for real, on copies. Sizes and numbers that Python does not look at stay symbols.
         progress: called with (scope path, number of ops so far) at each module call.
 
     Raises:
         DynamicShapeError: dynamic_shapes does not fit the arguments, or the model fixes a size that it names.
         FunctionalizationError: a mutation has no pure form (with functional=True).
-        DataDependentError: Python needs a value that depends on the inputs (`if x.sum() > 0`).
+        DataDependentError: Python needs a value that depends on the inputs (`if x.sum() > 0`); with specialize=True,
+            one that depends on tensors without data (on the meta device).
         TraceError: for other things that cannot be recorded; it has one subclass for each.
         Exception: what the model itself raises.
     """
-    if specialize:
-        raise ScopetraceError("specialize= is not available in this version")
     arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
-    tape = record(model, arguments, kwargs or {}, dynamic_shapes=dynamic_shapes, leaves=leaves, progress=progress)
+    tape = record(
+        model,
+        arguments,
+        kwargs or {},
+        dynamic_shapes=dynamic_shapes,
+        leaves=leaves,
+        specialize=specialize,
+        progress=progress,
+    )
     return Trace(tape, functionalize(tape) if functional else tape, model)

@@ -113,8 +113,9 @@ def paused() -> Iterator[None]:
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Ops inside run for real, outside all modes."""
-    with _disable_current_modes(), torch._C._DisablePythonDispatcher(), torch.no_grad():
+    """Ops inside run for real, outside all modes and transforms, without autograd and autocast."""
+    no_transforms, no_autocast = torch._C._DisableFuncTorch(), torch._C._DisableAutocast()
+    with _disable_current_modes(), torch._C._DisablePythonDispatcher(), no_transforms, no_autocast, torch.no_grad():
         yield
 
 

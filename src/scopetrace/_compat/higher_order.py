@@ -71,13 +71,6 @@ def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
         return mode.shape_env.create_unbacked_symint()
 
 
-def indexing_by_symbols() -> Any:
-    """While it is open, `x[i]` and `x[:i]` take symbolic numbers, as in torch.export."""
-    from torch._export.non_strict_utils import _NonStrictTorchFunctionHandler
-
-    return _NonStrictTorchFunctionHandler()
-
-
 def first_slice(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
     """`t[0]` in memory of its own."""
     with mode, torch.no_grad():

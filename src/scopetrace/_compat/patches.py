@@ -20,9 +20,10 @@ import torch.utils.checkpoint
 
 from scopetrace._compat.batch_norm import averaging_in_tensors
 from scopetrace._compat.higher_order import called_at_once
+from scopetrace._compat.reads import Reader, report_reads
 
 
-class Observer(Protocol):
+class Observer(Reader, Protocol):
     """Who is told of module calls. `run` does what would have happened without the patch."""
 
     paused: bool
@@ -67,6 +68,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(_seeding_reported(observer, mine))
         stack.enter_context(_storage_resizes_reported(observer, mine))
+        report_reads(stack, observer, mine)
         stack.enter_context(exporting())
         stack.enter_context(_not_compiling())
         stack.enter_context(called_at_once(mine))

@@ -12,7 +12,13 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch._guards import Source
 from torch.export.dynamic_shapes import Dim, _DerivedDim, _DimHint, _DimHintType
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    StrictMinMaxConstraint,
+)
+from torch.utils import _pytree as pytree
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -25,6 +31,8 @@ _MACHINERY = (
     f"{Path(sympy.__file__).resolve().parent}/",
 )
 _OURS = f"{Path(__file__).resolve().parent.parent}/"
+MACHINERY = (_TORCH, _OURS, f"{Path(sympy.__file__).resolve().parent}/")
+"""Where Python is not the model's own."""
 
 Place = dict[str, str | None]
 
@@ -47,6 +55,29 @@ class Assumed:
     place: Place
 
 
+@dataclasses.dataclass(frozen=True)
+class Decision:
+    """What Python was told of an expression that depends on data."""
+
+    value: bool | int | float
+    condition: sympy.Expr
+    """True wherever Python would be told the same."""
+    message: str
+    """Where it is not true, for the user."""
+
+
+def condition_of(expr: Any, value: bool | int | float) -> Any:
+    """What is true wherever `expr` is `value`."""
+    if isinstance(value, bool):
+        return expr if value else sympy.Not(expr)
+    return sympy.Eq(expr, value)
+
+
+def bound_values(bindings: Any, out: Any) -> dict[Any, Any]:
+    """The values of the symbols that an op made, read off what it returned for real."""
+    return {symbol: pytree.key_get(out, path) for symbol, path in (bindings or {}).items()}
+
+
 class WatchedShapeEnv(ShapeEnv):
     """A ShapeEnv that remembers where sizes got fixed, and where Python was told that a size is neither 0 nor 1.
 
@@ -61,6 +92,8 @@ class WatchedShapeEnv(ShapeEnv):
         self.smallest: dict[sympy.Symbol, int] = {}
         """The least size of a symbol that a call may have, where that is 0 or 1."""
         self.place: Callable[[], Place] = dict
+        self.decide: Callable[[Any], Decision] | None = None
+        """Asked where an expression depends on data and Python needs its value. None: that is an error."""
 
     def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
         if a in self.smallest or not getattr(tgt, "is_number", False):
@@ -74,10 +107,25 @@ class WatchedShapeEnv(ShapeEnv):
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         """As the base's; remembers an answer that holds for sizes from 2 on only."""
-        answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+        try:
+            answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+        except GuardOnDataDependentSymNode:
+            if self.decide is None:
+                raise
+            found = self.decide(orig_expr)
+            if not self.guard_or_defer_runtime_assert(found.condition, found.message):
+                raise
+            answer = sympy.sympify(found.value)
         if self.smallest and answer in (True, False, sympy.true, sympy.false):
             self._compare_small(orig_expr, bool(answer))
         return answer
+
+    def _get_user_frame(self) -> Any:
+        """The nearest frame outside torch and scopetrace, in which torch looks for an `assert`."""
+        frame = super()._get_user_frame()
+        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(MACHINERY):
+            frame = frame.f_back
+        return frame
 
     def _compare_small(self, expr: Any, answer: bool) -> None:
         for symbol in getattr(expr, "free_symbols", ()):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import operator
+from collections.abc import Callable, Container
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx
+from torch.fx.experimental.symbolic_shapes import ConvertIntKey
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
@@ -15,6 +18,34 @@ from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 _UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
+
+
+class _NodeArithmetic(OptimizedPythonReferenceAnalysis):
+    """torch's own leaves out the steps from float to int, which Inductor puts in for itself."""
+
+    @staticmethod
+    def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
+        """The integer towards zero."""
+        return _called(math.trunc, x)
+
+    @staticmethod
+    def floor_to_int(x: Any, dtype: torch.dtype) -> Any:
+        """The integer below."""
+        return _called(math.floor, x)
+
+    @staticmethod
+    def ceil_to_int(x: Any, dtype: torch.dtype) -> Any:
+        """The integer above."""
+        return _called(math.ceil, x)
+
+    @staticmethod
+    def round_to_int(x: Any, dtype: torch.dtype) -> Any:
+        """The nearest integer, of two the even one."""
+        return _called(round, x)
+
+
+def _called(fn: Callable[[Any], Any], x: Any) -> Any:
+    return x.tracer.create_proxy("call_function", fn, (x,), {}) if isinstance(x, torch.fx.Proxy) else fn(x)
 
 
 class SymbolNodes:
@@ -25,6 +56,7 @@ class SymbolNodes:
         self._tracer = GraphAppendingTracer(graph)
         self._nodes: dict[Any, torch.fx.Node] = {}
         self._sizes: dict[sympy.Symbol, tuple[torch.fx.Node, int]] = {}
+        self._made: dict[sympy.Symbol, tuple[torch.fx.Node, Any]] = {}
 
     def learn_number(self, number: Any, node: torch.fx.Node) -> None:
         """`node` gives the symbolic number."""
@@ -45,33 +77,49 @@ class SymbolNodes:
         found.meta.setdefault("val", number)
         return found
 
-    def assert_deferred(self, shape_env: Any) -> None:
-        """Put the conditions on data that tracing took for true into the graph, as torch.export does."""
-        asserts = [a for group in shape_env.deferred_runtime_asserts.values() for a in group] if shape_env else []
-        for found in asserts:
-            if all(s in self._nodes or s in self._sizes for s in found.expr.free_symbols):
-                condition = self._node(found.expr)
-                self._graph.call_function(
-                    torch.ops.aten._assert_scalar.default, (condition, f"Runtime assertion failed: {found.expr}")
-                )
+    def learn_made(self, node: torch.fx.Node, bindings: Any) -> None:
+        """`node` makes symbols, and `bindings` has for each the way from its result, as `unbacked_bindings` does."""
+        for symbol, path in bindings.items():
+            self._made[symbol] = node, path
+            if path == (ConvertIntKey(),):  # a bool, for which torch's symbol is 0 or 1
+                self._nodes.setdefault(sympy.Eq(symbol, 1), node)
+
+    def assert_facts(self, shape_env: Any, made: Any, messages: Container[str]) -> None:
+        """Put what tracing took for true of the symbols `made` into the graph, as torch.export does.
+
+        The assertions say what torch.export has them say, and those with one of `messages` say that.
+        """
+        for symbol in made:
+            for fact in shape_env.deferred_runtime_asserts.get(symbol, ()):
+                if not all(s in self._nodes or s in self._sizes or s in self._made for s in fact.expr.free_symbols):
+                    continue  # of a symbol that an op used inside, and gave to nobody
+                condition = self._node(fact.expr)
+                said = f"Runtime assertion failed for expression {fact.expr} on node '{condition}'"
+                message = fact.msg if fact.msg in messages else said
+                self._graph.call_function(torch.ops.aten._assert_scalar.default, (condition, message))
 
     def _node(self, expr: Any) -> torch.fx.Node:
         found = self._nodes.get(expr)
+        if found is None and isinstance(expr, sympy.Ne) and sympy.Eq(*expr.args) in self._nodes:
+            found = self._nodes[expr] = self._graph.call_function(torch.sym_not, (self._nodes[sympy.Eq(*expr.args)],))
         if found is None:
             for symbol in sorted(expr.free_symbols, key=str):
                 self._symbol(symbol)
             proxies = {s: torch.fx.Proxy(self._nodes[s], self._tracer) for s in expr.free_symbols}
-            result = sympy_interp(OptimizedPythonReferenceAnalysis, proxies, expr)
+            result = sympy_interp(_NodeArithmetic, proxies, expr)
             found = self._nodes[expr] = result.node
         return found
 
     def _symbol(self, symbol: sympy.Symbol) -> None:
         if symbol in self._nodes:
             return
-        if symbol not in self._sizes:
+        if symbol in self._sizes:
+            self._nodes[symbol] = self._size(*self._sizes[symbol])
+        elif symbol in self._made:
+            node, path = self._made[symbol]
+            self._nodes[symbol] = self._graph._resolve_unbacked_binding(node, path, self.node_of)
+        else:
             self._nodes[symbol] = self._root(symbol)
-            return
-        self._nodes[symbol] = self._size(*self._sizes[symbol])
 
     def _root(self, symbol: sympy.Symbol) -> torch.fx.Node:
         """The node of a symbol of which only `a * symbol + b` is the size of something, as derived dims have it."""
@@ -105,13 +153,25 @@ def surely_equal(a: Any, b: Any) -> bool:
     return bool(x == y or sympy.expand(x - y) == 0)
 
 
+def plain_number(number: Any) -> int | float | bool:
+    """The Python number, which torch's ShapeEnv is asked for where it is symbolic."""
+    found: int | float | bool = number.node.pytype(number) if isinstance(number, Symbolic) else number
+    return found
+
+
 def example(number: Any) -> int:
-    """The number in the example run; raises ValueError for one that depends on data."""
+    """The number in the example run; for one that depends on data, one that it may have at a call."""
     if not isinstance(number, Symbolic):
         return int(number)
-    if not number.node.has_hint():
-        raise ValueError(f"{number} depends on data")
-    return int(number.node.hint)
+    if number.node.has_hint():
+        return int(number.node.hint)
+    expr, known = number.node.expr, number.node.shape_env.backed_var_to_val
+    return int(expr.xreplace({s: known.get(s, _stand_in(s)) for s in expr.free_symbols}))
+
+
+def _stand_in(symbol: sympy.Symbol) -> int:
+    """Far from other sizes, and another one for each symbol, so that what is equal or fits is so at each call."""
+    return 100_003 + 10_007 * int("".join(c for c in symbol.name if c.isdigit()) or 0)
 
 
 def has_unbacked(expr: Any) -> bool:

@@ -54,9 +54,16 @@ Say = Callable[[str], None]
 @click.option("--calls", "as_table", is_flag=True, help="A table of the module calls, with arguments and outputs.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with all ops and calls.")
 @click.option("--train", is_flag=True, help="Trace in training mode; eval mode is the default.")
+@click.option("--specialize", is_flag=True, help="Where the model branches on data, go the way of the example inputs.")
 @click.option("--grad/--no-grad", default=False, help="Trace with autograd on; off is the default.")
 def show(
-    target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], train: bool, grad: bool, **options: Any
+    target: str,
+    inputs: tuple[str, ...],
+    dynamic: tuple[str, ...],
+    specialize: bool,
+    train: bool,
+    grad: bool,
+    **options: Any,
 ) -> None:
     """Trace the model TARGET, and show every op in the module that called it.
 
@@ -74,13 +81,14 @@ def show(
     with _quiet(), _progress() as say:
         say(f"making {target}")
         model = load_model(target).train(train)
-        traced = _trace(model, given, shapes, grad, say)
+        with torch.set_grad_enabled(grad):
+            traced = _trace(model, given, say, dynamic_shapes=shapes, specialize=specialize)
         say("writing")
         text = _text(traced, **options)
     print_result(text)
 
 
-def _trace(model: torch.nn.Module, given: list[Input], shapes: Any, grad: bool, say: Say) -> Trace:
+def _trace(model: torch.nn.Module, given: list[Input], say: Say, **options: Any) -> Trace:
     forward = Forward(model)
     size = default_inputs(model)
     if not given and size is not None and forward.first is not None:
@@ -88,8 +96,7 @@ def _trace(model: torch.nn.Module, given: list[Input], shapes: Any, grad: bool, 
     args, kwargs = forward.bind(given)
     name = type(model).__name__
     try:
-        with torch.set_grad_enabled(grad):
-            return trace(model, args, kwargs, dynamic_shapes=shapes, progress=_reporter(say))
+        return trace(model, args, kwargs, progress=_reporter(say), **options)
     except DynamicShapeError as error:
         if error.module is not None:
             raise cannot_trace(name, error) from error

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace._compat.symbols import Symbolic, bare, has_unbacked
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Region
 from scopetrace.passes.write_back import (
@@ -25,7 +25,7 @@ from scopetrace.passes.write_back import (
     ViewStep,
     WriteBack,
 )
-from scopetrace.record.structure import leaves
+from scopetrace.record.structure import leaves, map_structure
 from scopetrace.record.tape import Op, Tape, Value
 
 _aten = torch.ops.aten
@@ -80,11 +80,11 @@ class _Builder:
                 if op.target is _aten.set_.source_Tensor:
                     found.append(SetTo(target, self._source(op.args[1])))
                 elif op.target._schema.name.startswith("aten::resize"):
-                    found.append(
-                        ChangeShape(target, ViewStep(_aten.resize_.default, (list(after.fake.size()),), {}, None))
-                    )
+                    sizes = self._numbers(list(after.fake.size()))
+                    found.append(ChangeShape(target, ViewStep(_aten.resize_.default, (sizes,), {}, None)))
                 else:
-                    found.append(ChangeShape(target, ViewStep(op.target, op.args[1:], op.kwargs, None)))
+                    args, kwargs = self._numbers((op.args[1:], op.kwargs))
+                    found.append(ChangeShape(target, ViewStep(op.target, args, kwargs, None)))
             region = self.regions.get(last.storage)
             if region is not None and region.version and last.storage == value.storage:
                 grad = any(_is_seen(v, op) for v, op in region.written.items())
@@ -152,7 +152,15 @@ class _Builder:
             owners.append(new.storage)
         if old.storage not in owners:
             owners.append(old.storage)
-        return self._give(new, stride if moved else None, owners.index(old.storage))
+        return self._give(new, self._numbers(stride) if moved else None, owners.index(old.storage))
+
+    def _numbers(self, x: Any) -> Any:
+        """`x` with numbers that depend on data as given by the graph, which alone knows them."""
+
+        def given(number: Any) -> Any:
+            return self._give(number) if has_unbacked(bare(number)) else number
+
+        return map_structure(given, x, Symbolic)
 
     def _is_overwritten(self, new: Value, target: Value) -> bool:
         """Whether a new value lies in the memory of another input, which another update changes."""
@@ -167,18 +175,18 @@ class _Builder:
         while (link := region.links.get(value)) is not None and value not in self._final:
             if link.func is _aten.as_strided.default and len(link.args) == 3:
                 size, stride, offset = link.args
-                steps.append(StridedStep(tuple(size), tuple(stride), offset - link.parent.offset))
+                steps.append(StridedStep(*self._numbers((tuple(size), tuple(stride), offset - link.parent.offset))))
             elif link.func is not None:
-                steps.append(ViewStep(link.func, link.args, link.kwargs, link.slot))
+                args, kwargs = self._numbers((link.args, link.kwargs))
+                steps.append(ViewStep(link.func, args, kwargs, link.slot))
             value = link.parent
         root = self._final.get(value, value)
         last = self._last(root)
         if root in self.outside and value is not last and last is not root:
             if value.offset != last.offset or last.storage != root.storage:
                 raise refusal("a result is a view of an input that got other memory", root.op)
-            steps.append(
-                ViewStep(_aten.as_strided.default, (list(value.fake.size()), list(value.fake.stride())), {}, None)
-            )
+            sizes, strides = self._numbers((list(value.fake.size()), list(value.fake.stride())))
+            steps.append(ViewStep(_aten.as_strided.default, (sizes, strides), {}, None))
         return root, tuple(reversed(steps))
 
     def _give(self, value: Any, stride: tuple[int, ...] | None = None, copy: int = 0) -> FromGraph:

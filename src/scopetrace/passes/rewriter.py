@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.fake import DATA_DEPENDENT
 from scopetrace._compat.symbols import bare
 from scopetrace.passes import epilogue
 from scopetrace.passes.bodies import Results, as_laid_out, lift_constants
@@ -82,7 +83,10 @@ class Rewriter:
             self._stops.setdefault(call.stop, []).append(call)
         for i, op in enumerate(self.old.ops):
             self._boundaries(i, op)
-            self._step(op)
+            try:
+                self._step(op)
+            except DATA_DEPENDENT as error:
+                raise refusal("what becomes of a write depends on data", op) from error
         last = self.old.ops[-1]
         self._boundaries(len(self.old.ops), last)
         self.new.calls = [self._calls[call] for call in self.old.calls]

@@ -63,7 +63,7 @@ def relate_by_op(
     if func is _aten.slice.Tensor:
         defaults: tuple[Any, ...] = (0, None, None, 1)
         dim, start, end, step = args + defaults[len(args) :]
-        return Slice(dim, start or 0, base.size(dim) if end is None else end, step)
+        return Slice(dim, 0 if start is None else start, base.size(dim) if end is None else end, step)
     if func is _aten.narrow.default:
         dim, start, length = args
         return Slice(dim, start, start + length, 1)

@@ -44,17 +44,20 @@ class FromGraph:
     """The `index`-th value that the graph gives. `stride`: laid out so; `copy`: above 0, that copy of it."""
 
     index: int
-    stride: tuple[int, ...] | None = None
+    stride: tuple[int | FromGraph, ...] | None = None
     copy: int = 0
 
     def __str__(self) -> str:
-        layout = f" with strides {list(self.stride)}" if self.stride is not None else ""
+        layout = f" with strides [{', '.join(map(str, self.stride))}]" if self.stride is not None else ""
         return f"graph[{self.index}]{layout}{', copied' if self.copy else ''}"
 
 
 @dataclasses.dataclass(frozen=True)
 class ViewStep:
-    """A view op with the arguments after its first; `slot` picks one of several results."""
+    """A view op with the arguments after its first; `slot` picks one of several results.
+
+    A number that depends on data is one that the graph gives.
+    """
 
     op: Any
     args: tuple[Any, ...]
@@ -62,7 +65,7 @@ class ViewStep:
     slot: int | None
 
     def __call__(self, base: torch.Tensor, number: Number) -> torch.Tensor:
-        """The view of `base`. `number` gives the value of a symbolic size in this call."""
+        """The view of `base`. `number` gives the value of a symbolic size, or of one from the graph, in this call."""
         out = self.op(base, *resolved(self.args, number), **resolved(self.kwargs, number))
         found: torch.Tensor = out if self.slot is None else out[self.slot]
         return found
@@ -174,7 +177,7 @@ class WriteBack:
         for update in self.updates:
             target = machine.get(update.target)
             if isinstance(update, ChangeShape):
-                update.step(target, number)
+                update.step(target, machine.number)
             elif isinstance(update, SetTo):
                 with torch.no_grad():
                     target.set_(machine.get(update.value))  # type: ignore[call-overload]
@@ -199,9 +202,12 @@ class WriteBack:
 
 class _Machine:
     def __init__(self, inputs: Any, held: Any, values: Any, number: Number) -> None:
-        self.inputs, self.held, self.values, self.number = inputs, held, values, number
+        self.inputs, self.held, self.values, self._symbol = inputs, held, values, number
         self.ready: dict[FromGraph, torch.Tensor] = {}
         self.results: list[torch.Tensor] = []
+
+    def number(self, x: Any) -> Any:
+        return self.values[x.index] if isinstance(x, FromGraph) else self._symbol(x)
 
     def get(self, source: Source) -> torch.Tensor:
         if isinstance(source, Given):
@@ -228,7 +234,7 @@ def resolved(x: Any, number: Number) -> Any:
         return type(x)([resolved(item, number) for item in x])
     if isinstance(x, dict):
         return {name: resolved(item, number) for name, item in x.items()}
-    return number(x) if isinstance(x, Symbolic) else x
+    return number(x) if isinstance(x, (FromGraph, *Symbolic)) else x
 
 
 def _laid_out(value: torch.Tensor, source: FromGraph, number: Number) -> torch.Tensor:

@@ -39,13 +39,15 @@ def record(
     *,
     dynamic_shapes: Any = None,
     leaves: Any = (),
+    specialize: bool = False,
     progress: Progress | None = None,
 ) -> Tape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError."""
 
     def attempt(exact_autograd: bool) -> Tape:
         model = Model(fn)
-        recorder = Recorder(model, scopes.Scope("", model.type_name), exact_autograd=exact_autograd)
+        root = scopes.Scope("", model.type_name)
+        recorder = Recorder(model, root, exact_autograd=exact_autograd, specialize=specialize)
         observer = CallObserver(recorder, leaf_rule(leaves, model), progress)
         return run_recorded(observer, fn, model.forward, args, kwargs, dynamic_shapes)
 
@@ -103,7 +105,7 @@ def _add_inputs(
             if fake is None:
                 sizes = None if dynamic is None else dynamic.sizes_of(leaf, path, len(recorder.tape.inputs))
                 fake = fakes[id(leaf)] = _fake_input(recorder, leaf, sizes)
-            recorder.add_input(identifier(path, taken), fake)
+            recorder.values.add_input(recorder.add_input(identifier(path, taken), fake), leaf)
             recorder.tape.input_paths.append(path)
     values = iter(recorder.tape.inputs)
     recorder.tape.args = map_structure(lambda _: next(values), (args, kwargs), torch.Tensor)

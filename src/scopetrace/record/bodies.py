@@ -11,7 +11,6 @@ parameters, sizes). Constants and parameters are read outside, so that it holds 
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -22,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.dispatch import in_transform
 from scopetrace._compat.fake import without_dispatch
-from scopetrace._compat.higher_order import fake_results, first_slice, indexing_by_symbols, unbacked_symint
+from scopetrace._compat.higher_order import fake_results, first_slice, unbacked_symint
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.record.body import Stretch, body_tapes, name_of
 from scopetrace.record.tape import Op, Tape, Value, values_in
@@ -121,9 +120,7 @@ class BodyRecorder:
         raising = True
         try:
             given = [self._given(i, x, group) for i, (x, group) in enumerate(self._grouped())]
-            counted = any(isinstance(x, torch.SymInt) for x in given)
-            with indexing_by_symbols() if counted else contextlib.nullcontext():
-                out = self.recorded(self.args[position], given)
+            out = self.recorded(self.args[position], given)
             flat, spec = pytree.tree_flatten(out)
             outputs = [self._output(leaf, parameter) for leaf in flat]
             writer.broken, raising = before, False

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 from scopetrace._compat.fake import DATA_DEPENDENT, NO_SHAPE_RULE
 from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
 from scopetrace.record.frames import frames_of_traceback, user_line
 from scopetrace.record.recorder import NeedsAutograd, Recorder
+from scopetrace.record.values import NoRealValue
 
 _NO_DATA = (
     "doesn't have storage",
@@ -21,6 +21,7 @@ _NO_DATA = (
 
 _BRANCH = (
     "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
+    "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
     "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
 )
 
@@ -47,9 +48,13 @@ def _explain(recorder: Recorder, error: Exception) -> TraceError | None:
     if isinstance(error, DATA_DEPENDENT) or any(text in str(error) for text in _NO_DATA):
         return DataDependentError(
             "Python needs the value of a tensor that depends on the inputs or the model's state",
-            op=_maker(recorder, error) or op,
+            op=recorder.reader(getattr(error, "cond", None)),
             hint=_BRANCH,
             **place,
+        )
+    if isinstance(error, NoRealValue):
+        return DataDependentError(
+            f"Python needs a value, and there is none: {error}", op=recorder.reader(None), **place
         )
     if isinstance(error, NO_SHAPE_RULE):
         first = (str(error).splitlines() or [""])[0]
@@ -66,12 +71,3 @@ def _place(recorder: Recorder, error: Exception) -> dict[str, str | None]:
     failed = next((c for c in reversed(recorder.tape.calls) if c.raised is error), None)
     scope = failed.scope if failed is not None else recorder.state.current_scope
     return {"module": str(scope), "source": user_line(frames_of_traceback(error.__traceback__))}
-
-
-def _maker(recorder: Recorder, error: Any) -> str | None:
-    """The op that made the symbol in a data-dependent condition."""
-    symbols = {str(s) for s in getattr(getattr(error, "cond", None), "free_symbols", ())}
-    for op in reversed(recorder.tape.ops):
-        if op.unbacked and symbols & {str(s) for s in op.unbacked}:
-            return str(op.target)
-    return None

@@ -83,6 +83,14 @@ class CallObserver:
         """Recorded as the op that Dynamo writes for it."""
         return self.recorder.running is None and self.recorder.resize_storage(storage, size)
 
+    def on_number(self, x: Any) -> Any:
+        """A tensor with one element, or a symbolic number, becomes text or a key: perhaps the name of a module."""
+        return self.recorder.number_of(x)
+
+    def on_numpy(self, t: torch.Tensor) -> Any:
+        """A tensor becomes an array of NumPy."""
+        return self.recorder.data_of(t)
+
     def _enters(self, module: torch.nn.Module, entrance: str) -> bool:
         """Whether this is the open call on its way in, rather than a new call of the same module."""
         call = self.recorder.call

@@ -24,11 +24,12 @@ from scopetrace._compat.symbols import bare, has_unbacked
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.record import results
 from scopetrace.record.bodies import FORMS, INLINED, BodyRecorder
-from scopetrace.record.constants import read_constant, reads_a_value
 from scopetrace.record.model import Model
+from scopetrace.record.reading import READ_INSIDE, ReadingWriter
 from scopetrace.record.tape import Value, flat
 from scopetrace.record.twins import WRITTEN_IN_SECRET, hidden_writes, writes_in_secret
-from scopetrace.record.writer import TapeWriter, geometry_key
+from scopetrace.record.values import reads_a_value
+from scopetrace.record.writer import geometry_key
 from scopetrace.scopes import Scope
 
 _aten = torch.ops.aten
@@ -48,6 +49,7 @@ class _OpFacts:
     __slots__ = (
         "func",
         "has_dtype",
+        "instead",
         "may_lie",
         "positions",
         "reads",
@@ -60,6 +62,7 @@ class _OpFacts:
 
     def __init__(self, func: Any) -> None:
         self.func = func  # keeps its id from being used again
+        self.instead = Recorder._lift_fresh if func is _aten.lift_fresh.default else READ_INSIDE.get(func)
         self.reads = reads_a_value(func)
         self.repeatable = results.can_repeat(func, func.tags)
         self.reshapes = torch.Tag.inplace_view in func.tags
@@ -71,18 +74,18 @@ class _OpFacts:
         self.recipes: dict[Any, results.Recipe] = {}
 
 
-class Recorder(TapeWriter):
+class Recorder(ReadingWriter):
     """Writes `tape` from the ops and module calls of one forward."""
 
-    def __init__(self, model: Model, root: Scope, *, exact_autograd: bool) -> None:
+    def __init__(self, model: Model, root: Scope, *, exact_autograd: bool, specialize: bool = False) -> None:
         super().__init__(model, root, exact_autograd=exact_autograd)
         self.exact = exact_autograd
         self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
         self.run_graph: Callable[[torch.fx.GraphModule, Any], Any] = lambda gm, args: torch.fx.Interpreter(gm).run(
             *args
         )
-        self.running: Any = None  # the op that torch runs now, for errors
         self.factory.shape_env.place = self.where
+        self.learn_values(specialize)
         self._facts: dict[int, _OpFacts] = {}
         self._repeatable = True  # whether all arguments of the running op have keys
 
@@ -104,8 +107,8 @@ class Recorder(TapeWriter):
         facts = self._facts.get(id(func))
         if facts is None:
             facts = self._facts[id(func)] = _OpFacts(func)
-        if func is _aten.lift_fresh.default:
-            return self._lift_fresh(args[0])
+        if facts.instead is not None:
+            return facts.instead(self, *args, **kwargs)
         if facts.reshapes and isinstance(args[0], FakeTensor):
             self.set_apart(args[0])
         self._repeatable = facts.repeatable
@@ -120,9 +123,9 @@ class Recorder(TapeWriter):
         if func is _aten.as_strided.default and (lifted[3:] or lifted_kwargs) not in ((None,), {}):
             self.tape.anchored.add(lifted[0].storage)
         if facts.reads:
-            found, constant = read_constant(self.tape, func, lifted, lifted_kwargs)
-            if found:
-                return constant
+            answer = self.answer(func, args, lifted, lifted_kwargs)
+            if answer is not NotImplemented:
+                return answer
         if not self._repeatable or (self.exact and _grad_enabled()):
             return self._run(facts, given, lifted, lifted_kwargs, inputs, None)
         full_key = (_grad_enabled(), torch.get_default_dtype(), *key)

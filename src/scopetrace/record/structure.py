@@ -82,6 +82,9 @@ def close_container(like: Any, items: list[Any]) -> Any:
         return kind(items)
     if kind is dict:
         return dict(zip(like, items, strict=True))
+    if kind is torch.Size:  # only of numbers; in a template it is a tuple
+        numbers = all(isinstance(item, (int, torch.SymInt)) for item in items)
+        return torch.Size(items) if numbers else tuple(items)
     if pytree.is_namedtuple_class(kind):
         return tuple.__new__(kind, items)  # not the class's own: PackedSequence looks at its tensors there
     node = _pytree_node(kind)

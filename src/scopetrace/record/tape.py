@@ -201,6 +201,8 @@ class Tape:
     """The storages that the recorded program writes to, in a tape without mutation."""
     anchored: set[int] = dataclasses.field(default_factory=set)
     """The storages in which as_strided counts from the start, so that it matters where an input lies in them."""
+    specializations: list[Any] = dataclasses.field(default_factory=list)
+    """What the example inputs decided (`record.specialize`)."""
     exact_autograd: bool = False
     name: str = ""
     """Of the body of a higher-order op: what its GraphModule is named after, as `true_graph`. See `record.bodies`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -44,6 +45,7 @@ def document(
         "ops": ops,
         "calls": [_call(call) for call in select_calls(calls, depth, scope)],
         "outputs": plain_data(calls[0].outputs),
+        "specializations": [dataclasses.asdict(s) for s in calls[0]._table.program.tape.specializations],
     }
 
 

@@ -57,7 +57,8 @@ class _Writer:
     def __init__(self, calls: list[ModuleCall], options: TextOptions) -> None:
         self._options = options
         self._tree = Tree(calls)
-        self._attributes = calls[0]._table.program.tape.attributes
+        self._tape = calls[0]._table.program.tape
+        self._attributes = self._tape.attributes
         self._folder = Folder(self._tree, self._attributes)
 
     def lines(self) -> Iterator[str]:
@@ -66,6 +67,7 @@ class _Writer:
         yield self._summary(root)
         if pattern is None:
             yield from self._section(root, "", 0, _label(root))
+            yield from self._specializations()
             return
         found = list(outermost(root, pattern))
         if not found:
@@ -83,6 +85,12 @@ class _Writer:
         ]
         elements = f" ({sum(t.numel() for t in parameters):,} elements)" if parameters else ""
         return f"{root.path}: {', '.join(counts)}{elements}"
+
+    def _specializations(self) -> Iterator[str]:
+        found = self._tape.specializations
+        if found:
+            yield f"specialized on {_count(len(found), 'value')} of the example inputs:"
+            yield from (f"{_INDENT}{s}" for s in found)
 
     def _parameters(self) -> list[torch.Tensor]:
         """The parameters that the ops read, and those of leaf modules."""

@@ -52,7 +52,7 @@ def value_text(x: Any, name: Namer, limit: int | None = None) -> str:
     if isinstance(x, torch.fx.Node):
         return name(x)
     if isinstance(x, _PLAIN):
-        return repr(x)
+        return repr(f"{x[:_LONGEST]}…" if isinstance(x, str) and len(x) > _LONGEST else x)
     if isinstance(x, torch.device):
         return repr(str(x))
     if type(x) is slice:
