@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,8 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.solve import try_solve
 from torch.utils._sympy.value_ranges import ValueRanges
+
+from scopetrace._compat.sym_nodes import RememberingNode
 
 _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _MACHINERY = (
@@ -61,6 +63,10 @@ class WatchedShapeEnv(ShapeEnv):
         self.smallest: dict[sympy.Symbol, int] = {}
         """The least size of a symbol that a call may have, where that is 0 or 1."""
         self.place: Callable[[], Place] = dict
+        self.answers: dict[Any, Any] = {}
+        """Results of arithmetic, for `RememberingNode`."""
+        self._given: dict[sympy.Expr, Any] = {}
+        self._other_for_small: dict[sympy.Expr, list[tuple[sympy.Symbol, int]]] = {}
 
     def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
         if a in self.smallest or not getattr(tgt, "is_number", False):
@@ -72,22 +78,38 @@ class WatchedShapeEnv(ShapeEnv):
         self.fixed.append(Fixed(a, tgt, self.place()))
         super()._set_replacement(a, tgt, msg)
 
-    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the base's; remembers an answer that holds for sizes from 2 on only."""
-        answer = super().evaluate_expr(orig_expr, *args, **kwargs)
-        if self.smallest and answer in (True, False, sympy.true, sympy.false):
-            self._compare_small(orig_expr, bool(answer))
+    def create_symintnode(self, sym: Any, *, hint: Any, source: Any = None) -> Any:
+        """As the base's; the number remembers its answers."""
+        number = super().create_symintnode(sym, hint=hint, source=source)
+        if isinstance(number, torch.SymInt):
+            RememberingNode.of(number.node)
+        return number
+
+    def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
+        """As the base's; an answer that was given before, and is a guard since then, is given again at once."""
+        expr = sym_node.expr
+        answer = self._given.get(expr)
+        if answer is None:
+            answer = super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+            if sym_node.hint is None or size_oblivious or self._suppress_guards_tls():
+                return answer
+            self._given[expr] = answer
+            if self.smallest and answer in (True, False, sympy.true, sympy.false):
+                other = [*self._others(expr, bool(answer))]
+                if other:
+                    self._other_for_small[expr] = other
+        small = self._other_for_small.get(expr)
+        if small is not None and any(key not in self.assumed for key in small) and _asked_by_the_model():
+            for symbol, value in small:
+                self.assumed.setdefault((symbol, value), Assumed(symbol, value, self.place()))
         return answer
 
-    def _compare_small(self, expr: Any, answer: bool) -> None:
-        for symbol in getattr(expr, "free_symbols", ()):
+    def _others(self, expr: Any, answer: bool) -> Iterator[tuple[sympy.Symbol, int]]:
+        """The symbols and sizes below 2 for which the answer would be another one."""
+        for symbol in expr.free_symbols:
             for value in range(self.smallest.get(symbol, 2), 2):
-                if (
-                    (symbol, value) not in self.assumed
-                    and _asked_by_the_model()
-                    and self._differs(expr, symbol, value, answer)
-                ):
-                    self.assumed[symbol, value] = Assumed(symbol, value, self.place())
+                if self._differs(expr, symbol, value, answer):
+                    yield symbol, value
 
     def _differs(self, expr: Any, symbol: sympy.Symbol, value: int, answer: bool) -> bool:
         """Whether the answer would be another one for this value, and the others as in the example."""
@@ -109,7 +131,7 @@ class WatchedShapeEnv(ShapeEnv):
 
 def _asked_by_the_model() -> bool:
     """Whether Python took a truth value, and the nearest Python around is a model's, torch.nn included."""
-    frame = sys._getframe(3)  # above evaluate_expr
+    frame = sys._getframe(2)  # above evaluate_sym_node
     by_python = False  # C++ asks a SymNode for its truth, Python a SymBool
     while frame.f_back is not None:
         file = frame.f_code.co_filename
