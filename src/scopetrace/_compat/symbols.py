@@ -105,6 +105,29 @@ def surely_equal(a: Any, b: Any) -> bool:
     return bool(x == y or sympy.expand(x - y) == 0)
 
 
+def is_static(numbers: Any) -> bool:
+    """Whether all are plain numbers."""
+    return all(isinstance(n, int) for n in numbers)
+
+
+def expanded(expr: Any) -> Any:
+    """The form that equal polynomials have in common."""
+    return sympy.expand(expr)
+
+
+def exact_quotient(a: Any, b: Any) -> Any:
+    """`a / b` for products of sizes, as a size; None where it is not a product of whole numbers and symbols."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    expr = sympy.cancel(bare(a) / bare(b))
+    if expr.is_Integer:
+        return int(expr)
+    if not expr.is_polynomial() or not all(c.is_Integer for c in sympy.Poly(expr).coeffs()):
+        return None
+    env = (a if isinstance(a, torch.SymInt) else b).node.shape_env
+    return env.create_symintnode(expr, hint=example(a) // example(b))
+
+
 def example(number: Any) -> int:
     """The number in the example run; raises ValueError for one that depends on data."""
     if not isinstance(number, Symbolic):

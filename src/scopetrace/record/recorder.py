@@ -20,7 +20,7 @@ from scopetrace._compat import dispatch
 from scopetrace._compat.fake import FakeTensor, storage_id, without_dispatch
 from scopetrace._compat.symbols import bare, has_unbacked
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.record import results
+from scopetrace.record import results, rules
 from scopetrace.record.constants import read_constant, reads_a_value
 from scopetrace.record.model import Model
 from scopetrace.record.tape import Value, flat
@@ -121,6 +121,10 @@ class Recorder(TapeWriter):
             return self._run(facts, given, lifted, lifted_kwargs, inputs, None)
         full_key = (_grad_enabled(), torch.get_default_dtype(), *key)
         recipe = facts.recipes.get(full_key)
+        if recipe is None and not (facts.may_lie and writes_in_secret(func, lifted, lifted_kwargs)):
+            recipe = rules.predict(self.factory, self._keys, func, lifted, lifted_kwargs, inputs)
+            if recipe is not None:
+                facts.recipes[full_key] = recipe
         if recipe is None:
             return self._run(facts, given, lifted, lifted_kwargs, inputs, full_key)
         return self._repeat(facts, recipe, lifted, lifted_kwargs, inputs)
@@ -235,9 +239,10 @@ class Recorder(TapeWriter):
         op = self._append("call_function", facts.func, args, kwargs)
         container, parts = recipe
         values = []
+        fakes = [v.fake for v in inputs]
         with without_dispatch():
             for slot, part in enumerate(parts):
-                fake = results.make(self.factory, part, inputs)
+                fake = part.make(self.factory, fakes)
                 if isinstance(part, results.Same):
                     old = inputs[part.base]
                     value = Value(fake, op, slot, old.storage, old.key)
