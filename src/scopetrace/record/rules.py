@@ -22,18 +22,19 @@ from scopetrace.record.results import Fresh, Keys, Recipe, View, is_dense
 from scopetrace.record.tape import Value
 
 Sizes = Sequence[Any]
+"""Numbers, symbolic ones too; None where the run on stand-ins says it, which then is a plain number."""
 Rule = Callable[..., "Sizes | None"]
 
 
 def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Recipe | None:
     """How to make the result of an op whose inputs have symbolic sizes, or None where torch has to say."""
+    if not any(v.fake._has_symbolic_sizes_strides for v in inputs):
+        return None
     rule = _rule_of(func)
-    if rule is None or not any(v.fake._has_symbolic_sizes_strides for v in inputs):
+    if rule is None or not all(type(v.fake) is FakeTensor and _keeps_order(v.fake) for v in inputs):
         return None
-    if not all(type(v.fake) is FakeTensor and is_dense(v.fake) for v in inputs):
-        return None
-    sizes = rule(*args, **kwargs)
-    if sizes is None:
+    said = rule(*args, **kwargs)
+    if said is None:
         return None
     stand_ins = {id(v): _stand_in(factory, v.fake) for v in inputs}
     try:
@@ -41,7 +42,10 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
             out = run_fake(factory.mode, func, _with_examples(args, stand_ins), _with_examples(kwargs, stand_ins))
     except Exception:  # torch's own way raises it, with symbols in its words
         return None
-    if type(out) is not FakeTensor or list(out.size()) != [example(n) for n in sizes]:
+    if type(out) is not FakeTensor or out.dim() != len(said):
+        return None
+    sizes = [there if n is None else n for n, there in zip(said, out.size(), strict=True)]
+    if list(out.size()) != [example(n) for n in sizes]:
         return None
     strides = _dense_strides(sizes, out)
     if strides is None or out.storage_offset() != 0:
@@ -101,6 +105,11 @@ def _dense_strides(sizes: Sizes, out: torch.Tensor) -> list[Any] | None:
         strides[d] = reach
         reach = reach * sizes[d]
     return strides
+
+
+def _keeps_order(t: torch.Tensor) -> bool:
+    """Whether the order of the dimensions in memory is the same for all sizes."""
+    return is_static(t.stride()) or is_dense(t)
 
 
 def _contiguous(t: torch.Tensor) -> bool:
@@ -171,6 +180,43 @@ def _matmul(a: Value, b: Value) -> Sizes | None:
     return (*left[:-1], right[-1])
 
 
+def _batched(x: Value, *args: Any, **kwargs: Any) -> Sizes | None:
+    """An op on each image of a batch, whose sizes are plain numbers."""
+    size = x.fake.size()
+    return (size[0], *[None] * (len(size) - 1)) if len(size) > 2 and is_static(size[1:]) else None
+
+
+def _convolution(x: Value, weight: Value, *args: Any, **kwargs: Any) -> Sizes | None:
+    return _batched(x) if x.fake.dim() == weight.fake.dim() and is_static(weight.fake.size()) else None
+
+
+def _pool2d(x: Value, *args: Any, **kwargs: Any) -> Sizes | None:
+    return _batched(x) if x.fake.dim() == 4 else None
+
+
+def _reduced(x: Value, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> Sizes | None:
+    size = x.fake.size()
+    gone = {d % len(size) for d in dims} if dims else set(range(len(size)))
+    return [1 if d in gone else n for d, n in enumerate(size) if keepdim or d not in gone]
+
+
+def _cat(tensors: Sequence[Value], dim: int = 0) -> Sizes | None:
+    shapes = [t.fake.size() for t in tensors]
+    if any(len(shape) != len(shapes[0]) for shape in shapes):
+        return None
+    found: list[Any] = list(shapes[0])
+    dim %= len(found)
+    for shape in shapes[1:]:
+        if any(not surely_equal(n, m) for d, (n, m) in enumerate(zip(found, shape, strict=True)) if d != dim):
+            return None
+        found[dim] = found[dim] + shape[dim]
+    return found
+
+
+def _embedding(weight: Value, indices: Value, *args: Any, **kwargs: Any) -> Sizes | None:
+    return (*indices.fake.size(), weight.fake.size(1)) if is_static(weight.fake.size()) else None
+
+
 def _attention(q: Value, k: Value, v: Value, mask: Value | None = None, *args: Any, **kwargs: Any) -> Sizes | None:
     rows, keys, values = (t.fake.size() for t in (q, k, v))
     if len(rows) != 4 or len(keys) != 4 or len(values) != 4 or not is_static((rows[-1], keys[-1], values[-1])):
@@ -204,6 +250,12 @@ _RULES: dict[Any, Rule] = {
     _aten.rms_norm.default: _normalized,
     _aten.batch_norm.default: _channels,
     _aten.group_norm.default: _channels,
+    **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default), _convolution),
+    **dict.fromkeys((_aten.conv1d.padding, _aten.conv2d.padding, _aten.conv3d.padding), _convolution),
+    **dict.fromkeys((_aten.max_pool2d.default, _aten.avg_pool2d.default, _aten.adaptive_avg_pool2d.default), _pool2d),
+    **dict.fromkeys((_aten.mean.dim, _aten.sum.dim_IntList, _aten.amax.default, _aten.amin.default), _reduced),
+    _aten.cat.default: _cat,
+    _aten.embedding.default: _embedding,
     _aten.reshape.default: _reshape,
     _aten.view.default: _reshape,
     _aten._unsafe_view.default: _reshape,
