@@ -131,6 +131,12 @@ class Trace:
         program: WriteBack | None = self._tape.write_back
         return program
 
+    @property
+    def range_constraints(self) -> dict[Any, Any]:
+        """By sympy symbol of a dynamic size, the `ValueRanges` that a call may have; as ExportedProgram has it."""
+        sizes = self._tape.sizes
+        return {} if sizes is None else sizes.range_constraints()
+
     def lint(self) -> None:
         """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""
         lint(self._program, self.graph_module, self.calls, self._scopes)
@@ -158,7 +164,7 @@ class Trace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, with the parameters and buffers that it uses, without the model.
 
-        Raises pickle.PicklingError for symbolic sizes, and for objects among the arguments that pickle refuses.
+        Raises pickle.PicklingError for objects among the arguments that pickle refuses.
         """
         Path(path).write_bytes(self._to_bytes())
 

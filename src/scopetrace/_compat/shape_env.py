@@ -12,7 +12,14 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch._guards import Source
 from torch.export.dynamic_shapes import Dim, _DerivedDim, _DimHint, _DimHintType
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    RuntimeAssert,
+    ShapeEnv,
+    ShapeGuard,
+    SLoc,
+    StrictMinMaxConstraint,
+)
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -29,6 +36,18 @@ _MACHINERY = (
 _OURS = f"{Path(__file__).resolve().parent.parent}/"
 
 Place = dict[str, str | None]
+
+_SAVED = (
+    *(
+        "var_to_range",
+        "backed_var_to_val",
+        "replacements",
+        "_replacements_version_counter",
+        "axioms",
+        "unbacked_renamings",
+    ),
+    *("fixed", "assumed", "smallest", "names"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +81,8 @@ class WatchedShapeEnv(ShapeEnv):
         self.assumed: dict[tuple[sympy.Symbol, int], Assumed] = {}
         self.smallest: dict[sympy.Symbol, int] = {}
         """The least size of a symbol that a call may have, where that is 0 or 1."""
+        self.names: dict[sympy.Symbol, str] = {}
+        """What users call a symbol: the name of its Dim."""
         self.place: Callable[[], Place] = dict
         self.answers: dict[Any, Any] = {}
         """Results of arithmetic, for `RememberingNode`."""
@@ -120,6 +141,23 @@ class WatchedShapeEnv(ShapeEnv):
             return bool(evaluated(expr, values)) != answer
         except ZeroDivisionError:
             return True
+
+    def saved(self) -> dict[str, Any]:
+        """What a loaded trace needs of it, picklable."""
+        state = {name: getattr(self, name) for name in _SAVED}
+        asserts = {s: [(a.expr, a.msg) for a in found] for s, found in self.deferred_runtime_asserts.items()}
+        return {**state, "guards": [g.expr for g in self.guards], "asserts": asserts}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `saved` gave."""
+        for name in _SAVED:
+            setattr(self, name, state[name])
+        self._update_version_counter()
+        self.guards = [ShapeGuard(expr, SLoc("", ""), False) for expr in state["guards"]]
+        self.deferred_runtime_asserts = {
+            s: [RuntimeAssert(expr, msg, None) for expr, msg in found]  # type: ignore[arg-type]
+            for s, found in state["asserts"].items()
+        }
 
     def take_for_more_than_one(self, size: Any) -> None:
         """An op would drop a dimension of this size if it were 1, and did not."""
@@ -215,6 +253,11 @@ def read_dim(dim: Any) -> DimSpec | int | None:
 
 def _bounded(upper: Any) -> int | None:
     return None if upper is None or upper == int_oo or upper > sys.maxsize // 2 else int(upper)
+
+
+def ranges(bounds: dict[sympy.Symbol, tuple[int, int | None]]) -> dict[sympy.Symbol, ValueRanges[Any]]:
+    """Bounds in the form of `ExportedProgram.range_constraints`."""
+    return {s: ValueRanges(lower, int_oo if upper is None else upper) for s, (lower, upper) in bounds.items()}
 
 
 def root_symbol(name: str) -> sympy.Symbol:

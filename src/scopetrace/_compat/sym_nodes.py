@@ -9,7 +9,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.sym_node import SymNode
+from torch.fx.experimental.sym_node import _NO_HINT, SymNode
 
 _BINARY = (
     *("add", "sub", "mul", "mod", "int_floordiv", "sym_min", "sym_max"),
@@ -45,6 +45,11 @@ class RememberingNode(SymNode):
             made = SymNode(sympy.Integer(num), self.shape_env, int, num, constant=num, fx_node=num)
             found = memo[num] = self.of(made)
         return found
+
+
+def sym_node(env: Any, expr: Any, pytype: type, hint: Any) -> SymNode:
+    """The node of an expression; `hint` is None where the value depends on data."""
+    return RememberingNode.of(SymNode(expr, env, pytype, _NO_HINT if hint is None else hint))
 
 
 def _remembered(name: str) -> Callable[[SymNode, SymNode], SymNode]:

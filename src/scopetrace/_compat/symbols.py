@@ -90,6 +90,18 @@ class SymbolNodes:
         return node
 
 
+def number_text(number: Any) -> str:
+    """A symbolic number with the names of the Dims in it: `2*batch`."""
+    env = number.node.shape_env
+    return expression_text(number.node.expr, getattr(env, "names", {}))
+
+
+def expression_text(expr: Any, names: dict[Any, str]) -> str:
+    """An expression with these names for its symbols."""
+    known = {s: sympy.Symbol(names[s], integer=True) for s in getattr(expr, "free_symbols", ()) if s in names}
+    return str(expr.xreplace(known)) if known else str(expr)
+
+
 def bare(numbers: Any) -> Any:
     """A size, or a tuple of sizes, with expressions for symbolic ones: they compare and hash without a guard."""
     if isinstance(numbers, (tuple, list)):

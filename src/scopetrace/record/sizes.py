@@ -19,12 +19,13 @@ from scopetrace._compat.shape_env import (
     WatchedShapeEnv,
     evaluated,
     new_symbol,
+    ranges,
     read_dim,
     root_symbol,
     solved,
     symint,
 )
-from scopetrace._compat.symbols import bare
+from scopetrace._compat.symbols import bare, expression_text
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 from scopetrace.record.structure import open_container
 
@@ -57,6 +58,10 @@ class SizeRules:
                 upper = int(limits.upper) if upper is None else min(upper, int(limits.upper))
             found[symbol] = (lower, upper)
         return found
+
+    def range_constraints(self) -> dict[Any, Any]:
+        """By symbol, torch's ValueRanges of the sizes that a call may have."""
+        return ranges({s: limits for s, limits in self.bounds().items() if self.env.replace(s) == s})
 
     def check(self, paths: list[str], tensors: list[torch.Tensor]) -> None:
         """Raise InputMismatchError, naming argument, dimension and rule, for sizes that were not captured."""
@@ -114,10 +119,7 @@ class SizeRules:
         return f"{where} ({name})" if name else where
 
     def _say(self, expr: Any) -> str:
-        text = str(expr)
-        for symbol in expr.free_symbols:
-            text = text.replace(str(symbol), self.name(symbol))
-        return text
+        return expression_text(expr, {s: self.name(s) for s in expr.free_symbols})
 
     def refuse_fixed(self) -> None:
         """Raise DynamicShapeError where the model fixed what was said to be dynamic."""
@@ -202,6 +204,7 @@ class DynamicSizes:
         self._values[symbol] = value
         if spec.name:
             self._named[spec.name] = symbol
+            self.rules.env.names[symbol] = spec.name
         return symbol
 
 

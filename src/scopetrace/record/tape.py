@@ -196,7 +196,7 @@ class Tape:
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**state, "owners": {}, "shape_env": None, "fake_mode": None}
+        return {**state, "owners": {}, "fake_mode": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, a in state.items():
