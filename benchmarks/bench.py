@@ -5,9 +5,10 @@
     python -m benchmarks.bench --only speed,profile --models bert-base
 
 Parts: `speed` (BERT-base, ViT-B/16, ResNet-152: every runner in turn in one process, best of the rounds, with
-grad mode on and off), `dynamic` (the same models with a dynamic batch, beside a static trace), `profile` (where a trace spends its time), `functional` (the functional pass's share of a trace,
-its cost by write, `st.functionalize` beside AOTAutograd and torch.export), `llama` (the shape of Llama-70B on the meta
-device: time, memory), `ops` (cost by op from 1,000 to 100,000 ops, each in a fresh process).
+grad mode on and off), `dynamic` (the same models with a dynamic batch, beside a static trace), `profile` (where a trace
+spends its time), `functional` (the functional pass's share of a trace, its cost by write, `st.functionalize` beside
+AOTAutograd and torch.export), `llama` (the shape of Llama-70B on the meta device: time, memory), `ops` (cost by op from
+1,000 to 100,000 ops, each in a fresh process).
 """
 
 import argparse

@@ -18,6 +18,7 @@ from benchmarks import checks, report
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
+Call = tuple[Args, Kwargs]
 Row = dict[str, Any]
 
 EXAMPLE = 3
@@ -78,34 +79,44 @@ def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
     return result, time.process_time() - start
 
 
-def compare(run: Callable[..., Any], model: Any, calls: Sequence[tuple[Args, Kwargs]]) -> list[str]:
-    """For each call, `ok` or what is wrong; `eager raises` where the model itself does not take the sizes."""
-    found = []
+def eager(model: Any, calls: Sequence[Call]) -> list[Any]:
+    """The model's own results; the error where it does not take the sizes."""
+    found: list[Any] = []
     for args, kwargs in calls:
         try:
-            expected = model(*pytree.tree_map_only(torch.Tensor, torch.clone, args), **kwargs)
+            found.append(model(*pytree.tree_map_only(torch.Tensor, torch.clone, args), **kwargs))
         except Exception as error:
-            found.append(f"eager raises {checks.first_line(error)[:80]}")
-            continue
-        try:
-            reason = checks.same_result(run(*args, **kwargs), expected)
-        except Exception as error:
-            reason = checks.first_line(error)
-        found.append(reason or "ok")
+            found.append(error)
     return found
 
 
-def column(capture: Callable[[], Any], runner: Callable[[Any], Any], model: Any, calls: Any) -> Row:
+def compare(run: Callable[..., Any], calls: Sequence[Call], expected: Sequence[Any]) -> list[str]:
+    """For each call, `ok` or what is wrong; `eager raises` where the model itself does not take the sizes."""
+    found = []
+    for (args, kwargs), want in zip(calls, expected, strict=True):
+        if isinstance(want, Exception):
+            found.append(f"eager raises {checks.first_line(want)[:80]}")
+            continue
+        try:
+            found.append(checks.same_result(run(*args, **kwargs), want) or "ok")
+        except Exception as error:
+            found.append(checks.first_line(error))
+    return found
+
+
+def column(
+    capture: Callable[[], Any], runner: Callable[[Any], Any], calls: Sequence[Call], expected: Sequence[Any]
+) -> Row:
     """Capture once, and run at all sizes."""
     start = time.process_time()
     try:
         captured, seconds = timed(capture)
     except Exception as error:
         return {"ok": False, "seconds": time.process_time() - start, "error": checks.all_lines(error)[:600]}
-    sizes = compare(runner(captured), model, calls)
-    wrong = [s for s in sizes if s != "ok" and not s.startswith("eager raises")]
-    ok = not wrong and "ok" in sizes
-    return {"traced": True, "ok": ok, "seconds": seconds, "sizes": sizes, "error": "; ".join(wrong)[:600] or None}
+    found = compare(runner(captured), calls, expected)
+    wrong = [s for s in found if s != "ok" and not s.startswith("eager raises")]
+    ok = not wrong and "ok" in found
+    return {"traced": True, "ok": ok, "seconds": seconds, "sizes": found, "error": "; ".join(wrong)[:600] or None}
 
 
 def check(st: Any, build: Callable[[], tuple[Any, Args, Kwargs]], export: bool, lengths: bool) -> Row:
@@ -122,12 +133,16 @@ def check(st: Any, build: Callable[[], tuple[Any, Args, Kwargs]], export: bool, 
     example = inputs(EXAMPLE, 1.0)
     shapes = shapes_of(named(model, *example), lengths)
     calls = [inputs(b, length if lengths else 1.0) for b, length in zip(BATCHES, LENGTHS, strict=True)]
+    expected = eager(build()[0], calls)
     row: Row = {}
-    row["ours"] = column(lambda: st.trace(model, *example, dynamic_shapes=shapes), lambda tr: tr, model, calls)
+    row["ours"] = column(lambda: trace(st, model, example, shapes), lambda tr: tr, calls, expected)
     if export:
-        model, _, _ = build()
+        model = build()[0]
         row["export"] = column(
-            lambda: torch.export.export(model, *example, dynamic_shapes=shapes), lambda ep: ep.module(), model, calls
+            lambda: torch.export.export(model, *example, dynamic_shapes=shapes),
+            lambda ep: ep.module(),
+            calls,
+            expected,
         )
     if row["ours"].get("traced"):
         pairs = [
@@ -176,37 +191,34 @@ def line(row: Row) -> list[str]:
 
 def report_rows(rows: Sequence[Row]) -> str:
     """The table, the totals and what is missed."""
-    parts = [report.table([HEADER, *map(line, rows)]), ""]
-    for what, found in (
-        ("batch", rows),
-        ("batch and lengths", [r["lengths"] | {"model": r["model"]} for r in rows if "lengths" in r]),
-    ):
-        parts += totals(what, found)
-    return "\n".join(parts)
+    longer = [row["lengths"] | {"model": row["model"]} for row in rows if "lengths" in row]
+    parts = [report.table([HEADER, *map(line, rows)]), "", *totals("batch", rows)]
+    return "\n".join([*parts, *totals("batch and lengths", longer)])
 
 
 def totals(what: str, rows: Sequence[Row]) -> list[str]:
     """The numbers that are judged, for one set of dynamic dimensions."""
     lines = [f"{what} dynamic, {len(rows)} models:"]
-    for name in ("export", "ours"):
-        taken = sum(bool(r.get(name, {}).get("traced")) for r in rows)
-        lines.append(f"  {name}: takes {taken}, equal to eager at all sizes {sum(report.is_ok(r, name) for r in rows)}")
-    timed_rows = [r for r in rows if r.get("again")]
-    both = [r for r in timed_rows if r.get("export", {}).get("traced")]
-    if timed_rows:
-        ratios = sorted(r["again"] / r["static"] for r in timed_rows)
-        whole = sum(r["again"] for r in timed_rows) / sum(r["static"] for r in timed_rows)
-        lines.append(
-            f"  over a static trace: {whole:.2f} in all, median {ratios[len(ratios) // 2]:.2f}, most {ratios[-1]:.2f}"
-        )
+    for name, part in (("torch.export", "export"), ("scopetrace", "ours")):
+        taken, right = sum(took(r, part) for r in rows), sum(report.is_ok(r, part) for r in rows)
+        lines.append(f"  {name}: takes {taken}, equal to eager at all sizes {right}")
+    mine = [r for r in rows if r.get("again")]
+    both = [r for r in mine if took(r, "export")]
+    if mine:
+        ratios = sorted(r["again"] / r["static"] for r in mine)
+        whole = sum(r["again"] for r in mine) / sum(r["static"] for r in mine)
+        middle = ratios[len(ratios) // 2]
+        lines.append(f"  over a static trace: {whole:.2f} in all, median {middle:.2f}, most {ratios[-1]:.2f}")
     if both:
         ratio = sum(r["export"]["seconds"] for r in both) / sum(r["again"] for r in both)
-        lines.append(f"  torch.export over ours: {ratio:.1f} in all, {len(both)} models")
+        lines.append(f"  torch.export over scopetrace: {ratio:.1f} in all, {len(both)} models")
     lost = [r["model"] for r in rows if report.is_ok(r, "export") and not report.is_ok(r, "ours")]
-    lines += [f"  equal by torch.export, not by us: {', '.join(lost) or 'none'}", "  we miss:"]
-    lines += [
-        f"    {r['model']}: {r.get('ours', {}).get('error') or r.get('died')}"
-        for r in rows
-        if not report.is_ok(r, "ours")
-    ]
+    lines += [f"  right by torch.export, not by scopetrace: {', '.join(lost) or 'none'}", "  scopetrace misses:"]
+    missed = [r for r in rows if not report.is_ok(r, "ours")]
+    lines += [f"    {r['model']}: {r.get('ours', {}).get('error') or r.get('died')}" for r in missed]
     return [*lines, ""]
+
+
+def took(row: Row, part: str) -> bool:
+    """Whether the model was captured."""
+    return bool(row.get(part, {}).get("traced"))

@@ -12,7 +12,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch._guards import Source
 from torch.export.dynamic_shapes import Dim, _DerivedDim, _DimHint, _DimHintType
-from torch.fx.experimental.symbolic_shapes import (
+from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined]
     DimDynamic,
     RuntimeAssert,
     ShapeEnv,
@@ -38,15 +38,8 @@ _OURS = f"{Path(__file__).resolve().parent.parent}/"
 Place = dict[str, str | None]
 
 _SAVED = (
-    *(
-        "var_to_range",
-        "backed_var_to_val",
-        "replacements",
-        "_replacements_version_counter",
-        "axioms",
-        "unbacked_renamings",
-    ),
-    *("fixed", "assumed", "smallest", "names"),
+    *("var_to_range", "backed_var_to_val", "replacements", "_replacements_version_counter", "axioms"),
+    *("unbacked_renamings", "fixed", "assumed", "smallest", "names"),
 )
 
 

@@ -24,8 +24,8 @@ _LAYOUT = (
 class RememberingNode(SymNode):
     """A SymNode; equal questions about equal expressions get the first answer.
 
-    Expressions are immutable, and what tracing learns of their symbols later is applied when a node's `expr` is read, so
-    an answer stays right. The answers live in the shape environment.
+    Expressions are immutable, and what tracing learns of their symbols later is applied when a node's `expr` is read,
+    so an answer stays right. The answers live in the shape environment.
     """
 
     shape_env: Any

@@ -123,14 +123,19 @@ class Recorder(TapeWriter):
         if not self._repeatable or (self.exact and _grad_enabled()):
             return self._run(facts, given, lifted, lifted_kwargs, inputs, None)
         full_key = (_grad_enabled(), torch.get_default_dtype(), *key)
-        recipe = facts.recipes.get(full_key)
-        if recipe is None and not (facts.may_lie and writes_in_secret(func, lifted, lifted_kwargs)):
-            recipe = rules.predict(self.factory, self._keys, func, lifted, lifted_kwargs, inputs)
-            if recipe is not None:
-                facts.recipes[full_key] = recipe
+        recipe = facts.recipes.get(full_key) or self._predict(facts, lifted, lifted_kwargs, inputs, full_key)
         if recipe is None:
             return self._run(facts, given, lifted, lifted_kwargs, inputs, full_key)
         return self._repeat(facts, recipe, lifted, lifted_kwargs, inputs)
+
+    def _predict(self, facts: _OpFacts, args: Any, kwargs: Any, inputs: list[Value], key: Any) -> results.Recipe | None:
+        """The recipe of an op met for the first time, where a rule for symbolic sizes gives it."""
+        if facts.may_lie and writes_in_secret(facts.func, args, kwargs):
+            return None
+        recipe = rules.predict(self.factory, self._keys, facts.func, args, kwargs, inputs)
+        if recipe is not None:
+            facts.recipes[key] = recipe
+        return recipe
 
     def _lift(self, a: Any, inputs: list[Value], key: list[Any]) -> Any:
         """The tape's form of an op argument; its tensors go to `inputs`, what results depend on to `key`."""

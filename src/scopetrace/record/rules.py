@@ -99,7 +99,7 @@ def _dense_strides(sizes: Sizes, out: torch.Tensor) -> list[Any] | None:
     """Strides without gaps in the order that `out` has; None where that is not the layout of `out`."""
     strides: list[Any] = [1] * len(sizes)
     reach: Any = 1
-    for d in sorted(range(len(sizes)), key=lambda d: (out.stride(d), out.size(d) != 1, -d)):
+    for d in sorted(range(len(sizes)), key=lambda d: (out.stride(d), out.shape[d] != 1, -d)):
         if example(reach) != out.stride(d):
             return None
         strides[d] = reach
