@@ -72,5 +72,6 @@ def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[s
 
 def _boundary_problems(program: Program, graph: torch.fx.Graph) -> Iterator[str]:
     placeholders = sum(n.op == "placeholder" for n in graph.nodes)
-    if placeholders != len(program.tape.inputs):
-        yield f"the graph has {placeholders} placeholders for {len(program.tape.inputs)} input tensors"
+    inputs = len(program.tape.inputs) + len(program.tape.numbers)
+    if placeholders != inputs:
+        yield f"the graph has {placeholders} placeholders for {inputs} inputs"

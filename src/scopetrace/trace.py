@@ -110,10 +110,10 @@ class Trace:
         Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
         those of the trace, or tensors share memory in another way.
         """
-        tensors = self.boundary.enter(args, kwargs)
+        inputs = self.boundary.enter(args, kwargs)
         with _without_autocast():
-            values = self.graph_module(*tensors)
-        return self.boundary.leave(tensors, values)
+            values = self.graph_module(*inputs)
+        return self.boundary.leave(inputs, values)
 
     @property
     def mutations(self) -> list[Mutation]:

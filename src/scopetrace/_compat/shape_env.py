@@ -196,6 +196,16 @@ def new_symbol(env: WatchedShapeEnv, value: int, path: str, lower: int, upper: i
     return symbol
 
 
+ANY_LOWER = -(2**63)
+"""The least whole number: no bound."""
+
+
+def new_number(env: WatchedShapeEnv, value: int, path: str) -> sympy.Symbol:
+    """A symbol for a whole number that is `value` in the example."""
+    constraint = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(-int_oo, int_oo))
+    return env.create_unspecified_symbol(value, SizeSource(path), DimDynamic.DYNAMIC, constraint)
+
+
 def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:
     """The SymInt of an expression, or the number that it is."""
     return env.create_symintnode(sympy.sympify(expr), hint=value)
@@ -250,7 +260,10 @@ def _bounded(upper: Any) -> int | None:
 
 def ranges(bounds: dict[sympy.Symbol, tuple[int, int | None]]) -> dict[sympy.Symbol, ValueRanges[Any]]:
     """Bounds in the form of `ExportedProgram.range_constraints`."""
-    return {s: ValueRanges(lower, int_oo if upper is None else upper) for s, (lower, upper) in bounds.items()}
+    return {
+        s: ValueRanges(-int_oo if lower == ANY_LOWER else lower, int_oo if upper is None else upper)
+        for s, (lower, upper) in bounds.items()
+    }
 
 
 def root_symbol(name: str) -> sympy.Symbol:

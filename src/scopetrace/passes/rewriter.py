@@ -178,6 +178,9 @@ class Rewriter:
 
     def _keep(self, op: Op) -> None:
         """Inputs and attributes go over as they are."""
+        if not isinstance(op.outputs, Value):  # a whole number
+            self.new.ops.append(self._placed(op))
+            return
         if op.outputs in self._brought:
             return
         self.new.ops.append(self._placed(op))

@@ -96,18 +96,42 @@ def _add_inputs(
     fakes: dict[int, torch.Tensor] = {}
     taken: set[str] = set()
     dynamic = _dynamic_sizes(recorder, forward, args, kwargs, dynamic_shapes)
+    numbers: dict[str, Any] = {}
+    stand_ins: list[tuple[Any, Any]] = []  # for each leaf: on the tape, and for the model
+    tape = recorder.tape
     for path, leaf in _named_leaves(forward, args, kwargs):
         if isinstance(leaf, torch.Tensor):
             fake = fakes.get(id(leaf))
             if fake is None:
-                sizes = None if dynamic is None else dynamic.sizes_of(leaf, path, len(recorder.tape.inputs))
+                sizes = None if dynamic is None else dynamic.sizes_of(leaf, path, len(tape.inputs))
                 fake = fakes[id(leaf)] = _fake_input(recorder, leaf, sizes)
-            recorder.add_input(_identifier(path, taken), fake)
-            recorder.tape.input_paths.append(path)
-    values = iter(recorder.tape.inputs)
-    recorder.tape.args = map_structure(lambda _: next(values), (args, kwargs), torch.Tensor)
-    faked: tuple[Any, Any] = map_structure(lambda t: fakes[id(t)], (args, kwargs), torch.Tensor)
+            stand_ins.append((recorder.add_input(_identifier(path, taken), fake), fake))
+            tape.input_paths.append(path)
+        elif type(leaf) is int:
+            number = None if dynamic is None else dynamic.number_of(path, leaf, len(numbers))
+            if number is not None:
+                numbers[path] = number
+            stand_ins.append((leaf, leaf) if number is None else (number, number))
+    for path, number in numbers.items():
+        recorder.add_number(_identifier(path, taken), number)
+    return_to = _Leaves(stand_ins)
+    tape.args = return_to.put(0, (args, kwargs))
+    faked: tuple[Any, Any] = return_to.put(1, (args, kwargs))
     return faked
+
+
+class _Leaves:
+    """Puts other values in the places of tensors and whole numbers."""
+
+    def __init__(self, pairs: list[tuple[Any, Any]]) -> None:
+        self._pairs = pairs
+
+    def put(self, which: int, x: Any) -> Any:
+        """A copy of the structure with the first or second of each pair."""
+        values = iter(self._pairs)
+        return map_structure(
+            lambda leaf: leaf if isinstance(leaf, bool) else next(values)[which], x, (torch.Tensor, int)
+        )
 
 
 def _fake_input(recorder: Recorder, real: torch.Tensor, sizes: list[Any] | None) -> torch.Tensor:
@@ -125,7 +149,10 @@ def _dynamic_sizes(
         return None
     named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
     specs = read_dynamic_shapes(spec, named, lambda: bound_arguments(forward, args, kwargs))
-    refuse_shared([t for t, _ in specs], [leaf for _, leaf in _named_leaves(forward, args, kwargs)])
+    refuse_shared(
+        [t for _, t, _ in specs if isinstance(t, torch.Tensor)],
+        [leaf for _, leaf in _named_leaves(forward, args, kwargs)],
+    )
     dynamic = DynamicSizes(recorder.factory.shape_env, specs)
     recorder.tape.sizes = dynamic.rules
     return dynamic

@@ -168,6 +168,8 @@ class Tape:
     inputs: list[Value] = dataclasses.field(default_factory=list)
     """The placeholders' values, in order; one object given twice has one value in two places."""
     input_paths: list[str] = dataclasses.field(default_factory=list)
+    numbers: list[Any] = dataclasses.field(default_factory=list)
+    """The symbolic numbers that stand for whole numbers given as arguments: placeholders after those of the tensors."""
     args: Any = None
     """Template of (args, kwargs)."""
     outputs: Any = None

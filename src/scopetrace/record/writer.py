@@ -179,6 +179,11 @@ class TapeWriter:
         self.tape.inputs.append(value)
         return value
 
+    def add_number(self, name: str, number: torch.SymInt) -> None:
+        """A placeholder for a whole number."""
+        self._append("placeholder", name, (), {}).outputs = number
+        self.tape.numbers.append(number)
+
     def add_module_op(self, name: str, call: Call) -> Op:
         """A call of a leaf module, as one op."""
         op = self._append("call_module", name, call.args, call.kwargs)
