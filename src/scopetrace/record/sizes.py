@@ -95,10 +95,10 @@ class SizeRules:
             if value != want:
                 raise InputMismatchError(f"{d.text} is {value} and must be {self._say(d.expr)} = {want}")
         for symbol, (lower, upper) in self.bounds().items():
-            value = values.get(symbol)
-            if value is not None and (value < lower or (upper is not None and value > upper)):
-                limit = f"at least {lower}" if value < lower else f"at most {upper}"
-                raise InputMismatchError(f"{self._place(symbol)} is {value} and must be {limit}; trace again for it")
+            size = values.get(symbol)
+            if size is not None and (size < lower or (upper is not None and size > upper)):
+                limit = f"at least {lower}" if size < lower else f"at most {upper}"
+                raise InputMismatchError(f"{self._place(symbol)} is {size} and must be {limit}; trace again for it")
         for rule in self.env.assumed.values():
             if values.get(rule.symbol) == rule.value:
                 raise InputMismatchError(
@@ -244,9 +244,10 @@ class DynamicSizes:
 
 
 def read_dynamic_shapes(spec: Any, named: list[tuple[str, Any]], whole: Callable[[], dict[str, Any]]) -> list[Spec]:
-    """Each tensor of the arguments with its dynamic dimensions, and the dynamic numbers. `named` are the arguments with forward's names.
+    """Each tensor of the arguments with its dynamic dimensions, and the dynamic numbers.
 
-    `whole` gives the arguments as forward's signature binds them, `*args` and `**kwargs` under their own names.
+    `named` are the arguments with forward's names. `whole` gives them as forward's signature binds them, `*args` and
+    `**kwargs` under their own names.
     Raises DynamicShapeError where the specification does not fit them.
     """
     if isinstance(spec, (tuple, list)):
