@@ -18,8 +18,9 @@ import torch
 
 from scopetrace._compat.fake import FakeMaker, FakeTensor, run_fake, storage_id, without_dispatch
 from scopetrace._compat.symbols import exact_quotient, example, is_static, surely_equal
-from scopetrace.record.results import Fresh, Keys, Recipe, View, is_dense
+from scopetrace.record.results import Fresh, Keys, Recipe, Same, View, is_dense
 from scopetrace.record.tape import Value
+from scopetrace.record.view_rules import VIEWS
 
 Sizes = Sequence[Any]
 """Numbers, symbolic ones too; None where the run on stand-ins says it, which then is a plain number."""
@@ -30,6 +31,8 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
     """How to make the result of an op whose inputs have symbolic sizes, or None where torch has to say."""
     if not any(v.fake._has_symbolic_sizes_strides for v in inputs):
         return None
+    if func in VIEWS:
+        return _predict_view(factory, keys, VIEWS[func], args, kwargs, inputs)
     rule = _rule_of(func)
     if rule is None or not all(type(v.fake) is FakeTensor and _keeps_order(v.fake) for v in inputs):
         return None
@@ -55,6 +58,26 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
     recipe = _recipe(out, sizes, strides, grad, [stand_ins[id(v)] for v in inputs], inputs)
     if recipe is None:
         return None
+    return _with_key(factory, keys, recipe, inputs)
+
+
+def _predict_view(
+    factory: FakeMaker, keys: Keys, rule: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]
+) -> Recipe | None:
+    if kwargs or len(inputs) != 1 or type(inputs[0].fake) is not FakeTensor:
+        return None
+    base = inputs[0].fake
+    found = rule(base, *args[1:])
+    if found is None:
+        return None
+    size, stride, offset = found
+    grad = torch.is_grad_enabled() and base.requires_grad
+    return _with_key(factory, keys, View(0, tuple(size), tuple(stride), offset, base.device, grad, 0), inputs)
+
+
+def _with_key(factory: FakeMaker, keys: Keys, recipe: Fresh | View | Same, inputs: list[Value]) -> Recipe | None:
+    if isinstance(recipe, Same):
+        return None, (recipe,)
     with without_dispatch(), torch.no_grad():
         made = recipe.make(factory, [v.fake for v in inputs])
     key = keys.of(made)
@@ -63,11 +86,13 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
 
 def _recipe(
     out: torch.Tensor, sizes: Sizes, strides: Sizes, grad: bool, stand_ins: list[torch.Tensor], inputs: list[Value]
-) -> Fresh | View | None:
+) -> Fresh | View | Same | None:
     size, stride = tuple(sizes), tuple(strides)
     for i, t in enumerate(stand_ins):
+        if t is out:
+            return Same(i)
         if storage_id(t) == storage_id(out):
-            if not _contiguous(inputs[i].fake) or t.dtype != out.dtype or t is out:
+            if not _contiguous(inputs[i].fake) or t.dtype != out.dtype:
                 return None
             return View(i, size, stride, 0, out.device, grad, 0)
     numel = math.prod(size)
@@ -242,6 +267,8 @@ def _reshape(x: Value, shape: Sizes) -> Sizes | None:
 
 _aten = torch.ops.aten
 _RULES: dict[Any, Rule] = {
+    **dict.fromkeys((_aten.__and__.Tensor, _aten.__or__.Tensor, _aten.where.ScalarOther), _pointwise),
+    **dict.fromkeys((_aten.where.ScalarSelf, _aten.where.Scalar), _pointwise),
     _aten.linear.default: _linear,
     _aten.matmul.default: _matmul,
     _aten.bmm.default: _matmul,
@@ -268,6 +295,8 @@ _RULES: dict[Any, Rule] = {
             _aten.clone.default,
             _aten.contiguous.default,
             _aten.to.dtype,
+            _aten.to.device,
+            _aten.to.dtype_layout,
             _aten.cumsum.default,
         ),
         _as_first,
