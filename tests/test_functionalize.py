@@ -602,3 +602,25 @@ def test_refusals_cite_the_line_of_the_model_and_not_of_generated_code(level):
     with pytest.raises(Exception, match=r"no pure form") as caught:
         torch.compile(f, backend=backend)(torch.zeros(4))
     assert "test_functionalize.py" in str(caught.value) and "v.add_(1)" in str(caught.value)
+
+
+def test_one_program_wherever_an_input_begins_in_its_memory():
+    compiled = []
+
+    def compiler(gm, example_inputs):
+        compiled.append(gm)
+        return gm
+
+    run = torch.compile(lambda x: x.mul_(2).sum(), backend=functional_backend(compiler))
+    rows = torch.ones(4, 3)
+    for i in range(4):
+        run(rows[i])
+    assert len(compiled) == 1
+    torch.testing.assert_close(rows, torch.full((4, 3), 2.0))
+
+
+def test_programs_that_count_from_the_start_of_the_memory_are_compiled_for_each():
+    run = torch.compile(lambda x: x.as_strided((2,), (1,), 1) + 0, backend=functional_backend(lambda gm, _: gm))
+    rows = torch.arange(8.0).view(2, 4)
+    for row in rows:
+        torch.testing.assert_close(run(row), row.as_strided((2,), (1,), 1) + 0)

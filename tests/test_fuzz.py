@@ -9,8 +9,8 @@ import dataclasses
 
 import pytest
 import torch
-from compare import assert_like_eager
-from hypothesis import HealthCheck, given, note, settings
+from compare import assert_like_eager, tensors
+from hypothesis import HealthCheck, assume, given, note, settings
 from hypothesis import strategies as some
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -241,3 +241,38 @@ def test_functionalized_graphs_do_what_eager_does(level, program, kinds):
         return st.functionalize(gm, copy_inputs(args), level=level)
 
     check(program, kinds, make)
+
+
+def leaves(given):
+    """Copies that share no memory, those of real numbers as leaves of a graph of gradients."""
+    return [t.detach().clone().requires_grad_(t.is_floating_point()) for t in given]
+
+
+def gradients(run, leaves):
+    """Of what the program returns and of what it changed, each element with another weight; None if nothing has any."""
+    torch.manual_seed(0)
+    results = [t for t in tensors(run(*leaves)) if t.requires_grad]
+    if not results:
+        return None
+    weighted = sum((t * torch.arange(1.0, t.numel() + 1).view(t.shape).cos()).sum() for t in results)
+    return torch.autograd.grad(
+        weighted, [t for t in leaves if t.requires_grad], allow_unused=True, materialize_grads=True
+    )
+
+
+@settings(max_examples=60, **options)
+@given(programs, kinds)
+def test_gradients_are_those_of_eager(program, kinds):
+    program = program.valid(inputs(kinds, 0))
+    note(f"{program} on {kinds}")
+
+    def run(*given):
+        args = [t * 1 for t in given]
+        return program(*args), args
+
+    try:
+        expected = gradients(run, leaves(inputs(kinds, 1)))
+    except RuntimeError:  # it overwrites what the backward pass needs
+        assume(False)
+    traced = st.trace(run, tuple(leaves(inputs(kinds, 0))))
+    torch.testing.assert_close(gradients(traced, leaves(inputs(kinds, 1))), expected, equal_nan=True)

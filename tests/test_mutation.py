@@ -315,3 +315,90 @@ def test_random_numbers_come_in_the_memory_order_of_eager(draw):
     args = torch.rand(8, 8), torch.rand(8, 8)
     for run in (turned, straight):
         assert_like_eager(run, st.trace(run, args), args)
+
+
+def test_batch_norm_with_cumulative_averages():
+    def make():
+        torch.manual_seed(0)
+        return nn.BatchNorm1d(4, momentum=None)
+
+    eager, traced = make(), make()
+    tr = st.trace(traced, (torch.randn(3, 4),))
+    assert torch.nn.BatchNorm1d.forward is type(eager).forward and traced.num_batches_tracked == 0
+    for _ in range(3):  # the share of a batch is another one each time
+        x = torch.randn(3, 4)
+        torch.testing.assert_close(tr(x), eager(x))
+        torch.testing.assert_close(list(traced.buffers()), list(eager.buffers()))
+    assert {m.name for m in tr.mutations} == {"num_batches_tracked", "running_mean", "running_var"}
+
+
+def test_what_a_call_is_given_belongs_to_its_parent():
+    class Relu(nn.Module):
+        def forward(self, y):
+            return y.relu()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = Relu()
+
+        def forward(self, x):
+            y = x * 1
+            row = y[0]
+            y.add_(1)
+            return self.act(row)
+
+    tr = st.trace(Net(), (torch.randn(3, 3),))
+    tr.lint()
+    assert (
+        str(tr)
+        == """\
+Net: 4 ops, 2 module calls, 0 parameters
+Net(x=%x: f32[3, 3]) -> %relu: f32[3]
+  %mul: f32[3, 3] = aten.mul.Tensor(%x, 1)
+  %add: f32[3, 3] = aten.add.Tensor(%mul, 1)
+  %select: f32[3] = aten.select.int(%add, 0, 0)
+  Relu[act](y=%select: f32[3]) -> %relu: f32[3]
+    %relu: f32[3] = aten.relu(%select)"""
+    )
+
+
+@pytest.mark.parametrize("run", [lambda x: x.as_strided((2, 2), (1, 2)), lambda x: x[2:].as_strided((2, 2), (1, 2))])
+def test_as_strided_without_offset_begins_where_its_tensor_does(run):
+    def double(x):
+        view = run(x)
+        view.mul_(2)
+        return view
+
+    memory = torch.arange(20.0)
+    tr = st.trace(double, (memory[5:15],))
+    for x in (memory[5:15], memory[:10], memory[7:17]):
+        assert_like_eager(double, tr, (x,))
+        y = x.clone()
+        assert tr(y).storage_offset() == run(y).storage_offset()
+
+
+def row_of_zeros(x, w):
+    y = torch.zeros(2, 3)
+    y[0] = w
+    y[1].copy_(x)
+    y.relu_()
+    return y * x
+
+
+def same_by_to(x, w):
+    y, z = x * 1, w * 1
+    z.to(z.dtype).mul_(y)
+    return z
+
+
+def detached_and_scaled(x, w):
+    y = x * w
+    y.detach().mul_(2)
+    return y * 1
+
+
+@pytest.mark.parametrize("run", [row_of_zeros, same_by_to, detached_and_scaled])
+def test_gradients_through_memory_that_gains_a_history(run):
+    args = torch.tensor([1.0, -2.0, 3.0], requires_grad=True), torch.tensor([0.5, 2.0, -1.0], requires_grad=True)
+    assert_same_gradients(run, pure(run, *args), args)

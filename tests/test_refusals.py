@@ -8,6 +8,7 @@ from torch import nn
 import scopetrace as st
 
 BITS = torch.randn(4)
+FREE = torch.ops.inductor.resize_storage_bytes_.default
 
 
 def set_to_storage(x):
@@ -135,3 +136,54 @@ def test_as_strided_of_an_input_that_begins_elsewhere_is_refused_at_the_call():
     x = torch.ones(8)
     follows(x[4:])
     assert x.tolist() == [1, 1, 1, 1, 2, 2, 1, 1]
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x: x.untyped_storage().resize_(0),
+        lambda x: ((y := x * 2), y.untyped_storage().resize_(0))[0],
+        lambda x: ((y := x * 2), z := y[0], y.untyped_storage().resize_(0), z + 1)[3],
+    ],
+    ids=["of an input", "of a result", "before a view is read"],
+)
+def test_memory_that_is_freed_while_someone_has_it(run):
+    inherited = torch.UntypedStorage.resize_
+    with pytest.raises(st.FunctionalizationError, match="memory is resized"):
+        st.trace(run, (torch.randn(3, 3),))
+    assert torch.UntypedStorage.resize_ is inherited and "resize_" not in vars(torch.UntypedStorage)
+
+
+def test_memory_that_is_freed_after_its_last_use():
+    def run(x):
+        y = x * 2
+        z = y + 1
+        y.untyped_storage().resize_(0)
+        return z
+
+    kept = st.trace(run, (torch.randn(3),), functional=False)
+    assert len(kept.graph_module.graph.find_nodes(op="call_function", target=FREE)) == 1
+    assert_like_eager(run, kept, (torch.randn(3),))
+    assert_like_eager(run, st.trace(run, (torch.randn(3),)), (torch.randn(3),))
+
+
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, torch.Tensor.mul_])
+def test_gradients_that_would_flow_into_a_detached_alias(write):
+    def run(x, w):
+        y = x * 1
+        write(y.detach(), w)
+        return y.sum()
+
+    args = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    with pytest.raises(st.FunctionalizationError, match="written into a detached alias"):
+        st.trace(run, args)
+
+
+def test_as_strided_where_the_graph_lays_memory_out_otherwise():
+    def run(x):
+        y = x.t() * 1
+        y.copy_(x)
+        return (y * 2).as_strided((4,), (1,))
+
+    with pytest.raises(st.FunctionalizationError, match="strides are not those of eager"):
+        st.trace(run, (torch.randn(3, 3),))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
+from scopetrace.passes.layout import draws_differ
 from scopetrace.record.twins import (
     Twin,
     call_twin,
-    draws_differ,
     functional_twin,
     hidden_writes,
     is_metadata_only,

@@ -9,6 +9,7 @@ print(tr)
 from scopetrace.calls import ModuleCall as ModuleCall
 from scopetrace.errors import CheckError as CheckError
 from scopetrace.errors import CompiledGraphError as CompiledGraphError
+from scopetrace.errors import ControlFlowError as ControlFlowError
 from scopetrace.errors import DataDependentError as DataDependentError
 from scopetrace.errors import DynamicShapeError as DynamicShapeError
 from scopetrace.errors import ForeignTensorError as ForeignTensorError

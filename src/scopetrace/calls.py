@@ -24,9 +24,10 @@ from scopetrace.scopes import Scope
 class ModuleCall:
     """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself."""
 
-    def __init__(self, call: Call, table: CallTable) -> None:
+    def __init__(self, call: Call, table: CallTable, program: Program) -> None:
         self._call = call
         self._table = table
+        self.program = program  # the graph, or the body in it, where the call was made
 
     @property
     def fqn(self) -> str | None:
@@ -71,7 +72,7 @@ class ModuleCall:
     @property
     def parent(self) -> ModuleCall | None:
         """The call in which this one was made; None for the root."""
-        return None if self._call.parent is None else self._table.calls[self._call.parent.position]
+        return None if self._call.parent is None else self._table.at[self._call.parent.position]
 
     @property
     def children(self) -> list[ModuleCall]:
@@ -80,8 +81,12 @@ class ModuleCall:
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
-        """The graph's nodes that this call and the calls inside it made, in order."""
-        return self._table.nodes_between(self.position, self._table.ends[self.position])
+        """The graph's nodes that this call and the calls inside it made, in order.
+
+        For a call inside a body of `torch.cond` and its kind, those of the body's graph. In the other direction, a call
+        with a cond in it has the cond's node, and not those of the bodies.
+        """
+        return self._table.nodes_between(self.program, self.position, self._table.ends[self.position])
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -90,7 +95,7 @@ class ModuleCall:
         Tensors are `torch.fx.Node`s, symbolic sizes too; everything else is the Python object itself. `*args` and
         `**kwargs` stand under their own names, as a tuple and a dict.
         """
-        lower = self._table.program.lower
+        lower = self.program.lower
         args = tuple(lower(a) for a in self._call.args)
         kwargs = {name: lower(a) for name, a in self._call.kwargs.items()}
         return bind(self._forward(), args, kwargs)
@@ -98,7 +103,7 @@ class ModuleCall:
     @functools.cached_property
     def outputs(self) -> Any:
         """What the call returned, tensors as `torch.fx.Node`s. None when it raised."""
-        return self._table.program.lower(self._call.outputs)
+        return self.program.lower(self._call.outputs)
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -108,7 +113,7 @@ class ModuleCall:
     @functools.cached_property
     def mutated(self) -> dict[str, torch.fx.Node]:
         """What the call changed in place: an argument's path or a buffer's name, and the node after the change."""
-        return self._table.mutated(self._call, self._forward())
+        return self._table.mutated(self.program, self._call, self._forward())
 
     def _forward(self) -> Any:
         if self._call.module is not None and self.position > 0:
@@ -130,32 +135,32 @@ class CallTable:
     def __init__(self, program: Program, forward: Callable[..., Any] | None) -> None:
         self.program = program
         self.forward = forward.forward if isinstance(forward, torch.nn.Module) else forward
-        tape = program.tape
-        self.calls = [ModuleCall(call, self) for call in tape.calls]
-        self.children: list[list[ModuleCall]] = [[] for _ in tape.calls]
-        self.ends = list(range(1, len(tape.calls) + 1))
-        for call in reversed(tape.calls):
+        made = [ModuleCall(call, self, p) for p in program.walk() for call in p.tape.calls]
+        self.calls = sorted(made, key=lambda call: call.position)
+        self.at = {call.position: call for call in self.calls}
+        self.children: dict[int, list[ModuleCall]] = {position: [] for position in self.at}
+        self.ends = {position: position + 1 for position in self.at}
+        for call in reversed(self.calls):
             if call.parent is not None:
                 above = call.parent.position
                 self.ends[above] = max(self.ends[above], self.ends[call.position])
-        for call in tape.calls:
+        for call in self.calls:
             if call.parent is not None:
-                self.children[call.parent.position].append(self.calls[call.position])
+                self.children[call.parent.position].append(call)
 
     @functools.cached_property
-    def _by_call(self) -> list[tuple[int, torch.fx.Node]]:
-        found = [(meta.call_position(n), n) for n in self.program.graph.nodes if n.op not in ("placeholder", "output")]
-        return [(position, n) for position, n in found if position is not None]
+    def _by_call(self) -> dict[Program, list[tuple[int, torch.fx.Node]]]:
+        return {program: _with_call(program) for program in self.program.walk()}
 
-    def nodes_between(self, start: int, stop: int) -> list[torch.fx.Node]:
-        """The nodes whose innermost call is one of `calls[start:stop]`."""
-        return [n for position, n in self._by_call if start <= position < stop and not n._erased]
+    def nodes_between(self, program: Program, start: int, stop: int) -> list[torch.fx.Node]:
+        """The nodes of a graph whose innermost call is from `start` to before `stop`."""
+        return [n for position, n in self._by_call[program] if start <= position < stop and not n._erased]
 
-    def mutated(self, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
+    def mutated(self, program: Program, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
         """See `ModuleCall.mutated`."""
         if self.program.tape.write_back is not None:
-            return self._mutated_values(call, forward)
-        ops = self.program.tape.ops[call.start : call.stop]
+            return self._mutated_values(program, call, forward)
+        ops = program.tape.ops[call.start : call.stop]
         last = {v.storage: op for op in ops for v in op.writes}
         named = bind(forward, call.args, call.kwargs)
         found = {
@@ -165,16 +170,16 @@ class CallTable:
             if isinstance(leaf, Value)
         }
         prefix = f"{call.fqn}." if call.fqn else ""
-        for op in self.program.tape.ops:
+        for op in program.tape.ops:
             if op.kind == "get_attr" and call.module is not None and op.target.startswith(prefix):
                 found.setdefault(op.target.removeprefix(prefix), op.outputs.storage)
         return {
-            name: self.program.lower(last[storage].values()[0])
+            name: program.lower(last[storage].values()[0])
             for name, storage in found.items()
             if storage in last and last[storage].values()
         }
 
-    def _mutated_values(self, call: Call, forward: Any) -> dict[str, torch.fx.Node]:
+    def _mutated_values(self, program: Program, call: Call, forward: Any) -> dict[str, torch.fx.Node]:
         if call.mutated is None:
             return {}
         args, kwargs, held = call.mutated
@@ -182,7 +187,12 @@ class CallTable:
         found = {name + p: v for name, arg in named.items() for p, v in leaves_with_path(arg) if isinstance(v, Value)}
         prefix = f"{call.fqn}." if call.fqn else ""
         found |= {n.removeprefix(prefix): v for n, v in held.items() if n.startswith(prefix)}
-        return {name: self.program.lower(v) for name, v in found.items()}
+        return {name: program.lower(v) for name, v in found.items()}
+
+
+def _with_call(program: Program) -> list[tuple[int, torch.fx.Node]]:
+    found = [(meta.call_position(n), n) for n in program.graph.nodes if n.op not in ("placeholder", "output")]
+    return [(position, n) for position, n in found if position is not None]
 
 
 @functools.cache

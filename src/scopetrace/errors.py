@@ -54,6 +54,10 @@ class UnsupportedOpError(TraceError):
     """An op that recording does not know how to handle."""
 
 
+class ControlFlowError(TraceError):
+    """A body of `torch.cond`, `while_loop`, `scan` or `map` does what torch does not allow there."""
+
+
 class FunctionalizationError(TraceError):
     """A mutation that cannot be turned into pure ops with the same meaning."""
 

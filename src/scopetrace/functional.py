@@ -7,6 +7,7 @@ Data flow:
 
 from __future__ import annotations
 
+import collections
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -83,6 +84,12 @@ class Functionalized:
             values = tuple(as_the_graph_returns(tape, promised, tensors, values))
         return self._trace.boundary.leave(tensors, values)
 
+    @property
+    def anchored(self) -> bool:
+        """Whether the program counts from the start of an input's memory, as `as_strided` with an offset does."""
+        tape = self._trace.tape
+        return any(v.storage in tape.anchored for v in tape.inputs)
+
     def tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         """The inputs of the graph among the arguments of the original."""
         return self._trace.boundary.enter(args, {})
@@ -155,12 +162,14 @@ class _Compiled:
     def __init__(self, gm: torch.fx.GraphModule, make: Callable[..., Functionalized], compiler: Compiler) -> None:
         self._gm, self._make, self._compiler = gm, make, compiler
         self._programs: dict[Any, tuple[Functionalized, Callable[..., Any]]] = {}
+        self._anchored = False
 
     def __call__(self, *args: Any) -> Any:
-        key = _kind_of(args)
-        found = self._programs.get(key)
+        found = self._programs.get(_kind_of(args, self._anchored))
         if found is None:
-            found = self._programs[key] = self._compile(args)
+            found = self._compile(args)
+            self._anchored = self._anchored or found[0].anchored
+            self._programs[_kind_of(args, self._anchored)] = found
         program, run = found
         return program.run(run, *args)
 
@@ -169,16 +178,22 @@ class _Compiled:
         return program, self._compiler(program.graph_module, program.tensors(args))
 
 
-def _kind_of(args: tuple[Any, ...]) -> Any:
-    """Equal for inputs for which the same program is right."""
+def _kind_of(args: tuple[Any, ...], anchored: bool) -> Any:
+    """Equal for inputs for which the same program is right.
+
+    Where a tensor begins in its memory counts beside another one in that memory, and where a program is `anchored`.
+    """
+    strided = [a for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided]
+    count = collections.Counter(a.untyped_storage()._cdata for a in strided)
     memory: dict[int, int] = {}
-    return (torch.is_grad_enabled(), *(_kind(a, memory) for a in args))
+    return (torch.is_grad_enabled(), *(_kind(a, memory, count if not anchored else None) for a in args))
 
 
-def _kind(a: Any, memory: dict[int, int]) -> Any:
+def _kind(a: Any, memory: dict[int, int], count: collections.Counter[int] | None) -> Any:
     if not isinstance(a, torch.Tensor):
         return type(a), int(a) if isinstance(a, torch.SymInt) else a
     if a.layout is not torch.strided:
         return type(a), tuple(a.shape), a.dtype, a.device, a.layout, a.requires_grad
     place = memory.setdefault(a.untyped_storage()._cdata, len(memory))
-    return tuple(a.shape), a.stride(), a.storage_offset(), a.dtype, a.device, a.requires_grad, a.is_leaf, place
+    offset = a.storage_offset() if count is None or count[a.untyped_storage()._cdata] > 1 else None
+    return tuple(a.shape), a.stride(), offset, a.dtype, a.device, a.requires_grad, a.is_leaf, place

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,8 @@ _EFFECTS = (torch.Tag.nondeterministic_seeded,)
 class Program:
     """The graph of a tape, and the node of each of its values.
 
-    The output node has the tensors of the result in order, then the new tensors of bound attributes.
+    The output node has the tensors of the result in order, then the new tensors of bound attributes. The body of a
+    higher-order op is a program of its own, whose GraphModule is an attribute of the outer one's.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -31,6 +33,8 @@ class Program:
         self._symbols = SymbolNodes(self.graph)
         self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
         self._opaque: dict[str, Any] = {}
+        self.bodies: dict[str, Program] = {}
+        """The bodies of its higher-order ops, by the attribute that holds their GraphModule."""
         self._grad = tape.ops[0].grad if tape.ops else True
         self._outer_grad = self._grad
         live = _live_ops(tape)
@@ -39,17 +43,26 @@ class Program:
                 self._emit(op)
         self._switch_grad(self._outer_grad)
         self._symbols.assert_deferred(tape.shape_env)
-        returned = [*given(tape), *(w.value for w in tape.attribute_writes)]
-        self.output = self.graph.output(tuple(self.lower(v) for v in returned))
-        meta.set_value(self.output, tuple(_fake(v) for v in returned))
+        returned = tape.outputs if tape.is_body else (*given(tape), *(w.value for w in tape.attribute_writes))
+        self.output = self.graph.output(self.lower(returned))
+        meta.set_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
         meta.set_place(self.output, str(tape.root), 0)
+
+    def walk(self) -> Iterator[Program]:
+        """This program and all bodies inside it, outer before inner."""
+        yield self
+        for body in self.bodies.values():
+            yield from body.walk()
 
     def graph_module(self) -> TracedGraphModule:
         """The graph with the model's own tensors."""
-        name = "".join(c for c in self.tape.root.type_name if c.isidentifier() or c.isdigit()) or "Traced"
+        written = self.tape.name or self.tape.root.type_name
+        name = "".join(c for c in written if c.isidentifier() or c.isdigit()) or "Traced"
         used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
-        everything = {**self.tape.attributes, **self.tape.modules, **self._opaque}
-        return make_graph_module({k: v for k, v in everything.items() if k in used}, self.graph, name)
+        bodies = {name: body.graph_module() for name, body in self.bodies.items()}
+        everything = {**self.tape.attributes, **self.tape.modules, **self._opaque, **bodies}
+        held = {k: v for k, v in everything.items() if k in used}
+        return make_graph_module(held, self.graph, name, is_body=self.tape.is_body)
 
     def lower(self, x: Any) -> Any:
         """The structure with nodes in place of tape values and symbolic numbers."""
@@ -57,10 +70,20 @@ class Program:
             return self._nodes[x]
         if type(x) in (int, float, bool, str, type(None)):
             return x
-        return map_structure(self._lower_leaf, x, (Value, *Symbolic))
+        return map_structure(self._lower_leaf, x, (Value, Tape, *Symbolic))
 
     def _lower_leaf(self, x: Any) -> Any:
+        if isinstance(x, Tape):
+            return self._body(x)
         return self._nodes[x] if isinstance(x, Value) else self._symbols.node_of(x)
+
+    def _body(self, tape: Tape) -> torch.fx.Node:
+        """The attribute that holds a body. Ops that share a tape share it."""
+        name = next((name for name, body in self.bodies.items() if body.tape is tape), None)
+        if name is None:
+            name = f"{tape.name}_{sum(body.tape.name == tape.name for body in self.bodies.values())}"
+            self.bodies[name] = Program(tape)
+        return self.graph.create_node("get_attr", name, name=name)
 
     # ---------------------------------------------------------------- emitting
 
@@ -70,6 +93,9 @@ class Program:
             args = tuple([self.lower(a) for a in op.args])
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()}
             node = self.graph.create_node("call_function", op.target, args, kwargs, name=_op_name(op.target))
+            for body in node.all_input_nodes if op.bodies() else ():
+                if body.target in self.bodies:
+                    self._describe(body, op)
         elif op.kind == "call_module":
             args, kwargs = self._module_arguments(op)
             node = self.graph.create_node("call_module", op.target, args, kwargs)

@@ -11,6 +11,7 @@ from scopetrace import meta
 from scopetrace.calls import ModuleCall
 from scopetrace.errors import LintError
 from scopetrace.graph import Program
+from scopetrace.record.bodies import FORMS, operand_count
 from scopetrace.record.structure import leaves
 from scopetrace.scopes import Scope
 
@@ -19,12 +20,12 @@ def lint(
     program: Program, graph_module: torch.fx.GraphModule, calls: list[ModuleCall], scopes: dict[str, Scope]
 ) -> None:
     """Raise LintError that lists every disagreement."""
-    problems = [
-        *_graph_problems(graph_module),
-        *_node_problems(graph_module.graph, calls, scopes),
-        *_call_problems(graph_module.graph, calls),
-        *_boundary_problems(program, graph_module.graph),
-    ]
+    problems = [*_graph_problems(graph_module), *_count_problems(calls)]
+    for inner in program.walk():
+        problems += _tape_problems(inner)
+        problems += _node_problems(inner, calls, scopes)
+        problems += _call_problems(inner.graph, [call for call in calls if call.program is inner])
+        problems += _boundary_problems(inner)
     if problems:
         raise LintError("\n".join(problems))
 
@@ -36,8 +37,8 @@ def _graph_problems(graph_module: torch.fx.GraphModule) -> Iterator[str]:
         yield f"graph: {str(error).splitlines()[0]}"
 
 
-def _node_problems(graph: torch.fx.Graph, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
-    for node in graph.nodes:
+def _node_problems(program: Program, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
+    for node in program.graph.nodes:
         path, position = meta.scope_path(node), meta.call_position(node)
         if path is None and position is None:
             continue  # made by a pass of someone else
@@ -47,19 +48,25 @@ def _node_problems(graph: torch.fx.Graph, calls: list[ModuleCall], scopes: dict[
             yield f"{node.name}: its call {position} is not in the trace"
         elif calls[position].scope not in scopes[path].ancestors():
             yield f"{node.name}: its scope {path} is not inside its call's, {calls[position].scope}"
-        if node.op in ("placeholder", "get_attr") and meta.value(node) is None:
+        if node.op in ("placeholder", "get_attr") and meta.value(node) is None and node.target not in program.bodies:
             yield f"{node.name}: it has no meta['val']"
 
 
-def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[str]:
-    order = {node: i for i, node in enumerate(graph.nodes)}
+def _count_problems(calls: list[ModuleCall]) -> Iterator[str]:
     seen: dict[int, int] = {}
-    for call in calls:
+    for i, call in enumerate(calls):
+        if call.position != i:
+            yield f"{call}: it is call number {i} and says {call.position}"
         if call.module is not None:
             count = seen.get(id(call.module), 0)
             seen[id(call.module)] = count + 1
             if call.index != count:
                 yield f"{call}: it is call number {count} of its module"
+
+
+def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[str]:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for call in calls:
         for kind, structure in (("argument", call.arguments), ("output", call.outputs)):
             for node in leaves(structure, torch.fx.Node):
                 if node not in order:
@@ -70,8 +77,29 @@ def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[s
                 yield f"{call}: its argument {node.name} is made after its first op"
 
 
-def _boundary_problems(program: Program, graph: torch.fx.Graph) -> Iterator[str]:
-    placeholders = sum(n.op == "placeholder" for n in graph.nodes)
+def _tape_problems(program: Program) -> Iterator[str]:
+    tape = program.tape
+    own = set(tape.calls)
+    for i, op in enumerate(tape.ops):
+        call = op.call
+        if call is None:
+            continue
+        if call not in own:
+            if not tape.is_body:  # the ops of a body are in the call around it, too
+                yield f"op {i}, {op.target}: its call of {call.scope} is one of another tape"
+        elif op.kind != "get_attr" and not call.start <= i < call.stop:
+            yield f"op {i}, {op.target}: it stands outside of its call of {call.scope}, ops {call.start} to {call.stop}"
+
+
+def _boundary_problems(program: Program) -> Iterator[str]:
+    placeholders = sum(n.op == "placeholder" for n in program.graph.nodes)
     inputs = len(program.tape.inputs) + len(program.tape.numbers)
-    if placeholders != inputs:
+    if not program.tape.is_body and placeholders != inputs:
         yield f"the graph has {placeholders} placeholders for {inputs} inputs"
+    for name, body in program.bodies.items():
+        taken = sum(n.op == "placeholder" for n in body.graph.nodes)
+        for node in program.graph.find_nodes(op="get_attr", target=name):
+            for user in filter(lambda user: user.target in FORMS, node.users):
+                given = operand_count(user.target, user.args)
+                if given != taken:
+                    yield f"{user.name}: it gives {given} operands to {name}, which takes {taken}"

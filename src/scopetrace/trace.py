@@ -183,8 +183,10 @@ class Trace:
         return render(self.calls, TextOptions())
 
     def __repr__(self) -> str:
-        ops = sum(op.kind in ("call_function", "call_module") for op in self._tape.ops)
-        return f"<Trace of {self._tape.root.path}: {ops} ops, {len(self._tape.calls)} module calls>"
+        tapes = list(self._tape.walk())
+        ops = sum(op.kind in ("call_function", "call_module") for tape in tapes for op in tape.ops)
+        calls = sum(len(tape.calls) for tape in tapes)
+        return f"<Trace of {self._tape.root.path}: {ops} ops, {calls} module calls>"
 
     def __iter__(self) -> Iterator[ModuleCall]:
         return iter(self.calls)

@@ -162,7 +162,7 @@ def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args:
     if key is None or not torch.is_autocast_enabled(device) or torch._C._dispatch_tls_is_dispatch_key_excluded(key):
         return NotImplemented
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
-        return _with_mode(mode, lambda: func._op_dk(key, *args, **kwargs))
+        return with_mode(mode, lambda: func._op_dk(key, *args, **kwargs))
     if func._can_decompose() and not func.is_view:
         return decomposed(mode, func, args, kwargs)
     return NotImplemented
@@ -170,7 +170,7 @@ def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args:
 
 def decomposed(mode: PreDispatchMode, func: OpOverload, args: Any, kwargs: Any) -> Any:
     """Run a composite op as its parts, with the recorder on."""
-    return _with_mode(mode, lambda: func.decompose(*args, **kwargs))
+    return with_mode(mode, lambda: func.decompose(*args, **kwargs))
 
 
 class _BelowTransforms(TorchDispatchMode):
@@ -190,7 +190,8 @@ def through_transform(on_op: OnOp, func: OpOverload, args: Any, kwargs: Any) -> 
         return func(*args, **kwargs)
 
 
-def _with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
+def with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
+    """What `run` returns, with the recorder on again: for what an op that has arrived calls."""
     _put_mode(mode)
     try:
         return run()

@@ -23,7 +23,7 @@ class TracedGraphModule(_LazyGraphModule):
     """
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        if get_proxy_mode() is not None and not kwargs:
+        if not torch.compiler.is_dynamo_compiling() and get_proxy_mode() is not None and not kwargs:
             with preserve_node_meta():
                 return torch.fx.Interpreter(self).run(*args)
         return super()._call_impl(*args, **kwargs)
@@ -31,12 +31,24 @@ class TracedGraphModule(_LazyGraphModule):
     def __reduce__(self) -> Any:
         used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
         held = {name: _look_up(self, name) for name in used}
-        return _unpickle, (held, pickling.dumps(_records(self.graph)), self._get_name(), self.training)
+        is_body = isinstance(self, BodyGraphModule)
+        return _unpickle, (held, pickling.dumps(_records(self.graph)), self._get_name(), self.training, is_body)
 
 
-def make_graph_module(attributes: dict[str, Any], graph: torch.fx.Graph, name: str) -> TracedGraphModule:
+class BodyGraphModule(TracedGraphModule):
+    """The body of a higher-order op. Its code is made at once: torch.compile cannot make it when it comes to the op."""
+
+    def recompile(self) -> Any:  # type: ignore[override]
+        """Make the Python code."""
+        return self._real_recompile()
+
+
+def make_graph_module(
+    attributes: dict[str, Any], graph: torch.fx.Graph, name: str, *, is_body: bool = False
+) -> TracedGraphModule:
     """A GraphModule that holds `attributes` (tensors and modules by dotted path) and runs `graph`."""
-    return TracedGraphModule(attributes, graph, class_name=name)
+    kind = BodyGraphModule if is_body else TracedGraphModule
+    return kind(attributes, graph, class_name=name)
 
 
 class _Ref:
@@ -67,7 +79,7 @@ def _plain(x: Any) -> Any:
     return x
 
 
-def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool) -> TracedGraphModule:
+def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool, is_body: bool) -> TracedGraphModule:
     graph = torch.fx.Graph()
     nodes: list[torch.fx.Node] = []
 
@@ -84,7 +96,7 @@ def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool) -> T
         node = graph.create_node(op, target, restore(args), restore(kwargs), name=node_name)
         node.meta.update(meta)
         nodes.append(node)
-    module = make_graph_module(held, graph, name)
+    module = make_graph_module(held, graph, name, is_body=is_body)
     return module.train(training)
 
 

@@ -18,6 +18,9 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 
+from scopetrace._compat.batch_norm import averaging_in_tensors
+from scopetrace._compat.higher_order import called_at_once
+
 
 class Observer(Protocol):
     """Who is told of module calls. `run` does what would have happened without the patch."""
@@ -39,6 +42,9 @@ class Observer(Protocol):
     def on_seed(self) -> None:
         """The forward seeds torch's generator."""
 
+    def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
+        """The forward gives a storage `size` bytes. Returns whether that is done."""
+
 
 @contextlib.contextmanager
 def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
@@ -51,6 +57,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
     with contextlib.ExitStack() as stack:
         stack.callback(_set, torch.nn.Module, "_call_impl", torch.nn.Module._call_impl)
         torch.nn.Module._call_impl = _call_impl(observer, mine)  # type: ignore[method-assign]
+        stack.enter_context(averaging_in_tensors(mine))
         for cls in {owner for m in modules if (owner := _owner(type(m))) is not None}:
             stack.callback(_set, cls, "forward", cls.__dict__["forward"])
             _set(cls, "forward", _forward(cls, observer, mine))
@@ -59,8 +66,10 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(_seeding_reported(observer, mine))
+        stack.enter_context(_storage_resizes_reported(observer, mine))
         stack.enter_context(exporting())
         stack.enter_context(_not_compiling())
+        stack.enter_context(called_at_once(mine))
         stack.enter_context(_no_autocast_cache())
         for module in modules:
             if getattr(module, "_compiled_call_impl", None) is not None:
@@ -227,6 +236,27 @@ def _seeding_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[
     finally:
         for (owner, name), fn in zip(places, outer, strict=True):
             setattr(owner, name, fn)
+
+
+@contextlib.contextmanager
+def _storage_resizes_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[None]:
+    """Memory that is freed by hand (`x.untyped_storage().resize_(0)`) is no op that a mode would see."""
+    inherited = torch.UntypedStorage.resize_
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        if mine() and observer.on_storage_resize(self, size):
+            return self
+        return inherited(self, size)
+
+    own = torch.UntypedStorage.__dict__.get("resize_")  # of an outer trace
+    _set(torch.UntypedStorage, "resize_", resize_)
+    try:
+        yield
+    finally:
+        if own is None:
+            del torch.UntypedStorage.resize_
+        else:
+            _set(torch.UntypedStorage, "resize_", own)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, CodeType):
             return Code, (obj.co_filename, obj.co_name)
         if isinstance(obj, HigherOrderOperator):
-            return getattr, (torch.ops.higher_order, obj._name)
+            return _higher_order_op, (obj._name,)
         if isinstance(obj, FakeTensor):
             return _Fakes.make, (
                 tuple(obj.size()),
@@ -75,6 +75,10 @@ def _number(kind: type, env: WatchedShapeEnv, expr: Any, pytype: type, hint: Any
 def _op(name: str, overload: str) -> Any:
     namespace, _, op = name.partition("::")
     return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+
+
+def _higher_order_op(name: str) -> Any:
+    return getattr(torch.ops.higher_order, name)
 
 
 def dumps(x: Any) -> bytes:

@@ -152,3 +152,14 @@ def example(number: Any) -> int:
 def has_unbacked(expr: Any) -> bool:
     """Whether an expression has a symbol whose value depends on data."""
     return not isinstance(expr, int) and any(symbol_is_type(s, _UNBACKED) for s in expr.free_symbols)
+
+
+def symbols_of(number: Any) -> list[Any]:
+    """The symbols in a symbolic number, each as a SymInt."""
+    node = number.node
+    env = node.shape_env
+    found = []
+    for symbol in sorted(node.expr.free_symbols, key=str):
+        hint = env.backed_var_to_val.get(symbol)
+        found.append(env.create_symintnode(symbol, hint=None if hint is None else int(hint)))
+    return found

@@ -77,6 +77,14 @@ class Emitter:
         op.outputs = type(outs)([value(v) for v in outs]) if isinstance(outs, (list, tuple)) else value(outs)
         return op.outputs
 
+    def more_results(self, op: Op, likes: list[Value]) -> list[Value]:
+        """More results of the last op, each a new tensor as one of `likes`."""
+        made = []
+        for slot, like in enumerate(likes, len(op.outputs)):
+            made.append(Value(self._fakes.like(like.fake), op, slot, next(self._storages), None))
+        op.outputs = (*op.outputs, *made)
+        return made
+
     def _append(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
         op = origin.moved_to(origin.call)
         op.kind, op.target, op.args, op.kwargs, op.outputs, op.writes = "call_function", func, args, kwargs, None, ()
@@ -88,14 +96,15 @@ class Emitter:
     def _lift(self, origin: Op, x: Any) -> Any:
         """Constants among the arguments become attributes."""
         if isinstance(x, torch.Tensor):
-            return self._constant(origin, x)
+            return self.constant(origin, x)
         if isinstance(x, (list, tuple)):
             return type(x)([self._lift(origin, item) for item in x])
         if isinstance(x, dict):
             return {name: self._lift(origin, item) for name, item in x.items()}
         return x
 
-    def _constant(self, origin: Op, real: torch.Tensor) -> Value:
+    def constant(self, origin: Op, real: torch.Tensor) -> Value:
+        """A tensor as an attribute."""
         found = self._constants.get(id(real))
         if found is None:
             name = f"_tensor_constant{self._count}"

@@ -19,6 +19,7 @@ from scopetrace.passes.write_back import (
     SameAs,
     SetTo,
     Source,
+    StridedStep,
     Update,
     ViewOf,
     ViewStep,
@@ -161,10 +162,13 @@ class _Builder:
     def _is_inputs(self, storage: int) -> bool:
         return any(v.storage == storage for v in self.outside)
 
-    def _chain(self, region: Region, value: Value) -> tuple[Value, tuple[ViewStep, ...]]:
-        steps: list[ViewStep] = []
+    def _chain(self, region: Region, value: Value) -> tuple[Value, tuple[ViewStep | StridedStep, ...]]:
+        steps: list[ViewStep | StridedStep] = []
         while (link := region.links.get(value)) is not None and value not in self._final:
-            if link.func is not None:
+            if link.func is _aten.as_strided.default and len(link.args) == 3:
+                size, stride, offset = link.args
+                steps.append(StridedStep(tuple(size), tuple(stride), offset - link.parent.offset))
+            elif link.func is not None:
                 steps.append(ViewStep(link.func, link.args, link.kwargs, link.slot))
             value = link.parent
         root = self._final.get(value, value)

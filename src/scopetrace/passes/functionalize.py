@@ -18,12 +18,14 @@ import torch
 from scopetrace._compat.dispatch import auto_functionalized
 from scopetrace._compat.symbols import bare, surely_equal
 from scopetrace.passes.geometry import Geometry, relate
+from scopetrace.passes.layout import draws_differ
 from scopetrace.passes.overlap import refuse_overlap
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
-from scopetrace.passes.rewriter import Rewriter
+from scopetrace.passes.rewriter import Rewriter, writes
+from scopetrace.record.structure import leaves
 from scopetrace.record.tape import Op, Tape, Value
-from scopetrace.record.twins import Twin, call_twin, draws_differ, functional_twin, hidden_writes, is_metadata_only
+from scopetrace.record.twins import Twin, call_twin, functional_twin, hidden_writes, is_metadata_only
 
 _aten = torch.ops.aten
 
@@ -33,7 +35,7 @@ def functionalize(tape: Tape) -> Tape:
 
     Raises FunctionalizationError for what cannot be said in pure ops.
     """
-    if not any(op.writes for op in tape.ops):
+    if not writes(tape):
         return tape
     return Functionalizer(tape).run()
 
@@ -126,8 +128,12 @@ class Functionalizer(Rewriter):
         """Whether autograd does not see a write, though values in this memory may carry gradients."""
         if not self.grad:
             return False
-        seen = op.grad and (target.fake.requires_grad or not self.regions[target.storage].has_history(target))
-        if not seen and op.grad and any(v.fake.requires_grad for v in op.inputs()):
+        region = self.regions[target.storage]
+        seen = op.grad and (target in op.tracked or not region.has_history(target))
+        brings = op.grad and any(v is not target for v in op.tracked)
+        if seen and brings:
+            region.gain_history(target)
+        elif brings:
             raise refusal("a tensor that requires grad is written into a detached alias of another", op)
         return not seen
 
@@ -223,6 +229,18 @@ class Functionalizer(Rewriter):
         grown = self.emitter.run(origin, _aten.reshape.default, (joined, list(new.size)), {})
         region.replace(after, grown, origin)
 
+    def _resize_storage(self, op: Op) -> None:
+        """Memory that no one reads afterwards needs not be freed in a graph."""
+        storage = op.args[0].storage
+        after = self.old.ops[self.old.ops.index(op) + 1 :]
+        used = any(v.storage == storage for o in after for v in (*o.inputs(), *o.values()))
+        if (
+            used
+            or self._is_outside(self.regions[storage])
+            or storage in {v.storage for v in leaves(self.old.outputs, Value)}
+        ):
+            raise refusal("memory is resized that is read later, or that others hold", op)
+
     # ---------------------------------------------------------------- refusals
 
     def _is_outside(self, region: Region) -> bool:
@@ -233,6 +251,7 @@ _OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {
     "set_": Functionalizer._set,
     "resize_": Functionalizer._resize,
     "resize_as_": Functionalizer._resize,
+    "resize_storage_bytes_": Functionalizer._resize_storage,
 }
 
 

@@ -59,7 +59,7 @@ class Region:
         self.reshaped: dict[Value, tuple[Value, Op]] = {}  # by transpose_ and its kind: what became of a value
         self._emitter = emitter
         self._first: dict[Value, Value] = {}  # what `same` found, for each value on its way
-        self._with_grad: list[Value] = []  # aliases that require grad
+        self._with_grad: dict[Value, None] = {}  # aliases that require grad, in order
         self._version = 0
         self._now: dict[Value, tuple[Value, int]] = {}
         self._pending: tuple[Value, Op, bool] | None = None
@@ -77,8 +77,8 @@ class Region:
         """Say how an alias came from another."""
         if value in self._first:
             self._first.clear()
-        if value.fake.requires_grad:
-            self._with_grad.append(value)
+        if value.requires_grad:
+            self._with_grad[value] = None
         self.links[value] = link
 
     def same(self, old: Value) -> Value:
@@ -98,9 +98,12 @@ class Region:
 
     def has_history(self, but: Value) -> bool:
         """Whether an alias other than `but` requires grad."""
-        return any(v is not but for v in self._with_grad) or any(
-            v is not but and v.fake.requires_grad for v in self.roots
-        )
+        return any(v is not but for v in self._with_grad) or any(v is not but and v.requires_grad for v in self.roots)
+
+    def gain_history(self, old: Value) -> None:
+        """An alias, and what it is a view of, are written in a way that autograd sees."""
+        if old not in self._with_grad:
+            self._with_grad |= dict.fromkeys(self.above(old))
 
     def above(self, old: Value) -> Iterator[Value]:
         """A value, what it is a view of, and so on up to a root."""

@@ -46,6 +46,11 @@ class FakeRuns:
             self._learn(tuple(key), inputs, out)
         return out
 
+    def like(self, fake: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same metadata in memory of its own."""
+        with without_dispatch(), torch.no_grad():
+            return self._maker.fresh(fake.size(), fake.stride(), fake.dtype, fake.device, False)
+
     def _learn(self, key: Any, inputs: list[Value], out: Any) -> None:
         recipe = results.learn(self._keys, inputs, out)
         if recipe is None:

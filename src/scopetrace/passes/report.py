@@ -85,6 +85,8 @@ def _kind(tape: Tape, op: Op) -> str:
 
 
 def _what(op: Op) -> str:
+    if op.bodies():
+        return "data"
     if torch.Tag.inplace_view in op.target.tags:
         return "metadata"
     return "storage" if op.target._schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_") else "data"

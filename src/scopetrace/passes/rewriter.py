@@ -9,12 +9,14 @@ import torch
 
 from scopetrace._compat.symbols import bare
 from scopetrace.passes import epilogue
+from scopetrace.passes.bodies import Results, as_laid_out, lift_constants
 from scopetrace.passes.emitter import Emitter
 from scopetrace.passes.geometry import relate
 from scopetrace.passes.layout import in_order_of, is_random
 from scopetrace.passes.refusal import refusal
 from scopetrace.passes.region import Link, Region, geometry_of
 from scopetrace.passes.verify import verify_pure
+from scopetrace.record.bodies import with_more_operands, written_inputs
 from scopetrace.record.structure import leaves, map_structure
 from scopetrace.record.tape import AttributeWrite, Call, Op, Tape, Value, flat, garbage_collection_paused, values_in
 
@@ -61,16 +63,34 @@ class Rewriter:
         with garbage_collection_paused():
             return self._rewritten()
 
-    def _rewritten(self) -> Tape:
+    def run_body(self, calls: dict[Call, Call], changed: list[int]) -> Tape:
+        """The new tape of a body, which gives the new values of these inputs too. `calls` are those around it."""
+        self._calls = calls
+        last = self._go_along()
+        results = Results(self.emitter.bound(self._moved(last)), self.new.inputs)
+        placeholders = [op.outputs for op in self.old.ops if op.kind == "placeholder"]
+        if self.old.is_condition:
+            self.new.outputs = map_structure(lambda v: self.read(v, last), self.old.outputs, Value)
+            return self.new
+        given = [*self.old.outputs, *(placeholders[i] for i in changed)]
+        self.new.outputs = tuple([results.own(v, self.read(v, last)) if isinstance(v, Value) else v for v in given])
+        return self.new
+
+    def _go_along(self) -> Op:
         for call in self.old.calls:
             self._starts.setdefault(call.start, []).append(call)
             self._stops.setdefault(call.stop, []).append(call)
-        self.new.calls = [None] * len(self.old.calls)  # type: ignore[list-item]
         for i, op in enumerate(self.old.ops):
             self._boundaries(i, op)
             self._step(op)
         last = self.old.ops[-1]
         self._boundaries(len(self.old.ops), last)
+        self.new.calls = [self._calls[call] for call in self.old.calls]
+        return last
+
+    def _rewritten(self) -> Tape:
+        last = self._go_along()
+        last = self._at_edge(last, self._calls[self.old.calls[0]])
         self.new.attribute_writes = [
             AttributeWrite(w.module, w.fqn, w.name, self._own(w.value, last)) for w in self.old.attribute_writes
         ]
@@ -111,20 +131,29 @@ class Rewriter:
             if call in empty:
                 self._close(call, op)
 
-    def _open(self, call: Call, op: Op) -> None:
-        def present(x: Any) -> Any:
-            return map_structure(lambda v: self.read(v, op), x, Value)
+    def _at_edge(self, op: Op, call: Call | None) -> Op:
+        """The op that follows, as the origin of what is read for the arguments or the result of a call."""
+        place = op.moved_to(call)
+        place.scope = self.old.root if call is None else call.scope
+        return place
 
+    def _open(self, call: Call, op: Op) -> None:
         parent = None if call.parent is None else self._calls[call.parent]
+        edge = self._at_edge(op, parent)
+
+        def present(x: Any) -> Any:
+            return map_structure(lambda v: self.read(v, edge), x, Value)
+
         args = tuple(present(a) for a in call.args)
         kwargs = {name: present(a) for name, a in call.kwargs.items()}
         new = dataclasses.replace(call, parent=parent, args=args, kwargs=kwargs, start=len(self.new.ops))
-        self._calls[call] = self.new.calls[call.position] = new
+        self._calls[call] = new
 
     def _close(self, call: Call, op: Op) -> None:
         new = self._calls[call]
-        new.outputs = map_structure(lambda v: self.read(v, op), call.outputs, Value)
-        new.mutated = self._mutated_in(call, op)
+        edge = self._at_edge(op, new)
+        new.outputs = map_structure(lambda v: self.read(v, edge), call.outputs, Value)
+        new.mutated = self._mutated_in(call, edge)
         new.stop = len(self.new.ops)
 
     def _mutated_in(self, call: Call, op: Op) -> Any:
@@ -164,6 +193,8 @@ class Rewriter:
             if op.writes:
                 raise refusal("a leaf module changes its arguments in place", op)
             self._copy_over(op)
+        elif op.bodies():
+            self._run_bodies(op)
         elif op.writes:
             self._write(op)
         else:
@@ -178,13 +209,12 @@ class Rewriter:
 
     def _keep(self, op: Op) -> None:
         """Inputs and attributes go over as they are."""
-        if not isinstance(op.outputs, Value):  # a whole number
-            self.new.ops.append(self._placed(op))
-            return
-        if op.outputs in self._brought:
+        value = op.outputs
+        if isinstance(value, Value) and value in self._brought:
             return
         self.new.ops.append(self._placed(op))
-        value: Value = op.outputs
+        if not isinstance(value, Value):  # a number, given as argument or taken by a body
+            return
         if op.kind == "placeholder":
             self.new.inputs.append(value)
         else:
@@ -210,6 +240,30 @@ class Rewriter:
         else:
             outputs = self._run(op, op.target, args, kwargs)
         self._define(op, op.outputs, outputs)
+
+    def _run_bodies(self, op: Op) -> None:
+        """A higher-order op: its bodies without mutation. What they write to comes out as more results."""
+        changed = sorted({i for body in op.bodies() for i in written_inputs(body)})
+        pure: dict[Tape, Tape] = {}
+        for body in op.bodies():
+            needed = bool(changed) or writes(body)
+            pure[body] = type(self)(body).run_body(self._calls, changed) if needed else body
+        origin = self._moved(op)
+        lifted = [self.emitter.constant(origin, real) for real in lift_constants(list(pure.values()))]
+        emit = self.emitter.bound(origin)
+
+        def present(x: Any) -> Any:
+            if isinstance(x, Value):
+                return as_laid_out(emit, self.read(x, origin), x.fake)
+            return pure[x] if isinstance(x, Tape) else x
+
+        args = with_more_operands(op.target, map_structure(present, op.args, (Value, Tape)), lifted)
+        storages = {old.storage: new.storage for old, new in zip(op.inputs(), values_in(args), strict=False)}
+        outputs = self.emitter.again(origin, args, op.kwargs, storages)
+        new = self.emitter.more_results(self.new.ops[-1], list(op.writes))
+        self._define(dataclasses.replace(op, args=(), kwargs={}), op.outputs, outputs)
+        for target, value in zip(op.writes, new, strict=True):
+            self._assign(op, target, value)
 
     def _by_positions(self, op: Op) -> bool:
         """as_strided counts from the start of the memory: in a region that was written, take it by position."""
@@ -280,6 +334,14 @@ class Rewriter:
 
     def _write(self, op: Op) -> None:
         raise NotImplementedError
+
+    def _assign(self, op: Op, target: Value, new: Value) -> None:
+        raise NotImplementedError
+
+
+def writes(tape: Tape) -> bool:
+    """Whether an op writes, in the program or in the bodies inside it."""
+    return any(op.writes for inner in tape.walk() for op in inner.ops)
 
 
 def _values(op: Op, x: Any) -> list[Value]:

@@ -30,6 +30,12 @@ def lower_scatters(gm: torch.fx.GraphModule, form: Form, fake_mode: Any) -> None
 
     A diagonal is no slice and takes `index_put` where `slice_scatter` is asked for.
     """
+    for inner in gm.modules():  # the bodies of higher-order ops too
+        if isinstance(inner, torch.fx.GraphModule):
+            _lower_in(inner, form, fake_mode)
+
+
+def _lower_in(gm: torch.fx.GraphModule, form: Form, fake_mode: Any) -> None:
     for node in list(gm.graph.nodes):
         if node.op == "call_function" and node.target in _VIEWS:
             with gm.graph.inserting_before(node):

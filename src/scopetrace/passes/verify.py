@@ -8,7 +8,8 @@ from scopetrace.record.tape import Tape
 
 def verify_pure(tape: Tape) -> None:
     """Raise FunctionalizationError for the first op whose schema can write."""
-    for op in tape.ops:
-        schema = getattr(op.target, "_schema", None)
-        if op.writes or (schema is not None and schema.is_mutable):
-            raise refusal("an op that writes is left in the program", op)
+    for inner in tape.walk():
+        for op in inner.ops:
+            schema = getattr(op.target, "_schema", None)
+            if op.writes or (schema is not None and schema.is_mutable):
+                raise refusal("an op that writes is left in the program", op)

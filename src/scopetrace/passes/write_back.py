@@ -73,11 +73,28 @@ class ViewStep:
 
 
 @dataclasses.dataclass(frozen=True)
+class StridedStep:
+    """`as_strided`, `shift` elements after the base begins: at a call that may be elsewhere in the memory."""
+
+    size: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    shift: Any
+
+    def __call__(self, base: torch.Tensor, number: Number) -> torch.Tensor:
+        """The view of `base`. `number` gives the value of a symbolic size in this call."""
+        size, stride, shift = resolved((self.size, self.stride, self.shift), number)
+        return base.as_strided(size, stride, base.storage_offset() + shift)
+
+    def __str__(self) -> str:
+        return f".as_strided({list(self.size)}, {list(self.stride)}, storage_offset() + {self.shift})"
+
+
+@dataclasses.dataclass(frozen=True)
 class ViewOf:
     """A view made again: `steps` applied to `base`."""
 
     base: Given | Held | FromGraph | SameAs
-    steps: tuple[ViewStep, ...]
+    steps: tuple[ViewStep | StridedStep, ...]
 
     def __str__(self) -> str:
         return str(self.base) + "".join(map(str, self.steps))

@@ -6,8 +6,6 @@ Traces of several threads take turns: the flags and methods that a trace changes
 from __future__ import annotations
 
 import inspect
-import keyword
-import re
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -18,16 +16,17 @@ from scopetrace import scopes
 from scopetrace._compat.dispatch import dispatching_to
 from scopetrace._compat.fake import FakeTensor
 from scopetrace._compat.patches import observing, python_random_state_kept
+from scopetrace.errors import ControlFlowError
 from scopetrace.record.explain import explained
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
+from scopetrace.record.names import identifier
 from scopetrace.record.observe import CallObserver, Progress
 from scopetrace.record.recorder import NeedsAutograd, Recorder
 from scopetrace.record.sizes import DynamicSizes, read_dynamic_shapes, refuse_shared, symbolic_strides
 from scopetrace.record.structure import leaves_with_path, map_structure, refuse_hidden
 from scopetrace.record.tape import Tape, Value, garbage_collection_paused
 
-_RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # of the code that torch.fx writes
 _one_at_a_time = threading.RLock()
 
 T = TypeVar("T")
@@ -83,7 +82,9 @@ def run_recorded(
             refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments")
     finally:
         tape.attribute_writes = model.restore(recorder.known_value)
-    tape.shape_env, tape.fake_mode = recorder.factory.shape_env, recorder.factory.mode
+    if recorder.broken is not None:
+        hint = "let the body return what others need, and do the rest outside"
+        raise ControlFlowError(f"torch.cond and its kind: {recorder.broken}", module=tape.root.path, hint=hint)
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()
     return tape
@@ -130,7 +131,7 @@ class _Inputs:
         if isinstance(leaf, torch.Tensor):
             fake = self._fake(path, leaf)
             self.for_model.append(fake)
-            self.on_tape.append(self._recorder.add_input(_identifier(path, self._taken), fake))
+            self.on_tape.append(self._recorder.add_input(identifier(path, self._taken), fake))
             self._recorder.tape.input_paths.append(path)
             return
         number = None
@@ -144,7 +145,7 @@ class _Inputs:
     def add_numbers(self) -> None:
         """The placeholders of the dynamic numbers."""
         for path, number in self._numbers.items():
-            self._recorder.add_number(_identifier(path, self._taken), number)
+            self._recorder.add_number(identifier(path, self._taken), number)
 
     def _fake(self, path: str, real: torch.Tensor) -> torch.Tensor:
         fake = self._fakes.get(id(real))
@@ -206,19 +207,6 @@ def argument_names(forward: Any, count: int) -> list[str]:
             names += [f"{p.name}[{i}]" for i in range(count - len(names))]
     names += [f"arg[{i}]" for i in range(count - len(names))]
     return names[:count]
-
-
-def _identifier(path: str, taken: set[str]) -> str:
-    """A placeholder's name, as torch.export makes it: `ys[0]['k']` gives `ys_0_k`."""
-    name = base = re.sub(r"\W+", "_", path).strip("_") or "arg"
-    count = 0
-    if keyword.iskeyword(name) or name in _RESERVED or name[0].isdigit():
-        name = base = f"{name}_" if not name[0].isdigit() else f"_{name}"
-    while name in taken:
-        count += 1
-        name = f"{base}_{count}"
-    taken.add(name)
-    return name
 
 
 __all__ = ["Tape", "Value", "argument_names", "record", "run_recorded", "until_exact_enough"]

@@ -60,7 +60,12 @@ def _leading_to(tape: Tape, wanted: list[Value]) -> list[Op] | None:
 def _is_constant(op: Op) -> bool:
     if op.kind == "get_attr":
         return op.target.startswith("_tensor_constant")
-    if op.kind != "call_function" or torch.Tag.nondeterministic_seeded in op.target.tags or op.unbacked is not None:
+    if (
+        op.kind != "call_function"
+        or op.bodies()
+        or torch.Tag.nondeterministic_seeded in op.target.tags
+        or op.unbacked is not None
+    ):
         return False
     return not any(isinstance(a, (torch.SymInt, torch.SymFloat, torch.SymBool)) for a in flat((op.args, op.kwargs)))
 

@@ -16,7 +16,14 @@ _OURS = f"{Path(__file__).resolve().parent.parent}/"
 _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _MACHINERY = tuple(
     _TORCH + path
-    for path in ("_ops.py", "_compile.py", "_library/utils.py", "_dynamo/eval_frame.py", "nn/modules/module.py")
+    for path in (
+        "_ops.py",
+        "_compile.py",
+        "_higher_order_ops/",
+        "_library/utils.py",
+        "_dynamo/eval_frame.py",
+        "nn/modules/module.py",
+    )
 )
 
 _hidden: dict[str, bool] = {}  # by file name, as frames are captured for each op

@@ -79,6 +79,10 @@ class CallObserver:
             hint="call torch.manual_seed outside the model",
         )
 
+    def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
+        """Recorded as the op that Dynamo writes for it."""
+        return self.recorder.running is None and self.recorder.resize_storage(storage, size)
+
     def _enters(self, module: torch.nn.Module, entrance: str) -> bool:
         """Whether this is the open call on its way in, rather than a new call of the same module."""
         call = self.recorder.call
@@ -122,7 +126,7 @@ class CallObserver:
             start=len(recorder.tape.ops),
             frames=recorder.frames() if recorder.call is not None else (),
             attributes=_plain_attributes(module) if module is not None else {},
-            position=len(recorder.tape.calls),
+            position=next(recorder.positions),
             module_type=type(module) if module is not None else None,
         )
         recorder.tape.calls.append(call)

@@ -13,19 +13,22 @@ starts again with torch running every op.
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.fx
 
 from scopetrace._compat import dispatch
 from scopetrace._compat.fake import FakeTensor, storage_id, without_dispatch
 from scopetrace._compat.symbols import bare, has_unbacked
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.record import results, rules
+from scopetrace.record.bodies import FORMS, INLINED, BodyRecorder
 from scopetrace.record.constants import read_constant, reads_a_value
 from scopetrace.record.model import Model
 from scopetrace.record.tape import Value, flat
-from scopetrace.record.twins import hidden_writes, writes_in_secret
+from scopetrace.record.twins import WRITTEN_IN_SECRET, hidden_writes, writes_in_secret
 from scopetrace.record.writer import TapeWriter, geometry_key
 from scopetrace.scopes import Scope
 
@@ -67,7 +70,7 @@ class _OpFacts:
         self.positions = tuple((i, a.name) for i, a in enumerate(func._schema.arguments))
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in func._schema.arguments)
         self.squeezes = func._schema.name.startswith("aten::squeeze")
-        self.may_lie = any(name in ("running_mean", "batches", "weight_arr") for _, name in self.positions)
+        self.may_lie = any(name in WRITTEN_IN_SECRET for _, name in self.positions)
         self.recipes: dict[Any, results.Recipe] = {}
 
 
@@ -78,6 +81,9 @@ class Recorder(TapeWriter):
         super().__init__(model, root, exact_autograd=exact_autograd)
         self.exact = exact_autograd
         self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
+        self.run_graph: Callable[[torch.fx.GraphModule, Any], Any] = lambda gm, args: torch.fx.Interpreter(gm).run(
+            *args
+        )
         self.running: Any = None  # the op that torch runs now, for errors
         self.factory.shape_env.place = self.where
         self._facts: dict[int, _OpFacts] = {}
@@ -181,6 +187,7 @@ class Recorder(TapeWriter):
         given_args, given_kwargs = self._with_fakes(given)
         objects = [t for t in flat((given_args, given_kwargs)) if isinstance(t, torch.Tensor)]
         versions = [_version(t) for t in objects]
+        tracked = [v for v, t in zip(inputs, objects, strict=True) if t.requires_grad] if facts.written else []
         shapes = [(v, geometry_key(v.fake), _layout(v.fake)) for v in _pick(facts.written, args, kwargs)]
         self.running = facts.func
         with self.factory.shape_env.suppress_guards() if facts.convolves else contextlib.nullcontext():
@@ -203,6 +210,7 @@ class Recorder(TapeWriter):
             kwargs = {**kwargs, "dtype": out.dtype}  # the default is that of the trace
         op = self._append("call_function", facts.func, args, kwargs)
         op.writes = tuple(dict.fromkeys(written))
+        op.tracked = tuple(tracked)
         op.unbacked = unbacked
         op.outputs = self._register(out, op)
         return out
@@ -273,21 +281,38 @@ class Recorder(TapeWriter):
         if not any(v.fake.requires_grad for v in inputs):
             return
         for value in _pick(facts.written, args, kwargs):
-            aliases = {id(v.fake) for v in self._by_storage.get(value.storage, ())}
-            if len(aliases) > 1:
+            same_memory = self._by_storage.get(value.storage, ())
+            if any(v.fake is not value.fake for v in same_memory):
                 raise NeedsAutograd
-            if value.stand_in:
+            if any(v.stand_in for v in same_memory):
                 self.factory.give_history(value.fake)
-                value.stand_in = False
+            for v in same_memory:
+                v.stand_in = False
+
+    def resize_storage(self, storage: torch.UntypedStorage, size: int) -> bool:
+        """Give the memory of a known tensor another size in bytes; False where no known tensor lies in it."""
+        value = next(iter(self._by_storage.get(storage._cdata, ())), None)
+        if value is not None:
+            torch.ops.inductor.resize_storage_bytes_(value.fake, size)
+        return value is not None
 
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind."""
-        raise UnsupportedOpError(
-            "higher-order ops are not recorded yet",
-            op=str(hop),
-            **self.where(),
-            hint="write the branch or loop so that Python decides it",
-        )
+        if hop in INLINED:
+            return self._run_callable(args[0], args[1:])
+        if hop not in FORMS or kwargs:
+            raise UnsupportedOpError(
+                "a higher-order op that is not recorded" + (f" with {', '.join(kwargs)}" if hop in FORMS else ""),
+                op=str(hop),
+                **self.where(),
+                hint="write the branch or loop so that Python decides it",
+            )
+        return BodyRecorder(self, hop, args, self._run_callable).run()
+
+    def _run_callable(self, fn: Any, args: Any) -> Any:
+        """Call what a higher-order op was given, with the recorder on; graphs node by node, which is no module call."""
+        run = self.run_graph if isinstance(fn, torch.fx.GraphModule) else lambda fn, args: fn(*args)
+        return dispatch.with_mode(self.mode, lambda: run(fn, args))
 
     def _device(self, args: Any, kwargs: Any) -> str:
         for a in (*args, *kwargs.values()):
@@ -295,6 +320,10 @@ class Recorder(TapeWriter):
                 if isinstance(t, torch.Tensor):
                     return t.device.type
         return "cpu"
+
+
+def _run_graph(gm: torch.fx.GraphModule, args: Any) -> Any:
+    return torch.fx.Interpreter(gm).run(*args)
 
 
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:

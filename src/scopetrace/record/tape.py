@@ -32,7 +32,7 @@ class Value:
     for all that decides the metadata of an op's results (None when that is not known, as for symbolic sizes).
     """
 
-    __slots__ = ("fake", "key", "offset", "op", "real", "slot", "stand_in", "storage")
+    __slots__ = ("fake", "key", "offset", "op", "real", "requires_grad", "slot", "stand_in", "storage")
 
     def __init__(self, fake: torch.Tensor, op: Op, slot: int, storage: int, key: int | None) -> None:
         self.fake = fake
@@ -40,6 +40,7 @@ class Value:
         self.slot = slot
         self.storage = storage
         self.key = key
+        self.requires_grad = fake.requires_grad  # when it was made; writes may change that
         self.offset = fake.storage_offset() if fake.layout is torch.strided else 0
         self.real: torch.Tensor | None = None  # the tensor itself, for attributes and constants
         self.stand_in = False  # requires grad without autograd's own history (see recorder)
@@ -50,7 +51,7 @@ class Value:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.fake, self.slot, self.storage, self.real, self.offset = state
-        self.key, self.stand_in = None, False
+        self.key, self.stand_in, self.requires_grad = None, False, self.fake.requires_grad
 
     def __repr__(self) -> str:
         return f"Value({self.op.kind} {self.op.target}, {self.slot})"
@@ -63,11 +64,12 @@ class Op:
     kind: str
     """`placeholder`, `get_attr`, `call_function` or `call_module`, as in torch.fx."""
     target: Any
-    """The OpOverload; a name for placeholders; a dotted path for attributes and modules."""
+    """The OpOverload or higher-order op; a name for placeholders; a dotted path for attributes and modules."""
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     outputs: Any
-    """Value, SymInt, None, or a list or tuple of these. For `call_module`, a template."""
+    """Value, SymInt, None, or a list or tuple of these. For `call_module`, a template. A placeholder of a body may be a
+    plain number, which is fixed."""
     scope: Scope
     call: Call | None
     frames: Frames
@@ -77,6 +79,8 @@ class Op:
     """The values whose data or metadata the op changed."""
     unbacked: Any = None
     """The `unbacked_bindings` of torch.fx, where the op made symbols."""
+    tracked: tuple[Value, ...] = ()
+    """If the op writes: its inputs that required grad before it. A write can make its target do so."""
 
     def values(self) -> list[Value]:
         """The tensors that the op made, in order."""
@@ -85,6 +89,10 @@ class Op:
     def inputs(self) -> list[Value]:
         """The tensors that the op read or wrote, in order."""
         return values_in((self.args, self.kwargs))
+
+    def bodies(self) -> list[Tape]:
+        """Of a higher-order op such as `cond`, the tapes among its arguments."""
+        return [a for a in self.args if type(a) is Tape]
 
     def moved_to(self, call: Call | None) -> Op:
         """The same op, as one of another call."""
@@ -100,6 +108,7 @@ class Op:
             self.grad,
             self.writes,
             self.unbacked,
+            self.tracked,
         )
 
 
@@ -195,6 +204,28 @@ class Tape:
     anchored: set[int] = dataclasses.field(default_factory=set)
     """The storages in which as_strided counts from the start, so that it matters where an input lies in them."""
     exact_autograd: bool = False
+    name: str = ""
+    """Of the body of a higher-order op: what its GraphModule is named after, as `true_graph`. See `record.bodies`."""
+
+    @property
+    def is_body(self) -> bool:
+        """Whether this is the body of a higher-order op. It gives `outputs` as they are: a tuple, or one value."""
+        return bool(self.name)
+
+    @property
+    def is_condition(self) -> bool:
+        """Whether this is the body that says if a loop goes on: it gives one value."""
+        return self.is_body and not isinstance(self.outputs, tuple)
+
+    def bodies(self) -> list[Tape]:
+        """The bodies of the program's higher-order ops, each once, without those inside them."""
+        return list(dict.fromkeys(body for op in self.ops for body in op.bodies()))
+
+    def walk(self) -> Iterator[Tape]:
+        """This tape and all bodies inside it, outer before inner."""
+        yield self
+        for body in self.bodies():
+            yield from body.walk()
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}

@@ -18,12 +18,15 @@ import torch.fx
 from scopetrace.record.tape import Value
 
 __all__ = [
+    "WRITTEN_IN_SECRET",
     "Twin",
+    "by_name",
     "call_twin",
-    "draws_differ",
     "functional_twin",
     "hidden_writes",
     "is_metadata_only",
+    "is_out_argument",
+    "tensor_of",
     "writes_in_secret",
     "written_arguments",
 ]
@@ -142,7 +145,7 @@ def call_twin(
 
     They may be tensors or nodes with `meta["val"]`. Trailing arguments that are the twin's defaults are left out.
     """
-    given = _by_name(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     if twin.dropped:
         given |= _as_out(func, twin, given)
     positional: list[Any] = []
@@ -170,6 +173,10 @@ def hidden_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Twi
     return _statistics_twin(func)
 
 
+WRITTEN_IN_SECRET = ("running_mean", "batches", "weight_arr", "variable")
+"""Arguments by which ops are known that write more than their schema says."""
+
+
 def writes_in_secret(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Names of arguments that this call writes although the schema of `func` does not say so.
 
@@ -178,43 +185,17 @@ def writes_in_secret(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     name = func._schema.name
     if name == "aten::_cudnn_rnn_flatten_weight":
         return ("weight_arr",)  # each weight becomes a view of the result
+    if name == "inductor::resize_storage_bytes_":
+        return ("variable",)
     if name not in _STATISTICS:
         return ()
-    given = _by_name(func, args, kwargs)
+    given = by_name(func, args, kwargs)
     switch = _STATISTICS[name]
     if switch is not None and not given[switch]:
         return ()
-    if name in _SKIP_EMPTY and 0 in _meta(given["input"]).shape:
+    if name in _SKIP_EMPTY and 0 in tensor_of(given["input"]).shape:
         return ()
     return tuple(n for n in ("running_mean", "running_var") if given.get(n) is not None)
-
-
-_VECTORIZED = 16  # with fewer elements normal_ draws one number after the other, whatever the layout
-
-
-def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the twin of this random op may give its elements other random numbers than eager does, from one seed.
-
-    A twin fills a fresh tensor in its memory order; `func` fills what is there, in its order and dtype.
-    """
-    if torch.Tag.nondeterministic_seeded not in func.tags:
-        return False
-    given = _by_name(func, args, kwargs)
-    outs = [_meta(given.get(name)) for name in written_arguments(func)]
-    out = next((t for t in outs if isinstance(t, torch.Tensor) and t.numel() > 0), None)
-    if (
-        out is None
-        or (out.numel() < _VECTORIZED and out.dim() < 2)
-        or (out.is_contiguous() and func._schema.name != "aten::normal")
-    ):
-        return False
-    if any(_is_out(a) for a in func._schema.arguments):
-        tensors = [_meta(given.get(name)) for name in ("mean", "std")]
-        return not out.is_contiguous() or any(isinstance(t, torch.Tensor) and t.dtype != out.dtype for t in tensors)
-    # `bernoulli` does not keep the strides of its input. The others do where they can; the vectorized way to draw
-    # normal numbers, for contiguous tensors only, is another stream.
-    keeps = func._schema.name != "aten::bernoulli_"
-    return not (keeps and (func._schema.name != "aten::normal_" or _is_dense(out)))
 
 
 @functools.cache
@@ -260,12 +241,12 @@ def _distance(func: Any, op: Any) -> int | None:
     ours = {a.name: a for a in func._schema.arguments}
     sources = _sources(func, op)
     used = [source for _, source in sources if source is not None]
-    if any(name not in used and not _is_out(a) for name, a in ours.items()):
+    if any(name not in used and not is_out_argument(a) for name, a in ours.items()):
         return None
     far = 0
     for arg, source in sources:
         if source is None:
-            if arg.name not in _FACTORY or not any(_is_out(a) for a in ours.values()):
+            if arg.name not in _FACTORY or not any(is_out_argument(a) for a in ours.values()):
                 return None
         elif _type(arg) != _type(ours[source]):
             if not _takes(arg, ours[source]):
@@ -285,7 +266,7 @@ def _describe(func: Any, op: Any) -> Twin | None:
     """`op` as the twin of `func`. None if its results are not the values that `func` returns and writes."""
     schema = func._schema
     returns = [_returned_argument(func, r) for r in schema.returns]
-    written = [a.name for a in sorted(filter(_is_written, schema.arguments), key=lambda a: not _is_out(a))]
+    written = [a.name for a in sorted(filter(_is_written, schema.arguments), key=lambda a: not is_out_argument(a))]
     # An argument that is returned has its new value there. The others follow the returns: `out` first, as in a list op.
     rest = [name for name in written if name not in returns]
     types = [_type(r) for r in schema.returns]
@@ -324,7 +305,7 @@ def _sources(func: Any, op: Any) -> tuple[tuple[Any, str | None], ...]:
     Names decide. One argument that is left over on both sides is the same one: `alpha_dropout_(self, …)` has the twin
     `alpha_dropout(input, …)`.
     """
-    ours = [a.name for a in func._schema.arguments if not _is_out(a)]
+    ours = [a.name for a in func._schema.arguments if not is_out_argument(a)]
     found: dict[str, str | None] = {}
     for arg in op._schema.arguments:
         other = _STATISTICS_RENAMED.get(arg.name, arg.name)
@@ -336,7 +317,7 @@ def _sources(func: Any, op: Any) -> tuple[tuple[Any, str | None], ...]:
     return tuple((arg, found[arg.name]) for arg in op._schema.arguments)
 
 
-def _by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, with the defaults of those that were not given."""
     schema = func._schema.arguments
     given = {a.name: a.default_value for a in schema if a.has_default_value()}
@@ -346,7 +327,7 @@ def _by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str
 
 def _as_out(func: Any, twin: Twin, given: dict[str, Any]) -> dict[str, Any]:
     """What the twin must be told because it does not see `out`: what kind of tensor to make, in which dtype to sum."""
-    out = _meta(given.get(twin.dropped[0]))
+    out = tensor_of(given.get(twin.dropped[0]))
     if not isinstance(out, torch.Tensor):
         return {}
     if "dtype" in given:
@@ -367,28 +348,19 @@ def _plain_equal(value: Any, arg: Any) -> bool:
     return value is None or (isinstance(value, (bool, int, float, str)) and value == arg.default_value)
 
 
-def _meta(value: Any) -> Any:
+def tensor_of(value: Any) -> Any:
     """The tensor that `value` is, or that its node stands for."""
     if isinstance(value, Value):
         return value.fake
     return value.meta["val"] if isinstance(value, torch.fx.Node) else value
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without holes and overlaps, in whatever order."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
 def _is_written(arg: Any) -> bool:
     return arg.alias_info is not None and arg.alias_info.is_write
 
 
-def _is_out(arg: Any) -> bool:
+def is_out_argument(arg: Any) -> bool:
+    """Whether an argument of a schema is one that the op fills."""
     # `is_out` knows keyword-only ones; those of quantized ops are positional.
     return arg.is_out or (arg.name in ("out", "output") and _is_written(arg))
 

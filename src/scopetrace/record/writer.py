@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -25,10 +27,11 @@ class TapeWriter:
     """The tape under recording, and what is known of its tensors."""
 
     def __init__(self, model: Model, root: Scope, *, exact_autograd: bool) -> None:
-        self.tape = Tape(root, exact_autograd=exact_autograd)
+        self.factory = FakeFactory()
+        shape_env, mode = self.factory.shape_env, self.factory.mode
+        self.tape = Tape(root, shape_env=shape_env, fake_mode=mode, exact_autograd=exact_autograd)
         self.model = model
         self.state = TracingState(root)
-        self.factory = FakeFactory()
         self.call: Call | None = None
         self.boundary: Any = None  # the code that runs a module call; frames outside it belong to the caller
         self._keys = results.Keys()
@@ -36,6 +39,9 @@ class TapeWriter:
         self._by_storage: dict[int, list[Value]] = {}
         self._keep: list[torch.Tensor] = []
         self._constants = 0
+        self._inner: set[int] = set()  # the storages that bodies of higher-order ops made
+        self.broken: str | None = None  # what a body did that the tape cannot say
+        self.positions = itertools.count()  # of module calls
 
     def _append(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
         frames = capture_frames(self.call.frames if self.call else (), self.boundary)
@@ -166,7 +172,10 @@ class TapeWriter:
     def known_value(self, t: torch.Tensor) -> Value | None:
         """The tape value of a tensor of this trace or of the model, else None."""
         if isinstance(t, FakeTensor) or self.model.owner(t) is None:
-            return self._by_id.get(id(t))
+            found = self._by_id.get(id(t))
+            if found is None and isinstance(t, FakeTensor) and storage_id(t) in self._inner:
+                self.broken = "a body binds one of its tensors to an attribute of a module"
+            return found
         return self.value_of(t)
 
     def add_input(self, name: str, fake: torch.Tensor) -> Value:
@@ -183,6 +192,30 @@ class TapeWriter:
         """A placeholder for a whole number."""
         self._append("placeholder", name, (), {}).outputs = number
         self.tape.numbers.append(number)
+
+    # ---------------------------------------------------------------- bodies
+
+    def add_body_input(self, name: str, x: Any) -> None:
+        """A placeholder of the body that is being recorded: a tensor of its own, or a number."""
+        op = self._append("placeholder", name, (), {})
+        op.outputs = self._register_one(x, op, 0)
+
+    def append_op(self, target: Any, args: tuple[Any, ...]) -> Op:
+        """An op with this place on the tape; its outputs are still to come."""
+        return self._append("call_function", target, args, {})
+
+    def register(self, out: Any, op: Op) -> Any:
+        """Tape values for what an op returned."""
+        return self._register(out, op)
+
+    def forget(self, made: Collection[Value], storages: set[int]) -> None:
+        """Values of a body are none outside: `made`, of which `storages` are of the body alone."""
+        self._by_id = {key: v for key, v in self._by_id.items() if v not in made}
+        for storage in {v.storage for v in made}:
+            self._by_storage[storage] = [v for v in self._by_storage[storage] if v not in made]
+        self._inner |= storages
+
+    # ---------------------------------------------------------------- leaf modules
 
     def add_module_op(self, name: str, call: Call) -> Op:
         """A call of a leaf module, as one op."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.fx
 
 from scopetrace import meta
 from scopetrace.calls import ModuleCall
+from scopetrace.graph import Program
 from scopetrace.record.structure import open_container
 from scopetrace.scopes import Scope
 from scopetrace.show.select import level, select_calls
@@ -22,16 +24,24 @@ def document(
 ) -> dict[str, Any]:
     """The inputs, attributes, ops and calls of a trace.
 
-    `scope` is a pattern of scope paths: ops and calls elsewhere are left out. `depth` leaves out deeper calls.
+    `scope` is a pattern of scope paths: ops and calls elsewhere are left out. `depth` leaves out deeper calls. The
+    ops in bodies of higher-order ops follow those of the graph, and have the name of their graph: node names are those
+    of one graph.
     """
     root = calls[0].scope
     chosen = {s.path for s in root.walk() if level(s, scope) is not None}
-    ops = [n for n in graph.nodes if n.op.startswith("call_") and (meta.scope_path(n) or root.path) in chosen]
+    graphs = [("", graph), *_bodies(calls[0].program)]
+    ops = [
+        _op(n, root) | ({"graph": name} if name else {})
+        for name, inner in graphs
+        for n in inner.nodes
+        if n.op.startswith("call_") and (meta.scope_path(n) or root.path) in chosen
+    ]
     return {
         "model": root.path,
         "inputs": [{"name": n.name, **_type(n)} for n in graph.nodes if n.op == "placeholder"],
         "attributes": [{"name": n.name, "target": n.target, **_type(n)} for n in graph.nodes if n.op == "get_attr"],
-        "ops": [_op(node, root) for node in ops],
+        "ops": ops,
         "calls": [_call(call) for call in select_calls(calls, depth, scope)],
         "outputs": plain_data(calls[0].outputs),
     }
@@ -46,6 +56,13 @@ def _lines(value: Any) -> str:
     if not isinstance(value, list) or not value:
         return json.dumps(value, allow_nan=False)
     return "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
+
+
+def _bodies(program: Program, outer: str = "") -> Iterator[tuple[str, torch.fx.Graph]]:
+    """The graphs of bodies with the paths of their GraphModules: `true_graph_0.body_graph_0`."""
+    for name, body in program.bodies.items():
+        yield outer + name, body.graph
+        yield from _bodies(body, f"{outer}{name}.")
 
 
 def _op(node: torch.fx.Node, root: Scope) -> dict[str, Any]:

@@ -111,16 +111,18 @@ class Folder:
     def _sign(self, section: Section) -> Signed:
         names = _Names(section, self._tree, self._constants)
         text: list[Any] = [section.user_scope]
-        if not section.user_scope:
+        if _is_call(section):
             text = [section.call.module_type, section.call.is_leaf, type(section.call.raised)]
             text += [(key, _wiring(x, names)) for key, x in section.call.arguments.items()]
         for item in section.items:
             if isinstance(item, Op):
-                text.append(self._op(item, names))
+                text.append((self._op(item, names), *(self.signature(body) for body in item.bodies)))
             else:
                 inner = self._signed[id(item)]
                 text.append((inner.signature, item.first - section.first, *map(names, inner.outside)))
-        if not section.user_scope:
+        if section.program is not None:
+            text.append(_wiring(section.program.output.args[0], names))
+        elif not section.user_scope:
             text.append(_wiring(section.call.outputs, names))
         signature = self._numbers.setdefault(tuple(text), len(self._numbers))
         return Signed(signature, names.outside)
@@ -139,6 +141,10 @@ class _Names:
         self._prefix = module_prefix(section)
         self._found: dict[torch.fx.Node, str] = {}
         self.outside: list[torch.fx.Node] = []
+        if section.program is not None:  # a body takes nothing from outside but its operands
+            taken = section.program.graph.find_nodes(op="placeholder")
+            self._found = {node: f"operand {i}: {type_text(meta.value(node))}" for i, node in enumerate(taken)}
+        self._found |= dict.fromkeys(tree.bodies, "body")
 
     def __call__(self, node: torch.fx.Node) -> str:
         op, slot = self._tree.ops.get(node, (None, 0))
@@ -184,4 +190,4 @@ def _wiring(x: Any, names: _Names) -> Any:
 
 
 def _is_call(item: Any) -> bool:
-    return isinstance(item, Section) and not item.user_scope
+    return isinstance(item, Section) and not item.user_scope and item.program is None

@@ -28,6 +28,7 @@ import torch.fx
 
 from scopetrace import meta
 from scopetrace.calls import ModuleCall
+from scopetrace.graph import Program
 from scopetrace.show.fold import CONSTANT, Folder, Run, module_prefix
 from scopetrace.show.select import matches, unmatched
 from scopetrace.show.tree import Op, Section, Tree
@@ -98,6 +99,8 @@ class _Writer:
     def _section(self, section: Section, indent: str, depth: int, label: str) -> Iterator[str]:
         if section.user_scope:
             yield f'{indent}scope("{label}")'
+        elif section.program is not None:
+            yield indent + _body_header(section.program, label)
         elif self._is_closed(section, depth):
             inside = [] if section.call.is_leaf else [_count(section.op_count, "op")]
             yield indent + self._header(section, label, *inside)
@@ -110,6 +113,8 @@ class _Writer:
         for run in self._folder.runs(section.items):
             if isinstance(run.members[0], Op):
                 yield indent + _INDENT + _op_line(run.members[0], name)
+                for body in run.members[0].bodies:
+                    yield from self._section(body, indent + 2 * _INDENT, depth, body.body)
             else:
                 yield from self._sections(run, indent + _INDENT, depth, _label, shown)
 
@@ -177,10 +182,22 @@ def _op_line(op: Op, name: Namer) -> str:
     return text if value is None and not op.node.users else f"{typed(op.node)} = {text}"
 
 
+def _body_header(program: Program, label: str) -> str:
+    """`true_graph_0(%x: f32[4]) -> (%cos: f32[4],)`: all that a body takes and gives."""
+    given = ", ".join(typed(n) for n in program.graph.find_nodes(op="placeholder"))
+    return f"{label}({given}) -> {value_text(program.output.args[0], typed)}"
+
+
 def _in_place(node: torch.fx.Node, prefix: str | None) -> str:
     """A node where it is used; what belongs to the module whose attributes begin with `prefix`, as `self.weight`."""
     target = str(node.target)
-    if node.op != "get_attr" or prefix is None or not target.startswith(prefix) or target.startswith(CONSTANT):
+    if (
+        node.op != "get_attr"
+        or prefix is None
+        or meta.value(node) is None
+        or not target.startswith(prefix)
+        or target.startswith(CONSTANT)
+    ):
         return named(node)
     return f"self.{target.removeprefix(prefix)}"
 

@@ -13,6 +13,7 @@ import torch.fx
 from scopetrace import meta
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace.calls import ModuleCall
+from scopetrace.graph import Program
 from scopetrace.record.structure import leaves
 
 
@@ -25,18 +26,24 @@ class Op:
     """Its position among the ops of the tree."""
     parts: dict[int, torch.fx.Node] = dataclasses.field(default_factory=dict)
     """For an op of several results: slot -> the `getitem` node."""
+    bodies: list[Section] = dataclasses.field(default_factory=list)
+    """Of a higher-order op, what it runs."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Section:
-    """A module call or a user scope, and what happened in it."""
+    """A module call, a user scope, or the body of a higher-order op, and what happened in it."""
 
     path: str
     """The scope's path."""
     call: ModuleCall
-    """The call itself; for a user scope, the call that it is in."""
+    """The call itself; for a user scope or body, the call that it is in."""
     user_scope: str = ""
     """The name of a user scope; empty for a call."""
+    body: str = ""
+    """The name of the graph of a body."""
+    program: Program | None = None
+    """The body."""
     items: list[Op | Section] = dataclasses.field(default_factory=list)
     first: int = 0
     """The number of the first op in it; the ops in it have the numbers from `first` to `stop` - 1."""
@@ -53,7 +60,14 @@ class Section:
         while pending:
             section = pending.pop()
             yield section
-            pending += [item for item in reversed(section.items) if isinstance(item, Section)]
+            pending += [item for item in reversed(list(section.contents())) if isinstance(item, Section)]
+
+    def contents(self) -> Iterator[Op | Section]:
+        """The items, and after an op its bodies."""
+        for item in self.items:
+            yield item
+            if isinstance(item, Op):
+                yield from item.bodies
 
 
 class Tree:
@@ -63,66 +77,31 @@ class Tree:
         self.calls = calls
         self.ops: dict[torch.fx.Node, tuple[Op, int]] = {}
         """Node -> its op, and its slot among the op's results."""
-        self._sections = [Section(call.scope.path, call) for call in calls]
-        self._attached = 1  # the calls before this one are in the section of their parent
-        nodes = _nodes_of(calls)
-        self._order = {node: i for i, node in enumerate(nodes)}
-        self._fill(_places(nodes))
-        self.root = self._sections[0]
+        self.bodies: set[torch.fx.Node] = set()
+        """The nodes that stand for bodies of higher-order ops among their arguments."""
+        self.root = Section(calls[0].scope.path, calls[0])
+        self._fill(calls[0].program, self.root)
         self._number()
 
-    # ---------------------------------------------------------------- building
+    def _fill(self, program: Program, top: Section) -> None:
+        """Put in `top` what a graph has: for each higher-order op, the bodies too."""
+        for op in _Filling(self, program, top).run():
+            for node in op.node.all_input_nodes:
+                body = program.bodies.get(str(node.target)) if node.op == "get_attr" else None
+                if body is not None:
+                    self.bodies.add(node)
+                    section = Section(body.tape.root.path, self._call_of(op.node), "", str(node.target), body)
+                    op.bodies.append(section)
+                    self._fill(body, section)
 
-    def _fill(self, places: list[tuple[torch.fx.Node, int, str]]) -> None:
-        """Put every op in the section of its call, and every call in that of its parent, in the order of the graph."""
-        starts = self._silent_calls(places)
-        self._attach_silent(starts, -1)
-        for order, (node, position, path) in enumerate(places):
-            self._attach_until(position)
-            self._add_op(node, self._sections[position], path)
-            self._attach_silent(starts, order)
-        self._attach_until(len(self.calls) - 1)
-
-    def _add_op(self, node: torch.fx.Node, section: Section, path: str) -> None:
-        taken = _taken(node)
-        if taken is not None and taken[0] in self.ops:
-            op, slot = self.ops[taken[0]][0], taken[1]
-            op.parts[slot] = node
-        else:
-            op, slot = Op(node, 0), 0
-            _inside(section, path).items.append(op)
-        self.ops[node] = (op, slot)
-
-    def _attach_until(self, position: int) -> None:
-        while self._attached <= position:
-            section = self._sections[self._attached]
-            parent, scope = section.call.parent, section.call.scope.parent
-            assert parent is not None and scope is not None
-            _inside(self._sections[parent.position], scope.path).items.append(section)
-            self._attached += 1
-
-    def _silent_calls(self, places: list[tuple[torch.fx.Node, int, str]]) -> dict[int, int]:
-        """The calls in which no op ran (`Identity`), with the place in the graph of their last argument."""
-        busy = {position for _, position, _ in places}
-        for call in reversed(self.calls):
-            if call.parent is not None and call.position in busy:
-                busy.add(call.parent.position)
-        found = {}
-        for call in self.calls:
-            if call.position not in busy:
-                given = leaves(call.arguments, torch.fx.Node)
-                found[call.position] = max((self._order.get(node, -1) for node in given), default=-1)
-        return found
-
-    def _attach_silent(self, starts: dict[int, int], done: int) -> None:
-        """A call without ops stands where its arguments are there."""
-        while self._attached in starts and starts[self._attached] <= done:
-            self._attach_until(self._attached)
+    def _call_of(self, node: torch.fx.Node) -> ModuleCall:
+        position = meta.call_position(node)
+        return next((call for call in self.calls if call.position == position), self.calls[0])
 
     def _number(self) -> None:
         """Number the ops in the order of the tree."""
         count = 0
-        opened: list[tuple[Section, Iterator[Op | Section]]] = [(self.root, iter(self.root.items))]
+        opened: list[tuple[Section, Iterator[Op | Section]]] = [(self.root, self.root.contents())]
         while opened:
             section, items = opened[-1]
             item = next(items, None)
@@ -134,14 +113,84 @@ class Tree:
                 count += 1
             else:
                 item.first = count
-                opened.append((item, iter(item.items)))
+                opened.append((item, item.contents()))
 
 
-def _nodes_of(calls: list[ModuleCall]) -> list[torch.fx.Node]:
-    """The ops of the graph in order."""
-    made = calls[0].nodes
-    everything = made[0].graph.nodes if made else ()
-    return [n for n in everything if n.op in ("call_function", "call_module", "call_method")]
+class _Filling:
+    """Puts every op of a graph in the section of its call, and every call in that of its parent, in graph order."""
+
+    def __init__(self, tree: Tree, program: Program, top: Section) -> None:
+        self._tree = tree
+        self._top = top
+        self._calls = [call for call in tree.calls if call.program is program]
+        self._sections = {call.position: Section(call.scope.path, call) for call in self._calls}
+        self._attached = 0  # the calls before this one are in the section of their parent
+        if not program.tape.is_body:
+            self._sections[self._calls[0].position] = top
+            self._attached = 1
+        nodes = [n for n in program.graph.nodes if n.op in ("call_function", "call_module", "call_method")]
+        self._order = {node: i for i, node in enumerate(nodes)}
+        self._places = _places(nodes)
+
+    def run(self) -> list[Op]:
+        """The ops, in the order of the graph."""
+        starts = self._silent_calls()
+        found: list[Op] = []
+        self._attach_silent(starts, -1)
+        for order, (node, position, path) in enumerate(self._places):
+            self._attach_until(position)
+            found += self._add_op(node, self._section(position), path)
+            self._attach_silent(starts, order)
+        if self._calls:
+            self._attach_until(self._calls[-1].position)
+        return found
+
+    def _section(self, position: int) -> Section:
+        """Of a call in this graph; what belongs to a call around it is at the top."""
+        return self._sections.get(position, self._top)
+
+    def _add_op(self, node: torch.fx.Node, section: Section, path: str) -> list[Op]:
+        """The new op, if it is one."""
+        ops = self._tree.ops
+        taken = _taken(node)
+        if taken is not None and taken[0] in ops:
+            op, slot = ops[taken[0]][0], taken[1]
+            op.parts[slot] = node
+            ops[node] = (op, slot)
+            return []
+        op = Op(node, 0)
+        _inside(section, path).items.append(op)
+        ops[node] = (op, 0)
+        return [op]
+
+    def _attach_until(self, position: int) -> None:
+        while self._attached < len(self._calls) and self._calls[self._attached].position <= position:
+            call = self._calls[self._attached]
+            parent, scope = call.parent, call.scope.parent
+            assert parent is not None and scope is not None
+            _inside(self._section(parent.position), scope.path).items.append(self._sections[call.position])
+            self._attached += 1
+
+    def _silent_calls(self) -> dict[int, int]:
+        """The calls in which no op ran (`Identity`), with the place in the graph of their last argument."""
+        busy = {position for _, position, _ in self._places}
+        for call in reversed(self._calls):
+            if call.parent is not None and call.position in busy:
+                busy.add(call.parent.position)
+        found = {}
+        for call in self._calls:
+            if call.position not in busy:
+                given = leaves(call.arguments, torch.fx.Node)
+                found[call.position] = max((self._order.get(node, -1) for node in given), default=-1)
+        return found
+
+    def _attach_silent(self, starts: dict[int, int], done: int) -> None:
+        """A call without ops stands where its arguments are there."""
+        while self._attached < len(self._calls):
+            position = self._calls[self._attached].position
+            if starts.get(position, done + 1) > done:
+                return
+            self._attach_until(position)
 
 
 def _taken(node: torch.fx.Node) -> tuple[torch.fx.Node, int] | None:

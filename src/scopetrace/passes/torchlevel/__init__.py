@@ -9,13 +9,14 @@ import torch.fx
 
 from scopetrace.errors import FunctionalizationError
 from scopetrace.passes.functionalize import Functionalizer, functionalize
+from scopetrace.passes.layout import draws_differ
 from scopetrace.passes.overlap import refuse_overlap
 from scopetrace.passes.refusal import refusal
+from scopetrace.passes.rewriter import writes
 from scopetrace.passes.torchlevel.lift import lift
 from scopetrace.passes.torchlevel.step import Renew, Step
 from scopetrace.passes.torchlevel.stepping import Stretch, record_steps
 from scopetrace.record.tape import Op, Tape
-from scopetrace.record.twins import draws_differ
 
 
 def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, Tape]:
@@ -34,7 +35,7 @@ def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[
     """
     tape, stretches = record_steps(gm, args, with_trials=True)
     lifted, origin = lift(tape, stretches)
-    if not any(op.writes for op in lifted.ops):
+    if not writes(lifted):
         return tape, lifted
     work = _TorchLevel(lifted)
     try:

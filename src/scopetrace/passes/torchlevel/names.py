@@ -34,6 +34,9 @@ def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
             copies[node] = _add(graph, node, calls, copies)
     graph.lint()
     gm.graph = graph
+    for inner in gm.children():  # the bodies of higher-order ops
+        if isinstance(inner, torch.fx.GraphModule):
+            name_torch_functions(inner, tape)
 
 
 _BEFORE = object()

@@ -100,6 +100,11 @@ class _Stepper(torch.fx.Interpreter):
         self.recorder = recorder
         self.with_trials = with_trials
         self.stretches: list[Stretch] = []
+        recorder.run_graph = self._run_body
+
+    def _run_body(self, gm: torch.fx.GraphModule, args: Any) -> Any:
+        """The body of a higher-order op."""
+        return _Body(gm, self.recorder).run(*args)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
@@ -126,12 +131,7 @@ class _Stepper(torch.fx.Interpreter):
 
     def _place(self, stretch: Stretch, ops: list[Op]) -> None:
         """The ops of a node come from where the node comes from; those of its own module calls know better."""
-        root = self.recorder.tape.root
-        stretch.scope = scope_of_node(stretch.node, root)
-        for op in ops:
-            if op.scope is root:
-                op.scope = stretch.scope
-            op.frames = stretch.node.stack_trace or op.frames
+        stretch.scope = _placed(stretch.node, ops, self.recorder.tape.root)
 
     def _learn(self, stretch: Stretch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         stretch.args, stretch.kwargs = self._values(args), self._values(kwargs)
@@ -157,6 +157,30 @@ class _Stepper(torch.fx.Interpreter):
         finally:
             tape.ops[mark:] = [op for op in tape.ops[mark:] if op.kind == "get_attr"]
             del tape.calls[calls:]
+
+
+class _Body(torch.fx.Interpreter):
+    """Runs a graph inside of the graph."""
+
+    def __init__(self, gm: torch.fx.GraphModule, recorder: Recorder) -> None:
+        super().__init__(gm)
+        self.recorder = recorder
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        start = len(self.recorder.tape.ops)
+        out = super().run_node(n)
+        _placed(n, self.recorder.tape.ops[start:], self.recorder.state.current_scope)
+        return out
+
+
+def _placed(node: torch.fx.Node, ops: list[Op], root: Scope) -> Scope:
+    """Say of ops that they come from where `node` does, below `root`."""
+    scope = scope_of_node(node, root)
+    for op in ops:
+        if op.scope is root:
+            op.scope = scope
+        op.frames = node.stack_trace or op.frames
+    return scope
 
 
 def _run(kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
