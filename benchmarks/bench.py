@@ -5,9 +5,10 @@
     python -m benchmarks.bench --only speed,profile --models bert-base
 
 Parts: `speed` (BERT-base, ViT-B/16, ResNet-152: every runner in turn in one process, best of the rounds, with
-grad mode on and off), `profile` (where a trace spends its time), `functional` (the functional pass's share of a trace,
-its cost by write, `st.functionalize` beside AOTAutograd and torch.export), `llama` (the shape of Llama-70B on the meta
-device: time, memory), `ops` (cost by op from 1,000 to 100,000 ops, each in a fresh process).
+grad mode on and off), `dynamic` (the same models with a dynamic batch, beside a static trace), `profile` (where a trace
+spends its time), `functional` (the functional pass's share of a trace, its cost by write, `st.functionalize` beside
+AOTAutograd and torch.export), `llama` (the shape of Llama-70B on the meta device: time, memory), `ops` (cost by op from
+1,000 to 100,000 ops, each in a fresh process).
 """
 
 import argparse
@@ -20,7 +21,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Result = dict[str, Any]
 
-PARTS = ("speed", "profile", "functional", "llama", "ops")
+PARTS = ("speed", "dynamic", "profile", "functional", "llama", "ops")
 MODELS = ("bert-base", "vit-b16", "resnet152")
 RUNNERS = ("trace", "trace+graph_module")
 SLOW = "export+run_decompositions"
@@ -81,6 +82,21 @@ def show_speed(result: Result) -> None:
         say(name, "failed: " + reason)
     for name, value in result["parts"].items():
         say("  " + name, f"{value * 1e3:.1f}")
+
+
+def run_dynamic(options: argparse.Namespace) -> None:
+    """What symbolic sizes cost."""
+    for model in options.models:
+        rounds = options.rounds or (2 if options.quick else 5)
+        result = job("dynamic", model=model, rounds=rounds)
+        print(f"\n{model}, dynamic batch, torch.no_grad(), best of {rounds} rounds in turn")
+        say("", result.get("error") or "best ms", "over static", "over trace", "over trace+gm")
+        best: dict[str, float] = result.get("best", {})
+        for name, value in best.items():
+            others = ("", "") if name.startswith("trace") else (over(value, best.get(r)) for r in RUNNERS)
+            say(name, f"{value * 1e3:.1f}", over(value, best.get("trace, static")), *others)
+        for name, reason in result.get("failed", {}).items():
+            say(name, "failed: " + reason)
 
 
 def run_profile(options: argparse.Namespace) -> None:
@@ -191,7 +207,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, comma-separated, of {', '.join(PARTS)}")
     parser.add_argument(
-        "--models", default=",".join(MODELS), help="models of speed, profile and functional, comma-separated"
+        "--models", default=",".join(MODELS), help="models of speed, dynamic, profile and functional, comma-separated"
     )
     parser.add_argument("--rounds", type=int, help="rounds of speed")
     parser.add_argument("--layers", type=int, default=80, help="layers of the Llama")
@@ -209,6 +225,7 @@ def main(argv: list[str] | None = None) -> int:
     options = parse(argv)
     runs = {
         "speed": run_speed,
+        "dynamic": run_dynamic,
         "profile": run_profile,
         "functional": run_functional,
         "llama": run_llama,

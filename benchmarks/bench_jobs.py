@@ -24,7 +24,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from benchmarks import functional_jobs, models
-from benchmarks.timing import seconds
+from benchmarks.timing import best_in_turn, seconds
 
 Result = dict[str, Any]
 
@@ -88,6 +88,25 @@ def speed(model: str, grad: bool, rounds: int, slow_peers: bool) -> Result:
     median = {name: statistics.median(ts) for name, ts in times.items()}
     split = {key: min(p[key] for p in by_part) for key in by_part[0]} if by_part else {}
     return {"best": best, "median": median, "failed": failed, "parts": split, "nodes": _nodes(st, net, args)}
+
+
+def dynamic(model: str, rounds: int) -> Result:
+    """A trace with a dynamic batch beside one without, and torch.export with the same batch; all in turn."""
+    st: Any = models.import_scopetrace()
+    net, args = models.MODELS[model]()
+    args = tuple(torch.cat([a] * 3) for a in args)
+    shapes = tuple({0: torch.export.Dim("batch")} for _ in args)
+    export = functools.partial(torch.export.export, net, args, dynamic_shapes=shapes)
+    runners: dict[str, Callable[[], Any]] = {
+        "trace, static": lambda: st.trace(net, args),
+        "trace": lambda: st.trace(net, args, dynamic_shapes=shapes),
+        "trace+graph_module": lambda: st.trace(net, args, dynamic_shapes=shapes).graph_module,
+        "export": export,
+        "export+run_decompositions": lambda: export().run_decompositions({}),
+    }
+    with torch.no_grad():
+        best, failed = best_in_turn(runners, rounds)
+    return {"best": best, "failed": failed}
 
 
 def _round(name: str, fn: Callable[[], Any], times: dict[str, list[float]], failed: dict[str, str], n: int) -> None:
@@ -220,7 +239,7 @@ def ops(count: int, runner: str, rounds: int) -> Result:
 JOBS: dict[str, Callable[..., Result]] = {
     job.__name__: job
     for job in (
-        *(speed, profile, llama_time, llama_python_memory, llama_process_memory, ops),
+        *(speed, dynamic, profile, llama_time, llama_python_memory, llama_process_memory, ops),
         *(functional_jobs.functional_share, functional_jobs.functional_writes, functional_jobs.functionalizers),
     )
 }

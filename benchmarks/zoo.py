@@ -4,6 +4,7 @@
     python -m benchmarks.zoo --only 'hf:*moe*' --no-export
     python -m benchmarks.zoo --resume             # go on after an interruption
     python -m benchmarks.zoo --report-only        # print the last table again
+    python -m benchmarks.zoo --dynamic            # one trace with dynamic sizes, run at five other sizes
 
 Columns:
     1st s     seconds of `st.trace` on a model that never ran
@@ -38,7 +39,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __package__ in {None, ""}:
     sys.path[0] = str(ROOT)
 
-from benchmarks import opdiff, report  # noqa: E402
+from benchmarks import dynamic, opdiff, report  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -50,6 +51,7 @@ class Worker:
         """Start it."""
         command = [sys.executable, "-m", "benchmarks.worker", "--zoo", str(options.zoo), *names]
         command += ["--no-export"] * (options.no_export or options.reuse_export) + ["--mutable"] * options.mutable
+        command += ["--dynamic"] * options.dynamic
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.timeout = options.timeout
         self.process = subprocess.Popen(
@@ -137,7 +139,7 @@ class Run:
             finish_row(row, self.options)
             self.rows[row["model"]] = row
             append(self.options.out, row)
-            if row.get("export") and not row.get("export_reused"):
+            if row.get("export") and not self.options.dynamic and not row.get("export_reused"):
                 append(export_file(self.options.out), {"model": row["model"], "export": row["export"]})
             ours, export = row.get("ours", {}), row.get("export", {})
             state = "ok" if ours.get("ok") else "MISS " + report.reasons(ours, row)[0][:150]
@@ -161,7 +163,7 @@ def finish_row(row: Row, options: argparse.Namespace) -> None:
     if options.reuse_export and row["model"] in options.earlier:
         row["export"] = options.earlier[row["model"]]
         row["export_reused"] = True
-    if "ours" in row and "export" in row:
+    if "ours" in row and "export" in row and not options.dynamic:
         row.update(opdiff.compare_ops(row["ours"], row["export"]))
 
 
@@ -191,14 +193,17 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--chunk", type=int, default=10, help="models for each process")
     parser.add_argument("--timeout", type=float, default=600, help="seconds without a sign of life")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "zoo.jsonl")
+    parser.add_argument("--out", type=pathlib.Path, help="where the rows go; benchmarks/results/zoo.jsonl, or dynamic")
+    parser.add_argument("--dynamic", action="store_true", help="dynamic sizes: the table of benchmarks.dynamic")
     parser.add_argument("--resume", action="store_true", help="keep the rows of --out, do the others")
     parser.add_argument("--retry", action="store_true", help="with --resume: do those again that we missed")
     parser.add_argument("--no-export", action="store_true", help="leave torch.export's column out")
     parser.add_argument("--reuse-export", action="store_true", help="torch.export's column of earlier runs")
     parser.add_argument("--mutable", action="store_true", help="trace with functional=False")
     parser.add_argument("--report-only", action="store_true", help="only print the table of --out")
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    options.out = options.out or ROOT / "benchmarks" / "results" / ("dynamic.jsonl" if options.dynamic else "zoo.jsonl")
+    return options
 
 
 def earlier_rows(options: argparse.Namespace) -> dict[str, Row]:
@@ -229,7 +234,7 @@ def main(argv: list[str] | None = None) -> int:
         start_output(options.out, rows)
         run_all([n for n in names if n not in rows], rows, options)
     ordered = [rows[n] for n in names if n in rows]
-    print("\n" + report.report(ordered) if ordered else "no models")
+    print("\n" + (dynamic.report_rows if options.dynamic else report.report)(ordered) if ordered else "no models")
     return int(any(report.is_ok(r, "export") and not report.is_ok(r, "ours") for r in ordered))
 
 

@@ -1,13 +1,20 @@
 """Sizes that differ from call to call: what is recorded, what a call checks, and that every size equals eager."""
 
+import copy
+import dataclasses
+import pickle
+import re
+
 import pytest
 import torch
+import torch.nn.functional as F
 from compare import assert_like_eager
 from torch import nn
 from torch.export import Dim, ShapesCollection
 
 import scopetrace as st
 from scopetrace.errors import DynamicShapeError, InputMismatchError
+from scopetrace.show.values import type_text
 
 
 class Net(nn.Module):
@@ -225,10 +232,205 @@ def test_mutation_at_any_size(fn, make, shapes):
         assert_like_eager(fn, tr, make(n))
 
 
+def body(call):
+    """The ops of a call, its values numbered in the order in which they turn up, sizes as expressions."""
+    numbers = {}
+
+    def number(x):
+        if isinstance(x, torch.fx.Node):
+            inside = "" if x.op != "get_attr" else str(x.target).removeprefix(call.fqn)
+            return inside or f"%{numbers.setdefault(x, len(numbers))}"
+        return x
+
+    return [
+        (str(n.target), torch.fx.node.map_arg((n.args, n.kwargs), number), number(n), type_text(n.meta["val"]))
+        for n in call.nodes
+        if n.op == "call_function"
+    ]
+
+
 def test_calls_of_equal_layers_have_equal_bodies():
-    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(3)]).eval()
+    model = nn.Sequential(*[nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(4)])
     shapes = ({0: Dim("batch"), 1: Dim("length")},)
     tr = st.trace(model, (torch.randn(2, 5, 8),), dynamic_shapes=shapes)
-    assert "×2 as TransformerEncoderLayer[0]" in str(tr) or "×1 as TransformerEncoderLayer[1]" in str(tr)
+    # The first call stands apart, for it is where the sizes of the input are asked for.
+    layers = [c for c in tr.calls if c.parent is tr.calls[0]]
+    first, second, third, fourth = (body(c) for c in layers)
+    assert "batch" in str(second)
+    assert second == third == fourth
+    assert [op[0] for op in first if "sym_size" not in op[0]] == [op[0] for op in second if "sym_size" not in op[0]]
     for batch, length in ((1, 5), (3, 2), (4, 9)):
-        tr.check((torch.randn(batch, length, 8),))
+        tr(torch.randn(batch, length, 8))
+
+
+# ---------------------------------------------------------------- what a trace says of its sizes
+
+
+def test_the_text_has_the_names_of_dims():
+    shapes = {"x": {0: Dim("batch"), 1: Dim("length")}, "y": {0: Dim("batch")}}
+    tr = st.trace(Net(), inputs(3), dynamic_shapes=shapes)
+    assert (
+        f"{tr}\n"
+        == """\
+Net: 7 ops, 2 module calls, 2 parameters (20 elements)
+Net(x=%x: f32[batch, length, 4], y=%y: f32[batch, 3]) -> (%add: f32[batch, 4*length], %mul: Sym(2*batch))
+  Linear[fc](input=%x: f32[batch, length, 4]) -> %linear: f32[batch, length, 4]
+    %linear: f32[batch, length, 4] = aten.linear(%x, self.weight, self.bias)
+  %view: f32[batch*length, 4] = aten.view(%linear, [-1, 4])
+  %sym_size_int: Sym(batch) = aten.sym_size.int(%x, 0)
+  %reshape: f32[batch, 4*length] = aten.reshape(%view, [%sym_size_int, -1])
+  %sum_1: f32[] = aten.sum(%y)
+  %add: f32[batch, 4*length] = aten.add.Tensor(%reshape, %sum_1)
+  %mul: Sym(2*batch) = operator.mul(2, %sym_size_int)
+"""
+    )
+
+
+def test_range_constraints_are_those_of_an_exported_program():
+    x = torch.randn(6, 4)
+    shapes = {"x": {0: Dim("n", min=2, max=9), 1: Dim("m")}}
+    ranges = st.trace(Once(), (x,), dynamic_shapes=shapes).range_constraints
+    exported = torch.export.export(Once(), (x,), dynamic_shapes=shapes).range_constraints
+    assert sorted(map(str, ranges.values())) == sorted(map(str, exported.values())) == ["VR[0, int_oo]", "VR[2, 9]"]
+    assert st.trace(Once(), (x,)).range_constraints == {}
+
+
+@pytest.mark.parametrize("copied", [lambda tr: pickle.loads(pickle.dumps(tr)), copy.deepcopy, lambda tr: tr])
+def test_a_copy_checks_sizes_just_as_well(copied, tmp_path):
+    shapes = {"x": {0: 2 * Dim("half"), 1: Dim("length", max=7)}, "y": {0: 2 * Dim("half")}}
+    tr = st.trace(Net(), inputs(6), dynamic_shapes=shapes)
+    tr.save(tmp_path / "net.st")
+    for again in (copied(tr), copied(st.load(tmp_path / "net.st"))):
+        again.lint()
+        assert str(again) == str(tr)
+        assert again.range_constraints == tr.range_constraints
+        args = inputs(4, 6)
+        torch.testing.assert_close(again(*args), tr(*args))
+        for wrong, message in ((inputs(3), "of the form 2*half"), (inputs(2, 8), "is 8 and must be at most 7")):
+            with pytest.raises(InputMismatchError, match=re.escape(message)):
+                again(*wrong)
+
+
+def test_a_loaded_trace_keeps_the_guards(tmp_path):
+    tr = st.trace(lambda x: x * 2 if x.shape[0] > x.shape[1] else x, (torch.randn(6, 4),), dynamic_shapes=(AUTO,))
+    tr.save(tmp_path / "f.st")
+    again = st.load(tmp_path / "f.st")
+    again(torch.randn(9, 8))
+    with pytest.raises(InputMismatchError, match="the trace holds for"):
+        again(torch.randn(8, 9))
+
+
+AUTO = {0: Dim.AUTO, 1: Dim.AUTO}
+
+
+# ---------------------------------------------------------------- other arguments
+
+
+def rows(x, n, *, more=1):
+    x[:n].mul_(2)
+    return x.view(n, -1) + more, n * more
+
+
+def test_whole_numbers_can_be_dynamic():
+    tr = st.trace(rows, (torch.randn(12), 4), {"more": 5}, dynamic_shapes={"n": Dim.DYNAMIC, "more": Dim.AUTO})
+    placeholders = [n.name for n in tr.graph_module.graph.nodes if n.op == "placeholder"]
+    assert placeholders == ["x", "n", "more"]
+    tr.lint()
+    for n, more in ((6, 2), (1, 0), (12, -3)):
+        assert_like_eager(
+            lambda x, n=n, more=more: rows(x, n, more=more),
+            lambda x, n=n, more=more: tr(x, n, more=more),
+            (torch.randn(12),),
+        )
+    for wrong in (5, 13, -1, 2.0, True):
+        with pytest.raises(InputMismatchError, match=r"\bn\b|argument 1"):
+            tr(torch.randn(12), wrong, more=1)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [(Dim("n"), "has the Dim n for n, which is a whole number"), (5, "n is 4 in the example, and 5"), ("x", "none of")],
+)
+def test_what_a_whole_number_cannot_be(spec, message):
+    with pytest.raises(DynamicShapeError, match=message):
+        st.trace(rows, (torch.randn(12), 4), dynamic_shapes={"n": spec})
+
+
+def test_a_whole_number_that_the_model_fixes():
+    def f(x, n):
+        return x * 2 if n == 4 else x
+
+    with pytest.raises(DynamicShapeError, match="n was said to be dynamic, and the model fixes it at 4"):
+        st.trace(f, (torch.randn(3), 4), dynamic_shapes={"n": Dim.DYNAMIC})
+    tr = st.trace(f, (torch.randn(3), 4), dynamic_shapes={"n": Dim.AUTO})
+    with pytest.raises(InputMismatchError, match="n is 5"):
+        tr(torch.randn(3), 5)
+
+
+@dataclasses.dataclass
+class Pair:
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def test_sizes_in_a_dataclass():
+    def f(pair):
+        return pair.left @ pair.right
+
+    n = Dim("n")
+    make = lambda n: (Pair(torch.randn(3, n), torch.randn(n, 2)),)  # noqa: E731
+    tr = st.trace(f, make(4), dynamic_shapes={"pair": [{1: n}, {0: n}]})
+    tr.check(make(7))
+    with pytest.raises(InputMismatchError, match=r"pair.right: dimension 0 is 3 and must be n = 5"):
+        tr(Pair(torch.randn(3, 5), torch.randn(3, 2)))
+
+
+# ---------------------------------------------------------------- rules of common ops
+
+
+X = torch.randn(4, 6, 8, 8)
+OPS = {
+    "pointwise": lambda x: torch.where(x > 0, x.exp(), x * x.shape[0]) + x[:1, :, :1],
+    "permuted": lambda x: x.permute(0, 2, 3, 1).sigmoid() * 2,
+    "linear": lambda x: F.linear(x, torch.ones(5, 8), torch.ones(5)),
+    "matmul": lambda x: x @ x.transpose(-1, -2),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "norms": lambda x: F.layer_norm(F.batch_norm(x, torch.zeros(6), torch.ones(6)), (8,)),
+    "softmax": lambda x: x.softmax(0) + x.mean((0, -1), keepdim=True),
+    "reshape": lambda x: (x.reshape(-1, 64), x.flatten(1).view(x.shape[0], 2, -1), x.transpose(0, 1).reshape(6, -1)),
+    "images": lambda x: F.max_pool2d(F.conv2d(x, torch.ones(3, 6, 3, 3), padding=1), 2),
+    "channels_last": lambda x: F.conv2d(x.to(memory_format=torch.channels_last), torch.ones(3, 6, 3, 3)).relu(),
+    "views": lambda x: (
+        (x.transpose(1, -1), x[0, 1:5:2, -3:, -1], x[:, 2:], x.permute(3, 0, -2, 1)),
+        (x[..., 0].unsqueeze(-1), x.unsqueeze(0), x[:, 5:2], x[0, 0].t(), (x > 0) & (x < 1), x.float().contiguous()),
+    ),
+    "views of views": lambda x: x[:, 1:, ::3].transpose(2, 3)[:, :, 2].unsqueeze(1)[:, 0, 1:] * 2,
+    "cat": lambda x: torch.cat([x, x[:2], x], 0),
+    "embedding": lambda x: F.embedding((x > 0).long(), torch.ones(2, 5)).amax(1),
+}
+
+
+@pytest.mark.parametrize("fn", OPS.values(), ids=OPS)
+def test_results_have_the_sizes_and_strides_of_eager(fn):
+    tr = st.trace(fn, (X,), dynamic_shapes=({0: Dim("batch", min=1)},))
+    for batch in (1, 2, 3, 7, 20):
+        assert_like_eager(fn, tr, (torch.randn(batch, 6, 8, 8),))
+    found, static = (t.graph_module.graph.output_node().meta["val"] for t in (tr, st.trace(fn, (X,))))
+    example = lambda numbers: [n if type(n) is int else n.node.hint for n in numbers]  # noqa: E731
+    assert [(example(v.size()), example(v.stride()), v.dtype) for v in found] == [
+        (list(v.size()), list(v.stride()), v.dtype) for v in static
+    ]
+
+
+def test_a_rule_does_not_hide_that_two_sizes_must_be_equal():
+    tr = st.trace(lambda a, b: a @ b + a, (torch.randn(3, 4), torch.randn(4, 4)), dynamic_shapes=({1: AUTO[0]}, AUTO))
+    tr(torch.randn(3, 6), torch.randn(6, 6))
+    with pytest.raises(InputMismatchError, match=r"dimension \d is \d and must be|trace holds for"):
+        tr(torch.randn(3, 6), torch.randn(5, 5))
+
+
+def test_a_convolution_chooses_its_kernel_at_each_size():
+    conv = nn.Conv2d(8, 8, 3, groups=8, padding=1)
+    tr = st.trace(conv, (torch.randn(3, 8, 6, 6),), dynamic_shapes=({0: Dim("batch"), 2: Dim("rows")},))
+    for batch, height in ((1, 6), (15, 9), (16, 5), (40, 4)):
+        tr.check((torch.randn(batch, 8, height, 6),))

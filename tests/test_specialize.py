@@ -270,3 +270,13 @@ def test_a_value_that_comes_out_of_a_body_is_refused():
 
     with pytest.raises(st.DataDependentError, match="there is none"):
         st.trace(run, (X,), specialize=True)
+
+
+def test_a_saved_trace_keeps_them_and_refuses_as_well(tmp_path):
+    tr = specialized(Net(), X, N)
+    tr.save(tmp_path / "net.st")
+    loaded = st.load(tmp_path / "net.st")
+    assert (loaded.specializations, loaded.graph_module.code) == (tr.specializations, tr.graph_module.code)
+    torch.testing.assert_close(loaded(X * 5, N), Net()(X * 5, N))
+    with pytest.raises(st.InputMismatchError, match="u1 was 2"):
+        loaded(X, N + 1)

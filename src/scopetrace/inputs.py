@@ -16,8 +16,8 @@ from scopetrace.record.structure import map_structure, match
 from scopetrace.record.tape import Tape, Value
 
 
-def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> list[torch.Tensor]:
-    """The tensors among the arguments, in the order of the placeholders.
+def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> list[Any]:
+    """The tensors among the arguments and then the dynamic numbers, in the order of the placeholders.
 
     With `forward`, arguments may be given by name or by position, and defaults given or left out, as to the model.
     Raises InputMismatchError where the arguments are not those of the trace.
@@ -30,23 +30,24 @@ def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forw
             f"traced with {_count(traced_args, traced_kwargs)}, called with {_count(args, kwargs)}: "
             "pass the same arguments in the same way"
         )
-    found: list[tuple[str, torch.Tensor]] = []
+    found: list[tuple[str, Any]] = []
     for i, (old, new) in enumerate(zip(traced_args, args, strict=True)):
         match(old, new, Value, found, f"argument {i}")
     for name, old in traced_kwargs.items():
         match(old, kwargs[name], Value, found, name)
-    for path, value, (_, tensor) in zip(tape.input_paths, tape.inputs, found, strict=True):
+    tensors = [x for _, x in found if isinstance(x, torch.Tensor)]
+    numbers = [x for _, x in found if not isinstance(x, torch.Tensor)]
+    for path, value, tensor in zip(tape.input_paths, tape.inputs, tensors, strict=True):
         _check_tensor(path, value.fake, tensor)
         if value.storage in tape.anchored and tensor.storage_offset() != value.offset:
             raise InputMismatchError(
                 f"{path}: began at element {value.offset} of its memory when traced and begins at "
                 f"{tensor.storage_offset()} now, and as_strided counts from the start; clone() it"
             )
-    tensors = [t for _, t in found]
     if tape.sizes is not None:
-        tape.sizes.check(tape.input_paths, tensors)
+        tape.sizes.check(tensors, numbers)
     _check_sharing(tape, tensors)
-    return tensors
+    return [*tensors, *numbers]
 
 
 def _in_traced_form(
@@ -110,27 +111,25 @@ class Boundary:
         self.forward = forward
         self.state = LiveState(tape, graph_module)
 
-    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-        """The tensors that the graph takes. The graph module gets those that the model holds now."""
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The tensors and numbers that the graph takes. The graph module gets those that the model holds now."""
         tensors = match_inputs(self.tape, args, kwargs, self.forward)
         self.state.refresh()
         return tensors
 
-    def leave(self, tensors: Sequence[torch.Tensor], values: Sequence[Any]) -> Any:
+    def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
         """The result of the program, from what the graph gave; what the program changes outside is changed."""
         count = len(given(self.tape))
         program, found = self.tape.write_back, values[:count]
-        results = iter(
-            found if program is None else program.run(tensors, self.state.held, found, self._number(tensors))
-        )
+        results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))
         out = map_structure(lambda _: next(results), self.tape.outputs, (Value, *Symbolic))
         self.state.write(iter(values[count:]))
         return out
 
-    def _number(self, tensors: Sequence[torch.Tensor]) -> Callable[[Any], Any]:
+    def _number(self, inputs: Sequence[Any]) -> Callable[[Any], Any]:
         """Gives the value of a symbolic size in a call with these inputs."""
-        rules = self.tape.sizes
-        return (lambda n: n) if rules is None else rules.numbers(self.tape.input_paths, tensors)
+        rules, count = self.tape.sizes, len(self.tape.inputs)
+        return (lambda n: n) if rules is None else rules.values(inputs[:count], inputs[count:])
 
 
 class LiveState:

@@ -93,9 +93,9 @@ def _tape_problems(program: Program) -> Iterator[str]:
 
 def _boundary_problems(program: Program) -> Iterator[str]:
     placeholders = sum(n.op == "placeholder" for n in program.graph.nodes)
-    tensors = len(program.tape.inputs)
-    if not program.tape.is_body and placeholders != tensors:
-        yield f"the graph has {placeholders} placeholders for {tensors} input tensors"
+    inputs = len(program.tape.inputs) + len(program.tape.numbers)
+    if not program.tape.is_body and placeholders != inputs:
+        yield f"the graph has {placeholders} placeholders for {inputs} inputs"
     for name, body in program.bodies.items():
         taken = sum(n.op == "placeholder" for n in body.graph.nodes)
         for node in program.graph.find_nodes(op="get_attr", target=name):

@@ -122,10 +122,10 @@ class Trace:
         Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
         those of the trace, tensors share memory in another way, or a value that the trace is specialized on differs.
         """
-        tensors = self.boundary.enter(args, kwargs)
+        inputs = self.boundary.enter(args, kwargs)
         with _without_autocast(), specialized(self.specializations):
-            values = self.graph_module(*tensors)
-        return self.boundary.leave(tensors, values)
+            values = self.graph_module(*inputs)
+        return self.boundary.leave(inputs, values)
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call, with `graph` in the place of the graph: what a compiler or a pass made of it.
@@ -177,6 +177,12 @@ class Trace:
         program: WriteBack | None = self._tape.write_back
         return program
 
+    @property
+    def range_constraints(self) -> dict[Any, Any]:
+        """By sympy symbol of a dynamic size, the `ValueRanges` that a call may have; as ExportedProgram has it."""
+        sizes = self._tape.sizes
+        return {} if sizes is None else sizes.range_constraints()
+
     def lint(self) -> None:
         """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""
         lint(self._program, self.graph_module, self.calls, self._scopes)
@@ -210,7 +216,7 @@ class Trace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, with the parameters and buffers that it uses, without the model.
 
-        Raises pickle.PicklingError for symbolic sizes, and for objects among the arguments that pickle refuses.
+        Raises pickle.PicklingError for objects among the arguments that pickle refuses.
         """
         Path(path).write_bytes(self._to_bytes())
 

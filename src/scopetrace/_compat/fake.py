@@ -45,6 +45,15 @@ class FakeMaker:
         meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return self._wrap(meta, device, requires_grad)
 
+    def dense(
+        self, numel: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+    ) -> torch.Tensor:
+        """As `fresh`, for strides without gaps: the memory holds `numel` elements. Call inside `without_dispatch`."""
+        if isinstance(numel, int):
+            return self.fresh(size, stride, dtype, device, requires_grad)
+        memory = torch.empty((numel,), dtype=dtype, device="meta")  # torch would count it anew, with sympy
+        return self._wrap(torch.as_strided(memory, size, stride, 0), device, requires_grad)
+
     def view(
         self,
         base: torch.Tensor,

@@ -11,6 +11,8 @@ import torch
 from torch._ops import HigherOrderOperator, OpOverload
 
 from scopetrace._compat.fake import FakeFactory, FakeTensor, without_dispatch
+from scopetrace._compat.shape_env import WatchedShapeEnv
+from scopetrace._compat.sym_nodes import sym_node
 
 
 class _Pickler(pickle.Pickler):
@@ -33,7 +35,10 @@ class _Pickler(pickle.Pickler):
                 obj.requires_grad,
             )
         if isinstance(obj, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            raise pickle.PicklingError("symbolic sizes cannot be saved yet; save a trace with sizes that are numbers")
+            node = obj.node
+            return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
+        if isinstance(obj, WatchedShapeEnv):
+            return _Fakes.environment, (obj.saved(),)
         return NotImplemented
 
 
@@ -50,10 +55,21 @@ class _Fakes:
     factory: FakeFactory | None = None
 
     @classmethod
+    def environment(cls, state: dict[str, Any]) -> WatchedShapeEnv:
+        """The symbols of the load."""
+        assert cls.factory is not None
+        cls.factory.shape_env.restore(state)
+        return cls.factory.shape_env
+
+    @classmethod
     def make(cls, size: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool) -> torch.Tensor:
         assert cls.factory is not None
         with without_dispatch(), torch.no_grad():
             return cls.factory.fresh(size, stride, dtype, device, requires_grad)
+
+
+def _number(kind: type, env: WatchedShapeEnv, expr: Any, pytype: type, hint: Any) -> Any:
+    return kind(sym_node(env, expr, pytype, hint))
 
 
 def _op(name: str, overload: str) -> Any:
@@ -66,7 +82,7 @@ def _higher_order_op(name: str) -> Any:
 
 
 def dumps(x: Any) -> bytes:
-    """`x` as bytes. Raises pickle.PicklingError for symbolic sizes and for what pickle refuses."""
+    """`x` as bytes. Raises pickle.PicklingError for what pickle refuses."""
     file = io.BytesIO()
     _Pickler(file).dump(x)
     return file.getvalue()

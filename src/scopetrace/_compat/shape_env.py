@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch._guards import Source
 from torch.export.dynamic_shapes import Dim, _DerivedDim, _DimHint, _DimHintType
-from torch.fx.experimental.symbolic_shapes import (
+from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined]
     DimDynamic,
     GuardOnDataDependentSymNode,
+    RuntimeAssert,
     ShapeEnv,
+    ShapeGuard,
+    SLoc,
     StrictMinMaxConstraint,
 )
 from torch.utils import _pytree as pytree
@@ -24,6 +27,8 @@ from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.solve import try_solve
 from torch.utils._sympy.value_ranges import ValueRanges
+
+from scopetrace._compat.sym_nodes import RememberingNode
 
 _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _MACHINERY = (
@@ -35,6 +40,11 @@ MACHINERY = (_TORCH, _OURS, f"{Path(sympy.__file__).resolve().parent}/")
 """Where Python is not the model's own."""
 
 Place = dict[str, str | None]
+
+_SAVED = (
+    *("var_to_range", "backed_var_to_val", "replacements", "_replacements_version_counter", "axioms"),
+    *("unbacked_renamings", "fixed", "assumed", "smallest", "names"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +101,15 @@ class WatchedShapeEnv(ShapeEnv):
         self.assumed: dict[tuple[sympy.Symbol, int], Assumed] = {}
         self.smallest: dict[sympy.Symbol, int] = {}
         """The least size of a symbol that a call may have, where that is 0 or 1."""
+        self.names: dict[sympy.Symbol, str] = {}
+        """What users call a symbol: the name of its Dim."""
         self.place: Callable[[], Place] = dict
         self.decide: Callable[[Any], Decision] | None = None
         """Asked where an expression depends on data and Python needs its value. None: that is an error."""
+        self.answers: dict[Any, Any] = {}
+        """Results of arithmetic, for `RememberingNode`."""
+        self._given: dict[sympy.Expr, Any] = {}
+        self._other_for_small: dict[sympy.Expr, list[tuple[sympy.Symbol, int]]] = {}
 
     def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
         if a in self.smallest or not getattr(tgt, "is_number", False):
@@ -106,19 +122,16 @@ class WatchedShapeEnv(ShapeEnv):
         super()._set_replacement(a, tgt, msg)
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the base's; remembers an answer that holds for sizes from 2 on only."""
+        """As the base's; what depends on data is decided by the example inputs where they may."""
         try:
-            answer = super().evaluate_expr(orig_expr, *args, **kwargs)
+            return super().evaluate_expr(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
             if self.decide is None:
                 raise
             found = self.decide(orig_expr)
             if not self.guard_or_defer_runtime_assert(found.condition, found.message):
                 raise
-            answer = sympy.sympify(found.value)
-        if self.smallest and answer in (True, False, sympy.true, sympy.false):
-            self._compare_small(orig_expr, bool(answer))
-        return answer
+            return sympy.sympify(found.value)
 
     def _get_user_frame(self) -> Any:
         """The nearest frame outside torch and scopetrace, in which torch looks for an `assert`."""
@@ -127,15 +140,38 @@ class WatchedShapeEnv(ShapeEnv):
             frame = frame.f_back
         return frame
 
-    def _compare_small(self, expr: Any, answer: bool) -> None:
-        for symbol in getattr(expr, "free_symbols", ()):
+    def create_symintnode(self, sym: Any, *, hint: Any, source: Any = None) -> Any:
+        """As the base's; the number remembers its answers."""
+        number = super().create_symintnode(sym, hint=hint, source=source)
+        if isinstance(number, torch.SymInt):
+            RememberingNode.of(number.node)
+        return number
+
+    def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
+        """As the base's; an answer that was given before, and is a guard since then, is given again at once."""
+        expr = sym_node.expr
+        answer = self._given.get(expr)
+        if answer is None:
+            answer = super().evaluate_sym_node(sym_node, size_oblivious, fallback_value)
+            if sym_node.hint is None or size_oblivious or self._suppress_guards_tls():
+                return answer
+            self._given[expr] = answer
+            if self.smallest and answer in (True, False, sympy.true, sympy.false):
+                other = [*self._others(expr, bool(answer))]
+                if other:
+                    self._other_for_small[expr] = other
+        small = self._other_for_small.get(expr)
+        if small is not None and any(key not in self.assumed for key in small) and _asked_by_the_model():
+            for symbol, value in small:
+                self.assumed.setdefault((symbol, value), Assumed(symbol, value, self.place()))
+        return answer
+
+    def _others(self, expr: Any, answer: bool) -> Iterator[tuple[sympy.Symbol, int]]:
+        """The symbols and sizes below 2 for which the answer would be another one."""
+        for symbol in expr.free_symbols:
             for value in range(self.smallest.get(symbol, 2), 2):
-                if (
-                    (symbol, value) not in self.assumed
-                    and _asked_by_the_model()
-                    and self._differs(expr, symbol, value, answer)
-                ):
-                    self.assumed[symbol, value] = Assumed(symbol, value, self.place())
+                if self._differs(expr, symbol, value, answer):
+                    yield symbol, value
 
     def _differs(self, expr: Any, symbol: sympy.Symbol, value: int, answer: bool) -> bool:
         """Whether the answer would be another one for this value, and the others as in the example."""
@@ -147,6 +183,23 @@ class WatchedShapeEnv(ShapeEnv):
         except ZeroDivisionError:
             return True
 
+    def saved(self) -> dict[str, Any]:
+        """What a loaded trace needs of it, picklable."""
+        state = {name: getattr(self, name) for name in _SAVED}
+        asserts = {s: [(a.expr, a.msg) for a in found] for s, found in self.deferred_runtime_asserts.items()}
+        return {**state, "guards": [g.expr for g in self.guards], "asserts": asserts}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `saved` gave."""
+        for name in _SAVED:
+            setattr(self, name, state[name])
+        self._update_version_counter()
+        self.guards = [ShapeGuard(expr, SLoc("", ""), False) for expr in state["guards"]]
+        self.deferred_runtime_asserts = {
+            s: [RuntimeAssert(expr, msg, None) for expr, msg in found]  # type: ignore[arg-type]
+            for s, found in state["asserts"].items()
+        }
+
     def take_for_more_than_one(self, size: Any) -> None:
         """An op would drop a dimension of this size if it were 1, and did not."""
         expr = size.node.expr
@@ -157,7 +210,7 @@ class WatchedShapeEnv(ShapeEnv):
 
 def _asked_by_the_model() -> bool:
     """Whether Python took a truth value, and the nearest Python around is a model's, torch.nn included."""
-    frame = sys._getframe(3)  # above evaluate_expr
+    frame = sys._getframe(2)  # above evaluate_sym_node
     by_python = False  # C++ asks a SymNode for its truth, Python a SymBool
     while frame.f_back is not None:
         file = frame.f_code.co_filename
@@ -189,6 +242,16 @@ def new_symbol(env: WatchedShapeEnv, value: int, path: str, lower: int, upper: i
     if lower < 2:
         env.smallest[symbol] = lower
     return symbol
+
+
+ANY_LOWER = -(2**63)
+"""The least whole number: no bound."""
+
+
+def new_number(env: WatchedShapeEnv, value: int, path: str) -> sympy.Symbol:
+    """A symbol for a whole number that is `value` in the example."""
+    constraint = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(-int_oo, int_oo))
+    return env.create_unspecified_symbol(value, SizeSource(path), DimDynamic.DYNAMIC, constraint)
 
 
 def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:
@@ -241,6 +304,14 @@ def read_dim(dim: Any) -> DimSpec | int | None:
 
 def _bounded(upper: Any) -> int | None:
     return None if upper is None or upper == int_oo or upper > sys.maxsize // 2 else int(upper)
+
+
+def ranges(bounds: dict[sympy.Symbol, tuple[int, int | None]]) -> dict[sympy.Symbol, ValueRanges[Any]]:
+    """Bounds in the form of `ExportedProgram.range_constraints`."""
+    return {
+        s: ValueRanges(-int_oo if lower == ANY_LOWER else lower, int_oo if upper is None else upper)
+        for s, (lower, upper) in bounds.items()
+    }
 
 
 def root_symbol(name: str) -> sympy.Symbol:

@@ -138,6 +138,18 @@ class SymbolNodes:
         return node
 
 
+def number_text(number: Any) -> str:
+    """A symbolic number with the names of the Dims in it: `2*batch`."""
+    env = number.node.shape_env
+    return expression_text(number.node.expr, getattr(env, "names", {}))
+
+
+def expression_text(expr: Any, names: dict[Any, str]) -> str:
+    """An expression with these names for its symbols."""
+    known = {s: sympy.Symbol(names[s], integer=True) for s in getattr(expr, "free_symbols", ()) if s in names}
+    return str(expr.xreplace(known)) if known else str(expr)
+
+
 def bare(numbers: Any) -> Any:
     """A size, or a tuple of sizes, with expressions for symbolic ones: they compare and hash without a guard."""
     if isinstance(numbers, (tuple, list)):
@@ -157,6 +169,29 @@ def plain_number(number: Any) -> int | float | bool:
     """The Python number, which torch's ShapeEnv is asked for where it is symbolic."""
     found: int | float | bool = number.node.pytype(number) if isinstance(number, Symbolic) else number
     return found
+
+
+def is_static(numbers: Any) -> bool:
+    """Whether all are plain numbers."""
+    return all(isinstance(n, int) for n in numbers)
+
+
+def expanded(expr: Any) -> Any:
+    """The form that equal polynomials have in common."""
+    return sympy.expand(expr)
+
+
+def exact_quotient(a: Any, b: Any) -> Any:
+    """`a / b` for products of sizes, as a size; None where it is not a product of whole numbers and symbols."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    expr = sympy.cancel(bare(a) / bare(b))
+    if expr.is_Integer:
+        return int(expr)
+    if not expr.is_polynomial() or not all(c.is_Integer for c in sympy.Poly(expr).coeffs()):
+        return None
+    env = (a if isinstance(a, torch.SymInt) else b).node.shape_env
+    return env.create_symintnode(expr, hint=example(a) // example(b))
 
 
 def example(number: Any) -> int:

@@ -52,7 +52,7 @@ class _Builder:
         for before, after in zip(old.attribute_writes, new.attribute_writes, strict=True):
             self._storages.setdefault(after.value.storage, [before.value.storage])
         for op in old.ops:
-            if op.kind == "placeholder":
+            if op.kind == "placeholder" and isinstance(op.outputs, Value):
                 self.outside[op.outputs] = Given(len(self.outside), op.target)
         for op in old.ops:
             if op.kind == "get_attr":

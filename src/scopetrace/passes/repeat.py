@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.fake import FakeMaker, run_fake, without_dispatch
-from scopetrace.record import results
+from scopetrace.record import results, rules
 from scopetrace.record.tape import Value
 
 _Overload = type(torch.ops.aten.add.Tensor)  # beside these, passes put higher-order ops and torch functions
@@ -35,6 +35,10 @@ class FakeRuns:
         key: list[Any] = [func]
         known = self._describe((args, kwargs), inputs, key) and _can_repeat(func)
         recipe = self._recipes.get(tuple(key)) if known else None
+        if known and recipe is None:
+            recipe = rules.predict(self._maker, self._keys, func, args, kwargs, inputs)
+            if recipe is not None:
+                self._recipes[tuple(key)] = recipe
         if recipe is not None:
             return self._make(recipe, inputs)
         out = run_fake(self._mode, func, _fakes(args), _fakes(kwargs))
@@ -58,7 +62,7 @@ class FakeRuns:
     def _make(self, recipe: results.Recipe, inputs: list[Value]) -> Any:
         container, parts = recipe
         with without_dispatch():
-            made = [results.make(self._maker, part, inputs) for part in parts]
+            made = [part.make(self._maker, [v.fake for v in inputs]) for part in parts]
         return made[0] if container is None else container(made)
 
     def _describe(self, x: Any, inputs: list[Value], key: list[Any]) -> bool:

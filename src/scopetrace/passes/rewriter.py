@@ -217,7 +217,7 @@ class Rewriter:
         if isinstance(value, Value) and value in self._brought:
             return
         self.new.ops.append(self._placed(op))
-        if not isinstance(value, Value):  # a number, which a body takes
+        if not isinstance(value, Value):  # a number, given as argument or taken by a body
             return
         if op.kind == "placeholder":
             self.new.inputs.append(value)

@@ -96,21 +96,68 @@ def _add_inputs(
     recorder: Recorder, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Placeholders for the tensors in the arguments, and the arguments with fake tensors in their place."""
-    fakes: dict[int, torch.Tensor] = {}
-    taken: set[str] = set()
-    dynamic = _dynamic_sizes(recorder, forward, args, kwargs, dynamic_shapes)
+    inputs = _Inputs(recorder, _dynamic_sizes(recorder, forward, args, kwargs, dynamic_shapes))
     for path, leaf in _named_leaves(forward, args, kwargs):
-        if isinstance(leaf, torch.Tensor):
-            fake = fakes.get(id(leaf))
-            if fake is None:
-                sizes = None if dynamic is None else dynamic.sizes_of(leaf, path, len(recorder.tape.inputs))
-                fake = fakes[id(leaf)] = _fake_input(recorder, leaf, sizes)
-            recorder.values.add_input(recorder.add_input(identifier(path, taken), fake), leaf)
-            recorder.tape.input_paths.append(path)
-    values = iter(recorder.tape.inputs)
-    recorder.tape.args = map_structure(lambda _: next(values), (args, kwargs), torch.Tensor)
-    faked: tuple[Any, Any] = map_structure(lambda t: fakes[id(t)], (args, kwargs), torch.Tensor)
+        if _may_be_input(leaf):
+            inputs.add(path, leaf)
+    inputs.add_numbers()
+    recorder.tape.args = _put(inputs.on_tape, (args, kwargs))
+    faked: tuple[Any, Any] = _put(inputs.for_model, (args, kwargs))
     return faked
+
+
+def _may_be_input(leaf: Any) -> bool:
+    return isinstance(leaf, (torch.Tensor, int)) and not isinstance(leaf, bool)
+
+
+def _put(values: list[Any], x: Any) -> Any:
+    """The structure with these values in the places of tensors and whole numbers."""
+    each = iter(values)
+    return map_structure(lambda leaf: next(each) if _may_be_input(leaf) else leaf, x, (torch.Tensor, int))
+
+
+class _Inputs:
+    """Makes placeholders: the tensors in order, then the dynamic numbers."""
+
+    def __init__(self, recorder: Recorder, dynamic: DynamicSizes | None) -> None:
+        self._recorder = recorder
+        self._dynamic = dynamic
+        self._taken: set[str] = set()
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._numbers: dict[str, Any] = {}
+        self.on_tape: list[Any] = []
+        self.for_model: list[Any] = []
+
+    def add(self, path: str, leaf: Any) -> None:
+        """A tensor, or a whole number that may be dynamic."""
+        if isinstance(leaf, torch.Tensor):
+            fake = self._fake(path, leaf)
+            self.for_model.append(fake)
+            value = self._recorder.add_input(identifier(path, self._taken), fake)
+            self._recorder.values.add_input(value, leaf)
+            self.on_tape.append(value)
+            self._recorder.tape.input_paths.append(path)
+            return
+        number = None
+        if self._dynamic is not None and type(leaf) is int:
+            number = self._dynamic.number_of(path, leaf, len(self._numbers))
+        if number is not None:
+            self._numbers[path] = number
+        self.for_model.append(leaf if number is None else number)
+        self.on_tape.append(self.for_model[-1])
+
+    def add_numbers(self) -> None:
+        """The placeholders of the dynamic numbers."""
+        for path, number in self._numbers.items():
+            self._recorder.add_number(identifier(path, self._taken), number)
+
+    def _fake(self, path: str, real: torch.Tensor) -> torch.Tensor:
+        fake = self._fakes.get(id(real))
+        if fake is None:
+            index = len(self._recorder.tape.inputs)
+            sizes = None if self._dynamic is None else self._dynamic.sizes_of(real, path, index)
+            fake = self._fakes[id(real)] = _fake_input(self._recorder, real, sizes)
+        return fake
 
 
 def _fake_input(recorder: Recorder, real: torch.Tensor, sizes: list[Any] | None) -> torch.Tensor:
@@ -128,7 +175,10 @@ def _dynamic_sizes(
         return None
     named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
     specs = read_dynamic_shapes(spec, named, lambda: bound_arguments(forward, args, kwargs))
-    refuse_shared([t for t, _ in specs], [leaf for _, leaf in _named_leaves(forward, args, kwargs)])
+    refuse_shared(
+        [t for _, t, _ in specs if isinstance(t, torch.Tensor)],
+        [leaf for _, leaf in _named_leaves(forward, args, kwargs)],
+    )
     dynamic = DynamicSizes(recorder.factory.shape_env, specs)
     recorder.tape.sizes = dynamic.rules
     return dynamic

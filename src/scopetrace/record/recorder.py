@@ -12,6 +12,7 @@ starts again with torch running every op.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +23,7 @@ from scopetrace._compat import dispatch
 from scopetrace._compat.fake import FakeTensor, storage_id, without_dispatch
 from scopetrace._compat.symbols import bare, has_unbacked
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.record import results
+from scopetrace.record import results, rules
 from scopetrace.record.bodies import FORMS, INLINED, BodyRecorder
 from scopetrace.record.model import Model
 from scopetrace.record.reading import READ_INSIDE, ReadingWriter
@@ -47,6 +48,7 @@ class _OpFacts:
     """What the recorder needs to know of an op, looked up once."""
 
     __slots__ = (
+        "convolves",
         "func",
         "has_dtype",
         "instead",
@@ -65,6 +67,7 @@ class _OpFacts:
         self.instead = Recorder._lift_fresh if func is _aten.lift_fresh.default else READ_INSIDE.get(func)
         self.reads = reads_a_value(func)
         self.repeatable = results.can_repeat(func, func.tags)
+        self.convolves = "conv" in func._schema.name  # asks for sizes to choose a kernel: that binds no call
         self.reshapes = torch.Tag.inplace_view in func.tags
         self.written = dispatch.written_arguments(func)
         self.positions = tuple((i, a.name) for i, a in enumerate(func._schema.arguments))
@@ -129,10 +132,19 @@ class Recorder(ReadingWriter):
         if not self._repeatable or (self.exact and _grad_enabled()):
             return self._run(facts, given, lifted, lifted_kwargs, inputs, None)
         full_key = (_grad_enabled(), torch.get_default_dtype(), *key)
-        recipe = facts.recipes.get(full_key)
+        recipe = facts.recipes.get(full_key) or self._predict(facts, lifted, lifted_kwargs, inputs, full_key)
         if recipe is None:
             return self._run(facts, given, lifted, lifted_kwargs, inputs, full_key)
         return self._repeat(facts, recipe, lifted, lifted_kwargs, inputs)
+
+    def _predict(self, facts: _OpFacts, args: Any, kwargs: Any, inputs: list[Value], key: Any) -> results.Recipe | None:
+        """The recipe of an op met for the first time, where a rule for symbolic sizes gives it."""
+        if facts.may_lie and writes_in_secret(facts.func, args, kwargs):
+            return None
+        recipe = rules.predict(self.factory, self._keys, facts.func, args, kwargs, inputs)
+        if recipe is not None:
+            facts.recipes[key] = recipe
+        return recipe
 
     def _lift(self, a: Any, inputs: list[Value], key: list[Any]) -> Any:
         """The tape's form of an op argument; its tensors go to `inputs`, what results depend on to `key`."""
@@ -181,7 +193,8 @@ class Recorder(ReadingWriter):
         tracked = [v for v, t in zip(inputs, objects, strict=True) if t.requires_grad] if facts.written else []
         shapes = [(v, geometry_key(v.fake), _layout(v.fake)) for v in _pick(facts.written, args, kwargs)]
         self.running = facts.func
-        out = dispatch.run_op(facts.func, given_args, given_kwargs)
+        with self.factory.shape_env.suppress_guards() if facts.convolves else contextlib.nullcontext():
+            out = dispatch.run_op(facts.func, given_args, given_kwargs)
         self.running = None
         if facts.squeezes and inputs[0].fake._has_symbolic_sizes_strides:
             self._watch_squeeze(inputs[0].fake, args[1:])
@@ -246,9 +259,10 @@ class Recorder(ReadingWriter):
         op = self._append("call_function", facts.func, args, kwargs)
         container, parts = recipe
         values = []
+        fakes = [v.fake for v in inputs]
         with without_dispatch():
             for slot, part in enumerate(parts):
-                fake = results.make(self.factory, part, inputs)
+                fake = part.make(self.factory, fakes)
                 if isinstance(part, results.Same):
                     old = inputs[part.base]
                     value = Value(fake, op, slot, old.storage, old.key)

@@ -6,12 +6,13 @@ This one stands above it, where the recorder sees the linear layer as one op.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from scopetrace._compat.fake import FakeMaker, FakeTensor, storage_id
-from scopetrace._compat.symbols import bare, has_unbacked, surely_equal
+from scopetrace._compat.symbols import bare, expanded, has_unbacked, surely_equal
 from scopetrace.record.tape import Value
 
 _NEVER = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
@@ -26,6 +27,11 @@ class Fresh(NamedTuple):
     device: torch.device
     requires_grad: bool
     key: int
+    numel: int | torch.SymInt
+
+    def make(self, factory: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result. Call inside `without_dispatch`."""
+        return factory.dense(self.numel, self.size, self.stride, self.dtype, self.device, self.requires_grad)
 
 
 class View(NamedTuple):
@@ -39,11 +45,21 @@ class View(NamedTuple):
     requires_grad: bool
     key: int
 
+    def make(self, factory: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result. Call inside `without_dispatch`."""
+        base = inputs[self.base]
+        offset = base.storage_offset() + self.offset
+        return factory.view(base, self.size, self.stride, offset, self.device, self.requires_grad)
+
 
 class Same(NamedTuple):
     """A result that is input number `base` itself."""
 
     base: int
+
+    def make(self, factory: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result."""
+        return inputs[self.base]
 
 
 Recipe = tuple[type | None, tuple[Fresh | View | Same, ...]]
@@ -55,6 +71,7 @@ class Keys:
 
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
+        self._expansions: dict[Any, Any] = {}
 
     def of(self, fake: torch.Tensor) -> int | None:
         """The key of a tensor; None for sizes that depend on data, and for layouts beyond plain strided memory."""
@@ -63,11 +80,20 @@ class Keys:
         size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
         nbytes = bare(fake.untyped_storage().nbytes())  # a static view may lie in memory of symbolic size
         if fake._has_symbolic_sizes_strides:
-            size, stride, offset = bare(size), bare(stride), bare(offset)
+            size, stride, offset, nbytes = bare(size), bare(stride), bare(offset), self._expanded(nbytes)
             if any(has_unbacked(n) for n in (*size, *stride, offset)):
                 return None
         facts = (size, stride, offset, fake.dtype, fake.device, fake.requires_grad, nbytes)
         return self._numbers.setdefault(facts, len(self._numbers))
+
+    def _expanded(self, number: Any) -> Any:
+        """One form for equal polynomials: torch counts bytes in several ways."""
+        if isinstance(number, int):
+            return number
+        found = self._expansions.get(number)
+        if found is None:
+            found = self._expansions[number] = expanded(number)
+        return found
 
 
 def learn(keys: Keys, inputs: list[Value], out: Any) -> Recipe | None:
@@ -101,15 +127,15 @@ def _learn_one(keys: Keys, inputs: list[Value], out: torch.Tensor) -> Fresh | Vi
             offset = out.storage_offset() - base.storage_offset()
             return View(i, size, stride, offset, out.device, out.requires_grad, key)
     if out._has_symbolic_sizes_strides:
-        compact = surely_equal(out.storage_offset(), 0) and _is_dense(out)
+        compact = surely_equal(out.storage_offset(), 0) and is_dense(out)
     else:
         compact = out.storage_offset() == 0 and out.untyped_storage().nbytes() == _bytes_spanned(out)
     if not compact:
         return None
-    return Fresh(size, stride, out.dtype, out.device, out.requires_grad, key)
+    return Fresh(size, stride, out.dtype, out.device, out.requires_grad, key, out.numel())
 
 
-def _is_dense(t: torch.Tensor) -> bool:
+def is_dense(t: torch.Tensor) -> bool:
     """Whether a tensor with symbolic sizes is laid out without gaps, by its expressions."""
     reach: Any = 1
     left = [(n, s) for n, s in zip(t.size(), t.stride(), strict=True) if not (type(n) is int and n == 1)]
@@ -133,17 +159,6 @@ def _share_memory(out: Any, inputs: list[Value]) -> bool:
     fresh = [storage_id(t) for t in out]
     fresh = [s for s in fresh if s not in known]
     return len(set(fresh)) < len(fresh)
-
-
-def make(factory: FakeMaker, recipe: Fresh | View | Same, inputs: list[Value]) -> torch.Tensor:
-    """One result. Call inside `without_dispatch`."""
-    if isinstance(recipe, Fresh):
-        return factory.fresh(recipe.size, recipe.stride, recipe.dtype, recipe.device, recipe.requires_grad)
-    base = inputs[recipe.base].fake
-    if isinstance(recipe, Same):
-        return base
-    offset = base.storage_offset() + recipe.offset
-    return factory.view(base, recipe.size, recipe.stride, offset, recipe.device, recipe.requires_grad)
 
 
 def can_repeat(func: Any, tags: list[torch.Tag]) -> bool:

@@ -15,26 +15,50 @@ from typing import Any
 import torch
 
 from scopetrace._compat.shape_env import (
+    ANY_LOWER,
     DimSpec,
     WatchedShapeEnv,
     evaluated,
+    new_number,
     new_symbol,
+    ranges,
     read_dim,
     root_symbol,
     solved,
     symint,
 )
-from scopetrace._compat.symbols import bare
+from scopetrace._compat.symbols import bare, expression_text
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 from scopetrace.record.structure import open_container
 
 
+@dataclasses.dataclass(frozen=True)
+class DynamicInput:
+    """A number that may differ from call to call: the size of an input tensor, or a whole number given as argument."""
+
+    path: str
+    index: int
+    """Of the tensor among the inputs, or of the number among the numbers."""
+    dim: int | None
+    """None for a number."""
+    expr: Any
+
+    @property
+    def text(self) -> str:
+        """`x: dimension 0`, or `n`."""
+        return self.path if self.dim is None else f"{self.path}: dimension {self.dim}"
+
+    def value(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> int:
+        """What it is in a call."""
+        return numbers[self.index] if self.dim is None else tensors[self.index].size(self.dim)
+
+
 @dataclasses.dataclass
 class SizeRules:
-    """What sizes a call may have. `dims` has (input number, dimension, expression) of each symbolic one."""
+    """What sizes a call may have."""
 
     env: WatchedShapeEnv
-    dims: list[tuple[int, int, Any]] = dataclasses.field(default_factory=list)
+    dynamic: list[DynamicInput] = dataclasses.field(default_factory=list)
     specs: dict[Any, DimSpec] = dataclasses.field(default_factory=dict)
     """By symbol."""
     where: dict[Any, str] = dataclasses.field(default_factory=dict)
@@ -51,28 +75,30 @@ class SizeRules:
         for symbol, spec in self.specs.items():
             limits = self.env.var_to_range.get(symbol)
             lower, upper = spec.lower, spec.upper
-            if limits is not None and limits.lower > 2:
+            if limits is not None and limits.lower.is_Integer and (limits.lower > 2 or lower == ANY_LOWER):
                 lower = max(lower, int(limits.lower))
             if limits is not None and limits.upper.is_Integer:
                 upper = int(limits.upper) if upper is None else min(upper, int(limits.upper))
             found[symbol] = (lower, upper)
         return found
 
-    def check(self, paths: list[str], tensors: list[torch.Tensor]) -> None:
+    def range_constraints(self) -> dict[Any, Any]:
+        """By symbol, torch's ValueRanges of the sizes that a call may have."""
+        return ranges({s: limits for s, limits in self.bounds().items() if self.env.replace(s) == s})
+
+    def check(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         """Raise InputMismatchError, naming argument, dimension and rule, for sizes that were not captured."""
-        sizes = {(i, d): tensors[i].size(d) for i, d, _ in self.dims}
-        values = self._bind(paths, sizes)
-        for i, d, expr in self.dims:
-            want = int(evaluated(expr, values))
-            if sizes[i, d] != want:
-                raise InputMismatchError(
-                    f"{paths[i]}: dimension {d} is {sizes[i, d]} and must be {self._say(expr)} = {want}"
-                )
+        given = [d.value(tensors, numbers) for d in self.dynamic]
+        values = self._bind(given)
+        for d, value in zip(self.dynamic, given, strict=True):
+            want = int(evaluated(d.expr, values))
+            if value != want:
+                raise InputMismatchError(f"{d.text} is {value} and must be {self._say(d.expr)} = {want}")
         for symbol, (lower, upper) in self.bounds().items():
-            value = values.get(symbol)
-            if value is not None and (value < lower or (upper is not None and value > upper)):
-                limit = f"at least {lower}" if value < lower else f"at most {upper}"
-                raise InputMismatchError(f"{self._place(symbol)} is {value} and must be {limit}; trace again for it")
+            size = values.get(symbol)
+            if size is not None and (size < lower or (upper is not None and size > upper)):
+                limit = f"at least {lower}" if size < lower else f"at most {upper}"
+                raise InputMismatchError(f"{self._place(symbol)} is {size} and must be {limit}; trace again for it")
         for rule in self.env.assumed.values():
             if values.get(rule.symbol) == rule.value:
                 raise InputMismatchError(
@@ -85,23 +111,21 @@ class SizeRules:
                 said = ", ".join(f"{self._place(s)} is {v}" for s, v in known.items())
                 raise InputMismatchError(f"{said}: the trace holds for {self._say(guard.expr)}; trace again")
 
-    def numbers(self, paths: list[str], tensors: Sequence[torch.Tensor]) -> Callable[[Any], Any]:
+    def values(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Callable[[Any], Any]:
         """A function from symbolic numbers to their values in a call with these inputs."""
-        values = self._bind(paths, {(i, d): tensors[i].size(d) for i, d, _ in self.dims})
+        values = self._bind([d.value(tensors, numbers) for d in self.dynamic])
         return lambda number: evaluated(bare(number), values)
 
-    def _bind(self, paths: list[str], sizes: dict[tuple[int, int], int]) -> dict[Any, int]:
+    def _bind(self, given: list[int]) -> dict[Any, int]:
         values: dict[Any, int] = {}
-        for i, d, expr in self.dims:
-            if expr.is_Symbol:
-                values.setdefault(expr, sizes[i, d])
-        for i, d, expr in self.dims:
-            for symbol in expr.free_symbols - values.keys():
-                root = solved(expr, symbol, sizes[i, d])
+        for d, value in zip(self.dynamic, given, strict=True):
+            if d.expr.is_Symbol:
+                values.setdefault(d.expr, value)
+        for d, value in zip(self.dynamic, given, strict=True):
+            for symbol in d.expr.free_symbols - values.keys():
+                root = solved(d.expr, symbol, value)
                 if root is None:
-                    raise InputMismatchError(
-                        f"{paths[i]}: dimension {d} is {sizes[i, d]} and must be of the form {self._say(expr)}"
-                    )
+                    raise InputMismatchError(f"{d.text} is {value} and must be of the form {self._say(d.expr)}")
                 values[symbol] = root
         for fixed in self.env.fixed:
             if fixed.symbol not in values and fixed.value.free_symbols <= values.keys():
@@ -114,10 +138,7 @@ class SizeRules:
         return f"{where} ({name})" if name else where
 
     def _say(self, expr: Any) -> str:
-        text = str(expr)
-        for symbol in expr.free_symbols:
-            text = text.replace(str(symbol), self.name(symbol))
-        return text
+        return expression_text(expr, {s: self.name(s) for s in expr.free_symbols})
 
     def refuse_fixed(self) -> None:
         """Raise DynamicShapeError where the model fixed what was said to be dynamic."""
@@ -141,12 +162,17 @@ class SizeRules:
             raise DynamicShapeError(problem, hint=hint, **place)
 
 
+Spec = tuple[str, Any, Any]
+"""The path of a tensor or a whole number in the arguments, itself, and what `dynamic_shapes` says of it."""
+
+
 class DynamicSizes:
     """Makes symbols for what `dynamic_shapes` says of the arguments of a call."""
 
-    def __init__(self, env: WatchedShapeEnv, specs: list[tuple[torch.Tensor, dict[int, Any]]]) -> None:
+    def __init__(self, env: WatchedShapeEnv, specs: list[Spec]) -> None:
         self.rules = SizeRules(env)
-        self._specs = {id(t): spec for t, spec in specs}
+        self._specs = {id(x): spec for _, x, spec in specs if isinstance(x, torch.Tensor)}
+        self._numbers = {path: spec for path, x, spec in specs if not isinstance(x, torch.Tensor)}
         self._named: dict[str, Any] = {}
         self._values: dict[Any, int] = {}
 
@@ -160,8 +186,19 @@ class DynamicSizes:
             expr = self._expression(spec[d], sizes[d], f"{path}, dimension {d}")
             if expr is not None:
                 sizes[d] = symint(self.rules.env, expr, sizes[d])
-                self.rules.dims.append((index, d, expr))
+                self.rules.dynamic.append(DynamicInput(path, index, d, expr))
         return sizes if any(isinstance(n, torch.SymInt) for n in sizes) else None
+
+    def number_of(self, path: str, value: int, index: int) -> Any:
+        """The symbolic number of an argument that is a whole number; None where it is as it is."""
+        spec = read_dim(self._numbers.get(path))
+        if spec is None or isinstance(spec, int):
+            return None
+        symbol = new_number(self.rules.env, value, path)
+        self.rules.specs[symbol] = dataclasses.replace(spec, lower=ANY_LOWER)
+        self.rules.where[symbol] = path
+        self.rules.dynamic.append(DynamicInput(path, index, None, symbol))
+        return symint(self.rules.env, symbol, value)
 
     def _expression(self, dim: Any, value: int, where: str) -> Any:
         spec = read_dim(dim)
@@ -202,15 +239,15 @@ class DynamicSizes:
         self._values[symbol] = value
         if spec.name:
             self._named[spec.name] = symbol
+            self.rules.env.names[symbol] = spec.name
         return symbol
 
 
-def read_dynamic_shapes(
-    spec: Any, named: list[tuple[str, Any]], whole: Callable[[], dict[str, Any]]
-) -> list[tuple[torch.Tensor, dict[int, Any]]]:
-    """Each tensor of the arguments with its dynamic dimensions. `named` are the arguments with forward's names.
+def read_dynamic_shapes(spec: Any, named: list[tuple[str, Any]], whole: Callable[[], dict[str, Any]]) -> list[Spec]:
+    """Each tensor of the arguments with its dynamic dimensions, and the dynamic numbers.
 
-    `whole` gives the arguments as forward's signature binds them, `*args` and `**kwargs` under their own names.
+    `named` are the arguments with forward's names. `whole` gives them as forward's signature binds them, `*args` and
+    `**kwargs` under their own names.
     Raises DynamicShapeError where the specification does not fit them.
     """
     if isinstance(spec, (tuple, list)):
@@ -232,11 +269,14 @@ def read_dynamic_shapes(
     return [found for name, a, s in pairs for found in _walk(a, s, name)]
 
 
-def _walk(x: Any, spec: Any, path: str) -> Iterator[tuple[torch.Tensor, dict[int, Any]]]:
+def _walk(x: Any, spec: Any, path: str) -> Iterator[Spec]:
     if spec is None:
         return
     if isinstance(x, torch.Tensor):
-        yield x, _dims(x, spec, path)
+        yield path, x, _dims(x, spec, path)
+        return
+    if type(x) is int:
+        yield path, x, _number(x, spec, path)
         return
     inner = open_container(x)
     if inner is None:
@@ -255,6 +295,21 @@ def _walk(x: Any, spec: Any, path: str) -> Iterator[tuple[torch.Tensor, dict[int
         raise DynamicShapeError(f"dynamic_shapes has {len(items)} items for {path}, which has {len(inner)}")
     for (key, value), item in zip(inner, items, strict=True):
         yield from _walk(value, item, path + key)
+
+
+def _number(x: int, spec: Any, path: str) -> Any:
+    try:
+        said = read_dim(spec)
+    except TypeError as error:
+        raise DynamicShapeError(f"dynamic_shapes, {path}: {error}") from None
+    if isinstance(said, int) and said != x:
+        raise DynamicShapeError(f"{path} is {x} in the example, and {said} in dynamic_shapes")
+    if isinstance(said, DimSpec) and said.name is not None:
+        raise DynamicShapeError(
+            f"dynamic_shapes has the Dim {said.name} for {path}, which is a whole number, not a size",
+            hint="write Dim.DYNAMIC or Dim.AUTO for it, as for torch.export",
+        )
+    return spec
 
 
 def _dims(t: torch.Tensor, spec: Any, path: str) -> dict[int, Any]:

@@ -107,11 +107,14 @@ def _pytree_node(kind: type) -> Any:
 def match(template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], path: str) -> None:
     """Collect in `found` what stands in `actual` where `template` has leaves of type `leaf`, with its path.
 
+    Symbolic numbers are leaves too.
+
     Raises InputMismatchError, naming the path, where containers or other values differ.
     """
-    if isinstance(template, leaf):
-        if not isinstance(actual, torch.Tensor):
-            raise InputMismatchError(f"{path} was a tensor when traced and is {_short(actual)} now: pass a tensor")
+    if isinstance(template, (leaf, torch.SymInt)):
+        kind, word = (torch.Tensor, "tensor") if isinstance(template, leaf) else (int, "whole number")
+        if not isinstance(actual, kind) or isinstance(actual, bool):
+            raise InputMismatchError(f"{path} was a {word} when traced and is {_short(actual)} now: pass a {word}")
         found.append((path, actual))
         return
     inner = open_container(template)

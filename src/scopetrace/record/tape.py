@@ -177,6 +177,8 @@ class Tape:
     inputs: list[Value] = dataclasses.field(default_factory=list)
     """The placeholders' values, in order; one object given twice has one value in two places."""
     input_paths: list[str] = dataclasses.field(default_factory=list)
+    numbers: list[Any] = dataclasses.field(default_factory=list)
+    """The symbolic numbers that stand for whole numbers given as arguments: placeholders after those of the tensors."""
     args: Any = None
     """Template of (args, kwargs)."""
     outputs: Any = None
@@ -229,7 +231,7 @@ class Tape:
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**state, "owners": {}, "shape_env": None, "fake_mode": None}
+        return {**state, "owners": {}, "fake_mode": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, a in state.items():

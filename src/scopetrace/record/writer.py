@@ -188,6 +188,11 @@ class TapeWriter:
         self.tape.inputs.append(value)
         return value
 
+    def add_number(self, name: str, number: torch.SymInt) -> None:
+        """A placeholder for a whole number."""
+        self._append("placeholder", name, (), {}).outputs = number
+        self.tape.numbers.append(number)
+
     # ---------------------------------------------------------------- bodies
 
     def add_body_input(self, name: str, x: Any) -> None:

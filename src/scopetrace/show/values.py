@@ -10,25 +10,29 @@ import torch
 import torch.fx
 
 from scopetrace import meta
+from scopetrace._compat.symbols import Symbolic, number_text
 from scopetrace.record.structure import open_container
 
 Namer = Callable[[torch.fx.Node], str]
 """How a node is written where it is used."""
 
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
-_SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _LONGEST = 60
 
 
 def type_text(value: Any) -> str:
-    """`f32[2, 3]` for a tensor, `Sym(s0)` for a symbolic number, `(f32[2], f32[3])` for several."""
+    """`f32[2, 3]` for a tensor, `Sym(2*batch)` for a symbolic number, `(f32[2], f32[3])` for several."""
     if isinstance(value, torch.Tensor):
-        return f"{dtype_text(value.dtype)}[{', '.join(map(str, value.shape))}]"
-    if isinstance(value, _SYMBOLIC):
-        return f"Sym({value})"
+        return f"{dtype_text(value.dtype)}[{', '.join(map(_size_text, value.shape))}]"
+    if isinstance(value, Symbolic):
+        return f"Sym({number_text(value)})"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(type_text, value))})"
     return "" if value is None else type(value).__name__
+
+
+def _size_text(size: Any) -> str:
+    return number_text(size) if isinstance(size, Symbolic) else str(size)
 
 
 def dtype_text(dtype: torch.dtype) -> str:
@@ -88,8 +92,8 @@ def _object_text(x: Any) -> str:
     """An object of a type that has no written form here: its repr where that is short and the same at each run."""
     if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
         return str(x)
-    if isinstance(x, _SYMBOLIC):
-        return str(x)
+    if isinstance(x, Symbolic):
+        return number_text(x)
     if isinstance(x, type) or hasattr(x, "__qualname__"):
         return str(x.__qualname__)
     if not isinstance(x, torch.nn.Module):

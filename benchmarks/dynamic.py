@@ -1,0 +1,224 @@
+"""One model of the zoo with dynamic sizes: one trace, and equality with eager at five other sizes, beside torch.export.
+
+The batch is dynamic always. The lengths of token ids, audio samples and spectrogram frames are dynamic too where
+torch.export takes the model so; the sizes are then varied together.
+"""
+
+import argparse
+import inspect
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch.export import Dim
+
+from benchmarks import checks, report
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Call = tuple[Args, Kwargs]
+Row = dict[str, Any]
+
+EXAMPLE = 3
+BATCHES = (1, 2, 5, 6, 7)
+LENGTHS = (0.75, 1.5, 1.25, 2.0, 0.5)
+"""By batch, the length as a part of the example's."""
+SEQUENCES = {"input_ids": "seq", "attention_mask": "seq", "decoder_input_ids": "decoder_seq"}
+SEQUENCES |= {"input_values": "samples", "input_features": "frames"}
+
+HEADER = ["model", "export", "s", "same", "|", "ours", "static s", "s", "same", "over static", "|", "ratio", "seq"]
+
+
+def named(model: torch.nn.Module, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """The arguments by the names of forward's parameters."""
+    return dict(inspect.signature(model.forward).bind(*args, **kwargs).arguments)
+
+
+def resized(x: Any, batch: int, length: float, batch_now: int, path: str = "") -> Any:
+    """An argument with other sizes: rows and positions of the example, in random order."""
+    if isinstance(x, dict):
+        return {key: resized(value, batch, length, batch_now, key) for key, value in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(resized(value, batch, length, batch_now, path) for value in x)
+    if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != batch_now:
+        return x
+    x = x[torch.randint(batch_now, (batch,))]
+    if path in SEQUENCES and x.dim() > 1:
+        x = x[:, torch.randint(x.shape[1], (max(2, int(x.shape[1] * length)),))]
+    return x + torch.randn_like(x) if x.is_floating_point() else x
+
+
+def shapes_of(arguments: dict[str, Any], lengths: bool) -> dict[str, Any]:
+    """`dynamic_shapes` for these arguments."""
+    dims: dict[str, Any] = {}
+
+    def dim(name: str) -> Any:
+        return dims.setdefault(name, Dim(name, min=1 if name == "batch" else 2))
+
+    def spec(x: Any, name: str) -> Any:
+        if isinstance(x, (dict, list, tuple)):
+            items = x.items() if isinstance(x, dict) else enumerate(x)
+            found = {key: spec(value, str(key)) for key, value in items}
+            return found if isinstance(x, dict) else [*found.values()]
+        if not isinstance(x, torch.Tensor) or not x.dim() or x.shape[0] != EXAMPLE:
+            return None
+        both = {0: dim("batch")}
+        if lengths and name in SEQUENCES and x.dim() > 1:
+            both[1] = dim(SEQUENCES[name])
+        return both
+
+    return {name: spec(x, name) for name, x in arguments.items()}
+
+
+def timed(fn: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of `fn` and the seconds of processor time that it took."""
+    start = time.process_time()
+    result = fn()
+    return result, time.process_time() - start
+
+
+def eager(model: Any, calls: Sequence[Call]) -> list[Any]:
+    """The model's own results; the error where it does not take the sizes."""
+    found: list[Any] = []
+    for args, kwargs in calls:
+        try:
+            found.append(model(*pytree.tree_map_only(torch.Tensor, torch.clone, args), **kwargs))
+        except Exception as error:
+            found.append(error)
+    return found
+
+
+def compare(run: Callable[..., Any], calls: Sequence[Call], expected: Sequence[Any]) -> list[str]:
+    """For each call, `ok` or what is wrong; `eager raises` where the model itself does not take the sizes."""
+    found = []
+    for (args, kwargs), want in zip(calls, expected, strict=True):
+        if isinstance(want, Exception):
+            found.append(f"eager raises {checks.first_line(want)[:80]}")
+            continue
+        try:
+            found.append(checks.same_result(run(*args, **kwargs), want) or "ok")
+        except Exception as error:
+            found.append(checks.first_line(error))
+    return found
+
+
+def column(
+    capture: Callable[[], Any], runner: Callable[[Any], Any], calls: Sequence[Call], expected: Sequence[Any]
+) -> Row:
+    """Capture once, and run at all sizes."""
+    start = time.process_time()
+    try:
+        captured, seconds = timed(capture)
+    except Exception as error:
+        return {"ok": False, "seconds": time.process_time() - start, "error": checks.all_lines(error)[:600]}
+    found = compare(runner(captured), calls, expected)
+    wrong = [s for s in found if s != "ok" and not s.startswith("eager raises")]
+    ok = not wrong and "ok" in found
+    return {"traced": True, "ok": ok, "seconds": seconds, "sizes": found, "error": "; ".join(wrong)[:600] or None}
+
+
+def check(st: Any, build: Callable[[], tuple[Any, Args, Kwargs]], export: bool, lengths: bool) -> Row:
+    """Both columns of one model with these dimensions dynamic."""
+    model, args, kwargs = build()
+    first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+    names = list(named(model, args, kwargs))[: len(args)]
+
+    def inputs(batch: int, length: float) -> tuple[Args, Kwargs]:
+        torch.manual_seed(batch)
+        by_name = {name: resized(a, batch, length, first.shape[0], name) for name, a in zip(names, args, strict=True)}
+        return tuple(by_name.values()), resized(kwargs, batch, length, first.shape[0])
+
+    example = inputs(EXAMPLE, 1.0)
+    shapes = shapes_of(named(model, *example), lengths)
+    calls = [inputs(b, length if lengths else 1.0) for b, length in zip(BATCHES, LENGTHS, strict=True)]
+    expected = eager(build()[0], calls)
+    row: Row = {}
+    row["ours"] = column(lambda: trace(st, model, example, shapes), lambda tr: tr, calls, expected)
+    if export:
+        model = build()[0]
+        row["export"] = column(
+            lambda: torch.export.export(model, *example, dynamic_shapes=shapes),
+            lambda ep: ep.module(),
+            calls,
+            expected,
+        )
+    if row["ours"].get("traced"):
+        pairs = [
+            (timed(lambda: st.trace(model, *example))[1], timed(lambda: trace(st, model, example, shapes))[1])
+            for _ in range(3)
+        ]
+        row["static"], row["again"] = (min(times) for times in zip(*pairs, strict=True))
+    return row
+
+
+def trace(st: Any, model: Any, example: tuple[Args, Kwargs], shapes: Any) -> Any:
+    """One more trace."""
+    return st.trace(model, *example, dynamic_shapes=shapes)
+
+
+def check_model(name: str, options: argparse.Namespace, emit: Callable[..., None], zoo: Any) -> None:
+    """The batch alone; then with the lengths, where the model has some."""
+    emit(stage="batch")
+    emit(**check(options.st, lambda: zoo.build(name), options.export, lengths=False))
+    model, args, kwargs = zoo.build(name)
+    if any(key in SEQUENCES and isinstance(x, torch.Tensor) for key, x in named(model, args, kwargs).items()):
+        emit(stage="batch and length")
+        emit(lengths=check(options.st, lambda: zoo.build(name), options.export, lengths=True))
+
+
+def sizes(part: Row) -> str:
+    """How many sizes are equal, of those that eager takes."""
+    if not part.get("traced"):
+        return "-"
+    taken = [s for s in part["sizes"] if not s.startswith("eager raises")]
+    return f"{taken.count('ok')}/{len(taken)}"
+
+
+def line(row: Row) -> list[str]:
+    """The cells of one model."""
+    export, ours = row.get("export", {}), row.get("ours", {})
+    again, static, theirs = row.get("again"), row.get("static"), export.get("seconds")
+    cells = ["ok" if export.get("traced") else "no" if export else "-", report.seconds(theirs), sizes(export), "|"]
+    cells += ["ok" if ours.get("traced") else "no", report.seconds(static), report.seconds(again), sizes(ours)]
+    cells += [f"{again / static:.1f}" if again and static else "-", "|"]
+    cells += [f"{theirs / again:.1f}" if again and export.get("traced") else "-"]
+    longer = row.get("lengths", {})
+    pair = f"{sizes(longer.get('ours', {}))} ({sizes(longer.get('export', {}))})" if longer else ""
+    return [row["model"], *cells, pair]
+
+
+def report_rows(rows: Sequence[Row]) -> str:
+    """The table, the totals and what is missed."""
+    longer = [row["lengths"] | {"model": row["model"]} for row in rows if "lengths" in row]
+    parts = [report.table([HEADER, *map(line, rows)]), "", *totals("batch", rows)]
+    return "\n".join([*parts, *totals("batch and lengths", longer)])
+
+
+def totals(what: str, rows: Sequence[Row]) -> list[str]:
+    """The numbers that are judged, for one set of dynamic dimensions."""
+    lines = [f"{what} dynamic, {len(rows)} models:"]
+    for name, part in (("torch.export", "export"), ("scopetrace", "ours")):
+        taken, right = sum(took(r, part) for r in rows), sum(report.is_ok(r, part) for r in rows)
+        lines.append(f"  {name}: takes {taken}, equal to eager at all sizes {right}")
+    mine = [r for r in rows if r.get("again")]
+    both = [r for r in mine if took(r, "export")]
+    if mine:
+        ratios = sorted(r["again"] / r["static"] for r in mine)
+        whole = sum(r["again"] for r in mine) / sum(r["static"] for r in mine)
+        middle = ratios[len(ratios) // 2]
+        lines.append(f"  over a static trace: {whole:.2f} in all, median {middle:.2f}, most {ratios[-1]:.2f}")
+    if both:
+        ratio = sum(r["export"]["seconds"] for r in both) / sum(r["again"] for r in both)
+        lines.append(f"  torch.export over scopetrace: {ratio:.1f} in all, {len(both)} models")
+    lost = [r["model"] for r in rows if report.is_ok(r, "export") and not report.is_ok(r, "ours")]
+    lines += [f"  right by torch.export, not by scopetrace: {', '.join(lost) or 'none'}", "  scopetrace misses:"]
+    missed = [r for r in rows if not report.is_ok(r, "ours")]
+    lines += [f"    {r['model']}: {r.get('ours', {}).get('error') or r.get('died')}" for r in missed]
+    return [*lines, ""]
+
+
+def took(row: Row, part: str) -> bool:
+    """Whether the model was captured."""
+    return bool(row.get(part, {}).get("traced"))

@@ -1,0 +1,92 @@
+"""Symbolic numbers that remember what they were combined to: an op's shape rule asks the same few questions of the same
+few sizes again and again, and torch works each out anew in Python and sympy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.sym_node import _NO_HINT, SymNode
+
+_BINARY = (
+    *("add", "sub", "mul", "mod", "int_floordiv", "sym_min", "sym_max"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_"),
+)
+_LAYOUT = (
+    *("is_contiguous", "is_channels_last_contiguous_2d", "is_channels_last_contiguous_3d"),
+    *("is_channels_last_strides_2d", "is_channels_last_strides_3d", "is_non_overlapping_and_dense_indicator"),
+)
+
+
+class RememberingNode(SymNode):
+    """A SymNode; equal questions about equal expressions get the first answer.
+
+    Expressions are immutable, and what tracing learns of their symbols later is applied when a node's `expr` is read,
+    so an answer stays right. The answers live in the shape environment.
+    """
+
+    shape_env: Any
+
+    @classmethod
+    def of(cls, node: SymNode) -> SymNode:
+        """`node`, remembering from now on."""
+        if type(node) is SymNode:
+            node.__class__ = cls
+        return node
+
+    def wrap_int(self, num: int) -> SymNode:
+        """The node of a constant."""
+        memo = self.shape_env.answers
+        found: SymNode | None = memo.get(num)
+        if found is None:
+            made = SymNode(sympy.Integer(num), self.shape_env, int, num, constant=num, fx_node=num)
+            found = memo[num] = self.of(made)
+        return found
+
+
+def sym_node(env: Any, expr: Any, pytype: type, hint: Any) -> SymNode:
+    """The node of an expression; `hint` is None where the value depends on data."""
+    return RememberingNode.of(SymNode(expr, env, pytype, _NO_HINT if hint is None else hint))
+
+
+def _remembered(name: str) -> Callable[[SymNode, SymNode], SymNode]:
+    compute = getattr(SymNode, name)
+
+    def method(self: Any, other: SymNode) -> SymNode:
+        if get_proxy_mode() is not None:  # someone records the arithmetic
+            result: SymNode = compute(self, other)
+            return result
+        key = (name, self._expr, other._expr)
+        memo = self.shape_env.answers
+        found: SymNode | None = memo.get(key)
+        if found is None:
+            found = memo[key] = RememberingNode.of(compute(self, other))
+        return found
+
+    return method
+
+
+def _remembered_layout(name: str) -> Callable[[SymNode, list[SymNode], list[SymNode]], SymNode]:
+    compute = getattr(SymNode, name)
+
+    def method(self: Any, sizes: list[SymNode], strides: list[SymNode]) -> SymNode:
+        if get_proxy_mode() is not None:
+            result: SymNode = compute(self, sizes, strides)
+            return result
+        key = (name, *[n._expr for n in sizes], *[n._expr for n in strides])
+        memo = self.shape_env.answers
+        found: SymNode | None = memo.get(key)
+        if found is None:
+            found = memo[key] = RememberingNode.of(compute(self, sizes, strides))
+        return found
+
+    return method
+
+
+for _name in _BINARY:
+    setattr(RememberingNode, _name, _remembered(_name))
+for _name in _LAYOUT:
+    setattr(RememberingNode, _name, _remembered_layout(_name))
