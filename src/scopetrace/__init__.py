@@ -18,6 +18,7 @@ from scopetrace.errors import InputMismatchError as InputMismatchError
 from scopetrace.errors import LeafPatternError as LeafPatternError
 from scopetrace.errors import LintError as LintError
 from scopetrace.errors import OpaqueOutputError as OpaqueOutputError
+from scopetrace.errors import OutlineError as OutlineError
 from scopetrace.errors import RandomStateError as RandomStateError
 from scopetrace.errors import ScopeError as ScopeError
 from scopetrace.errors import ScopetraceError as ScopetraceError
@@ -26,6 +27,8 @@ from scopetrace.errors import UnsupportedOpError as UnsupportedOpError
 from scopetrace.functional import Functionalized as Functionalized
 from scopetrace.functional import functional_backend as functional_backend
 from scopetrace.functional import functionalize as functionalize
+from scopetrace.outlined import Function as Function
+from scopetrace.outlined import Outlined as Outlined
 from scopetrace.passes.report import Alias as Alias
 from scopetrace.passes.report import Mutation as Mutation
 from scopetrace.passes.write_back import WriteBack as WriteBack

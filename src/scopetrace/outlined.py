@@ -156,8 +156,11 @@ class Outlined:
         return self._source.run(self._run_graph, *args, **kwargs)
 
     def _run_graph(self, *tensors: torch.Tensor) -> Any:
+        graph = self.graph_module
         self._traced.boundary.state.refresh()
-        return self.graph_module(*tensors)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *graph.parameters())):
+            return self._source.graph_module(*tensors)  # torch has no eager backward of invoke_subgraph
+        return graph(*tensors)
 
     def inline(self) -> Trace:
         """The flat program: the trace that this one was made from."""

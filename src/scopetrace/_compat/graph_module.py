@@ -28,6 +28,12 @@ class TracedGraphModule(_LazyGraphModule):
                 return torch.fx.Interpreter(self).run(*args)
         return super()._call_impl(*args, **kwargs)
 
+    @property
+    def _initialize_hook(self) -> Any:
+        """No hook: torch.compile asks for one before it begins, which is when the code has to be there."""
+        self._real_recompile()
+        raise AttributeError("_initialize_hook")
+
     def __reduce__(self) -> Any:
         used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
         held = {name: _look_up(self, name) for name in used}

@@ -55,11 +55,14 @@ class Folder:
         self._numbers: dict[Any, int] = {}
         self._signed: dict[int, Signed] = {}
         for section in reversed(list(tree.root.walk())):  # inner before outer
-            self._signed[id(section)] = self._sign(section)
+            self.signature(section)
 
     def signature(self, section: Section) -> int:
         """A number that is equal for sections of equal structure."""
-        return self._signed[id(section)].signature
+        found = self._signed.get(id(section))
+        if found is None:
+            found = self._signed[id(section)] = self._sign(section)
+        return found.signature
 
     # ---------------------------------------------------------------- runs
 
@@ -116,10 +119,11 @@ class Folder:
             text += [(key, _wiring(x, names)) for key, x in section.call.arguments.items()]
         for item in section.items:
             if isinstance(item, Op):
-                text.append((self._op(item, names), *(self.signature(body) for body in item.bodies)))
+                text.append((self._op(item, names), *map(self.signature, [*item.bodies, *item.shared])))
             else:
-                inner = self._signed[id(item)]
-                text.append((inner.signature, item.first - section.first, *map(names, inner.outside)))
+                text.append(
+                    (self.signature(item), item.first - section.first, *map(names, self._signed[id(item)].outside))
+                )
         if section.program is not None:
             text.append(_wiring(section.program.output.args[0], names))
         elif not section.user_scope:

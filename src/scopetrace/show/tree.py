@@ -15,6 +15,7 @@ from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace.calls import ModuleCall
 from scopetrace.graph import Program
 from scopetrace.record.structure import leaves
+from scopetrace.record.tape import Tape
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -27,7 +28,9 @@ class Op:
     parts: dict[int, torch.fx.Node] = dataclasses.field(default_factory=dict)
     """For an op of several results: slot -> the `getitem` node."""
     bodies: list[Section] = dataclasses.field(default_factory=list)
-    """Of a higher-order op, what it runs."""
+    """Of a higher-order op, what it runs, where no op before it runs the same."""
+    shared: list[Section] = dataclasses.field(default_factory=list)
+    """What it runs that an op before it runs, too, as equal calls of an outlined program do."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -80,6 +83,7 @@ class Tree:
         self.bodies: set[torch.fx.Node] = set()
         """The nodes that stand for bodies of higher-order ops among their arguments."""
         self.root = Section(calls[0].scope.path, calls[0])
+        self._bodies: dict[Tape, Section] = {}
         self._fill(calls[0].program, self.root)
         self._number()
 
@@ -88,9 +92,14 @@ class Tree:
         for op in _Filling(self, program, top).run():
             for node in op.node.all_input_nodes:
                 body = program.bodies.get(str(node.target)) if node.op == "get_attr" else None
-                if body is not None:
-                    self.bodies.add(node)
+                if body is None:
+                    continue
+                self.bodies.add(node)
+                if body.tape in self._bodies:
+                    op.shared.append(self._bodies[body.tape])
+                else:
                     section = Section(body.tape.root.path, self._call_of(op.node), "", str(node.target), body)
+                    self._bodies[body.tape] = section
                     op.bodies.append(section)
                     self._fill(body, section)
 

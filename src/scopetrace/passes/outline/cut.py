@@ -317,7 +317,7 @@ class _Outliner:
         for i, r in enumerate(results):
             given = r.old
             if r.inside is not r.old:
-                given = region.now[r.old] = Value(r.old.fake, op, i, next(self._storages), None)
+                given = region.now[r.old] = Value(r.old.fake, op, i, r.old.storage, None)
             op.outputs = (*op.outputs, given)
         for v, first in inner.same.items():
             if v is not first:

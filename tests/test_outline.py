@@ -1,0 +1,369 @@
+"""Module calls as calls of shared functions: which calls share one, what a function takes and gives."""
+
+import copy
+
+import pytest
+import torch
+from compare import assert_like_eager
+from torch import nn
+from torch.export import Dim
+
+import scopetrace as st
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, mask=None):
+        y = self.fc(x).relu()
+        return x + y if mask is None else x + y * mask
+
+
+def outlined(model, args, *targets, **options):
+    """The outlined program, which is checked against eager in results, changed inputs and buffers."""
+    found = st.trace(copy.deepcopy(model), args, **options).outline(*targets)
+    found.lint()
+    with torch.no_grad():
+        eager, ours = copy.deepcopy(model), copy.deepcopy(model)
+        run = st.trace(ours, args, **options).outline(*targets)
+        for _ in range(2):
+            assert_like_eager(eager, run, args)
+            torch.testing.assert_close(list(ours.buffers()), list(eager.buffers()))
+    return found
+
+
+def signatures(found):
+    return [(str(f).split("::")[1], len(f.calls)) for f in found.functions]
+
+
+def blocks(count=3):
+    return nn.Sequential(*[Block() for _ in range(count)])
+
+
+X = torch.linspace(-1, 1, 12).view(3, 4)
+
+
+def test_equal_calls_share_one_function():
+    found = outlined(blocks(), (X,), Block)
+    text = str(found).replace(found.functions[0].identifier, "ID")
+    assert text == """\
+test_outline::Block(x, mask=None, fc.weight, fc.bias) -> (result)  # 3 calls
+Sequential: 6 ops, 5 module calls, 6 parameters (60 elements)
+Sequential(input=%input_1: f32[3, 4]) -> %getitem_2: f32[3, 4]
+  Block[0](x=%input_1: f32[3, 4]) -> %getitem: f32[3, 4]
+    %getitem: f32[3, 4], = torch.ops.higher_order.invoke_subgraph(Block_0, 'ID', %input_1, self.fc.weight, self.fc.bias)
+      Block_0(%x: f32[3, 4], %fc_weight: f32[4, 4], %fc_bias: f32[4]) -> (%add: f32[3, 4],)
+        Linear[fc](input=%x: f32[3, 4]) -> %linear: f32[3, 4]
+          %linear: f32[3, 4] = aten.linear(%x, %fc_weight, %fc_bias)
+        %relu: f32[3, 4] = aten.relu(%linear)
+        %add: f32[3, 4] = aten.add.Tensor(%x, %relu)
+  Block[1, 2] ×2 as Block[0] -> %getitem_2: f32[3, 4]"""
+
+
+def test_equal_calls_share_the_submodule_of_the_graph():
+    gm = outlined(blocks(), (X,), Block).graph_module
+    calls = gm.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+    assert len(calls) == 3 and len({n.args[0].target for n in calls}) == 1 and len({n.args[1] for n in calls}) == 1
+    assert gm.code.count("invoke_subgraph(") == 3
+
+
+def test_nested_targets_nest():
+    found = outlined(blocks(), (X,), Block, nn.Linear)
+    assert signatures(found) == [
+        ("Linear(input, weight, bias) -> (result)", 1),
+        ("Block(x, mask=None, fc.weight, fc.bias) -> (result)", 3),
+    ]
+    inner = found.functions[1].graph_module.graph.find_nodes(
+        op="call_function", target=torch.ops.higher_order.invoke_subgraph
+    )
+    assert [found.function_of(n).name for n in inner] == ["Linear"]
+
+
+def test_repeated_means_classes_with_equal_calls():
+    model = nn.Sequential(Block(), nn.Tanh(), Block(), nn.LayerNorm(4))
+    assert [f.name for f in outlined(model, (X,), "repeated").functions] == ["Linear", "Block"]
+
+
+def test_targets_are_classes_patterns_and_predicates():
+    for target in (Block, "[0-2]", lambda call: call.fqn == "1"):
+        assert {f.name for f in outlined(blocks(), (X,), target).functions} == {"Block"}
+    with pytest.raises(st.OutlineError, match="'layers.*' is no call of this trace; it has 0, 0.fc"):
+        st.trace(blocks(), (X,)).outline("layers.*")
+    with pytest.raises(st.OutlineError, match="functional=True"):
+        st.trace(Relu(), (X,), functional=False).outline(Relu)
+
+
+class Relu(nn.Module):
+    def forward(self, x):
+        return x.relu_()
+
+
+def test_in_line_gives_the_flat_program():
+    tr = st.trace(blocks(), (X,))
+    assert tr.outline(Block).inline() is tr
+
+
+# ------------------------------------------------------------------ what must not be shared
+
+
+class Scaled(nn.Module):
+    def forward(self, x, k, flag=True):
+        return x * k if flag else x - k
+
+
+class Calls(nn.Module):
+    def __init__(self, inner, run):
+        super().__init__()
+        self.inner = inner
+        self.run = run
+
+    def forward(self, *args):
+        return self.run(self.inner, *args)
+
+
+def test_python_arguments_count():
+    found = outlined(Calls(Scaled(), lambda f, x: f(x, 2.0) + f(x, 3.0) + f(x, 2.0, False) + f(x, 2.0)), (X,), Scaled)
+    assert signatures(found) == [
+        (f"{n}(x) -> (result)", c) for n, c in (("Scaled", 2), ("Scaled_2", 1), ("Scaled_3", 1))
+    ]
+
+
+def test_constants_of_the_class_count():
+    model = nn.Sequential(nn.LayerNorm(4, eps=1e-4), nn.LayerNorm(4, eps=0.5), nn.LayerNorm(4, eps=1e-4))
+    assert [len(f.calls) for f in outlined(model, (X,), nn.LayerNorm).functions] == [2, 1]
+
+
+class Pair(nn.Module):
+    def __init__(self, tied):
+        super().__init__()
+        self.u = nn.Parameter(torch.rand(4))
+        self.v = self.u if tied else nn.Parameter(torch.rand(4))
+
+    def forward(self, x):
+        return x * self.u + self.v
+
+
+def test_which_tensors_are_the_same_counts():
+    found = outlined(nn.Sequential(Pair(True), Pair(False)), (X,), Pair)
+    assert signatures(found) == [("Pair(x, u) -> (result)", 1), ("Pair_2(x, u, v) -> (result)", 1)]
+    add = Calls(Add(), lambda f, x, y: f(x, x) * f(x, y) * f(y, y))
+    assert [len(f.calls) for f in outlined(add, (X, X + 1), Add).functions] == [2, 1]
+
+
+class Add(nn.Module):
+    def forward(self, a, b):
+        return a + b.sin()
+
+
+def test_classes_of_one_name_count():
+    def make(op):
+        class Act(nn.Module):
+            def forward(self, x):
+                return op(x)
+
+        return Act
+
+    one, other = make(torch.sin), make(torch.cos)
+    found = outlined(nn.Sequential(one(), other(), one()), (X,), one, other)
+    assert signatures(found) == [("Act(x) -> (result)", 2), ("Act_2(x) -> (result)", 1)]
+
+
+def test_sizes_count():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 8))
+    assert [len(f.calls) for f in outlined(model, (X,), nn.Linear).functions] == [2, 1]
+
+
+# ------------------------------------------------------------------ what a function takes and gives
+
+
+class Order(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.rand(4))
+        self.register_buffer("b", torch.rand(4))
+
+    def forward(self, a, unused, c):
+        return (a - c) / (c.abs() + 1) * self.b + self.w
+
+
+def test_arguments_come_in_the_order_of_forward_then_parameters_then_buffers():
+    model = Calls(Order(), lambda f, x, y: f(y, x, c=x) + f(c=y, a=x, unused=y))
+    assert signatures(outlined(model, (X, X + 1), Order)) == [("Order(a, unused, c, w, b) -> (result)", 2)]
+
+
+class Nested(nn.Module):
+    def forward(self, xs, d):
+        return {"sum": xs[0] + xs[1], "list": [xs[0] * d["k"], xs[1]]}
+
+
+def test_containers_are_flattened_and_results_that_are_inputs_are_copies():
+    def run(f, x, y):
+        one, two = f((x, y), {"k": y}), f([y, x], {"k": x})
+        return one["sum"] + one["list"][0] + two["list"][1]
+
+    found = outlined(Calls(Nested(), run), (X, X + 1), Nested)
+    assert signatures(found) == [("Nested(xs[0], xs[1], d['k']) -> (['sum'], ['list'][0], ['list'][1])", 2)]
+    assert "clone" in found.functions[0].graph_module.code
+
+
+class Counts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros(1))
+
+    def forward(self, x):
+        self.n.add_(1)
+        return x * self.n
+
+
+def test_new_values_of_buffers_are_outputs():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Counts(), Counts()
+
+        def forward(self, x):
+            return self.b(self.a(self.a(x)))
+
+    found = outlined(Net(), (X,), Counts)
+    assert signatures(found) == [("Counts(x, n) -> (result, n)", 3)]
+    assert [o.kind for o in found.functions[0].outputs] == ["result", "mutated"]
+
+
+class Writes(nn.Module):
+    def forward(self, cache, new):
+        cache[:, :1] = new
+        return cache.sum(), cache
+
+
+def test_caches_written_in_place_are_outputs():
+    def run(f, cache, x):
+        total, _ = f(cache, x[:, :1])
+        return total + f(cache, x[:, 1:2])[0]
+
+    found = outlined(Calls(Writes(), run), (X.clone(), X), Writes)
+    assert signatures(found) == [("Writes(cache, new) -> ([0], [1])", 2)]
+
+
+class Remembers(nn.Module):
+    def forward(self, x):
+        self.last = x.exp()
+        return self.last + 1
+
+
+def test_what_is_read_outside_though_not_returned():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a = Remembers()
+
+        def forward(self, x):
+            y = self.a(x) * self.a.last
+            del self.a.last
+            return y
+
+    found = outlined(Net(), (X,), Remembers)
+    assert [o.kind for o in found.functions[0].outputs] == ["result", "captured"]
+
+
+class Closure(nn.Module):
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = [scale]
+
+    def forward(self, x):
+        return x * self.scale[0]() + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+
+def test_closures_and_constants_are_lifted():
+    scale = nn.Parameter(torch.rand(4))
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = scale
+            self.a, self.b = (Closure(lambda: scale) for _ in range(2))
+
+        def forward(self, x):
+            return self.b(self.a(x)) + self.scale
+
+    tr = st.trace(Net(), (X,))
+    found = tr.outline(Closure)
+    assert signatures(found) == [("Closure(x, scale, tensor_constant0) -> (result)", 2)]
+    torch.testing.assert_close(found(X), tr(X))
+
+
+def test_calls_that_give_back_their_input():
+    model = nn.Sequential(nn.Dropout(0.5), nn.Linear(4, 4), nn.Identity(), nn.Dropout(0.5)).eval()
+    found = outlined(model, (X,), nn.Dropout, nn.Identity)
+    assert signatures(found) == [("Dropout(input) -> (result)", 2), ("Identity(input) -> (result)", 1)]
+    calls = found.graph_module.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph)
+    assert all(n.users for n in calls)
+
+
+def test_the_root_can_be_a_function():
+    found = outlined(nn.Conv1d(3, 9, 3), (torch.ones(5, 3, 11),), nn.Conv1d)
+    assert signatures(found) == [("Conv1d(input, weight, bias) -> (result)", 1)]
+
+
+# ------------------------------------------------------------------ sizes, autograd, torch's own tools
+
+
+class Rows(nn.Module):
+    def forward(self, x):
+        return x.reshape(x.shape[0], -1) * x.shape[0]
+
+
+def test_symbolic_sizes():
+    tr = st.trace(nn.Sequential(Rows(), Rows()), (X,), dynamic_shapes=({0: Dim("batch", max=64)},))
+    found = tr.outline(Rows)
+    assert signatures(found) == [("Rows(x) -> (result)", 2)]
+    for n in (1, 2, 7):
+        x = torch.rand(n, 4)
+        torch.testing.assert_close(found(x), tr(x))
+
+
+def test_sizes_that_no_tensor_of_the_call_has_are_inputs():
+    class Scale(nn.Module):
+        def forward(self, y, n):
+            return y * n
+
+    model = Calls(Scale(), lambda f, x, y: f(y, x.shape[0]) + f(y, x.shape[0]))
+    tr = st.trace(model, (X, torch.rand(2)), dynamic_shapes={"args": ({0: Dim("rows", max=64)}, None)})
+    found = tr.outline(Scale)
+    assert signatures(found) == [("Scale(y, n) -> (result)", 2)]
+    torch.testing.assert_close(found(torch.rand(9, 4), torch.ones(2)), torch.full((2,), 18.0))
+
+
+def test_gradients():
+    model = blocks()
+    found = st.trace(model, (X,)).outline(Block)
+    grads = []
+    for run in (model, found):
+        model.zero_grad()
+        run(X).sum().backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    torch.testing.assert_close(*grads)
+
+
+def test_loaded_traces_have_the_same_functions(tmp_path):
+    tr = st.trace(blocks(), (X,))
+    tr.save(tmp_path / "trace")
+    found = st.load(tmp_path / "trace").outline("repeated")
+    assert signatures(found) == signatures(tr.outline("repeated"))
+    torch.testing.assert_close(found(X), tr(X))
+
+
+def test_inductor_and_export_take_the_graph():
+    with torch.no_grad():
+        gm = st.trace(blocks(), (X,)).outline(Block).graph_module
+        exported = torch.export.export(gm, (X,))
+        torch.testing.assert_close(exported.module()(X), gm(X))
+        torch.testing.assert_close(torch._inductor.compile(gm, [X])(X), gm(X))
+
+
+def test_identifiers_are_the_same_in_every_trace():
+    one, other = (st.trace(blocks(), (X,)).outline("repeated") for _ in range(2))
+    assert [f.identifier for f in one.functions] == [f.identifier for f in other.functions]
