@@ -402,3 +402,13 @@ def detached_and_scaled(x, w):
 def test_gradients_through_memory_that_gains_a_history(run):
     args = torch.tensor([1.0, -2.0, 3.0], requires_grad=True), torch.tensor([0.5, 2.0, -1.0], requires_grad=True)
     assert_same_gradients(run, pure(run, *args), args)
+
+
+def test_results_that_share_memory_share_it_in_another_layout_too():
+    def run(x):
+        y = x + x
+        y.triu_()  # its pure twin gives contiguous memory
+        z = y.clone()
+        return z[:, 1:], z.detach(), z
+
+    assert_like_eager(run, pure(run, torch.rand(4, 3).t()), (torch.rand(4, 3).t(),))

@@ -53,15 +53,15 @@ def _node_problems(program: Program, calls: list[ModuleCall], scopes: dict[str, 
 
 
 def _count_problems(calls: list[ModuleCall]) -> Iterator[str]:
-    seen: dict[int, int] = {}
+    seen: dict[int, int] = {}  # module -> the least index that may come
     for i, call in enumerate(calls):
         if call.position != i:
             yield f"{call}: it is call number {i} and says {call.position}"
         if call.module is not None:
-            count = seen.get(id(call.module), 0)
-            seen[id(call.module)] = count + 1
-            if call.index != count:
-                yield f"{call}: it is call number {count} of its module"
+            count = seen.get(id(call.module), 0)  # in an outlined program some calls stand in the bodies of others
+            seen[id(call.module)] = call.index + 1
+            if call.index < count:
+                yield f"{call}: {count} calls of its module came before"
 
 
 def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[str]:

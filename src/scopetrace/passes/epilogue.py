@@ -133,7 +133,11 @@ class _Builder:
     def _source(self, leaf: Value) -> Source:
         region = self.regions.get(leaf.storage)
         if region is None:
-            return self._plain(leaf, leaf)
+            owner = self._moved_owner(leaf)
+            if owner is None:
+                return self._plain(leaf, leaf)
+            size, stride = tuple(leaf.fake.size()), tuple(leaf.fake.stride())
+            return ViewOf(self._plain(owner, owner), (StridedStep(size, stride, leaf.offset - owner.offset),))
         outside = [r for r in region.roots if r in self.outside]
         if outside:
             root, steps = self._chain(region, leaf)
@@ -142,6 +146,16 @@ class _Builder:
             return self._plain(leaf, self.read(leaf))
         root, steps = self._chain(region, leaf)
         return ViewOf(self._plain(root, self.read(root)), steps)
+
+    def _moved_owner(self, leaf: Value) -> Value | None:
+        """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise."""
+        if self._alone[leaf.storage] == 1 or leaf.fake.layout is not torch.strided:
+            return None
+        sharing = [v for v in self._outputs if isinstance(v, Value) and v.storage == leaf.storage]
+        if all(bare(self.read(v).fake.stride()) == bare(v.fake.stride()) for v in sharing):
+            return None
+        owner = next(v for op in self.old.ops for v in op.values() if v.storage == leaf.storage)
+        return owner if all(v.fake.dtype == owner.fake.dtype for v in sharing) else None
 
     def _plain(self, old: Value, present: Value) -> FromGraph:
         new = self.read(old) if present is old else present
