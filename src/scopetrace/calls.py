@@ -134,8 +134,11 @@ class CallTable:
     def __init__(self, program: Program, forward: Callable[..., Any] | None) -> None:
         self.program = program
         self.forward = forward.forward if isinstance(forward, torch.nn.Module) else forward
-        made = [ModuleCall(call, self, p) for p in program.walk() for call in p.tape.calls]
-        self.calls = sorted(made, key=lambda call: call.position)
+        made: dict[Call, ModuleCall] = {}
+        for p in program.walk():
+            for call in p.tape.calls:
+                made.setdefault(call, ModuleCall(call, self, p))  # a body may stand in several others
+        self.calls = sorted(made.values(), key=lambda call: call.position)
         self.at = {call.position: call for call in self.calls}
         self.children: dict[int, list[ModuleCall]] = {position: [] for position in self.at}
         self.ends = {position: position + 1 for position in self.at}

@@ -16,7 +16,7 @@ from scopetrace.passes.outline.key import call_key, content_hash
 from scopetrace.passes.outline.readers import Readers
 from scopetrace.record.arguments import bind, forward_of
 from scopetrace.record.body import Stretch, body_tape, free_symbols
-from scopetrace.record.structure import leaves_with_path, map_structure
+from scopetrace.record.structure import leaves, leaves_with_path, map_structure
 from scopetrace.record.tape import Call, Op, Tape, Value
 
 _aten = torch.ops.aten
@@ -174,10 +174,12 @@ class _Outliner:
     def _cut(self, region: _Region, old: Call) -> None:
         """The ops of a call as a function, and a call of it at the end of `region`."""
         region.place.setdefault(old.start, len(region.ops))
+        call = self._copy(old)
+        call.args, call.kwargs = _renamed(old.args, region.now), _renamed(old.kwargs, region.now)
+        named = bind(forward_of(old, self.forward), call.args, call.kwargs)
         inner = _Region(old, now=dict(region.now))
         self._fill(inner, old.start, old.stop)
         results = self._results(inner, old)
-        named = _renamed(bind(forward_of(old, self.forward), old.args, old.kwargs), region.now)
         inputs, operands = self._operands(inner, old, named)
         key = call_key(old.module_type, named, operands, inner.ops, [r.inside for r in results], self._names)
         function = self.functions.get(key)
@@ -254,6 +256,9 @@ class _Outliner:
         """(kind, name, value) of what the ops read and nobody passed: the module's own in its order, then others."""
         made = {v for op in inner.ops for v in op.values()} | {v for v in operands if isinstance(v, Value)}
         read = dict.fromkeys(v for op in inner.ops for v in op.inputs() if v not in made)
+        for call in inner.calls:  # what they take and give, though no op reads it
+            told = leaves((call.args, call.kwargs, call.outputs, call.mutated), Value)
+            read |= dict.fromkeys(v for v in told if v not in made)
         own = self._own_tensors(old)
         ranked = []
         for i, v in enumerate(read):
@@ -322,7 +327,6 @@ class _Outliner:
         for v, first in inner.same.items():
             if v is not first:
                 region.now[v] = region.now.get(first, first)
-        call.args, call.kwargs = _renamed(old.args, inner.now), _renamed(old.kwargs, inner.now)
         call.outputs, call.mutated = _renamed(old.outputs, region.now), _renamed(old.mutated, region.now)
         call.start, call.stop = len(region.ops), len(region.ops) + 1
         region.ops.append(op)
