@@ -62,6 +62,10 @@ class FunctionalizationError(TraceError):
     """A mutation that cannot be turned into pure ops with the same meaning."""
 
 
+class ExportError(TraceError):
+    """A trace does what an ExportedProgram cannot say."""
+
+
 class LeafPatternError(ScopetraceError, ValueError):
     """An entry of `leaves=` is of the wrong kind, or matches no module of the model."""
 

@@ -37,7 +37,7 @@ class Program:
         """The bodies of its higher-order ops, by the attribute that holds their GraphModule."""
         self._grad = tape.ops[0].grad if tape.ops else True
         self._outer_grad = self._grad
-        live = _live_ops(tape)
+        live = live_ops(tape)
         self._messages = {s.message for s in tape.specializations}
         first = [op for op in tape.ops if op.kind == "placeholder"]
         for op in first:
@@ -212,7 +212,7 @@ def given(tape: Tape) -> list[Any]:
     return leaves(tape.outputs, (Value, *Symbolic)) if tape.returned is None else tape.returned
 
 
-def _live_ops(tape: Tape) -> set[int]:
+def live_ops(tape: Tape) -> set[int]:
     """The ops that something shows of: results, arguments and results of calls, effects."""
     needed = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
     needed.update(v for v in given(tape) if isinstance(v, Value))

@@ -11,13 +11,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.export
 import torch.fx
 
 from scopetrace import meta
 from scopetrace._compat import pickling
 from scopetrace._compat.graph_module import TracedGraphModule
 from scopetrace.calls import CallTable, ModuleCall
+<<<<<<< HEAD
 from scopetrace.check import Decisions, compare_with_model
+=======
+from scopetrace.check import compare_with_model
+from scopetrace.emit.exported import to_exported_program
+>>>>>>> 220a93a (ExportedProgram from a trace: lifted graph, signature, module calls)
 from scopetrace.errors import ScopetraceError
 from scopetrace.graph import Program, given
 from scopetrace.inputs import Boundary
@@ -85,8 +91,11 @@ class Trace:
     @functools.cached_property
     def boundary(self) -> Boundary:
         """What comes before the graph and after it in a call: the check of the arguments, and the write-back."""
-        forward = self._model.forward if isinstance(self._model, torch.nn.Module) else self._model
-        return Boundary(self._tape, self.graph_module, forward)
+        return Boundary(self._tape, self.graph_module, self._forward)
+
+    @property
+    def _forward(self) -> Callable[..., Any] | None:
+        return self._model.forward if isinstance(self._model, torch.nn.Module) else self._model
 
     @property
     def scope(self) -> Scope:
@@ -177,11 +186,25 @@ class Trace:
         program: WriteBack | None = self._tape.write_back
         return program
 
+<<<<<<< HEAD
     @property
     def range_constraints(self) -> dict[Any, Any]:
         """By sympy symbol of a dynamic size, the `ValueRanges` that a call may have; as ExportedProgram has it."""
         sizes = self._tape.sizes
         return {} if sizes is None else sizes.range_constraints()
+=======
+    def to_exported_program(self) -> torch.export.ExportedProgram:
+        """The program as torch.export gives it, without tracing again; it shares the model's parameters and buffers.
+
+        What the model changes in its inputs, parameters and buffers are mutations in the signature. `module_call_graph`
+        has the signature of every module call, so that `torch.export.unflatten` gives modules that are called as the
+        model's own. Results are values: that one is an input itself, or shares its memory, an ExportedProgram cannot say.
+
+        Raises ExportError for what else it cannot say: changes of an input's shape or memory, tensors bound to
+        attributes that are no buffers, leaf modules, one tensor given for two inputs.
+        """
+        return to_exported_program(functionalize(self._tape), self._forward)
+>>>>>>> 220a93a (ExportedProgram from a trace: lifted graph, signature, module calls)
 
     def lint(self) -> None:
         """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""

@@ -1,0 +1,59 @@
+"""What torch.export keeps to itself: how it files grad modes, ranges of symbols, and trees that it can save."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
+from torch.export.graph_signature import ExportGraphSignature
+from torch.utils import _pytree as pytree
+
+from scopetrace._compat.graph_module import set_grad_enabled
+
+
+def with_grad_regions(
+    gm: torch.fx.GraphModule, signature: ExportGraphSignature
+) -> tuple[torch.fx.GraphModule, ExportGraphSignature]:
+    """Stretches where autograd is switched become `wrap_with_set_grad_enabled`, as torch.export has them."""
+    if not gm.graph.find_nodes(op="call_function", target=set_grad_enabled):
+        return gm, signature
+    new, changed = replace_set_grad_with_hop_pass(gm, signature)
+    assert changed is not None
+    return new, changed
+
+
+def can_be_saved(spec: pytree.TreeSpec) -> bool:
+    """Whether `torch.export.save` can write the tree: it has names for all types in it."""
+    if spec.is_leaf():
+        return True
+    known = pytree.SUPPORTED_SERIALIZED_TYPES.get(spec.type)
+    if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
+        return False
+    return all(map(can_be_saved, spec.children()))
+
+
+def stored_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake of a tensor that the program holds and does not read."""
+    fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
+    return fake
+
+
+def symbol_ranges(shape_env: Any) -> dict[Any, Any]:
+    """By symbol, what torch's ShapeEnv knows of it."""
+    if shape_env is None:
+        return {}
+    return {s: limits for s, limits in shape_env.var_to_range.items() if s not in shape_env.replacements}
+
+
+def zeros_like_fake(fake: torch.Tensor) -> torch.Tensor:
+    """A tensor of zeros with the metadata of a fake one; symbolic sizes are those of the example."""
+    if fake.layout is not torch.strided:
+        return torch.zeros(_hints(fake.size()), dtype=fake.dtype, device=fake.device, layout=fake.layout)
+    made = torch.empty_strided(_hints(fake.size()), _hints(fake.stride()), dtype=fake.dtype, device=fake.device)
+    return made.zero_().requires_grad_(fake.requires_grad)
+
+
+def _hints(numbers: Any) -> list[int]:
+    return [n if type(n) is int else n.node.hint for n in numbers]

@@ -1,0 +1,1 @@
+"""What others can take: forms of a trace that other tools read."""

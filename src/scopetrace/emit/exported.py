@@ -1,0 +1,187 @@
+"""`torch.export.ExportedProgram` from a tape, without tracing again.
+
+Data flow:
+    tape -> a graph of its own, with a mark in calls that have no op (frames)
+    `get_attr` nodes -> placeholders in torch.export's order (state); Python values among the arguments get one too
+    write-back program -> outputs: new values of buffers, parameters and inputs, then the results (outputs)
+    module calls -> `module_call_graph` (module_calls)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.fx
+from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
+from torch.export.graph_signature import (
+    ConstantArgument,
+    ExportGraphSignature,
+    InputKind,
+    InputSpec,
+    TensorArgument,
+)
+from torch.utils import _pytree as pytree
+
+from scopetrace import meta
+from scopetrace._compat import export as compat
+from scopetrace.emit.arguments import PLAIN
+from scopetrace.emit.frames import frames_of, place_nodes, with_marks
+from scopetrace.emit.module_calls import ModuleCalls
+from scopetrace.emit.outputs import Outputs
+from scopetrace.emit.state import State, states
+from scopetrace.errors import ExportError
+from scopetrace.graph import Program
+from scopetrace.record import argument_names
+from scopetrace.record.names import identifier
+from scopetrace.record.structure import map_structure
+from scopetrace.record.tape import Tape, Value
+
+
+def to_exported_program(tape: Tape, forward: Any) -> ExportedProgram:
+    """The ExportedProgram of a tape without mutation. `forward` names the arguments; None in a loaded trace.
+
+    Raises ExportError for what an ExportedProgram cannot say.
+    """
+    _refuse(tape)
+    frames = frames_of(tape)
+    program = Program(with_marks(tape, frames))
+    _fill_values(program.graph)
+    lifted = Lifted(program, states(tape, frames))
+    outputs = Outputs(program, lifted.lower, lifted.inputs, lifted.state)
+    place = place_nodes(program.graph, frames)
+    calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], lifted.lower)
+    gm, signature = compat.with_grad_regions(
+        plain_graph_module(program), ExportGraphSignature(lifted.specs, outputs.specs)
+    )
+    held = [state for state, _ in lifted.state.values()]
+    root = ModuleCallSignature([], [], lifted.spec, outputs.spec, _argument_names(tape, forward))
+    return ExportedProgram(
+        gm,
+        gm.graph,
+        signature,
+        state_dict={s.fqn: s.tensor for s in held if s.in_state_dict},
+        range_constraints=compat.symbol_ranges(tape.shape_env),
+        module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape))],
+        example_inputs=_example_inputs(tape),
+        constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
+    )
+
+
+def _refuse(tape: Tape) -> None:
+    leaf = next((op for op in tape.ops if op.kind == "call_module"), None)
+    if leaf is not None:
+        raise ExportError(
+            "a leaf module is no op of an ExportedProgram",
+            op=str(leaf.target),
+            module=leaf.scope.path,
+            hint="trace without leaves=",
+        )
+    seen: dict[int, str] = {}
+    for path, value in zip(tape.input_paths, tape.inputs, strict=True):
+        other = seen.setdefault(id(value.fake), path)
+        if other != path:
+            raise ExportError(
+                f"{other} and {path} were one tensor when traced, and the trace holds for such only",
+                module=tape.root.path,
+                hint="clone() one of them for the trace: the program then takes any two",
+            )
+
+
+class Lifted:
+    """A graph whose state and arguments are placeholders: state in torch.export's order, then all leaves of the arguments.
+
+    Attributes:
+        specs: one InputSpec for each placeholder.
+        spec: the tree of (args, kwargs).
+        inputs: the placeholders of the tensors among the arguments.
+        state: by name on the tape, what the program takes from the model, and its placeholder.
+    """
+
+    def __init__(self, program: Program, held: dict[str, State]) -> None:
+        self._program, self._graph = program, program.graph
+        self._moved: dict[torch.fx.Node, torch.fx.Node] = {}
+        self.inputs: list[torch.fx.Node] = [program.lower(v) for v in program.tape.inputs]
+        read = {n.target: n for n in self._graph.find_nodes(op="get_attr") if n.target in held}
+        self.state = {name: (state, self._lift(state, read.get(name))) for name, state in held.items()}
+        self.specs = [
+            InputSpec(s.kind, TensorArgument(node.name), s.fqn, s.persistent) for s, node in self.state.values()
+        ]
+        arguments, self.spec = self._arguments()
+        for node in reversed([*(node for _, node in self.state.values()), *arguments]):
+            next(iter(self._graph.nodes)).prepend(node)
+
+    def lower(self, x: Any) -> Any:
+        """The structure with nodes of the lifted graph in place of tape values."""
+        return map_structure(lambda n: self._moved.get(n, n), self._program.lower(x), torch.fx.Node)
+
+    def _lift(self, state: State, read: torch.fx.Node | None) -> torch.fx.Node:
+        if read is None:
+            mode = self._program.tape.fake_mode
+            return self._placeholder(state.placeholder, compat.stored_fake(mode, state.tensor))
+        node = self._moved[read] = self._placeholder(state.placeholder, meta.value(read))
+        read.replace_all_uses_with(node)
+        self._graph.erase_node(read)
+        return node
+
+    def _placeholder(self, name: str, value: Any) -> torch.fx.Node:
+        with self._graph.inserting_before(next(iter(self._graph.nodes))):
+            node = self._graph.placeholder(name)
+        node.target = node.name
+        meta.set_value(node, value)
+        return node
+
+    def _arguments(self) -> tuple[list[torch.fx.Node], Any]:
+        flat, spec = pytree.tree_flatten_with_path(self._program.tape.args)
+        tensors = iter(self.inputs)
+        found: list[torch.fx.Node] = []
+        for path, leaf in flat:
+            if isinstance(leaf, Value):
+                node = next(tensors)
+                self.specs.append(InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None))
+            elif type(leaf) in PLAIN:
+                node = self._placeholder(identifier(pytree.keystr(path[1:]), set()), leaf)
+                self.specs.append(InputSpec(InputKind.USER_INPUT, ConstantArgument(node.name, leaf), None))
+            else:
+                raise ExportError(
+                    f"the argument {pytree.keystr(path[1:])} is a {type(leaf).__name__}, which is no tensor, number, "
+                    "text or None",
+                    module=self._program.tape.root.path,
+                    hint="register its class with torch.utils._pytree.register_pytree_node, or bind it to the model",
+                )
+            found.append(node)
+        return found, spec
+
+
+def plain_graph_module(program: Program) -> torch.fx.GraphModule:
+    """The graph with its bodies, and no state."""
+    bodies = {name: plain_graph_module(body) for name, body in program.bodies.items()}
+    return torch.fx.GraphModule(bodies, program.graph)
+
+
+def _fill_values(graph: torch.fx.Graph) -> None:
+    """Steps in between, in the arithmetic of symbolic sizes, have no value yet."""
+    for node in graph.nodes:
+        if node.op == "call_function" and "val" not in node.meta:
+            args = torch.fx.map_arg(node.args, meta.value)
+            symbolic = node.target is not torch.ops.aten._assert_scalar.default
+            meta.set_value(node, node.target(*args) if symbolic and callable(node.target) else None)
+
+
+def _argument_names(tape: Tape, forward: Any) -> list[str]:
+    args, kwargs = tape.args
+    taken: set[str] = set()
+    return [identifier(name, taken) for name in argument_names(forward, len(args))] + list(kwargs)
+
+
+def _module_names(tape: Tape) -> list[str]:
+    root = tape.calls[0].module
+    if root is not None:
+        return [name for name, _ in root.named_modules(remove_duplicate=False)]
+    return list(dict.fromkeys(call.fqn for call in tape.calls if call.fqn))
+
+
+def _example_inputs(tape: Tape) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Zeros like the inputs: AOTInductor and the guards of `ExportedProgram.module` ask for their form."""
+    example: tuple[tuple[Any, ...], dict[str, Any]] = map_structure(lambda v: compat.zeros_like_fake(v.fake), tape.args, Value)
+    return example
