@@ -1,0 +1,263 @@
+"""`Trace.to_exported_program` on the models of the zoo, beside torch.export.
+
+    python -m benchmarks.exported                       # all of ../shared/zoo, one process
+    python -m benchmarks.exported --only 'hf:*bert*' --no-export
+    python -m benchmarks.exported --every 4 --offset 1  # each fourth model, from the second
+    python -m benchmarks.exported --report-only         # print the last table again
+
+Columns:
+    ours s    seconds of `st.trace` and `.to_exported_program()`, the latter alone as ep s; of a second time, after
+              torch.export ran in between, so that both find warm caches
+    export s  seconds of `torch.export.export` in the same process
+    ratio     the second over the first
+    equal     `ep.module()` gives what eager gives
+    unflat    `torch.export.unflatten(ep)` too
+    modules   unflattened modules, called with what their originals got, give what these gave: right / with a signature
+    signed    module calls with a signature / all module calls with a module of the model
+    saved     what `torch.export.save` and `load` give back, too
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import contextlib
+import fnmatch
+import gc
+import io
+import json
+import os
+import pathlib
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if __package__ in {None, ""}:
+    sys.path[0] = str(ROOT)
+
+from benchmarks import checks, oracle, report  # noqa: E402
+from benchmarks.models import import_scopetrace, load_zoo  # noqa: E402
+
+Row = dict[str, Any]
+Calls = list[tuple[str, tuple[Any, ...], dict[str, Any], Any]]
+
+
+def copied(x: Any) -> Any:
+    """The structure with copies of its tensors."""
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, x)
+
+
+def eager_calls(model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Calls]:
+    """The result of a run, and of each module call by forward hooks: name, arguments, result."""
+    seen: Calls = []
+    open_calls: list[Any] = []
+
+    def enter(_module: Any, args: Any, kwargs: Any) -> None:
+        open_calls.append((copied(args), copied(kwargs)))
+
+    def leave(name: str) -> Callable[..., None]:
+        return lambda _module, _args, _kwargs, out: seen.append((name, *open_calls.pop(), copied(out)))
+
+    with contextlib.ExitStack() as stack, oracle.exporting_flags(), torch.no_grad():
+        for name, module in model.named_modules():
+            if name and not isinstance(module, torch.jit.ScriptModule):
+                stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
+                stack.callback(module.register_forward_hook(leave(name), with_kwargs=True).remove)
+        return model(*copied(args), **copied(kwargs)), seen
+
+
+def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """The result on copies, without autograd."""
+    with torch.no_grad():
+        return fn(*copied(args), **copied(kwargs))
+
+
+def reason(fn: Callable[[], Any], expected: Any) -> str | None:
+    """None where `fn()` gives what is expected, else why not."""
+    try:
+        return checks.same_result(fn(), expected)
+    except Exception as error:
+        return checks.first_line(error)
+
+
+def check_modules(unflat: torch.nn.Module, ep: Any, seen: Calls) -> Row:
+    """Call each unflattened module that has a signature with what its original got."""
+    signed = {e.fqn for e in ep.module_call_graph if e.signature is not None and e.fqn}
+    right, wrong = 0, []
+    count: collections.Counter[str] = collections.Counter()
+    for name, args, kwargs, out in seen:
+        call = f"{name}@{count[name]}" if count[name] else name
+        count[name] += 1
+        if call in signed:
+            bad = reason(lambda n=name, a=args, k=kwargs: run(unflat.get_submodule(n), a, k), out)  # type: ignore[misc]
+            right += bad is None
+            wrong += [f"{call}: {bad}"] if bad else []
+    return {"right": right, "wrong": wrong[:5], "n_wrong": len(wrong), "signed": len(signed), "calls": len(seen)}
+
+
+def saved(ep: Any) -> torch.nn.Module:
+    """The module after a file."""
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    file.seek(0)
+    module: torch.nn.Module = torch.export.load(file).module()
+    return module
+
+
+def check(st: Any, build: Callable[[], Any], options: argparse.Namespace) -> Row:
+    """One row."""
+    model, args, kwargs = build()
+    row: Row = {}
+    ep = ours(st, model, args, kwargs, row)
+    expected, seen = eager_calls(model, args, kwargs)
+    row["equal"] = reason(lambda: run(ep.module(), args, kwargs), expected)
+    if not options.no_unflatten:
+        unflat: Any = None
+        with contextlib.redirect_stdout(io.StringIO()):
+            try:
+                unflat = torch.export.unflatten(ep)
+                row["unflat"] = reason(lambda: run(unflat, args, kwargs), expected)
+                row |= check_modules(torch.export.unflatten(ep), ep, seen)
+            except Exception as error:
+                row["unflat"] = checks.first_line(error)
+    row["saved"] = reason(lambda: run(saved(ep), args, kwargs), expected) if options.save else "-"
+    if not options.no_export:
+        model, args, kwargs = build()
+        start = time.perf_counter()
+        try:
+            torch.export.export(model, args, kwargs)
+            row["export"] = time.perf_counter() - start
+        except Exception as error:
+            row["export_error"] = checks.first_line(error)
+        ours(st, *build(), row)
+    return row
+
+
+def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, row: Row) -> Any:
+    """The ExportedProgram; its seconds go into the row."""
+    start = time.perf_counter()
+    tr = st.trace(model, args, kwargs)
+    traced = time.perf_counter()
+    ep = tr.to_exported_program()
+    row |= {"ours": time.perf_counter() - start, "ep": time.perf_counter() - traced, "nodes": len(ep.graph.nodes)}
+    return ep
+
+
+def mark(row: Row, key: str) -> str:
+    """`ok`, `no`, or `-` where it was not checked."""
+    return "-" if row.get(key, "-") == "-" else "no" if row[key] else "ok"
+
+
+def line(row: Row) -> list[str]:
+    """The cells of one model."""
+    if "error" in row:
+        return [row["model"], *["-"] * 9]
+    export = row.get("export")
+    return [
+        row["model"],
+        str(row["nodes"]),
+        f"{row['ours']:.2f}",
+        f"{row['ep']:.2f}",
+        f"{export:.2f}" if export else "-",
+        f"{export / row['ours']:.1f}" if export else "-",
+        mark(row, "equal"),
+        mark(row, "unflat"),
+        f"{row['right']}/{row['right'] + row['n_wrong']}" if "right" in row else "-",
+        f"{row['signed']}/{row['calls']}" if "right" in row else "-",
+        mark(row, "saved"),
+    ]
+
+
+def table(rows: list[Row]) -> str:
+    """The table, what is wrong, and sums."""
+    head = ["model", "nodes", "ours s", "ep s", "export s", "ratio", "equal", "unflat", "modules", "signed", "saved"]
+    text = [report.table([head, *map(line, rows)]), ""]
+    for row in rows:
+        bad = [f"{k}: {row[k]}" for k in ("error", "equal", "unflat", "saved") if row.get(k, "-") not in (None, "-")]
+        bad += [f"module {w}" for w in row.get("wrong", ())[:2]]
+        text += [f"{row['model']}: {b[:300]}" for b in bad]
+    done = [r for r in rows if "error" not in r]
+    timed = [r for r in done if r.get("export")]
+    text += [
+        "",
+        f"{len(rows)} models, {len(done)} with a program, {sum(r['equal'] is None for r in done)} equal to eager, "
+        f"{sum(r.get('unflat', '-') is None for r in done)} unflattened equal, "
+        f"modules right {sum(r.get('right', 0) for r in done)} of "
+        f"{sum(r.get('right', 0) + r.get('n_wrong', 0) for r in done)}, "
+        f"calls with a signature {sum(r.get('signed', 0) for r in done)} of {sum(r.get('calls', 0) for r in done)}",
+    ]
+    if timed:
+        ours, export = sum(r["ours"] for r in timed), sum(r["export"] for r in timed)
+        text.append(f"seconds: ours {ours:.1f}, torch.export {export:.1f}, ratio {export / ours:.1f}")
+    return "\n".join(text)
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--zoo", type=pathlib.Path, default=ROOT.parent / "shared" / "zoo", help="folder of the zoo")
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="names or globs, also comma-separated")
+    parser.add_argument("--every", type=int, default=1, help="each n-th model")
+    parser.add_argument("--offset", type=int, default=0, help="the first of them")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "exported.jsonl")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --out, do the others")
+    parser.add_argument("--no-export", action="store_true", help="leave torch.export out")
+    parser.add_argument("--no-unflatten", action="store_true", help="leave torch.export.unflatten out")
+    parser.add_argument("--save", action="store_true", help="save and load, too")
+    parser.add_argument("--report-only", action="store_true", help="only print the table of --out")
+    return parser.parse_args(argv)
+
+
+def wanted(options: argparse.Namespace) -> list[str]:
+    """The models chosen on the command line, in the order of models.txt."""
+    names: list[str] = (options.zoo / "models.txt").read_text().split()
+    patterns = [p for given in options.only or ["*"] for p in given.split(",")]
+    return [n for n in names if any(fnmatch.fnmatch(n, p) for p in patterns)][options.offset :: options.every]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check the models; the exit code is 1 if a program differs from eager."""
+    options = parse(argv)
+    warnings.filterwarnings("ignore")
+    rows: dict[str, Row] = {}
+    if options.out.exists() and (options.resume or options.report_only):
+        rows = {row["model"]: row for row in map(json.loads, options.out.read_text().splitlines())}
+    if not options.report_only:
+        if not (options.zoo / "zoo.py").exists():
+            print(f"zoo not present: no zoo.py in {options.zoo} (give its folder with --zoo)")
+            return 0
+        run_all([n for n in wanted(options) if n not in rows], rows, options)
+    print("\n" + table(list(rows.values())))
+    return int(any(row.get("equal") for row in rows.values()))
+
+
+def run_all(names: list[str], rows: dict[str, Row], options: argparse.Namespace) -> None:
+    """Check these models; adds to `rows` and to the file."""
+    st, zoo = import_scopetrace(), load_zoo(options.zoo.resolve())
+    assert st is not None
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text("".join(json.dumps(row) + os.linesep for row in rows.values()))
+    warm, x = torch.nn.Linear(2, 2), torch.ones(1, 2)  # both import and fill caches with a first model
+    st.trace(warm, (x,)).to_exported_program()
+    torch.export.export(warm, (x,))
+    for name in names:
+        row: Row = {"model": name}
+        try:
+            row |= check(st, lambda n=name: zoo.build(n), options)  # type: ignore[misc]
+        except Exception as error:
+            row["error"] = checks.first_line(error)
+        rows[name] = row
+        with options.out.open("a") as file:
+            print(json.dumps(row), file=file)
+        print(" ".join(line(row)), row.get("error", ""), flush=True)
+        gc.collect()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
