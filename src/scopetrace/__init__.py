@@ -12,6 +12,7 @@ from scopetrace.errors import CompiledGraphError as CompiledGraphError
 from scopetrace.errors import ControlFlowError as ControlFlowError
 from scopetrace.errors import DataDependentError as DataDependentError
 from scopetrace.errors import DynamicShapeError as DynamicShapeError
+from scopetrace.errors import ExportError as ExportError
 from scopetrace.errors import ForeignTensorError as ForeignTensorError
 from scopetrace.errors import FunctionalizationError as FunctionalizationError
 from scopetrace.errors import InputMismatchError as InputMismatchError

@@ -78,6 +78,10 @@ class Program:
             return x
         return map_structure(self._lower_leaf, x, (Value, Tape, *Symbolic))
 
+    def has(self, value: Value) -> bool:
+        """Whether the graph has a node for it; values that nothing needs have none."""
+        return value in self._nodes
+
     def _lower_leaf(self, x: Any) -> Any:
         if isinstance(x, Tape):
             return self._body(x)
@@ -213,7 +217,7 @@ def given(tape: Tape) -> list[Any]:
 
 
 def live_ops(tape: Tape) -> set[int]:
-    """The ops that something shows of: results, arguments and results of calls, effects."""
+    """The ids of the ops that something shows of: results, arguments and results of calls, effects."""
     needed = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
     needed.update(v for v in given(tape) if isinstance(v, Value))
     needed.update(v for call in tape.calls for v in leaves(call.mutated, Value))

@@ -199,9 +199,10 @@ class Trace:
         What the model changes in its inputs, parameters and buffers are mutations in the signature. `module_call_graph`
         has the signature of every module call, so that `torch.export.unflatten` gives modules that are called as the
         model's own. Results are values: that one is an input itself, or shares its memory, an ExportedProgram cannot say.
+        Nor does it keep a tensor that the forward binds to an attribute which it does not read.
 
-        Raises ExportError for what else it cannot say: changes of an input's shape or memory, tensors bound to
-        attributes that are no buffers, leaf modules, one tensor given for two inputs.
+        Raises ExportError for what else it cannot say: changes of an input's shape or memory, changes of tensors of the
+        model that are no parameters or buffers, leaf modules, one tensor given for two inputs.
         """
         return to_exported_program(functionalize(self._tape), self._forward)
 >>>>>>> 220a93a (ExportedProgram from a trace: lifted graph, signature, module calls)

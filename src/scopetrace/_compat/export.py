@@ -14,14 +14,17 @@ from scopetrace._compat.graph_module import set_grad_enabled
 
 
 def with_grad_regions(
-    gm: torch.fx.GraphModule, signature: ExportGraphSignature
-) -> tuple[torch.fx.GraphModule, ExportGraphSignature]:
-    """Stretches where autograd is switched become `wrap_with_set_grad_enabled`, as torch.export has them."""
-    if not gm.graph.find_nodes(op="call_function", target=set_grad_enabled):
-        return gm, signature
-    new, changed = replace_set_grad_with_hop_pass(gm, signature)
+    bodies: dict[str, torch.fx.GraphModule], graph: torch.fx.Graph, signature: ExportGraphSignature
+) -> tuple[Any, torch.fx.Graph, ExportGraphSignature]:
+    """Stretches where autograd is switched become `wrap_with_set_grad_enabled`, as torch.export has them.
+
+    `bodies` are the GraphModules that the graph takes as attributes. Gives what holds them, graph and signature.
+    """
+    if not graph.find_nodes(op="call_function", target=set_grad_enabled):
+        return bodies, graph, signature
+    gm, changed = replace_set_grad_with_hop_pass(torch.fx.GraphModule(bodies, graph), signature)
     assert changed is not None
-    return new, changed
+    return gm, gm.graph, changed
 
 
 def can_be_saved(spec: pytree.TreeSpec) -> bool:

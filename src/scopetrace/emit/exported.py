@@ -35,7 +35,7 @@ from scopetrace.graph import Program
 from scopetrace.record import argument_names
 from scopetrace.record.names import identifier
 from scopetrace.record.structure import map_structure
-from scopetrace.record.tape import Tape, Value
+from scopetrace.record.tape import Tape, Value, garbage_collection_paused
 
 
 def to_exported_program(tape: Tape, forward: Any) -> ExportedProgram:
@@ -43,6 +43,11 @@ def to_exported_program(tape: Tape, forward: Any) -> ExportedProgram:
 
     Raises ExportError for what an ExportedProgram cannot say.
     """
+    with garbage_collection_paused():
+        return _build(tape, forward)
+
+
+def _build(tape: Tape, forward: Any) -> ExportedProgram:
     _refuse(tape)
     frames = frames_of(tape)
     program = Program(with_marks(tape, frames))
@@ -51,18 +56,17 @@ def to_exported_program(tape: Tape, forward: Any) -> ExportedProgram:
     outputs = Outputs(program, lifted.lower, lifted.inputs, lifted.state)
     place = place_nodes(program.graph, frames)
     calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], lifted.lower)
-    gm, signature = compat.with_grad_regions(
-        plain_graph_module(program), ExportGraphSignature(lifted.specs, outputs.specs)
-    )
+    signature = ExportGraphSignature(lifted.specs, outputs.specs)
+    root_module, graph, signature = compat.with_grad_regions(_bodies(program), program.graph, signature)
     held = [state for state, _ in lifted.state.values()]
     root = ModuleCallSignature([], [], lifted.spec, outputs.spec, _argument_names(tape, forward))
     return ExportedProgram(
-        gm,
-        gm.graph,
+        root_module,
+        graph,
         signature,
         state_dict={s.fqn: s.tensor for s in held if s.in_state_dict},
         range_constraints=compat.symbol_ranges(tape.shape_env),
-        module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape))],
+        module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape), graph)],
         example_inputs=_example_inputs(tape),
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
     )
@@ -89,7 +93,7 @@ def _refuse(tape: Tape) -> None:
 
 
 class Lifted:
-    """A graph whose state and arguments are placeholders: state in torch.export's order, then all leaves of the arguments.
+    """A graph whose state and arguments are placeholders, in torch.export's order.
 
     Attributes:
         specs: one InputSpec for each placeholder.
@@ -153,10 +157,9 @@ class Lifted:
         return found, spec
 
 
-def plain_graph_module(program: Program) -> torch.fx.GraphModule:
-    """The graph with its bodies, and no state."""
-    bodies = {name: plain_graph_module(body) for name, body in program.bodies.items()}
-    return torch.fx.GraphModule(bodies, program.graph)
+def _bodies(program: Program) -> dict[str, torch.fx.GraphModule]:
+    """The GraphModules that the graph takes as attributes."""
+    return {name: torch.fx.GraphModule(_bodies(body), body.graph) for name, body in program.bodies.items()}
 
 
 def _fill_values(graph: torch.fx.Graph) -> None:
@@ -183,5 +186,5 @@ def _module_names(tape: Tape) -> list[str]:
 
 def _example_inputs(tape: Tape) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Zeros like the inputs: AOTInductor and the guards of `ExportedProgram.module` ask for their form."""
-    example: tuple[tuple[Any, ...], dict[str, Any]] = map_structure(lambda v: compat.zeros_like_fake(v.fake), tape.args, Value)
-    return example
+    args, kwargs = map_structure(lambda v: compat.zeros_like_fake(v.fake), tape.args, Value)
+    return args, kwargs

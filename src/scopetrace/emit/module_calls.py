@@ -57,9 +57,14 @@ class ModuleCalls:
         while not self._settle():
             pass
 
-    def entries(self, fqns: list[str]) -> list[ModuleCallEntry]:
-        """One entry for each module of `fqns`, then for the calls beyond the first of each."""
-        signed = {f.name: p.signature() for f, p in self._passed.items() if f.fqn not in self._unsigned}
+    def entries(self, fqns: list[str], graph: torch.fx.Graph) -> list[ModuleCallEntry]:
+        """One entry for each module of `fqns`, then for the calls beyond the first of each.
+
+        No signature has a name that is not in `graph`: what lies in a region without autograd has none there.
+        """
+        names = {node.name for node in graph.nodes}
+        hidden = {f.fqn for f, p in self._passed.items() if any(n.name not in names for n in p.taken | p.given)}
+        signed = {f.name: p.signature() for f, p in self._passed.items() if f.fqn not in self._unsigned | hidden}
         found = [ModuleCallEntry(fqn, signed.pop(fqn, None)) for fqn in fqns if fqn]
         return found + [ModuleCallEntry(name, signature) for name, signature in signed.items()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -68,9 +69,12 @@ class Outputs:
         self._program, self._tape, self._graph, self._lower = program, program.tape, program.graph, lower
         self._inputs, self._state = inputs, state
         self._values = [lower(v) for v in given(self._tape)]
+        self._memory = {lower(v): v.storage for op in self._tape.ops for v in op.values() if program.has(v)}
         self._results: list[Any] = []
         self._changes = self._find_changes()
         results, self.spec = self._flat_results()
+        for change in self._changes.values():
+            change.value = self._apart(change)
         changes = [(c, self._settled(c)) for c in self._changes.values()]
         self.specs = [OutputSpec(c.kind, argument_of(node), c.target) for c, node in changes]
         self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(path, x), None) for path, x in results]
@@ -92,7 +96,8 @@ class Outputs:
             found[update.target] = self._change(update.target, self._values[update.value.index])
         for write in self._tape.attribute_writes:
             name = f"{write.fqn}.{write.name}" if write.fqn else write.name
-            found[Held(name)] = self._binding(name, self._lower(write.value))
+            if name in self._state:
+                found[Held(name)] = self._binding(name, self._lower(write.value))
         order = {node: i for i, node in enumerate(self._graph.nodes)}
         return dict(sorted(found.items(), key=lambda item: order[item[1].placeholder]))
 
@@ -111,11 +116,11 @@ class Outputs:
 
     def _binding(self, name: str, value: torch.fx.Node) -> _Change:
         """`self.n = self.n + 1`: the buffer gets new data, since an ExportedProgram has no other tensor for it."""
-        if name not in self._state or self._state[name][0].kind is not InputKind.BUFFER:
+        if self._state[name][0].kind is not InputKind.BUFFER:
             raise ExportError(
-                f"the forward binds self.{name} to a new tensor, and it is no buffer",
+                f"the forward reads self.{name} and binds it to a new tensor, and it is no buffer",
                 module=self._tape.root.path,
-                hint="register it with register_buffer, or return it",
+                hint="register it with register_buffer",
             )
         old, new = self._state[name][1].meta["val"], value.meta["val"]
         if old.shape != new.shape or old.dtype != new.dtype:
@@ -127,27 +132,29 @@ class Outputs:
             )
         return self._change(Held(name), value)
 
-    def _settled(self, change: _Change) -> torch.fx.Node:
-        """The node of a new value: a copy where its memory, or the old value, is used otherwise."""
-        earlier = [c.value for c in self._changes.values()]
-        once = earlier.index(change.value) == list(self._changes.values()).index(change)
-        if once and not self._is_from_outside(change.value) and not self._is_read_later(change):
+    def _apart(self, change: _Change) -> torch.fx.Node:
+        """The new value, in memory that no other change touches, and not that of another change."""
+        first = next(c for c in self._changes.values() if c.value is change.value)
+        if first is change and not self._is_from_outside(change.value):
             return change.value
         return self._node(_aten.clone.default, (change.value,))
 
-    def _is_from_outside(self, value: torch.fx.Node) -> bool:
-        """Whether a new value lies in the memory of a placeholder, which another change may overwrite before."""
-        memory = _storage(value)
-        return any(_storage(n) == memory for n in self._graph.find_nodes(op="placeholder"))
-
-    def _is_read_later(self, change: _Change) -> bool:
-        """Whether the old value is read after the new one is there: `unflatten` overwrites it at once."""
-        memory, after = _storage(change.placeholder), False
+    def _settled(self, change: _Change) -> torch.fx.Node:
+        """The node of a new value, after all that read the old one: `unflatten` overwrites that at once."""
+        memory, after = self._storage(change.placeholder), False
         for node in self._graph.nodes:
-            if after and node.op != "output" and any(_storage(n) == memory for n in node.all_input_nodes):
-                return True
+            if after and node.op != "output" and any(self._storage(n) == memory for n in node.all_input_nodes):
+                return self._node(_aten.clone.default, (change.value,))
             after = after or node is change.value
-        return False
+        return change.value
+
+    def _is_from_outside(self, value: torch.fx.Node) -> bool:
+        memory = self._storage(value)
+        return any(self._storage(n) == memory for n in self._graph.find_nodes(op="placeholder"))
+
+    def _storage(self, node: torch.fx.Node) -> Any:
+        """Equal for nodes whose tensors share memory."""
+        return self._memory.get(node, node)
 
     # ---------------------------------------------------------------- results
 
@@ -202,8 +209,6 @@ class Outputs:
         return self._placed(op, self._lower(args), self._lower(kwargs or {}), out)
 
     def _part(self, node: torch.fx.Node, slot: int) -> torch.fx.Node:
-        import operator
-
         return self._placed(operator.getitem, (node, slot), {}, node.meta["val"][slot])
 
     def _placed(self, op: Any, args: Any, kwargs: Any, out: Any) -> torch.fx.Node:
@@ -225,13 +230,3 @@ class Outputs:
         if isinstance(found, ConstantArgument):
             found.name = ""
         return found
-
-
-def _storage(node: torch.fx.Node) -> Any:
-    """Equal for nodes whose tensors share memory; unique for all else."""
-    val = node.meta.get("val")
-    if isinstance(val, torch.Tensor) and val.layout is torch.strided:
-        return val.untyped_storage()._cdata
-    return node
-
-
