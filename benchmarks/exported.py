@@ -8,6 +8,7 @@
 Columns:
     ours s    seconds of `st.trace` and `.to_exported_program()`, the latter alone as ep s; of a second time, after
               torch.export ran in between, so that both find warm caches
+    (all without autograd)
     export s  seconds of `torch.export.export` in the same process
     ratio     the second over the first
     equal     `ep.module()` gives what eager gives
@@ -64,7 +65,7 @@ def eager_calls(model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Ca
     def leave(name: str) -> Callable[..., None]:
         return lambda _module, _args, _kwargs, out: seen.append((name, *open_calls.pop(), copied(out)))
 
-    with contextlib.ExitStack() as stack, oracle.exporting_flags(), torch.no_grad():
+    with contextlib.ExitStack() as stack, oracle.exporting_flags():
         for name, module in model.named_modules():
             if name and not isinstance(module, torch.jit.ScriptModule):
                 stack.callback(module.register_forward_pre_hook(enter, with_kwargs=True).remove)
@@ -73,9 +74,8 @@ def eager_calls(model: torch.nn.Module, args: Any, kwargs: Any) -> tuple[Any, Ca
 
 
 def run(fn: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The result on copies, without autograd."""
-    with torch.no_grad():
-        return fn(*copied(args), **copied(kwargs))
+    """The result on copies of the arguments."""
+    return fn(*copied(args), **copied(kwargs))
 
 
 def reason(fn: Callable[[], Any], expected: Any) -> str | None:
@@ -249,7 +249,8 @@ def run_all(names: list[str], rows: dict[str, Row], options: argparse.Namespace)
     for name in names:
         row: Row = {"model": name}
         try:
-            row |= check(st, lambda n=name: zoo.build(n), options)  # type: ignore[misc]
+            with torch.no_grad():
+                row |= check(st, lambda n=name: zoo.build(n), options)  # type: ignore[misc]
         except Exception as error:
             row["error"] = checks.first_line(error)
         rows[name] = row

@@ -57,16 +57,17 @@ def _build(tape: Tape, forward: Any) -> ExportedProgram:
     place = place_nodes(program.graph, frames)
     calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], lifted.lower)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
-    root_module, graph, signature = compat.with_grad_regions(_bodies(program), program.graph, signature)
+    with torch.set_grad_enabled(tape.ops[0].grad if tape.ops else True):
+        holder, graph, signature = compat.with_grad_regions(_bodies(program), program.graph, signature)
     held = [state for state, _ in lifted.state.values()]
     root = ModuleCallSignature([], [], lifted.spec, outputs.spec, _argument_names(tape, forward))
     return ExportedProgram(
-        root_module,
+        holder,
         graph,
         signature,
         state_dict={s.fqn: s.tensor for s in held if s.in_state_dict},
         range_constraints=compat.symbol_ranges(tape.shape_env),
-        module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape), graph)],
+        module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape)],
         example_inputs=_example_inputs(tape),
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
     )

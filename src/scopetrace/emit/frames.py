@@ -15,6 +15,7 @@ import torch
 import torch.fx
 
 from scopetrace import meta
+from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace.graph import live_ops
 from scopetrace.record.tape import Call, Op, Tape, Value
 from scopetrace.record.structure import leaves
@@ -102,26 +103,69 @@ def _mark(call: Call, value: Value) -> Op:
     return Op("call_function", _CHECK, (value, None, None, value.fake.dtype), {}, None, call.scope, call, call.frames)
 
 
-def place_nodes(graph: torch.fx.Graph, frames: dict[Call, Frame]) -> dict[torch.fx.Node, Frame]:
-    """The frame of each node; written on the nodes as `nn_module_stack`.
+def place_nodes(graph: torch.fx.Graph, frames: dict[Call, Frame]) -> Placement:
+    """The frames of the nodes of a lifted graph; written on the nodes as `nn_module_stack`.
 
     A node that comes after its call has ended is in the innermost frame that is still open.
     """
     at = {call.position: frame for call, frame in frames.items()}
-    current = next(frame for frame in frames.values() if frame.parent is None)
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
+    current = at[0]
     closed: set[Frame] = set()
-    found: dict[torch.fx.Node, Frame] = {}
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        position = meta.call_position(node)
-        wanted = current if position is None or "nn_module_stack" not in node.meta else at[position]
-        frame = next(f for f in wanted.chain() if f not in closed)
-        inside = set(frame.chain())
-        closed.update(f for f in current.chain() if f not in inside)
-        current = found[node] = frame
-        node.meta["nn_module_stack"] = frame.module_stack()
+    found = Placement({}, set())
+    for region in _regions(nodes):
+        wanted = [_wanted(node, at) for node in region.nodes]
+        around = _common([f for f in wanted if f is not None]) if region.apart else None
+        for node, own in zip(region.nodes, wanted, strict=True):
+            frame = next(f for f in (around or own or current).chain() if f not in closed)
+            inside = set(frame.chain())
+            closed.update(f for f in current.chain() if f not in inside)
+            current = found.frame[node] = frame
+            node.meta["nn_module_stack"] = (own or frame if region.apart else frame).module_stack()
+        if region.apart:
+            found.hidden.update(region.nodes)
     return found
 
 
-__all__ = ["Frame", "frames_of", "place_nodes", "with_marks"]
+@dataclasses.dataclass
+class Placement:
+    """Where the nodes of a graph are."""
+
+    frame: dict[torch.fx.Node, Frame]
+    hidden: set[torch.fx.Node]
+    """Those that go into a `wrap_with_set_grad_enabled`, and are no nodes of the graph after that."""
+
+
+@dataclasses.dataclass
+class _Region:
+    """Nodes between two switches of autograd, the first switch included; `apart` where it is not as at the start."""
+
+    nodes: list[torch.fx.Node]
+    apart: bool
+
+
+def _regions(nodes: list[torch.fx.Node]) -> list[_Region]:
+    switches = [n for n in nodes if n.target is set_grad_enabled]
+    if not switches:
+        return [_Region(nodes, apart=False)]
+    outer = not switches[0].args[0]
+    found = [_Region([], apart=False)]
+    for node in nodes:
+        if node.target is set_grad_enabled:
+            found.append(_Region([], apart=node.args[0] is not outer))
+        found[-1].nodes.append(node)
+    return found
+
+
+def _wanted(node: torch.fx.Node, at: dict[int, Frame]) -> Frame | None:
+    position = meta.call_position(node)
+    return None if position is None or "nn_module_stack" not in node.meta else at[position]
+
+
+def _common(frames: list[Frame]) -> Frame:
+    """The innermost frame around all of them."""
+    shared = list(frames[0].chain())
+    for frame in frames[1:]:
+        around = set(frame.chain())
+        shared = [f for f in shared if f in around]
+    return shared[0]

@@ -19,7 +19,8 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.export import can_be_saved
 from scopetrace.emit.arguments import argument_of
-from scopetrace.emit.frames import Frame
+from scopetrace.emit.frames import Frame, Placement
+from scopetrace.record.structure import map_structure
 
 Node = torch.fx.Node
 
@@ -29,8 +30,8 @@ class _Passed:
 
     def __init__(self, frame: Frame, lower: Callable[[Any], Any]) -> None:
         call = frame.call
-        flat, self.in_spec = pytree.tree_flatten((lower(call.args), lower(call.kwargs)))
-        out, self.out_spec = pytree.tree_flatten(lower(call.outputs))
+        flat, self.in_spec = pytree.tree_flatten(_plain((lower(call.args), lower(call.kwargs))))
+        out, self.out_spec = pytree.tree_flatten(_plain(lower(call.outputs)))
         self.inputs, self.outputs = [argument_of(x) for x in flat], [argument_of(x) for x in out]
         self.taken = {x for x in flat if isinstance(x, Node)}
         self.given = {x for x in out if isinstance(x, Node)}
@@ -46,25 +47,21 @@ class _Passed:
 
 
 class ModuleCalls:
-    """The calls of a lifted graph. `place` has the frame of each of its nodes."""
+    """The calls of a lifted graph."""
 
-    def __init__(self, place: dict[Node, Frame], frames: list[Frame], lower: Callable[[Any], Any]) -> None:
-        self._place = place
-        seen = {frame for inner in set(place.values()) for frame in inner.chain()}
+    def __init__(self, placement: Placement, frames: list[Frame], lower: Callable[[Any], Any]) -> None:
+        self._place = placement.frame
+        seen = {frame for inner in set(self._place.values()) for frame in inner.chain()}
         inside = [f for f in frames if f.parent is not None]
         self._passed = {f: _Passed(f, lower) for f in inside if f in seen}
-        self._unsigned = {f.fqn for f in inside if f not in self._passed or not self._passed[f].can_be_said}
+        said = {f for f, p in self._passed.items() if p.can_be_said and placement.hidden.isdisjoint(p.taken | p.given)}
+        self._unsigned = {f.fqn for f in inside if f not in said}
         while not self._settle():
             pass
 
-    def entries(self, fqns: list[str], graph: torch.fx.Graph) -> list[ModuleCallEntry]:
-        """One entry for each module of `fqns`, then for the calls beyond the first of each.
-
-        No signature has a name that is not in `graph`: what lies in a region without autograd has none there.
-        """
-        names = {node.name for node in graph.nodes}
-        hidden = {f.fqn for f, p in self._passed.items() if any(n.name not in names for n in p.taken | p.given)}
-        signed = {f.name: p.signature() for f, p in self._passed.items() if f.fqn not in self._unsigned | hidden}
+    def entries(self, fqns: list[str]) -> list[ModuleCallEntry]:
+        """One entry for each module of `fqns`, then for the calls beyond the first of each."""
+        signed = {f.name: p.signature() for f, p in self._passed.items() if f.fqn not in self._unsigned}
         found = [ModuleCallEntry(fqn, signed.pop(fqn, None)) for fqn in fqns if fqn]
         return found + [ModuleCallEntry(name, signature) for name, signature in signed.items()]
 
@@ -123,6 +120,11 @@ class ModuleCalls:
 
     def _is_signed(self, frame: Frame) -> bool:
         return frame.parent is not None and frame.fqn not in self._unsigned
+
+
+def _plain(x: Any) -> Any:
+    """With tuples for `torch.Size`s: unflatten hands tuples on, and checks the type."""
+    return map_structure(tuple, x, torch.Size)
 
 
 def _can_be_repeated(node: Node) -> bool:
