@@ -67,7 +67,7 @@ def _build(tape: Tape, forward: Any) -> ExportedProgram:
         signature,
         state_dict={s.fqn: s.tensor for s in held if s.in_state_dict},
         range_constraints=compat.symbol_ranges(tape.shape_env),
-        module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape)],
+        module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape))],
         example_inputs=_example_inputs(tape),
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
     )
