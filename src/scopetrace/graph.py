@@ -78,9 +78,9 @@ class Program:
             return x
         return map_structure(self._lower_leaf, x, (Value, Tape, *Symbolic))
 
-    def has(self, value: Value) -> bool:
-        """Whether the graph has a node for it; values that nothing needs have none."""
-        return value in self._nodes
+    def has(self, x: Any) -> bool:
+        """Whether the graph has a node for a value or symbolic number; those that nothing needs have none."""
+        return x in self._nodes if isinstance(x, Value) else self._symbols.has(x)
 
     def _lower_leaf(self, x: Any) -> Any:
         if isinstance(x, Tape):
@@ -224,13 +224,14 @@ def live_ops(tape: Tape) -> set[int]:
     needed.update(w.value for w in tape.attribute_writes)
     live: set[int] = set()
     for op in reversed(tape.ops):
-        if _has_effect(op) or any(v in needed for v in op.values()):
+        if has_effect(op) or any(v in needed for v in op.values()):
             live.add(id(op))
             needed.update(op.inputs() if op.kind != "call_module" else leaves((op.args, op.kwargs), Value))
     return live
 
 
-def _has_effect(op: Op) -> bool:
+def has_effect(op: Op) -> bool:
+    """Whether the op stays although nothing needs its results."""
     if op.kind in ("placeholder", "call_module") or op.writes or op.unbacked:
         return True
     if op.kind == "get_attr":

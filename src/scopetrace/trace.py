@@ -18,12 +18,8 @@ from scopetrace import meta
 from scopetrace._compat import pickling
 from scopetrace._compat.graph_module import TracedGraphModule
 from scopetrace.calls import CallTable, ModuleCall
-<<<<<<< HEAD
 from scopetrace.check import Decisions, compare_with_model
-=======
-from scopetrace.check import compare_with_model
 from scopetrace.emit.exported import to_exported_program
->>>>>>> 220a93a (ExportedProgram from a trace: lifted graph, signature, module calls)
 from scopetrace.errors import ScopetraceError
 from scopetrace.graph import Program, given
 from scopetrace.inputs import Boundary
@@ -186,13 +182,12 @@ class Trace:
         program: WriteBack | None = self._tape.write_back
         return program
 
-<<<<<<< HEAD
     @property
     def range_constraints(self) -> dict[Any, Any]:
         """By sympy symbol of a dynamic size, the `ValueRanges` that a call may have; as ExportedProgram has it."""
         sizes = self._tape.sizes
         return {} if sizes is None else sizes.range_constraints()
-=======
+
     def to_exported_program(self) -> torch.export.ExportedProgram:
         """The program as torch.export gives it, without tracing again; it shares the model's parameters and buffers.
 
@@ -205,7 +200,6 @@ class Trace:
         model that are no parameters or buffers, leaf modules, one tensor given for two inputs.
         """
         return to_exported_program(functionalize(self._tape), self._forward)
->>>>>>> 220a93a (ExportedProgram from a trace: lifted graph, signature, module calls)
 
     def lint(self) -> None:
         """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""

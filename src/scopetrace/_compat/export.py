@@ -50,12 +50,17 @@ def symbol_ranges(shape_env: Any) -> dict[Any, Any]:
     return {s: limits for s, limits in shape_env.var_to_range.items() if s not in shape_env.replacements}
 
 
-def zeros_like_fake(fake: torch.Tensor) -> torch.Tensor:
-    """A tensor of zeros with the metadata of a fake one; symbolic sizes are those of the example."""
-    if fake.layout is not torch.strided:
-        return torch.zeros(_hints(fake.size()), dtype=fake.dtype, device=fake.device, layout=fake.layout)
-    made = torch.empty_strided(_hints(fake.size()), _hints(fake.stride()), dtype=fake.dtype, device=fake.device)
-    return made.zero_().requires_grad_(fake.requires_grad)
+INPUTS = (torch.Tensor, torch.SymInt)
+
+
+def example_of(x: Any) -> Any:
+    """Zeros with the metadata of a fake tensor, or a number; what is symbolic is as in the example."""
+    if isinstance(x, torch.SymInt):
+        return x.node.hint
+    size, how = _hints(x.size()), {"dtype": x.dtype, "device": x.device}
+    if x.layout is not torch.strided:
+        return torch.zeros(size, layout=x.layout, **how)
+    return torch.empty_strided(size, _hints(x.stride()), **how).zero_().requires_grad_(x.requires_grad)
 
 
 def _hints(numbers: Any) -> list[int]:

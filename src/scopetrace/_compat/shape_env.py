@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -225,20 +226,33 @@ def _asked_by_the_model() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SizeSource(Source):
-    """Where a symbol comes from, for torch's messages."""
+    """Where a symbol comes from, as the guards of an ExportedProgram say it: `L['x'].size()[0]`."""
 
-    path: str
+    code: str
 
     @property
     def _name_template(self) -> str:
-        return self.path
+        return self.code
 
 
-def new_symbol(env: WatchedShapeEnv, value: int, path: str, lower: int, upper: int | None) -> sympy.Symbol:
-    """A symbol for a size that is `value` in the example, between `lower` and `upper` in calls."""
-    limits = ValueRanges(max(2, lower), int_oo if upper is None else upper)
+def _source(path: str, dim: int | None = None, derive: Callable[[Any], Any] | None = None) -> SizeSource:
+    root = re.match(r"\w*", path)
+    assert root is not None
+    code = f"L[{root[0]!r}]{path[root.end() :]}" + ("" if dim is None else f".size()[{dim}]")
+    if derive is not None:
+        size, symbol = sympy.Symbol("size", integer=True), sympy.Symbol("root", integer=True)
+        found = try_solve(sympy.Eq(derive(symbol), size), symbol)
+        assert found is not None
+        code = str(found[1]).replace("size", f"({code})")
+    return SizeSource(code)
+
+
+def new_symbol(env: WatchedShapeEnv, value: int, path: str, dim: int, spec: DimSpec) -> sympy.Symbol:
+    """A symbol that is `value` in the example: the size of the argument at `path`, or what that is derived from."""
+    lower = spec.lower
+    limits = ValueRanges(max(2, lower), int_oo if spec.upper is None else spec.upper)
     constraint = StrictMinMaxConstraint(warn_only=False, vr=limits)
-    symbol = env.create_symbol(value, SizeSource(path), DimDynamic.DYNAMIC, constraint)
+    symbol = env.create_symbol(value, _source(path, dim, spec.derive), DimDynamic.DYNAMIC, constraint)
     if lower < 2:
         env.smallest[symbol] = lower
     return symbol
@@ -251,7 +265,7 @@ ANY_LOWER = -(2**63)
 def new_number(env: WatchedShapeEnv, value: int, path: str) -> sympy.Symbol:
     """A symbol for a whole number that is `value` in the example."""
     constraint = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(-int_oo, int_oo))
-    return env.create_unspecified_symbol(value, SizeSource(path), DimDynamic.DYNAMIC, constraint)
+    return env.create_unspecified_symbol(value, _source(path), DimDynamic.DYNAMIC, constraint)
 
 
 def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:

@@ -77,6 +77,10 @@ class SymbolNodes:
         found.meta.setdefault("val", number)
         return found
 
+    def has(self, number: Any) -> bool:
+        """Whether there is a node for it, or none is needed."""
+        return number.node.expr in self._nodes or number.node.expr.is_number
+
     def learn_made(self, node: torch.fx.Node, bindings: Any) -> None:
         """`node` makes symbols, and `bindings` has for each the way from its result, as `unbacked_bindings` does."""
         for symbol, path in bindings.items():

@@ -19,12 +19,14 @@ from torch.export.graph_signature import (
     ExportGraphSignature,
     InputKind,
     InputSpec,
+    SymIntArgument,
     TensorArgument,
 )
 from torch.utils import _pytree as pytree
 
 from scopetrace import meta
 from scopetrace._compat import export as compat
+from scopetrace._compat.symbols import Symbolic
 from scopetrace.emit.arguments import PLAIN
 from scopetrace.emit.frames import frames_of, place_nodes, with_marks
 from scopetrace.emit.module_calls import ModuleCalls
@@ -66,7 +68,7 @@ def _build(tape: Tape, forward: Any) -> ExportedProgram:
         graph,
         signature,
         state_dict={s.fqn: s.tensor for s in held if s.in_state_dict},
-        range_constraints=compat.symbol_ranges(tape.shape_env),
+        range_constraints=compat.symbol_ranges(tape.shape_env) | (tape.sizes.range_constraints() if tape.sizes else {}),
         module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape))],
         example_inputs=_example_inputs(tape),
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
@@ -106,7 +108,8 @@ class Lifted:
     def __init__(self, program: Program, held: dict[str, State]) -> None:
         self._program, self._graph = program, program.graph
         self._moved: dict[torch.fx.Node, torch.fx.Node] = {}
-        self.inputs: list[torch.fx.Node] = [program.lower(v) for v in program.tape.inputs]
+        given = self._graph.find_nodes(op="placeholder")  # the tensors, then the numbers
+        self.inputs, self._numbers = given[: len(program.tape.inputs)], given[len(program.tape.inputs) :]
         read = {n.target: n for n in self._graph.find_nodes(op="get_attr") if n.target in held}
         self.state = {name: (state, self._lift(state, read.get(name))) for name, state in held.items()}
         self.specs = [
@@ -117,8 +120,12 @@ class Lifted:
             next(iter(self._graph.nodes)).prepend(node)
 
     def lower(self, x: Any) -> Any:
-        """The structure with nodes of the lifted graph in place of tape values."""
-        return map_structure(lambda n: self._moved.get(n, n), self._program.lower(x), torch.fx.Node)
+        """The structure with nodes of the lifted graph in place of tape values and symbolic numbers.
+
+        Numbers that the graph does not compute stay as they are.
+        """
+        known = map_structure(lambda n: self._program.lower(n) if self._program.has(n) else n, x, (Value, *Symbolic))
+        return map_structure(lambda n: self._moved.get(n, n), known, torch.fx.Node)
 
     def _lift(self, state: State, read: torch.fx.Node | None) -> torch.fx.Node:
         if read is None:
@@ -138,12 +145,14 @@ class Lifted:
 
     def _arguments(self) -> tuple[list[torch.fx.Node], Any]:
         flat, spec = pytree.tree_flatten_with_path(self._program.tape.args)
-        tensors = iter(self.inputs)
-        found: list[torch.fx.Node] = []
+        tensors, numbers, found = iter(self.inputs), iter(self._numbers), list[torch.fx.Node]()
         for path, leaf in flat:
             if isinstance(leaf, Value):
                 node = next(tensors)
                 self.specs.append(InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None))
+            elif isinstance(leaf, torch.SymInt):
+                node = next(numbers)
+                self.specs.append(InputSpec(InputKind.USER_INPUT, SymIntArgument(node.name), None))
             elif type(leaf) in PLAIN:
                 node = self._placeholder(identifier(pytree.keystr(path[1:]), set()), leaf)
                 self.specs.append(InputSpec(InputKind.USER_INPUT, ConstantArgument(node.name, leaf), None))
@@ -187,5 +196,5 @@ def _module_names(tape: Tape) -> list[str]:
 
 def _example_inputs(tape: Tape) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Zeros like the inputs: AOTInductor and the guards of `ExportedProgram.module` ask for their form."""
-    args, kwargs = map_structure(lambda v: compat.zeros_like_fake(v.fake), tape.args, Value)
+    args, kwargs = map_structure(compat.example_of, map_structure(lambda v: v.fake, tape.args, Value), compat.INPUTS)
     return args, kwargs

@@ -16,8 +16,9 @@ import torch.fx
 
 from scopetrace import meta
 from scopetrace._compat.graph_module import set_grad_enabled
-from scopetrace.graph import live_ops
-from scopetrace.record.tape import Call, Op, Tape, Value
+from scopetrace.graph import given, has_effect, live_ops
+from scopetrace.record.tape import Call, Frames, Op, Tape, Value
+from scopetrace.scopes import Scope
 from scopetrace.record.structure import leaves
 
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
@@ -75,32 +76,49 @@ def frames_of(tape: Tape) -> dict[Call, Frame]:
 
 
 def with_marks(tape: Tape, frames: dict[Call, Frame]) -> Tape:
-    """The tape with one op in each call that has none: a check of the dtype of a tensor that goes through.
+    """The tape with a mark in each call that has no op, and on each argument or result of a call that nothing needs.
 
     A call without nodes (`nn.Identity`) is no call to `torch.export.unflatten`, and makes it fail where the call has a
-    signature. This op, which torch.export itself writes for casts, is kept by torch's passes, and dropped for ONNX.
+    signature; a dead value is gone after `run_decompositions`, which then refuses the signature. The mark is a check of
+    the dtype, which torch.export itself writes for casts: torch's passes keep it, and ONNX drops it.
     """
-    live = live_ops(tape)
-    busy = {frame for op in tape.ops if op.kind == "call_function" and id(op) in live for frame in _around(op, frames)}
-    marks: dict[int, list[Op]] = collections.defaultdict(list)
-    for call in sorted(tape.calls, key=lambda c: -c.position):  # inner calls first: theirs is their callers' too
-        frame = frames[call]
-        passed = leaves((call.args, call.kwargs), Value)
-        if frame.call is call and frame not in busy and passed:
-            busy.update(frame.chain())
-            marks[call.start].insert(0, _mark(call, passed[0]))
+    marks: dict[int, list[Op]] = collections.defaultdict(list)  # by the place before which they stand
+    _mark_idle_calls(tape, frames, marks)
+    _mark_dead_values(tape, marks)
     if not marks:
         return tape
     ops = [o for i, op in enumerate(tape.ops) for o in (*marks.get(i, ()), op)]
     return dataclasses.replace(tape, ops=[*ops, *marks.get(len(tape.ops), ())])
 
 
+def _mark_idle_calls(tape: Tape, frames: dict[Call, Frame], marks: dict[int, list[Op]]) -> None:
+    live = live_ops(tape)
+    busy = {frame for op in tape.ops if op.kind == "call_function" and id(op) in live for frame in _around(op, frames)}
+    for call in sorted(tape.calls, key=lambda c: -c.position):  # inner calls first: theirs is their callers' too
+        frame = frames[call]
+        passed = leaves((call.args, call.kwargs), Value)
+        if frame.call is call and frame not in busy and passed:
+            busy.update(frame.chain())
+            marks[call.start].insert(0, _mark(passed[0], call, call.scope, call.frames))
+
+
+def _mark_dead_values(tape: Tape, marks: dict[int, list[Op]]) -> None:
+    named = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
+    needed = {v for v in given(tape) if isinstance(v, Value)} | {w.value for w in tape.attribute_writes}
+    for i, op in reversed(list(enumerate(tape.ops))):
+        dead = [v for v in op.values() if v in named and v not in needed] if op.kind == "call_function" else []
+        for value in dead:
+            marks[i + 1].insert(0, _mark(value, op.call, op.scope, op.frames))
+        if dead or has_effect(op) or any(v in needed for v in op.values()):
+            needed.update(op.inputs())
+
+
 def _around(op: Op, frames: dict[Call, Frame]) -> list[Frame]:
     return list(frames[op.call].chain()) if op.call is not None else []
 
 
-def _mark(call: Call, value: Value) -> Op:
-    return Op("call_function", _CHECK, (value, None, None, value.fake.dtype), {}, None, call.scope, call, call.frames)
+def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames) -> Op:
+    return Op("call_function", _CHECK, (value, None, None, value.fake.dtype), {}, None, scope, call, frames)
 
 
 def place_nodes(graph: torch.fx.Graph, frames: dict[Call, Frame]) -> Placement:

@@ -183,7 +183,7 @@ class DynamicSizes:
             return None
         sizes: list[Any] = list(t.size())
         for d in sorted(spec):
-            expr = self._expression(spec[d], sizes[d], f"{path}, dimension {d}")
+            expr = self._expression(spec[d], sizes[d], path, d)
             if expr is not None:
                 sizes[d] = symint(self.rules.env, expr, sizes[d])
                 self.rules.dynamic.append(DynamicInput(path, index, d, expr))
@@ -200,8 +200,8 @@ class DynamicSizes:
         self.rules.dynamic.append(DynamicInput(path, index, None, symbol))
         return symint(self.rules.env, symbol, value)
 
-    def _expression(self, dim: Any, value: int, where: str) -> Any:
-        spec = read_dim(dim)
+    def _expression(self, dim: Any, value: int, path: str, d: int) -> Any:
+        spec, where = read_dim(dim), f"{path}, dimension {d}"
         if isinstance(spec, int) and spec != value:
             raise DynamicShapeError(f"{where} is {value} in the example, and {spec} in dynamic_shapes")
         if spec is None or isinstance(spec, int):
@@ -214,11 +214,11 @@ class DynamicSizes:
                     f"{where} is {value} in the example, which is not of the form that it must have"
                 )
             root = found
-        symbol = self._symbol(spec, root, where)
+        symbol = self._symbol(spec, root, path, d)
         return symbol if spec.derive is None or symbol is None else spec.derive(symbol)
 
-    def _symbol(self, spec: DimSpec, value: int, where: str) -> Any:
-        symbol = self._named.get(spec.name or "")
+    def _symbol(self, spec: DimSpec, value: int, path: str, d: int) -> Any:
+        symbol, where = self._named.get(spec.name or ""), f"{path}, dimension {d}"
         if symbol is not None:
             if self._values[symbol] != value:
                 raise DynamicShapeError(
@@ -234,7 +234,7 @@ class DynamicSizes:
             raise DynamicShapeError(problem, hint="give an example whose size there is 2 or more")
         if value < spec.lower or (spec.upper is not None and value > spec.upper):
             raise DynamicShapeError(f"{where} is {value} in the example, outside of [{spec.lower}, {spec.upper}]")
-        symbol = new_symbol(self.rules.env, value, where, spec.lower, spec.upper)
+        symbol = new_symbol(self.rules.env, value, path, d, spec)
         self.rules.specs[symbol], self.rules.where[symbol] = dataclasses.replace(spec, derive=None), where
         self._values[symbol] = value
         if spec.name:
