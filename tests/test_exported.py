@@ -1,0 +1,551 @@
+"""`Trace.to_exported_program`: what torch's tools make of it equals the model."""
+
+import copy
+import io
+import shutil
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+import scopetrace as st
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+X = torch.arange(8.0).reshape(2, 4) / 8 - 0.4
+
+
+def copied(x):
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, x)
+
+
+def exported(model, *args, **kwargs):
+    return st.trace(model, copied(args), copied(kwargs)).to_exported_program()
+
+
+def through_file(ep):
+    file = io.BytesIO()
+    torch.export.save(ep, file)
+    file.seek(0)
+    return torch.export.load(file)
+
+
+ROUTES = {
+    "module": lambda ep: ep.module(),
+    "unflatten": torch.export.unflatten,
+    "decomposed": lambda ep: ep.run_decompositions({}).module(),
+    "decomposed to core ATen": lambda ep: ep.run_decompositions().module(),
+    "saved": lambda ep: through_file(ep).module(),
+}
+
+
+def assert_all_routes(model, *args, **kwargs):
+    """Two calls of the model equal two calls of each form: results, changed arguments, changed buffers."""
+    for name, route in ROUTES.items():
+        eager, traced = copy.deepcopy(model), copy.deepcopy(model)
+        run = route(exported(traced, *args, **kwargs))
+        for _ in range(2):
+            mine, theirs = copied((args, kwargs)), copied((args, kwargs))
+            got, want = run(*mine[0], **mine[1]), eager(*theirs[0], **theirs[1])
+            for a, b in ((got, want), (mine, theirs)):
+                assert pytree.tree_structure(a) == pytree.tree_structure(b), name
+                torch.testing.assert_close(pytree.tree_leaves(a), pytree.tree_leaves(b), msg=lambda m, n=name: f"{n}: {m}")
+        states = eager.state_dict(), run.state_dict()
+        for key in states[1].keys() & states[0].keys():
+            torch.testing.assert_close(states[1][key], states[0][key])
+
+
+# The graph and its signature ------------------------------------------------------------------------------------------
+
+
+class Counter(nn.Module):
+    """State of all kinds."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("n", torch.zeros(4))
+        self.register_buffer("half", torch.full((4,), 0.5), persistent=False)
+        self.table = torch.ones(4)
+        self.unused = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, flag=True, *, more):
+        self.n += 1
+        return self.fc(x) * self.half + self.table * torch.tensor([1.0, 2.0, 3.0, 4.0]) + more["y"] + self.n
+
+
+def test_signature():
+    ep = exported(Counter(), X, False, more={"y": X, "none": None})
+    assert str(ep.graph_signature).split("\n") == [
+        "",
+        "# inputs",
+        "p_unused: PARAMETER target='unused'",
+        "p_fc_weight: PARAMETER target='fc.weight'",
+        "p_fc_bias: PARAMETER target='fc.bias'",
+        "b_n: BUFFER target='n' persistent=True",
+        "b_half: BUFFER target='half' persistent=False",
+        "c_table: CONSTANT_TENSOR target='table'",
+        "c_lifted_tensor_0: CONSTANT_TENSOR target='lifted_tensor_0'",
+        "x: USER_INPUT",
+        "flag: USER_INPUT",
+        "more_y: USER_INPUT",
+        "more_none: USER_INPUT",
+        "",
+        "# outputs",
+        "add: BUFFER_MUTATION target='n'",
+        "add_3: USER_OUTPUT",
+        "",
+    ]
+    assert set(ep.state_dict) == {"unused", "fc.weight", "fc.bias", "n"}
+    assert set(ep.constants) == {"half", "table", "lifted_tensor_0"}
+    ep.validate()
+
+
+def test_the_signature_is_that_of_torch_export():
+    model = Counter().eval()
+    ours = exported(model, X, False, more={"y": X, "none": None})
+    theirs = torch.export.export(model, (X, False), {"more": {"y": X, "none": None}}).run_decompositions({})
+    assert str(ours.graph_signature.input_specs) == str(theirs.graph_signature.input_specs)
+    assert ours.call_spec == theirs.call_spec
+    assert ours.module_call_graph[0].signature == theirs.module_call_graph[0].signature
+
+
+def test_parameters_are_the_models_own():
+    model = Counter()
+    ep = exported(model, X, more={"y": X})
+    assert ep.state_dict["fc.weight"] is model.fc.weight and ep.state_dict["n"] is model.n
+    assert torch.equal(model.n, torch.zeros(4))
+
+
+def test_nodes_keep_scopes_and_module_stacks():
+    ep = exported(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), X)
+    linear = next(n for n in ep.graph.nodes if n.name == "linear")
+    assert linear.meta["custom"]["scopetrace"] == {"scope": "Sequential/Linear[0]", "call": 1}
+    assert linear.meta["nn_module_stack"] == {
+        "L__self__": ("", "torch.nn.modules.container.Sequential"),
+        "L__self__0": ("0", "torch.nn.modules.linear.Linear"),
+    }
+
+
+# Equal to eager by every route ----------------------------------------------------------------------------------------
+
+
+class Rebind(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.zeros(4))
+
+    def forward(self, x):
+        old = self.n
+        self.n = self.n + 1
+        return x + self.n, old * 2, self.n
+
+
+class Swap(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("a", torch.zeros(4))
+        self.register_buffer("b", torch.ones(4))
+
+    def forward(self, x):
+        self.a, self.b = self.b, self.a
+        return x + self.a
+
+
+class FillBoth(Swap):
+    def forward(self, x):
+        self.a.copy_(x[0])
+        self.b.copy_(x[0])
+        return x * self.a
+
+
+class ChangeInput(nn.Module):
+    def forward(self, x):
+        view = x.view(-1)[2:]
+        x.add_(1)
+        before = x.clone()
+        x.mul_(2)
+        return view, before, x
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(5, 4)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, i):
+        return self.head(self.embed(i))
+
+
+class HandOn(nn.Module):
+    def forward(self, x, *, scale=None, extra=None):
+        return x, {"scale": scale}
+
+
+class Nested(nn.Module):
+    """Calls with keywords and containers, a module called three times, modules that return an input."""
+
+    def __init__(self):
+        super().__init__()
+        self.hand_on = HandOn()
+        self.fc = nn.Linear(4, 4)
+        self.seq = nn.Sequential(nn.Identity(), self.fc)
+
+    def forward(self, x, *, pair):
+        y, more = self.hand_on(self.seq(x), scale=pair[0], extra={"q": [pair[1], None]})
+        return {"y": self.fc(y) + self.fc(more["scale"]), "list": [y, None, 3]}
+
+
+class NoGrad(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        y = self.a(x)
+        with torch.no_grad():
+            z = self.b(y).relu()
+        return y * z
+
+
+class Branch(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.a(x).relu(), lambda x: x * 2, (x,))
+
+
+class Keep(nn.Module):
+    """Binds an attribute that it does not read: nothing that an ExportedProgram could keep."""
+
+    def forward(self, x):
+        self.last = x * 2
+        return self.last + 1
+
+
+class Aside(nn.Module):
+    """Values that pass beside arguments and results."""
+
+    class Put(nn.Module):
+        def __init__(self, box):
+            super().__init__()
+            self.box, self.fc = box, nn.Linear(4, 4)
+
+        def forward(self, x):
+            self.box.append(x * 2)
+            return self.fc(x)
+
+    class Take(nn.Module):
+        def __init__(self, box):
+            super().__init__()
+            self.box, self.fc = box, nn.Linear(4, 4)
+
+        def forward(self, x):
+            return self.fc(x) + self.box.pop()
+
+    def __init__(self):
+        super().__init__()
+        box = []
+        self.put, self.take = self.Put(box), nn.Sequential(self.Take(box))
+
+    def forward(self, x):
+        return self.take(self.put(x))
+
+
+BatchNorms = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+
+MODELS = [
+    (Counter(), (X,), {"more": {"y": X}}),
+    (Rebind(), (X,), {}),
+    (Swap(), (X,), {}),
+    (FillBoth(), (X,), {}),
+    (ChangeInput(), (X,), {}),
+    (Tied(), (torch.tensor([1, 2]),), {}),
+    (Nested(), (X,), {"pair": (X, X + 1)}),
+    (NoGrad(), (X,), {}),
+    (Branch(), (X,), {}),
+    (nn.Sequential(Branch(), nn.Identity()), (X,), {}),
+    (Keep(), (X,), {}),
+    (Aside(), (X,), {}),
+    (BatchNorms, (X,), {}),
+    (nn.Sequential(BatchNorms, BatchNorms), (X,), {}),
+    (nn.LSTM(4, 3), (X.reshape(2, 1, 4),), {}),
+    (nn.TransformerEncoderLayer(4, 2, batch_first=True).eval(), (X.reshape(1, 2, 4),), {}),
+]
+
+
+@pytest.mark.parametrize(("model", "args", "kwargs"), MODELS, ids=lambda m: type(m).__name__)
+def test_equal_to_eager(model, args, kwargs):
+    assert_all_routes(model, *args, **kwargs)
+
+
+def test_a_result_is_not_the_buffer_that_got_the_same_value():
+    run = exported(Rebind(), X).module()
+    first = run(X)[2]
+    run(X)
+    assert first.tolist() == [1, 1, 1, 1]
+
+
+def test_gradients():
+    model = NoGrad()
+    run = exported(model, X).module()
+    run(X).sum().backward()
+    got = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    model(X).sum().backward()
+    want = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert got.keys() == want.keys() == {"a.weight", "a.bias"}
+    torch.testing.assert_close(got, want)
+
+
+def test_a_trace_with_mutation_is_made_pure_first():
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True))
+    ep = st.trace(model, (X,), functional=False).to_exported_program()
+    assert [n.name for n in ep.graph.nodes if n.op == "call_function"] == ["linear", "relu"]
+
+
+def test_a_loaded_trace(tmp_path):
+    model = Counter()
+    st.trace(model, (X,), {"more": {"y": X}}).save(tmp_path / "trace")
+    ep = st.load(tmp_path / "trace").to_exported_program()
+    run = ep.module()
+    torch.testing.assert_close([run(X, more={"y": X}) for _ in range(2)], [model(X, more={"y": X}) for _ in range(2)])
+    assert [e.fqn for e in ep.module_call_graph] == ["", "fc"]
+
+
+def test_a_model_on_the_meta_device():
+    ep = exported(Nested().to("meta"), X.to("meta"), pair=(X.to("meta"), X.to("meta")))
+    assert ep.module()(X.to("meta"), pair=(X.to("meta"), X.to("meta")))["y"].shape == (2, 4)
+
+
+# Modules after unflatten ----------------------------------------------------------------------------------------------
+
+
+def signatures(ep):
+    """What goes in and out of each call, as text."""
+
+    def text(arguments):
+        return ", ".join(a.name or repr(a.value) for a in arguments)
+
+    return {
+        e.fqn: f"({text(e.signature.inputs)}) -> ({text(e.signature.outputs)})" if e.signature else None
+        for e in ep.module_call_graph
+    }
+
+
+def test_module_calls():
+    ep = exported(Nested(), X, pair=(X, X + 1))
+    assert signatures(ep) == {
+        "": "() -> ()",
+        "hand_on": "(linear, pair_0, pair_1, None) -> (linear, pair_0)",
+        "fc": "(linear) -> (linear_1)",
+        "seq": "(x) -> (linear)",
+        "seq.0": "(x) -> (x)",
+        "seq.1": "(x) -> (linear)",
+        "fc@1": "(pair_0) -> (linear_2)",
+    }
+    hand_on = ep.module_call_graph[1].signature
+    assert hand_on.in_spec == pytree.tree_structure(((0,), {"scale": 0, "extra": {"q": [0, None]}}))
+    assert hand_on.out_spec == pytree.tree_structure((0, {"scale": 0}))
+
+
+def test_a_call_without_ops_has_a_mark():
+    ep = exported(nn.Sequential(nn.Identity(), nn.Linear(4, 4)), X)
+    mark, linear = (n for n in ep.graph.nodes if n.op == "call_function")
+    assert mark.target is torch.ops.aten._assert_tensor_metadata.default and mark.meta["nn_module_stack"]["L__self__0"]
+    assert torch.export.unflatten(ep.run_decompositions({}))._modules.keys() == {"0", "1"}
+
+
+def test_a_result_that_nobody_needs_stays():
+    class Attend(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mha = nn.MultiheadAttention(4, 2)
+
+        def forward(self, x):
+            return self.mha(x, x, x)[0]
+
+    model = Attend()
+    unflattened = torch.export.unflatten(exported(model, X).run_decompositions({}))
+    torch.testing.assert_close(unflattened.mha(X, X, X), model.mha(X, X, X))
+
+
+def test_values_that_pass_beside_arguments_take_the_signature_away():
+    found = signatures(exported(Aside(), X))
+    assert [name for name, text in found.items() if text is None] == ["put", "take", "take.0"]
+
+
+CALLED = [m for m in MODELS if type(m[0]).__name__ not in ("Aside", "Counter", "NoGrad")]
+
+
+@pytest.mark.parametrize(("model", "args", "kwargs"), CALLED, ids=lambda m: type(m).__name__)
+def test_unflattened_modules_equal_their_originals(model, args, kwargs):
+    """Each module, called with what its original got, gives what that gave; of several calls, in their order."""
+    model, seen = copy.deepcopy(model), []
+    ep = exported(model, *args, **kwargs)
+    unflattened = torch.export.unflatten(ep)
+    names = {id(m): name for name, m in model.named_modules()}
+
+    def note(module, inputs, keywords, out):
+        seen.append((names[id(module)], copied(inputs), copied(keywords), copied(out)))
+
+    for module in model.modules():
+        module.register_forward_hook(note, with_kwargs=True)
+    model(*copied(args), **copied(kwargs))
+    signed = {e.fqn.partition("@")[0] for e in ep.module_call_graph if e.signature is not None}
+    checked = 0
+    for name, inputs, keywords, out in seen:
+        if name and name in signed:
+            got = unflattened.get_submodule(name)(*inputs, **keywords)
+            torch.testing.assert_close(pytree.tree_leaves(got), pytree.tree_leaves(out))
+            checked += 1
+    assert checked == sum(bool(name) and not name.startswith("self_attn") for name, *_ in seen) or signed == {""}
+
+
+# Sizes that differ ----------------------------------------------------------------------------------------------------
+
+
+class Sized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, *, ys, n=1):
+        h = self.fc(x).reshape(-1)[: ys[0].shape[0]]
+        if x.shape[0] * 2 > 5:
+            h = h * 2
+        return h + ys[0] + n
+
+
+@pytest.mark.parametrize("route", ["module", "decomposed", "saved"])
+def test_dynamic_sizes(route):
+    model, batch = Sized(), Dim("batch", min=2, max=64)
+    sizes = {"x": {0: batch}, "ys": [{0: 2 * batch}], "n": Dim.DYNAMIC}
+    args, kwargs = (torch.randn(3, 4),), {"ys": [torch.randn(6)], "n": 5}
+    ep = st.trace(model, args, kwargs, dynamic_shapes=sizes).to_exported_program()
+    (symbol,) = ep.graph_signature and [s for s in ep.range_constraints if str(s) in str(ep.graph)] or [None]
+    run = ROUTES[route](ep)
+    for size in (3, 5, 9):
+        x, y = torch.randn(size, 4), torch.randn(2 * size)
+        torch.testing.assert_close(run(x, ys=[y], n=7), model(x, ys=[y], n=7))
+    with pytest.raises(AssertionError, match=r"Guard failed: 2 ?\* ?x.size\(\)\[0\] > 5"):
+        run(torch.randn(2, 4), ys=[torch.randn(4)], n=5)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        run(torch.randn(65, 4), ys=[torch.randn(130)], n=5)
+
+
+def test_sizes_that_depend_on_data():
+    class Pick(nn.Module):
+        def forward(self, x):
+            i = x.nonzero()
+            return i * 2, torch.ones(i.shape[0])
+
+    for route in ("module", "unflatten", "decomposed", "saved"):
+        run = ROUTES[route](exported(Pick(), torch.tensor([1.0, 0.0, 2.0])))
+        assert [t.shape[0] for t in run(torch.tensor([1.0, 3.0, 2.0]))] == [3, 3]
+
+
+# What an ExportedProgram cannot say -----------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    def forward(self, a, b):
+        return a * 2 + b
+
+
+class Turn(nn.Module):
+    def forward(self, x):
+        x.t_()
+        return x * 2
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.t = torch.ones(4)
+
+    def forward(self, x):
+        self.t = self.t + 1
+        return x + self.t
+
+
+class PlainInPlace(Plain):
+    def forward(self, x):
+        self.t += 1
+        return x + self.t
+
+
+class Grow(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("t", torch.ones(4))
+
+    def forward(self, x):
+        self.t = torch.cat([self.t, self.t])
+        return x + self.t[:4]
+
+
+class Opaque:
+    pass
+
+
+class TakesOpaque(nn.Module):
+    def forward(self, x, how):
+        return x + 1
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "message", "hint"),
+    [
+        (Two(), (X, X), "a and b were one tensor when traced", "clone"),
+        (Turn(), (X.clone(),), "`x.t_()` changes the shape or memory", "return a new tensor"),
+        (Plain(), (X,), "reads self.t and binds it to a new tensor", "register_buffer"),
+        (PlainInPlace(), (X,), "changes t, which is neither parameter nor buffer", "register_buffer"),
+        (Grow(), (X,), "binds the buffer t", "keeps its shape"),
+        (TakesOpaque(), (X, Opaque()), "is a Opaque", "register_pytree_node"),
+    ],
+    ids=lambda x: type(x).__name__ if isinstance(x, nn.Module) else "",
+)
+def test_refused(model, args, message, hint):
+    trace = st.trace(model, args)
+    with pytest.raises(st.ExportError) as found:
+        trace.to_exported_program()
+    assert message in str(found.value) and hint in found.value.hint
+    assert type(model).__name__ in found.value.module
+
+
+def test_leaf_modules_are_refused():
+    with pytest.raises(st.ExportError, match="leaf module"):
+        st.trace(nn.Sequential(nn.Linear(4, 4)), (X,), leaves=[nn.Linear]).to_exported_program()
+
+
+def test_two_equal_inputs_stay_two():
+    run = exported(Two(), X, X).module()  # copied: two tensors
+    torch.testing.assert_close(run(X, X + 1), X * 2 + X + 1)
+
+
+# Other tools ----------------------------------------------------------------------------------------------------------
+
+
+def test_torch_onnx_export():
+    pytest.importorskip("onnxscript")
+    found = torch.onnx.export(exported(Nested().eval(), X, pair=(X, X + 1)), verbose=False)
+    assert [i.name for i in found.model.graph.inputs] == ["x", "pair_0", "pair_1"]
+    assert not any("assert" in node.op_type.lower() for node in found.model.graph)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
+def test_aot_inductor(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.ReLU())
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ep = exported(model, X)
+        package = torch._inductor.aoti_compile_and_package(ep, package_path=str(tmp_path / "model.pt2"))
+        torch.testing.assert_close(torch._inductor.aoti_load_package(package)(X), model(X))
