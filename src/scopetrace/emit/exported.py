@@ -9,6 +9,7 @@ Data flow:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ def _build(tape: Tape, forward: Any) -> ExportedProgram:
     frames = frames_of(tape)
     program = Program(with_marks(tape, frames))
     _fill_values(program.graph)
-    lifted = Lifted(program, states(tape, frames))
+    names = argument_names(forward, len(tape.args[0]))
+    lifted = Lifted(program, states(tape, frames), names)
     outputs = Outputs(program, lifted.lower, lifted.inputs, lifted.state)
     place = place_nodes(program.graph, frames)
     calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], lifted.lower)
@@ -62,12 +64,12 @@ def _build(tape: Tape, forward: Any) -> ExportedProgram:
     with torch.set_grad_enabled(tape.ops[0].grad if tape.ops else True):
         holder, graph, signature = compat.with_grad_regions(_bodies(program), program.graph, signature)
     held = [state for state, _ in lifted.state.values()]
-    root = ModuleCallSignature([], [], lifted.spec, outputs.spec, _argument_names(tape, forward))
+    root = ModuleCallSignature([], [], lifted.spec, outputs.spec, _identifiers(names, tape.args[1]))
     return ExportedProgram(
         holder,
         graph,
         signature,
-        state_dict={s.fqn: s.tensor for s in held if s.in_state_dict},
+        state_dict={name: s.tensor for s in held if s.in_state_dict for name in (s.fqn, *s.aliases)},
         range_constraints=compat.symbol_ranges(tape.shape_env) | (tape.sizes.range_constraints() if tape.sizes else {}),
         module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape))],
         example_inputs=_example_inputs(tape),
@@ -105,7 +107,7 @@ class Lifted:
         state: by name on the tape, what the program takes from the model, and its placeholder.
     """
 
-    def __init__(self, program: Program, held: dict[str, State]) -> None:
+    def __init__(self, program: Program, held: dict[str, State], names: list[str]) -> None:
         self._program, self._graph = program, program.graph
         self._moved: dict[torch.fx.Node, torch.fx.Node] = {}
         given = self._graph.find_nodes(op="placeholder")  # the tensors, then the numbers
@@ -115,7 +117,7 @@ class Lifted:
         self.specs = [
             InputSpec(s.kind, TensorArgument(node.name), s.fqn, s.persistent) for s, node in self.state.values()
         ]
-        arguments, self.spec = self._arguments()
+        arguments, self.spec = self._arguments(names)
         for node in reversed([*(node for _, node in self.state.values()), *arguments]):
             next(iter(self._graph.nodes)).prepend(node)
 
@@ -143,23 +145,26 @@ class Lifted:
         meta.set_value(node, value)
         return node
 
-    def _arguments(self) -> tuple[list[torch.fx.Node], Any]:
+    def _arguments(self, names: list[str]) -> tuple[list[torch.fx.Node], Any]:
         flat, spec = pytree.tree_flatten_with_path(self._program.tape.args)
         tensors, numbers, found = iter(self.inputs), iter(self._numbers), list[torch.fx.Node]()
-        for path, leaf in flat:
+        for (_, argument, *inner), leaf in flat:
+            path = names[argument.idx] if isinstance(argument, pytree.SequenceKey) else str(argument.key)
+            path += pytree.keystr(tuple(inner))
             if isinstance(leaf, Value):
                 node = next(tensors)
+                node.target = node.name  # torch.export knows arguments by their targets
                 self.specs.append(InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None))
             elif isinstance(leaf, torch.SymInt):
                 node = next(numbers)
+                node.target = node.name
                 self.specs.append(InputSpec(InputKind.USER_INPUT, SymIntArgument(node.name), None))
             elif type(leaf) in PLAIN:
-                node = self._placeholder(identifier(pytree.keystr(path[1:]), set()), leaf)
+                node = self._placeholder(identifier(path, set()), leaf)
                 self.specs.append(InputSpec(InputKind.USER_INPUT, ConstantArgument(node.name, leaf), None))
             else:
                 raise ExportError(
-                    f"the argument {pytree.keystr(path[1:])} is a {type(leaf).__name__}, which is no tensor, number, "
-                    "text or None",
+                    f"the argument {path} is a {type(leaf).__name__}, which is no tensor, number, text or None",
                     module=self._program.tape.root.path,
                     hint="register its class with torch.utils._pytree.register_pytree_node, or bind it to the model",
                 )
@@ -181,10 +186,9 @@ def _fill_values(graph: torch.fx.Graph) -> None:
             meta.set_value(node, node.target(*args) if symbolic and callable(node.target) else None)
 
 
-def _argument_names(tape: Tape, forward: Any) -> list[str]:
-    args, kwargs = tape.args
+def _identifiers(positional: list[str], keywords: Iterable[str]) -> list[str]:
     taken: set[str] = set()
-    return [identifier(name, taken) for name in argument_names(forward, len(args))] + list(kwargs)
+    return [identifier(name, taken) for name in positional] + list(keywords)
 
 
 def _module_names(tape: Tape) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import re
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 
 import torch
 from torch.export.graph_signature import InputKind
@@ -27,7 +28,7 @@ class State:
     persistent: bool | None = None
     """Of a buffer: whether it is in the state dict."""
     aliases: tuple[str, ...] = ()
-    """Of a constant: its keys in other modules that read it, since `unflatten` gives each module its own."""
+    """Its other names. A constant has one in each module that reads it: `unflatten` gives each module its own."""
 
     @property
     def in_state_dict(self) -> bool:
@@ -43,25 +44,42 @@ class State:
 def states(tape: Tape, frames: dict[Call, Frame]) -> dict[str, State]:
     """By name on the tape, all tensors of the model and of the program, in torch.export's order.
 
-    All parameters and buffers of a traced module, a tied one under each of its names, then constants. Of a function, and
+    All parameters and buffers of a traced module, a tied one once, then constants. Of a function, and
     of a loaded trace, those that the program reads.
     """
     module = tape.calls[0].module if tape.calls else None
-    found = {s.fqn: s for s in _of_module(module)} if module is not None else {}
     readers = _readers(tape, frames)
+    found = {s.fqn: s for s in _of_module(module, readers)} if module is not None else {}
     for name, tensor in tape.attributes.items():
         if name in readers and name not in found:
             found[name] = _beside(tape, name, tensor, readers[name])
     return dict(sorted(found.items(), key=lambda item: list(_PREFIX).index(item[1].kind)))
 
 
-def _of_module(root: torch.nn.Module) -> Iterator[State]:
-    for name, parameter in root.named_parameters(remove_duplicate=False):
-        yield State(InputKind.PARAMETER, name, parameter)
+def _of_module(root: torch.nn.Module, read: Container[str]) -> Iterator[State]:
+    """Parameters and buffers; of the names of a tied one, that by which the program reads it, the others as aliases."""
+    kept, tensors = _persistent(root), collections.defaultdict[int, list[tuple[str, torch.Tensor]]](list)
+    for name, tensor in (
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ):
+        tensors[id(tensor)].append((name, tensor))
+    for named in tensors.values():
+        names = [name for name, _ in named]
+        first = next((name for name in names if name in read), names[0])
+        aliases = tuple(name for name in names if name != first)
+        is_parameter = isinstance(named[0][1], torch.nn.Parameter)
+        kind = InputKind.PARAMETER if is_parameter else InputKind.BUFFER
+        yield State(kind, first, named[0][1], None if is_parameter else first in kept, aliases)
+
+
+def _persistent(root: torch.nn.Module) -> set[str]:
+    """The names of the buffers that are in the state dict."""
+    found = set()
     for fqn, module in root.named_modules(remove_duplicate=False):
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            persistent = name not in module._non_persistent_buffers_set
-            yield State(InputKind.BUFFER, f"{fqn}.{name}" if fqn else name, buffer, persistent)
+        prefix = f"{fqn}." if fqn else ""
+        found.update(prefix + name for name in module._buffers if name not in module._non_persistent_buffers_set)
+    return found
 
 
 def _readers(tape: Tape, frames: dict[Call, Frame]) -> dict[str, list[str]]:
