@@ -52,7 +52,9 @@ def assert_all_routes(model, *args, **kwargs):
             got, want = run(*mine[0], **mine[1]), eager(*theirs[0], **theirs[1])
             for a, b in ((got, want), (mine, theirs)):
                 assert pytree.tree_structure(a) == pytree.tree_structure(b), name
-                torch.testing.assert_close(pytree.tree_leaves(a), pytree.tree_leaves(b), msg=lambda m, n=name: f"{n}: {m}")
+                torch.testing.assert_close(
+                    pytree.tree_leaves(a), pytree.tree_leaves(b), msg=lambda m, n=name: f"{n}: {m}"
+                )
         states = eager.state_dict(), run.state_dict()
         for key in states[1].keys() & states[0].keys():
             torch.testing.assert_close(states[1][key], states[0][key])
@@ -359,7 +361,7 @@ def test_module_calls():
 
 def test_a_call_without_ops_has_a_mark():
     ep = exported(nn.Sequential(nn.Identity(), nn.Linear(4, 4)), X)
-    mark, linear = (n for n in ep.graph.nodes if n.op == "call_function")
+    mark, _ = (n for n in ep.graph.nodes if n.op == "call_function")
     assert mark.target is torch.ops.aten._assert_tensor_metadata.default and mark.meta["nn_module_stack"]["L__self__0"]
     assert torch.export.unflatten(ep.run_decompositions({}))._modules.keys() == {"0", "1"}
 

@@ -193,7 +193,7 @@ class Trace:
 
         What the model changes in its inputs, parameters and buffers are mutations in the signature. `module_call_graph`
         has the signature of every module call, so that `torch.export.unflatten` gives modules that are called as the
-        model's own. Results are values: that one is an input itself, or shares its memory, an ExportedProgram cannot say.
+        model's own. Results are values: an ExportedProgram cannot say that one is an input itself or shares its memory.
         Nor does it keep a tensor that the forward binds to an attribute which it does not read.
 
         Raises ExportError for what else it cannot say: changes of an input's shape or memory, changes of tensors of the

@@ -149,7 +149,7 @@ class Lifted:
         flat, spec = pytree.tree_flatten_with_path(self._program.tape.args)
         tensors, numbers, found = iter(self.inputs), iter(self._numbers), list[torch.fx.Node]()
         for (_, argument, *inner), leaf in flat:
-            path = names[argument.idx] if isinstance(argument, pytree.SequenceKey) else str(argument.key)
+            path = names[argument.idx] if isinstance(argument, pytree.SequenceKey) else argument.key  # type: ignore[attr-defined]
             path += pytree.keystr(tuple(inner))
             if isinstance(leaf, Value):
                 node = next(tensors)

@@ -1,8 +1,8 @@
 """Which nodes of a flat graph belong to which module call, in the form that `torch.export.unflatten` can follow.
 
-It reads `nn_module_stack`: a call is a stretch of nodes without gaps, and its module lies inside the module that calls it
-by name. So a call has a frame of its own if its module is `a.b` where the caller's is `a`; ops of others stay in the
-frame around them.
+It reads `nn_module_stack`: a call is a stretch of nodes without gaps, and by its name its module lies inside the module
+that calls it. So a call has a frame of its own if its module is `a.b` where the caller's is `a`; ops of others stay in
+the frame around them.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.fx
 from scopetrace import meta
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace.graph import given, has_effect, live_ops
+from scopetrace.record.structure import leaves
 from scopetrace.record.tape import Call, Frames, Op, Tape, Value
 from scopetrace.scopes import Scope
-from scopetrace.record.structure import leaves
 
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
 

@@ -130,5 +130,3 @@ def _plain(x: Any) -> Any:
 def _can_be_repeated(node: Node) -> bool:
     """Whether unflatten computes a symbolic size again where it is read."""
     return node.target is torch.ops.aten.sym_size.int or getattr(node.target, "__module__", "") == operator.__name__
-
-

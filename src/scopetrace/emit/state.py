@@ -75,7 +75,7 @@ def _of_module(root: torch.nn.Module, read: Container[str]) -> Iterator[State]:
 
 def _persistent(root: torch.nn.Module) -> set[str]:
     """The names of the buffers that are in the state dict."""
-    found = set()
+    found: set[str] = set()
     for fqn, module in root.named_modules(remove_duplicate=False):
         prefix = f"{fqn}." if fqn else ""
         found.update(prefix + name for name in module._buffers if name not in module._non_persistent_buffers_set)
