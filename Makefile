@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format zoo bench ci clean
+.PHONY: help env demo test lint format zoo exported bench ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -42,6 +42,9 @@ format: $(STAMP) ## Rewrite the code in the project's format
 
 zoo: $(STAMP) ## Trace real models and compare with torch.export
 	$(BIN)/python benchmarks/zoo.py $(ARGS)
+
+exported: $(STAMP) ## Make ExportedPrograms of real models and compare with torch.export
+	$(BIN)/python -m benchmarks.exported $(ARGS)
 
 bench: $(STAMP) ## Time tracing against the other ways to get a graph
 	$(BIN)/python benchmarks/bench.py $(ARGS)

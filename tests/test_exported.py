@@ -232,6 +232,19 @@ class Keep(nn.Module):
         return self.last + 1
 
 
+class Table(nn.Module):
+    """Makes a table where it has none for this size."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("table", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        if self.table.shape[0] != x.shape[1]:
+            self.table = torch.arange(x.shape[1])
+        return x + self.table
+
+
 class Aside(nn.Module):
     """Values that pass beside arguments and results."""
 
@@ -275,6 +288,7 @@ MODELS = [
     (Branch(), (X,), {}),
     (nn.Sequential(Branch(), nn.Identity()), (X,), {}),
     (Keep(), (X,), {}),
+    (Table(), (X,), {}),
     (Aside(), (X,), {}),
     (BatchNorms, (X,), {}),
     (nn.Sequential(BatchNorms, BatchNorms), (X,), {}),

@@ -96,8 +96,9 @@ class Outputs:
             found[update.target] = self._change(update.target, self._values[update.value.index])
         for write in self._tape.attribute_writes:
             name = f"{write.fqn}.{write.name}" if write.fqn else write.name
-            if name in self._state:
-                found[Held(name)] = self._binding(name, self._lower(write.value))
+            change = self._binding(name, self._lower(write.value)) if name in self._state else None
+            if change is not None:
+                found[Held(name)] = change
         order = {node: i for i, node in enumerate(self._graph.nodes)}
         return dict(sorted(found.items(), key=lambda item: order[item[1].placeholder]))
 
@@ -114,8 +115,11 @@ class Outputs:
             )
         return _Change(_KINDS[state.kind], state.fqn, node, value)
 
-    def _binding(self, name: str, value: torch.fx.Node) -> _Change:
-        """`self.n = self.n + 1`: the buffer gets new data, since an ExportedProgram has no other tensor for it."""
+    def _binding(self, name: str, value: torch.fx.Node) -> _Change | None:
+        """`self.n = self.n + 1`: the buffer gets new data, since an ExportedProgram has no other tensor for it.
+
+        None where that cannot be and the program does not read it: a table that the forward makes where it has none.
+        """
         if self._state[name][0].kind is not InputKind.BUFFER:
             raise ExportError(
                 f"the forward reads self.{name} and binds it to a new tensor, and it is no buffer",
@@ -124,6 +128,8 @@ class Outputs:
             )
         old, new = self._state[name][1].meta["val"], value.meta["val"]
         if old.shape != new.shape or old.dtype != new.dtype:
+            if not self._state[name][1].users:
+                return None
             raise ExportError(
                 f"the forward binds the buffer {name}, {list(old.shape)} of {old.dtype}, to a tensor of "
                 f"{list(new.shape)} of {new.dtype}",
