@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.fake import FakeMaker, FakeTensor, run_fake, storage_id, without_dispatch
+from scopetrace._compat.fake import FakeMaker, FakeTensor, run_static, storage_id, without_dispatch
 from scopetrace._compat.symbols import exact_quotient, example, is_static, surely_equal
 from scopetrace.record.results import Fresh, Keys, Recipe, Same, View, is_dense
 from scopetrace.record.tape import Value, flat
@@ -41,8 +41,7 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
         return None
     stand_ins = {id(v): _stand_in(factory, v.fake) for v in inputs}
     try:
-        with torch.no_grad():
-            out = run_fake(factory.mode, func, _with_examples(args, stand_ins), _with_examples(kwargs, stand_ins))
+        out = run_static(factory.mode, func, _with_examples(args, stand_ins), _with_examples(kwargs, stand_ins))
     except Exception:  # torch's own way raises it, with symbols in its words
         return None
     if type(out) is not FakeTensor or out.dim() != len(said):
