@@ -119,8 +119,10 @@ def column(
     return {"traced": True, "ok": ok, "seconds": seconds, "sizes": found, "error": "; ".join(wrong)[:600] or None}
 
 
-def check(st: Any, build: Callable[[], tuple[Any, Args, Kwargs]], export: bool, lengths: bool) -> Row:
-    """Both columns of one model with these dimensions dynamic."""
+def check(
+    st: Any, build: Callable[[], tuple[Any, Args, Kwargs]], export: bool, lengths: bool, stage: Callable[[str], object]
+) -> Row:
+    """Both columns of one model with these dimensions dynamic. `stage` hears what comes next."""
     model, args, kwargs = build()
     first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
     names = list(named(model, args, kwargs))[: len(args)]
@@ -133,10 +135,13 @@ def check(st: Any, build: Callable[[], tuple[Any, Args, Kwargs]], export: bool, 
     example = inputs(EXAMPLE, 1.0)
     shapes = shapes_of(named(model, *example), lengths)
     calls = [inputs(b, length if lengths else 1.0) for b, length in zip(BATCHES, LENGTHS, strict=True)]
+    stage("eager")
     expected = eager(build()[0], calls)
     row: Row = {}
+    stage("ours")
     row["ours"] = column(lambda: trace(st, model, example, shapes), lambda tr: tr, calls, expected)
     if export:
+        stage("export")
         model = build()[0]
         row["export"] = column(
             lambda: torch.export.export(model, *example, dynamic_shapes=shapes),
@@ -145,6 +150,7 @@ def check(st: Any, build: Callable[[], tuple[Any, Args, Kwargs]], export: bool, 
             expected,
         )
     if row["ours"].get("traced"):
+        stage("ours again")
         pairs = [
             (timed(lambda: st.trace(model, *example))[1], timed(lambda: trace(st, model, example, shapes))[1])
             for _ in range(3)
@@ -160,12 +166,16 @@ def trace(st: Any, model: Any, example: tuple[Args, Kwargs], shapes: Any) -> Any
 
 def check_model(name: str, options: argparse.Namespace, emit: Callable[..., None], zoo: Any) -> None:
     """The batch alone; then with the lengths, where the model has some."""
-    emit(stage="batch")
-    emit(**check(options.st, lambda: zoo.build(name), options.export, lengths=False))
+
+    def part(lengths: bool) -> Row:
+        what = "batch and length" if lengths else "batch"
+        stage = lambda text: emit(stage=f"{what}: {text}")  # noqa: E731
+        return check(options.st, lambda: zoo.build(name), options.export, lengths, stage)
+
+    emit(**part(lengths=False))
     model, args, kwargs = zoo.build(name)
     if any(key in SEQUENCES and isinstance(x, torch.Tensor) for key, x in named(model, args, kwargs).items()):
-        emit(stage="batch and length")
-        emit(lengths=check(options.st, lambda: zoo.build(name), options.export, lengths=True))
+        emit(lengths=part(lengths=True))
 
 
 def sizes(part: Row) -> str:

@@ -405,6 +405,10 @@ OPS = {
         (x[..., 0].unsqueeze(-1), x.unsqueeze(0), x[:, 5:2], x[0, 0].t(), (x > 0) & (x < 1), x.float().contiguous()),
     ),
     "views of views": lambda x: x[:, 1:, ::3].transpose(2, 3)[:, :, 2].unsqueeze(1)[:, 0, 1:] * 2,
+    "activations in place": lambda x: F.hardswish(F.relu(F.silu(x * 2, inplace=True), inplace=True)[0], inplace=True),
+    "grown": lambda x: F.interpolate(F.pad(x, (1, 0, 2, 0)), scale_factor=2.0).flatten(2),
+    "attention with groups": lambda x: F.scaled_dot_product_attention(x, x[:, :3], x[:, :3], enable_gqa=True),
+    "attention of three": lambda x: F.scaled_dot_product_attention(x[:, 0], x[:, 1], x[:, 2], x[:, :1, 0] > 0),
     "cat": lambda x: torch.cat([x, x[:2], x], 0),
     "embedding": lambda x: F.embedding((x > 0).long(), torch.ones(2, 5)).amax(1),
 }

@@ -206,6 +206,16 @@ def storage_id(x: torch.Tensor) -> int:
     return -id(x)
 
 
+def run_static(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """As `run_fake`, for sizes that are plain numbers: with torch's cache, which is off where sizes are symbolic."""
+    before, mode.cache_enabled = mode.cache_enabled, torch._dynamo.config.fake_tensor_cache_enabled
+    try:
+        with torch._C._DisablePythonDispatcher():
+            return run_fake(mode, func, args, kwargs)
+    finally:
+        mode.cache_enabled = before
+
+
 def run_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """What an op returns for fake tensors, without autograd. Raises what the op raises."""
     with mode, torch.no_grad():

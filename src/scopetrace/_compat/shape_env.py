@@ -176,9 +176,9 @@ class WatchedShapeEnv(ShapeEnv):
 
     def _differs(self, expr: Any, symbol: sympy.Symbol, value: int, answer: bool) -> bool:
         """Whether the answer would be another one for this value, and the others as in the example."""
-        values = {s: self.backed_var_to_val.get(s) for s in expr.free_symbols} | {symbol: value}
-        if any(v is None for v in values.values()):
+        if not expr.free_symbols <= self.backed_var_to_val.keys():
             return False
+        values = {s: int(self.backed_var_to_val[s]) for s in expr.free_symbols} | {symbol: value}
         try:
             return bool(evaluated(expr, values)) != answer
         except ZeroDivisionError:

@@ -192,10 +192,7 @@ class Recorder(ReadingWriter):
         versions = [_version(t) for t in objects]
         tracked = [v for v, t in zip(inputs, objects, strict=True) if t.requires_grad] if facts.written else []
         shapes = [(v, geometry_key(v.fake), _layout(v.fake)) for v in _pick(facts.written, args, kwargs)]
-        self.running = facts.func
-        with self.factory.shape_env.suppress_guards() if facts.convolves else contextlib.nullcontext():
-            out = dispatch.run_op(facts.func, given_args, given_kwargs)
-        self.running = None
+        out = self._execute(facts, given_args, given_kwargs)
         if facts.squeezes and inputs[0].fake._has_symbolic_sizes_strides:
             self._watch_squeeze(inputs[0].fake, args[1:])
         for value, old, layout in shapes:
@@ -217,6 +214,22 @@ class Recorder(ReadingWriter):
         op.unbacked = unbacked
         op.outputs = self._register(out, op)
         return out
+
+    def _execute(self, facts: _OpFacts, args: Any, kwargs: Any) -> Any:
+        """What torch returns for fake tensors."""
+        if facts.func in rules.ACTIVATIONS and self._only_values_change(args[0]):
+            torch.autograd.graph.increment_version(args[0])
+            return args[0]
+        self.running = facts.func
+        with self.factory.shape_env.suppress_guards() if facts.convolves else contextlib.nullcontext():
+            out = dispatch.run_op(facts.func, args, kwargs)
+        self.running = None
+        return out
+
+    def _only_values_change(self, t: torch.Tensor) -> bool:
+        """Whether an activation in place leaves no trace on the fake tensor but in its version counter."""
+        history = t.requires_grad and _grad_enabled() and (self.exact or t.is_leaf)
+        return t.is_floating_point() and not t.is_inference() and not history
 
     def _written(self, facts: _OpFacts, args: Any, kwargs: Any, secret: tuple[str, ...], read: Any) -> list[Value]:
         """What the op wrote: by its schema, by what is known of it, and by the version counters of what it read."""

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.fake import FakeMaker, FakeTensor, run_fake, storage_id, without_dispatch
+from scopetrace._compat.fake import FakeMaker, FakeTensor, run_static, storage_id, without_dispatch
 from scopetrace._compat.symbols import exact_quotient, example, is_static, surely_equal
 from scopetrace.record.results import Fresh, Keys, Recipe, Same, View, is_dense
-from scopetrace.record.tape import Value
+from scopetrace.record.tape import Value, flat
 from scopetrace.record.view_rules import VIEWS
 
 Sizes = Sequence[Any]
@@ -41,8 +41,7 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
         return None
     stand_ins = {id(v): _stand_in(factory, v.fake) for v in inputs}
     try:
-        with torch.no_grad():
-            out = run_fake(factory.mode, func, _with_examples(args, stand_ins), _with_examples(kwargs, stand_ins))
+        out = run_static(factory.mode, func, _with_examples(args, stand_ins), _with_examples(kwargs, stand_ins))
     except Exception:  # torch's own way raises it, with symbols in its words
         return None
     if type(out) is not FakeTensor or out.dim() != len(said):
@@ -215,6 +214,22 @@ def _convolution(x: Value, weight: Value, *args: Any, **kwargs: Any) -> Sizes | 
     return _batched(x) if x.fake.dim() == weight.fake.dim() and is_static(weight.fake.size()) else None
 
 
+def _resized(x: Value, *args: Any, **kwargs: Any) -> Sizes | None:
+    return _batched(x) if not any(isinstance(n, torch.SymInt) for n in flat((args, kwargs))) else None
+
+
+def _padded(x: Value, pad: Sequence[Any], *args: Any, **kwargs: Any) -> Sizes | None:
+    return _batched(x) if len(pad) < 2 * x.fake.dim() and is_static(pad) else None
+
+
+def _flattened(x: Value, start: int = 0, stop: int = -1) -> Sizes | None:
+    size = list(x.fake.size())
+    if not size or not (-len(size) <= start < len(size) and -len(size) <= stop < len(size)):
+        return None
+    first, last = start % len(size), stop % len(size)
+    return [*size[:first], math.prod(size[first : last + 1]), *size[last + 1 :]]
+
+
 def _pool2d(x: Value, *args: Any, **kwargs: Any) -> Sizes | None:
     return _batched(x) if x.fake.dim() == 4 else None
 
@@ -244,14 +259,14 @@ def _embedding(weight: Value, indices: Value, *args: Any, **kwargs: Any) -> Size
 
 def _attention(q: Value, k: Value, v: Value, mask: Value | None = None, *args: Any, **kwargs: Any) -> Sizes | None:
     rows, keys, values = (t.fake.size() for t in (q, k, v))
-    if len(rows) != 4 or len(keys) != 4 or len(values) != 4 or not is_static((rows[-1], keys[-1], values[-1])):
+    if not len(rows) == len(keys) == len(values) >= 3 or not is_static((rows[-1], keys[-1], values[-1])):
         return None
-    heads = (rows[1], keys[1], values[1])
-    if not surely_equal(keys[2], values[2]) or not (is_static(heads) or heads[0] is heads[1] is heads[2]):
+    if not surely_equal(keys[-2], values[-2]):
         return None
-    if any(not surely_equal(rows[0], n) for n in (keys[0], values[0])):
-        return None
-    if mask is not None and _broadcast([mask.fake.size(), (rows[0], rows[1], rows[2], keys[2])]) is None:
+    for n, *others in zip(rows[:-2], keys[:-2], values[:-2], strict=True):  # numbers may differ: heads in groups
+        if not is_static((n, *others)) and any(not surely_equal(n, m) for m in others):
+            return None
+    if mask is not None and _broadcast([mask.fake.size(), (*rows[:-1], keys[-2])]) is None:
         return None
     return (*rows[:-1], values[-1])
 
@@ -266,6 +281,13 @@ def _reshape(x: Value, shape: Sizes) -> Sizes | None:
 
 
 _aten = torch.ops.aten
+ACTIVATIONS = frozenset(
+    {
+        *(_aten.relu_.default, _aten.relu6_.default, _aten.hardswish_.default, _aten.hardsigmoid_.default),
+        *(_aten.silu_.default, _aten.mish_.default, _aten.gelu_.default, _aten.leaky_relu_.default),
+    }
+)
+"""In-place ops that give a floating tensor other values and change nothing else of it."""
 _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_aten.__and__.Tensor, _aten.__or__.Tensor, _aten.where.ScalarOther), _pointwise),
     **dict.fromkeys((_aten.where.ScalarSelf, _aten.where.Scalar), _pointwise),
@@ -281,6 +303,10 @@ _RULES: dict[Any, Rule] = {
     **dict.fromkeys((_aten.conv1d.padding, _aten.conv2d.padding, _aten.conv3d.padding), _convolution),
     **dict.fromkeys((_aten.max_pool2d.default, _aten.avg_pool2d.default, _aten.adaptive_avg_pool2d.default), _pool2d),
     **dict.fromkeys((_aten.mean.dim, _aten.sum.dim_IntList, _aten.amax.default, _aten.amin.default), _reduced),
+    **dict.fromkeys((_aten.upsample_nearest2d.vec, _aten.upsample_bilinear2d.vec), _resized),
+    _aten.upsample_bicubic2d.vec: _resized,
+    **dict.fromkeys((_aten.pad.default, _aten.constant_pad_nd.default), _padded),
+    _aten.flatten.using_ints: _flattened,
     _aten.cat.default: _cat,
     _aten.embedding.default: _embedding,
     _aten.reshape.default: _reshape,
@@ -298,6 +324,9 @@ _RULES: dict[Any, Rule] = {
             _aten.to.device,
             _aten.to.dtype_layout,
             _aten.cumsum.default,
+            _aten.hardswish.default,
+            _aten.hardsigmoid.default,
+            _aten.mish.default,
         ),
         _as_first,
     ),
