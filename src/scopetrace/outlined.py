@@ -220,6 +220,8 @@ def _is_named(call: ModuleCall, target: Any) -> bool:
 def _repeated(source: Trace) -> list[ModuleCall]:
     """The calls of classes of which at least two calls are equal."""
     calls = [call for call in source.calls if call.module_type is not None and not call.is_leaf and call.parent]
+    times = Counter(call.module_type for call in calls)
+    calls = [call for call in calls if times[call.module_type] > 1]
     _, bodies = outline(source.tape, [call.record for call in calls if call.raised is None], source.boundary.forward)
     counts = Counter({body.module_type: 0 for body in bodies})
     for body in bodies:
