@@ -42,6 +42,12 @@ def container_type(x: Any) -> type:
     return x.kind if isinstance(x, Opened) else type(x)
 
 
+def is_object(x: Any) -> bool:
+    """Whether a container is an instance of a registered class of its own kind: no list, tuple, dict or the like."""
+    kind = container_type(x)
+    return _pytree_node(kind) is not None and not issubclass(kind, (list, tuple, dict))
+
+
 def map_structure(fn: Callable[[Any], Any], x: Any, leaf: type | tuple[type, ...]) -> Any:
     """A copy of `x` in which each instance of `leaf` is replaced by `fn` of it."""
     if isinstance(x, leaf):
