@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace.errors import InputMismatchError, OpaqueOutputError
 
+_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
 
 
@@ -130,7 +131,7 @@ def close_container(like: Any, items: list[Any]) -> Any:
 def _close_registered(kind: type, context: Any, keys: list[str], items: list[Any]) -> Any:
     """An instance of a registered type; opened, where it does not take these leaves or does not give them back."""
     node = _pytree_node(kind)
-    if all(isinstance(leaf, (torch.Tensor, *_PLAIN)) for _, leaf in leaves_with_path(items)):
+    if all(isinstance(leaf, (torch.Tensor, *_NUMBERS)) for _, leaf in leaves_with_path(items)):
         return node.unflatten_fn(items, context)
     try:
         made = node.unflatten_fn(items, context)
