@@ -183,25 +183,16 @@ class Trace:
     ) -> onnx_ir.Model:
         """An ONNX model, with chosen module calls as calls of ONNX functions; written to `path` if one is given.
 
-        A function's inputs are forward's tensors in order (an absent one is an empty operand), then the parameters and
-        buffers that it reads, then lifted constants and sizes; its outputs are the result's tensors, then new values of
-        what it changes. The model's outputs are the result's tensors, then `NAME_updated` for each input and buffer
-        that the model changes. Ops are translated and optimized by torch.onnx. Needs `scopetrace[onnx]`.
+        Ops are translated and optimized by torch.onnx. Needs `scopetrace[onnx]`. docs/onnx.md has the signatures.
 
         Args:
             path: the file to write, or None.
-            functions: targets of `outline` (one, or several in a list), or a dict that also names the functions:
-                `{Block: "my.domain::Block"}`. Without a name it is the module path and name of the class. `()` gives
-                a flat model.
+            functions: one or several targets of `outline`, or a dict `{Block: "my.domain::Block"}` that names functions.
             plugins: as `functions`, for calls of custom ops: their bodies are left out of the file.
-            opset_version: as for torch.onnx.export.
-            input_names: names for the inputs, in order.
-            output_names: names for the outputs, in order.
-            optimize: run torch.onnx's optimizer, in each body and in the main program.
+            opset_version: this and `optimize` and `custom_translation_table` as for torch.onnx.export.
+            input_names: names for the first inputs, in order; output_names likewise.
             external_data: put the weights into a file beside `path`; None does so above 2 GB.
-            attributes: names of module attributes (`eps`, `num_heads`), or True for all: those of type int, float, str,
-                bool or lists of these become ONNX attributes of the calls.
-            custom_translation_table: as for torch.onnx.export.
+            attributes: names of plain module attributes that become ONNX attributes of the calls, or True for all.
             verify: check the file with onnx.checker, and run it in ONNX Runtime beside the model.
             progress: called with what is being done.
 
@@ -216,16 +207,8 @@ class Trace:
         from scopetrace.emit.onnx.export import Options
         from scopetrace.emit.onnx.write import write
 
-        options = Options(
-            functions,
-            plugins,
-            opset_version,
-            input_names,
-            output_names,
-            optimize,
-            attributes,
-            custom_translation_table,
-        )
+        names, table = (input_names, output_names), custom_translation_table
+        options = Options(functions, plugins, opset_version, *names, optimize, attributes, table)
         return write(self.pure(), path, options, external_data, verify, progress).model
 
     def pure(self) -> Trace:
