@@ -187,7 +187,7 @@ class Trace:
 
         Args:
             path: the file to write, or None.
-            functions: one or several targets of `outline`, or a dict `{Block: "my.domain::Block"}` that names functions.
+            functions: one or several targets of `outline`, or a dict `{Block: "my.domain::Block"}` that names them.
             plugins: as `functions`, for calls of custom ops: their bodies are left out of the file.
             opset_version: this and `optimize` and `custom_translation_table` as for torch.onnx.export.
             input_names: names for the first inputs, in order; output_names likewise.
