@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format zoo exported bench ci clean
+.PHONY: help env demo test lint format zoo zoo-onnx exported bench ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -22,7 +22,7 @@ $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --upgrade pip
 	$(PIP_INSTALL) torch==2.13.0
-	$(PIP_INSTALL) --editable '.[zoo]' --group dev
+	$(PIP_INSTALL) --editable '.[zoo,onnx]' --group dev
 	@touch $@
 
 demo: $(STAMP) ## Trace a vision transformer and show its modules
@@ -45,6 +45,9 @@ zoo: $(STAMP) ## Trace real models and compare with torch.export
 
 exported: $(STAMP) ## Make ExportedPrograms of real models and compare with torch.export
 	$(BIN)/python -m benchmarks.exported $(ARGS)
+
+zoo-onnx: $(STAMP) ## Write real models as ONNX files with functions, beside torch.onnx.export
+	$(BIN)/python benchmarks/zoo_onnx.py $(ARGS)
 
 bench: $(STAMP) ## Time tracing against the other ways to get a graph
 	$(BIN)/python benchmarks/bench.py $(ARGS)

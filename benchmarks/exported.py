@@ -157,7 +157,7 @@ def mark(row: Row, key: str) -> str:
 def line(row: Row) -> list[str]:
     """The cells of one model."""
     if "error" in row:
-        return [row["model"], *["-"] * 9]
+        return [row["model"], *["-"] * 10]
     export = row.get("export")
     return [
         row["model"],

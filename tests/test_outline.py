@@ -48,7 +48,9 @@ X = torch.linspace(-1, 1, 12).view(3, 4)
 def test_equal_calls_share_one_function():
     found = outlined(blocks(), (X,), Block)
     text = str(found).replace(found.functions[0].identifier, "ID")
-    assert text == """\
+    assert (
+        text
+        == """\
 test_outline::Block(x, mask=None, fc.weight, fc.bias) -> (result)  # 3 calls
 Sequential: 6 ops, 5 module calls, 6 parameters (60 elements)
 Sequential(input=%input_1: f32[3, 4]) -> %getitem_2: f32[3, 4]
@@ -60,6 +62,7 @@ Sequential(input=%input_1: f32[3, 4]) -> %getitem_2: f32[3, 4]
         %relu: f32[3, 4] = aten.relu(%linear)
         %add: f32[3, 4] = aten.add.Tensor(%x, %relu)
   Block[1, 2] ×2 as Block[0] -> %getitem_2: f32[3, 4]"""
+    )
 
 
 def test_equal_calls_share_the_submodule_of_the_graph():

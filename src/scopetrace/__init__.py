@@ -18,6 +18,11 @@ from scopetrace.errors import FunctionalizationError as FunctionalizationError
 from scopetrace.errors import InputMismatchError as InputMismatchError
 from scopetrace.errors import LeafPatternError as LeafPatternError
 from scopetrace.errors import LintError as LintError
+from scopetrace.errors import OnnxDependencyError as OnnxDependencyError
+from scopetrace.errors import OnnxExportError as OnnxExportError
+from scopetrace.errors import OnnxOpError as OnnxOpError
+from scopetrace.errors import OnnxOptionError as OnnxOptionError
+from scopetrace.errors import OnnxVerificationError as OnnxVerificationError
 from scopetrace.errors import OpaqueOutputError as OpaqueOutputError
 from scopetrace.errors import OutlineError as OutlineError
 from scopetrace.errors import RandomStateError as RandomStateError

@@ -136,8 +136,8 @@ class CallTable:
         self.forward = forward.forward if isinstance(forward, torch.nn.Module) else forward
         made: dict[Call, ModuleCall] = {}
         for p in program.walk():
-            for call in p.tape.calls:
-                made.setdefault(call, ModuleCall(call, self, p))  # a body may stand in several others
+            for record in p.tape.calls:
+                made.setdefault(record, ModuleCall(record, self, p))  # a body may stand in several others
         self.calls = sorted(made.values(), key=lambda call: call.position)
         self.at = {call.position: call for call in self.calls}
         self.children: dict[int, list[ModuleCall]] = {position: [] for position in self.at}

@@ -11,8 +11,8 @@ import torch.fx
 
 from scopetrace.errors import CheckError
 from scopetrace.record.specialize import Specialization, decided_by
-from scopetrace.record.structure import leaves_with_path
-from scopetrace.record.tape import Tape
+from scopetrace.record.structure import leaves_with_path, match
+from scopetrace.record.tape import Tape, Value
 
 
 def compare_with_model(
@@ -108,6 +108,31 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> dict[
         try:
             result = fn(*given[0], **given[1])
             return {"result": result, "arguments": given, "state": state.now()}
+        finally:
+            state.restore()
+
+
+def run_once(
+    model: Callable[..., Any],
+    tape: Tape,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    read: Callable[..., Any],
+    seed: int = 0,
+) -> Any:
+    """What `read(result, tensors)` makes of a run on copies of the inputs; then the model's state is put back.
+
+    `tensors` are those among the arguments, as they are after the run.
+    """
+    state = _State(tape, model)
+    given = copy_inputs((args, kwargs))
+    found: list[tuple[str, Any]] = []
+    match(tape.args, given, Value, found, "")  # before the run, which may put others into their containers
+    tensors = [x for _, x in found if isinstance(x, torch.Tensor)]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return read(model(*given[0], **given[1]), tensors)
         finally:
             state.restore()
 

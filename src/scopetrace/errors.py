@@ -100,3 +100,38 @@ class UsageError(ScopetraceError):
 
 class DynamicShapeError(TraceError):
     """`dynamic_shapes` does not fit the arguments, or the model fixes a size that was said to be dynamic."""
+
+
+class OnnxDependencyError(ScopetraceError, ImportError):
+    """A package that ONNX export needs is not installed."""
+
+
+class OnnxOptionError(ScopetraceError, ValueError):
+    """An argument of `Trace.to_onnx` that does not fit the model or the other arguments."""
+
+
+class OnnxExportError(ScopetraceError):
+    """A trace that has no form as an ONNX model; the message says what in it, where, and what to do."""
+
+
+class OnnxOpError(OnnxExportError):
+    """Ops without an ONNX form.
+
+    Attributes:
+        ops: (op, module, source) of each: `("aten.erfcx.default", "Net/Head[head]", 'File "net.py", line 9 …')`; module
+            and source are None where they are not known.
+    """
+
+    def __init__(self, ops: list[tuple[str, str | None, str | None]]) -> None:
+        self.ops = ops
+        rows = ["  " + ", ".join(part for part in found if part) for found in ops]
+        super().__init__(
+            "these ops have no ONNX form here:\n"
+            + "\n".join(dict.fromkeys(rows))
+            + "\n  instead: give their form in custom_translation_table, name a module around them in plugins=, "
+            "or take a higher opset_version"
+        )
+
+
+class OnnxVerificationError(ScopetraceError, AssertionError):
+    """The ONNX model is not valid, or does not compute what the model computes."""

@@ -109,7 +109,7 @@ class Outlined:
         tape = source.tape
         if any(op.writes for op in tape.ops):
             raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
-        chosen = _chosen(source, list(targets))
+        chosen = chosen_calls(source, list(targets))
         outlined, bodies = outline(tape, chosen, source.boundary.forward)
         return cls(source, source.with_tape(outlined), bodies)
 
@@ -190,21 +190,22 @@ class Outlined:
         return f"<Outlined {self._traced.scope.path}: {len(self._bodies)} functions>"
 
 
-def _chosen(source: Trace, targets: list[Any]) -> list[Call]:
+def chosen_calls(source: Trace, targets: list[Any]) -> list[Call]:
     """The calls that the targets name. Raises OutlineError for a target that names none."""
     found: dict[Call, None] = {}
     for target in targets:
         if isinstance(target, str) and target == REPEATED:
             matched = _repeated(source)
         else:
-            matched = [call for call in source.calls if _is_named(call, target)]
+            matched = [call for call in source.calls if is_named(call, target)]
             if not matched:
                 raise OutlineError(f"{_said(target)} is no call of this trace; it has {_some(source.calls)}")
         found |= dict.fromkeys(call.record for call in matched if not call.is_leaf and call.raised is None)
     return list(found)
 
 
-def _is_named(call: ModuleCall, target: Any) -> bool:
+def is_named(call: ModuleCall, target: Any) -> bool:
+    """Whether a class, pattern or predicate names a call. Raises OutlineError for a target of another kind."""
     if isinstance(target, type):
         return call.module_type is not None and issubclass(call.module_type, target)
     if isinstance(target, str):
@@ -220,6 +221,8 @@ def _is_named(call: ModuleCall, target: Any) -> bool:
 def _repeated(source: Trace) -> list[ModuleCall]:
     """The calls of classes of which at least two calls are equal."""
     calls = [call for call in source.calls if call.module_type is not None and not call.is_leaf and call.parent]
+    times = Counter(call.module_type for call in calls)
+    calls = [call for call in calls if times[call.module_type] > 1]
     _, bodies = outline(source.tape, [call.record for call in calls if call.raised is None], source.boundary.forward)
     counts = Counter({body.module_type: 0 for body in bodies})
     for body in bodies:

@@ -6,9 +6,9 @@ import contextlib
 import functools
 import os
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.export
@@ -20,6 +20,7 @@ from scopetrace._compat.graph_module import TracedGraphModule
 from scopetrace.calls import CallTable, ModuleCall
 from scopetrace.check import Decisions, compare_with_model
 from scopetrace.emit.exported import to_exported_program
+from scopetrace.emit.onnx import require_packages
 from scopetrace.errors import ScopetraceError
 from scopetrace.graph import Program, given
 from scopetrace.inputs import Boundary
@@ -36,6 +37,9 @@ from scopetrace.record.tape import Tape
 from scopetrace.scopes import Scope, common_scope
 from scopetrace.show.terminal import print_text
 from scopetrace.show.text import TextOptions, render
+
+if TYPE_CHECKING:
+    import onnx_ir
 
 
 class Trace:
@@ -160,6 +164,58 @@ class Trace:
             OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
         """
         return Outlined.of(self, targets)
+
+    def to_onnx(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        functions: Any = (),
+        plugins: Any = (),
+        opset_version: int | None = None,
+        input_names: Sequence[str] | None = None,
+        output_names: Sequence[str] | None = None,
+        optimize: bool = True,
+        external_data: bool | None = None,
+        attributes: bool | Sequence[str] = False,
+        custom_translation_table: Mapping[Any, Callable[..., Any]] | None = None,
+        verify: bool = False,
+        progress: Callable[[str], None] | None = None,
+    ) -> onnx_ir.Model:
+        """An ONNX model, with chosen module calls as calls of ONNX functions; written to `path` if one is given.
+
+        Ops are translated and optimized by torch.onnx. Needs `scopetrace[onnx]`. docs/onnx.md has the signatures.
+
+        Args:
+            path: the file to write, or None.
+            functions: one or several targets of `outline`, or a dict `{Block: "my.domain::Block"}` that names them.
+            plugins: as `functions`, for calls of custom ops: their bodies are left out of the file.
+            opset_version: this and `optimize` and `custom_translation_table` as for torch.onnx.export.
+            input_names: names for the first inputs, in order; output_names likewise.
+            external_data: put the weights into a file beside `path`; None does so above 2 GB.
+            attributes: names of plain module attributes that become ONNX attributes of the calls, or True for all.
+            verify: check the file with onnx.checker, and run it in ONNX Runtime beside the model.
+            progress: called with what is being done.
+
+        Raises:
+            OnnxDependencyError: a package is missing.
+            OnnxOptionError, OutlineError: an argument does not fit.
+            OnnxOpError: ops have no ONNX form; the error has all of them, with module and source line.
+            OnnxExportError: the trace has no form as an ONNX model for another reason.
+            OnnxVerificationError: with verify=True.
+        """
+        require_packages()
+        from scopetrace.emit.onnx.export import Options
+        from scopetrace.emit.onnx.write import write
+
+        names, table = (input_names, output_names), custom_translation_table
+        options = Options(functions, plugins, opset_version, *names, optimize, attributes, table)
+        return write(self.pure(), path, options, external_data, verify, progress).model
+
+    def pure(self) -> Trace:
+        """This trace, or with functional=False the same program without mutation."""
+        if self._tape is not self._recorded:
+            return self
+        return Trace(self._recorded, functionalize(self._recorded), self._model)
 
     @property
     def specializations(self) -> list[Specialization]:

@@ -1,4 +1,4 @@
-"""The command line: `scopetrace show …`. Each command is a file here, added to `main` below.
+"""The command line: `scopetrace show …`, `scopetrace onnx …`. Each command is a file here, added to `main` below.
 
 Exit codes: 0, 1 when a model cannot be traced or raises, 2 for a wrong argument (one line on standard error).
 """
@@ -10,6 +10,7 @@ import sys
 import click
 
 from scopetrace.cli.group import OneLineGroup
+from scopetrace.cli.onnx import onnx
 from scopetrace.cli.show import show
 
 
@@ -28,3 +29,4 @@ def main(ctx: click.Context) -> None:
 
 
 main.add_command(show)
+main.add_command(onnx)

@@ -149,7 +149,7 @@ class _Builder:
 
     def _moved_owner(self, leaf: Value) -> Value | None:
         """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise."""
-        if self._alone[leaf.storage] == 1 or leaf.fake.layout is not torch.strided:
+        if self._alone.get(leaf.storage, 1) == 1 or leaf.fake.layout is not torch.strided:
             return None
         sharing = [v for v in self._outputs if isinstance(v, Value) and v.storage == leaf.storage]
         if all(bare(self.read(v).fake.stride()) == bare(v.fake.stride()) for v in sharing):

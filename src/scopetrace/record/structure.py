@@ -19,7 +19,34 @@ from torch.utils import _pytree as pytree
 
 from scopetrace.errors import InputMismatchError, OpaqueOutputError
 
+_NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
+
+
+@dataclasses.dataclass(slots=True)
+class Opened:
+    """A container of a registered type whose class does not take the leaves that it has.
+
+    transformers' caches compute with the tensors that they are made of; a template has none. With tensors for its
+    leaves it is an instance of its class again.
+    """
+
+    kind: type
+    context: Any
+    """What pytree's flattening gives beside the children."""
+    keys: list[str]
+    items: list[Any]
+
+
+def container_type(x: Any) -> type:
+    """The class of a value, which may be opened."""
+    return x.kind if isinstance(x, Opened) else type(x)
+
+
+def is_object(x: Any) -> bool:
+    """Whether a container is an instance of a registered class of its own kind: no list, tuple, dict or the like."""
+    kind = container_type(x)
+    return _pytree_node(kind) is not None and not issubclass(kind, (list, tuple, dict))
 
 
 def map_structure(fn: Callable[[Any], Any], x: Any, leaf: type | tuple[type, ...]) -> Any:
@@ -63,6 +90,8 @@ def open_container(x: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{i}]", item) for i, item in enumerate(x)]
     if kind is dict:
         return [(f"[{key!r}]", item) for key, item in x.items()]
+    if kind is Opened:
+        return list(zip(x.keys, x.items, strict=True))
     node = _pytree_node(kind)
     if node is not None:
         if node.flatten_with_keys_fn is not None:
@@ -87,14 +116,30 @@ def close_container(like: Any, items: list[Any]) -> Any:
         return torch.Size(items) if numbers else tuple(items)
     if pytree.is_namedtuple_class(kind):
         return tuple.__new__(kind, items)  # not the class's own: PackedSequence looks at its tensors there
+    if kind is Opened:
+        return _close_registered(like.kind, like.context, like.keys, items)
     node = _pytree_node(kind)
     if node is not None:
-        _, context = node.flatten_fn(like)
-        return node.unflatten_fn(items, context)
+        children = open_container(like) or []
+        return _close_registered(kind, node.flatten_fn(like)[1], [key for key, _ in children], items)
     new = copy.copy(like)
     for (key, _), item in zip(open_container(like) or [], items, strict=True):
         object.__setattr__(new, key[1:], item)
     return new
+
+
+def _close_registered(kind: type, context: Any, keys: list[str], items: list[Any]) -> Any:
+    """An instance of a registered type; opened, where it does not take these leaves or does not give them back."""
+    node = _pytree_node(kind)
+    if all(isinstance(leaf, (torch.Tensor, *_NUMBERS)) for _, leaf in leaves_with_path(items)):
+        return node.unflatten_fn(items, context)
+    try:
+        made = node.unflatten_fn(items, context)
+        found = open_container(made) or []
+    except Exception:  # whatever a foreign class says of leaves that are no tensors
+        return Opened(kind, context, keys, items)
+    same = [key for key, _ in found] == keys and all(a is b for (_, a), b in zip(found, items, strict=True))
+    return made if same else Opened(kind, context, keys, items)
 
 
 def _pytree_node(kind: type) -> Any:
@@ -121,9 +166,11 @@ def match(template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], 
     if inner is None:
         _match_constant(template, actual, path)
         return
-    given = open_container(actual) if type(actual) is type(template) else None
+    given = open_container(actual) if type(actual) is container_type(template) else None
     if given is None:
-        raise InputMismatchError(f"{path} was a {type(template).__name__} when traced and is {_short(actual)} now")
+        raise InputMismatchError(
+            f"{path} was a {container_type(template).__name__} when traced and is {_short(actual)} now"
+        )
     if type(template) is dict:
         given = _in_order(inner, given)
     if [key for key, _ in inner] != [key for key, _ in given]:
@@ -137,9 +184,10 @@ def match(template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], 
 
 def _match_context(template: Any, actual: Any, path: str) -> None:
     """What a registered container holds beside its children."""
-    node = None if type(template) in (tuple, list, dict) else _pytree_node(type(template))
+    node = None if type(template) in (tuple, list, dict) else _pytree_node(container_type(template))
     if node is not None:
-        _match_constant(node.flatten_fn(template)[1], node.flatten_fn(actual)[1], f"the fixed part of {path}")
+        fixed = template.context if isinstance(template, Opened) else node.flatten_fn(template)[1]
+        _match_constant(fixed, node.flatten_fn(actual)[1], f"the fixed part of {path}")
 
 
 def _in_order(inner: list[tuple[str, Any]], given: list[tuple[str, Any]]) -> list[tuple[str, Any]]:

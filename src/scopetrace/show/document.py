@@ -14,7 +14,7 @@ import torch.fx
 from scopetrace import meta
 from scopetrace.calls import ModuleCall
 from scopetrace.graph import Program
-from scopetrace.record.structure import open_container
+from scopetrace.record.structure import container_type, open_container
 from scopetrace.scopes import Scope
 from scopetrace.show.select import level, select_calls
 from scopetrace.show.values import named, target_text, value_text
@@ -119,4 +119,7 @@ def plain_data(x: Any) -> Any:
         return [plain_data(item) for _, item in children]
     if type(x) is dict:
         return {str(key): plain_data(item) for key, item in x.items()}
-    return {"class": type(x).__name__, "fields": {key.strip("[].'\""): plain_data(item) for key, item in children}}
+    return {
+        "class": container_type(x).__name__,
+        "fields": {key.strip("[].'\""): plain_data(item) for key, item in children},
+    }

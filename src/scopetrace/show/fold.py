@@ -15,7 +15,7 @@ import torch
 import torch.fx
 
 from scopetrace import meta
-from scopetrace.record.structure import open_container
+from scopetrace.record.structure import container_type, open_container
 from scopetrace.show.tree import Op, Section, Tree
 from scopetrace.show.values import op_text, type_text, value_text
 
@@ -189,7 +189,7 @@ def _wiring(x: Any, names: _Names) -> Any:
     if children is None:
         return value_text(x, names)
     if isinstance(x, (list, tuple, dict)) or dataclasses.is_dataclass(x):
-        return (type(x), *((key, _wiring(item, names)) for key, item in children))
+        return (container_type(x), *((key, _wiring(item, names)) for key, item in children))
     return type(x)
 
 

@@ -11,7 +11,7 @@ import torch.fx
 
 from scopetrace import meta
 from scopetrace._compat.symbols import Symbolic, number_text
-from scopetrace.record.structure import open_container
+from scopetrace.record.structure import container_type, open_container
 
 Namer = Callable[[torch.fx.Node], str]
 """How a node is written where it is used."""
@@ -79,7 +79,7 @@ def _container_text(x: Any, children: list[tuple[str, Any]], name: Namer, limit:
         return f"{{{', '.join([*(f'{key[1:-1]}: {text}' for key, text in items), *more])}}}"
     # Fields of a ModelOutput or dataclass that are None are those that this model does not fill.
     fields = [_field_text(key, text) for key, text in items if text != "None"]
-    return f"{type(x).__name__}({', '.join([*fields, *more])})"
+    return f"{container_type(x).__name__}({', '.join([*fields, *more])})"
 
 
 def _field_text(key: str, text: str) -> str:

@@ -16,7 +16,7 @@ from scopetrace.passes.outline.key import call_key, content_hash
 from scopetrace.passes.outline.readers import Readers
 from scopetrace.record.arguments import bind, forward_of
 from scopetrace.record.body import Stretch, body_tape, free_symbols
-from scopetrace.record.structure import leaves, leaves_with_path, map_structure
+from scopetrace.record.structure import is_object, leaves, leaves_with_path, map_structure
 from scopetrace.record.tape import Call, Op, Tape, Value
 
 _aten = torch.ops.aten
@@ -179,6 +179,11 @@ class _Outliner:
         named = bind(forward_of(old, self.forward), call.args, call.kwargs)
         inner = _Region(old, now=dict(region.now))
         self._fill(inner, old.start, old.stop)
+        seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
+        named = {name: _only_read(argument, seen) for name, argument in named.items()}
+        for made in inner.calls:
+            made.args = tuple(_without_unread(a, seen) for a in made.args)
+            made.kwargs = {name: _without_unread(a, seen) for name, a in made.kwargs.items()}
         results = self._results(inner, old)
         inputs, operands = self._operands(inner, old, named)
         key = call_key(old.module_type, named, operands, inner.ops, [r.inside for r in results], self._names)
@@ -340,6 +345,16 @@ def same_tensor(v: Value) -> Value:
     while (given := next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)) is not None:
         v = given
     return v
+
+
+def _only_read(argument: Any, seen: set[Value]) -> Any:
+    """An argument; of an object with tensors in it, such as a cache of all layers, only those that the ops read."""
+    return [v for v in leaves(argument, Value) if v in seen] if is_object(argument) else argument
+
+
+def _without_unread(argument: Any, seen: set[Value]) -> Any:
+    """The same for an argument of a call in the body: the object, with None for the others."""
+    return map_structure(lambda v: v if v in seen else None, argument, Value) if is_object(argument) else argument
 
 
 def _is(x: Any) -> bool:

@@ -1,0 +1,181 @@
+"""`Trace.to_onnx(functions="repeated", verify=True)` on the models of the zoo, beside torch.onnx.export.
+
+    python -m benchmarks.zoo_onnx                       # all of ../shared/zoo, one process
+    python -m benchmarks.zoo_onnx --only 'hf:*bert*' --no-peer
+    python -m benchmarks.zoo_onnx --every 4 --offset 1  # each fourth model, from the second
+    python -m benchmarks.zoo_onnx --llama               # 4 and 32 layers of a Llama of hidden size 128
+    python -m benchmarks.zoo_onnx --report-only         # print the last table again
+
+Columns:
+    s         seconds of `st.trace` and `.to_onnx(functions="repeated")`, without verification
+    peer s    seconds of `torch.onnx.export(dynamo=True)` in the same process
+    functions, main, nodes   distinct functions, nodes of the main program, nodes in all
+    peer      nodes of torch.onnx.export's graph
+    error     the largest error against the model in ONNX Runtime; or why there is none
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import gc
+import json
+import os
+import pathlib
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+if __package__ in {None, ""}:
+    sys.path[0] = str(ROOT)
+
+from benchmarks import checks  # noqa: E402
+from benchmarks.models import import_scopetrace, import_torchvision, load_zoo, quiet  # noqa: E402
+
+Row = dict[str, Any]
+
+
+def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.Path, verify: bool = True) -> Row:
+    """Our columns."""
+    from scopetrace.emit.onnx.export import Options
+    from scopetrace.emit.onnx.verify import verify as verified
+    from scopetrace.emit.onnx.write import write
+
+    row: Row = {}
+    start = time.perf_counter()
+    try:
+        with torch.no_grad():
+            traced = st.trace(model, args, kwargs)
+            written = write(traced, path, Options(functions="repeated"), True, False, None)
+        row |= {"seconds": time.perf_counter() - start, "bytes": path.stat().st_size, "main": len(written.model.graph)}
+        row["functions"] = len(written.model.functions)
+        row["nodes"] = row["main"] + sum(len(f) for f in written.model.functions.values())
+        row["error"] = verified(written.exported, traced, lambda text: None) if verify else None
+    except Exception as error:
+        row["failed"] = checks.first_line(error)
+    return row
+
+
+def peer(model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.Path) -> Row:
+    """torch.onnx.export's columns."""
+    start = time.perf_counter()
+    try:
+        with torch.no_grad():
+            program = torch.onnx.export(model, args, path, kwargs=kwargs, dynamo=True, verbose=False)
+    except Exception as error:
+        return {"failed": checks.first_line(error)}
+    assert program is not None
+    return {"seconds": time.perf_counter() - start, "bytes": path.stat().st_size, "nodes": len(program.model.graph)}
+
+
+def check(st: Any, name: str, build: Callable[[], Any], options: argparse.Namespace) -> Row:
+    """The row of one model."""
+    model, args, kwargs = build()
+    with tempfile.TemporaryDirectory() as folder:
+        row: Row = {"model": name, "ours": ours(st, model, args, kwargs, pathlib.Path(folder) / "ours.onnx")}
+        if not options.no_peer:
+            row["peer"] = peer(model, args, kwargs, pathlib.Path(folder) / "peer.onnx")
+    return row
+
+
+def cells(row: Row) -> list[str]:
+    """A line of the table."""
+    mine, other = row["ours"], row.get("peer", {})
+    error = mine.get("error")
+    said = f"{error:.1e}" if error is not None else mine.get("failed", "")[:90]
+    seconds = [f"{x['seconds']:.1f}" if "seconds" in x else "-" for x in (mine, other)]
+    counts = [str(mine.get(key, "-")) for key in ("functions", "main", "nodes")]
+    return [row["model"], *seconds, *counts, str(other.get("nodes", "-")), said]
+
+
+def table(rows: list[Row]) -> str:
+    """All lines, and the sums."""
+    lines = [["model", "s", "peer s", "functions", "main", "nodes", "peer", "error"], *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
+    right = [r for r in rows if r["ours"].get("error") is not None]
+    known = [r for r in rows if "nodes" in r.get("peer", {})]
+    both = [r for r in known if r["ours"].get("error") is not None]
+    text.append(f"{len(right)} of {len(rows)} converted and verified")
+    if known:
+        mine, other = (sum(r[who]["seconds"] for r in both) for who in ("ours", "peer"))
+        text.append(
+            f"{len(both)} of the {len(known)} that torch.onnx.export converts; {other:.0f} s against {mine:.0f} s"
+        )
+    return "\n".join(text)
+
+
+def llama(st: Any, options: argparse.Namespace) -> None:
+    """The costs of layers: seconds, nodes, and bytes without the weights."""
+    import_torchvision()
+    from transformers import LlamaConfig, LlamaModel
+
+    ids = torch.randint(0, 256, (2, 8))
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "model.onnx"
+        for layers in (4, 4, 32):  # the first one warms up
+            sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "vocab_size": 256}
+            config = LlamaConfig(num_hidden_layers=layers, use_cache=False, **sizes)
+            model = LlamaModel(config).eval()
+            print(layers, "layers", ours(st, model, (ids,), {"use_cache": False}, path, verify=False))
+        if not options.no_peer:
+            print(layers, "layers, torch.onnx.export", peer(model, (ids,), {"use_cache": False}, path))
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--zoo", type=pathlib.Path, default=ROOT.parent / "shared" / "zoo", help="folder of the zoo")
+    parser.add_argument("--only", action="append", metavar="PATTERN", help="names or globs, also comma-separated")
+    parser.add_argument("--every", type=int, default=1, help="each n-th model")
+    parser.add_argument("--offset", type=int, default=0, help="the first of them")
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "zoo_onnx.jsonl")
+    parser.add_argument("--resume", action="store_true", help="keep the rows of --out, do the others")
+    parser.add_argument("--no-peer", action="store_true", help="leave torch.onnx.export out")
+    parser.add_argument("--llama", action="store_true", help="4 and 32 layers of a Llama instead")
+    parser.add_argument("--report-only", action="store_true", help="only print the table of --out")
+    return parser.parse_args(argv)
+
+
+def wanted(options: argparse.Namespace) -> list[str]:
+    """The models chosen on the command line."""
+    names = (options.zoo / "models.txt").read_text().split()
+    patterns = [p for given in options.only or [] for p in given.split(",")]
+    if patterns:
+        names = [n for n in names if any(fnmatch.fnmatch(n, p) or p in n for p in patterns)]
+    return names[options.offset :: options.every]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run it."""
+    options = parse(argv)
+    st = import_scopetrace()
+    quiet()
+    if options.llama:
+        llama(st, options)
+        return 0
+    if not (options.zoo / "zoo.py").exists():
+        print(f"zoo not present: no zoo.py in {options.zoo} (give its folder with --zoo)")
+        return 0
+    keep = (options.resume or options.report_only) and options.out.exists()
+    rows = {row["model"]: row for row in map(json.loads, options.out.read_text().splitlines())} if keep else {}
+    zoo = load_zoo(options.zoo.resolve())
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a" if keep else "w") as file:
+        for name in [] if options.report_only else [n for n in wanted(options) if n not in rows]:
+            rows[name] = check(st, name, lambda name=name: zoo.build(name), options)
+            print("  ".join(cells(rows[name])), flush=True)
+            print(json.dumps(rows[name]), file=file, flush=True)
+            gc.collect()
+    print("\n" + table(list(rows.values())))
+    return 0
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

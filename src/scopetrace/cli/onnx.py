@@ -1,0 +1,133 @@
+"""`scopetrace onnx`: a model as an ONNX file, with chosen modules as functions."""
+
+from __future__ import annotations
+
+import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+import torch
+
+from scopetrace.calls import ModuleCall
+from scopetrace.cli.dynamic import parse_dynamic
+from scopetrace.cli.group import print_result
+from scopetrace.cli.inputs import parse_input
+from scopetrace.cli.run import (
+    dynamic_option,
+    input_option,
+    progress,
+    quiet,
+    specialize_option,
+    trace_model,
+    train_option,
+)
+from scopetrace.cli.targets import load_model
+from scopetrace.emit.onnx import require_packages
+from scopetrace.outlined import REPEATED
+from scopetrace.show.table import columns
+
+if TYPE_CHECKING:
+    from scopetrace.emit.onnx.write import Written
+
+_PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'"
+
+
+class Matching:
+    """A target of `Trace.outline`: calls whose module has a name or a class like this."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __call__(self, call: ModuleCall) -> bool:
+        """Whether a call is meant."""
+        names = [call.fqn, call.module_type.__name__ if call.module_type is not None else None]
+        return any(name is not None and fnmatch.fnmatchcase(name, self._pattern) for name in names)
+
+    def __repr__(self) -> str:
+        return repr(self._pattern)
+
+
+@click.command()
+@click.argument("target")
+@input_option
+@dynamic_option
+@click.option(
+    "--functions",
+    "-f",
+    metavar="PATTERN",
+    multiple=True,
+    help=f"Modules that become functions: {_PATTERN}; or 'repeated', every class with two equal calls.",
+)
+@click.option(
+    "--plugins", metavar="PATTERN", multiple=True, help=f"Modules that become ops without a body: {_PATTERN}."
+)
+@click.option(
+    "--output", "-o", required=True, type=click.Path(dir_okay=False, path_type=Path), help="The file to write."
+)
+@click.option("--opset", type=click.IntRange(min=7), help="The opset version; torch.onnx's own is the default.")
+@click.option("--attributes", is_flag=True, help="Plain attributes of the modules as ONNX attributes of the calls.")
+@click.option("--optimize/--no-optimize", default=True, help="Run torch.onnx's optimizer.")
+@click.option("--external-data", is_flag=True, help="The weights in a file of their own, also below 2 GB.")
+@click.option("--verify", is_flag=True, help="Check the file, and compare it with the model in ONNX Runtime.")
+@train_option
+@specialize_option
+def onnx(
+    target: str,
+    inputs: tuple[str, ...],
+    dynamic: tuple[str, ...],
+    specialize: bool,
+    train: bool,
+    output: Path,
+    **options: Any,
+) -> None:
+    """Write the model TARGET as an ONNX file, with modules as ONNX functions.
+
+    TARGET is as for `scopetrace show`.
+
+    \b
+        scopetrace onnx timm:vit_tiny_patch16_224 --functions repeated -o vit.onnx --verify
+        scopetrace onnx mypackage.models:build -i ids=2x16:int64 --dynamic ids.0=batch -f Layer -o out.onnx
+    """
+    given, shapes = [parse_input(text) for text in inputs], parse_dynamic(dynamic)
+    require_packages()
+    with quiet(), progress() as say:
+        say(f"making {target}")
+        model = load_model(target).train(train)
+        with torch.no_grad():
+            traced = trace_model(model, given, say, dynamic_shapes=shapes, specialize=specialize)
+            text = _table(_write(traced, output, say, **options), output)
+    print_result(text)
+
+
+def _write(
+    traced: Any,
+    output: Path,
+    say: Any,
+    functions: tuple[str, ...],
+    plugins: tuple[str, ...],
+    opset: int | None,
+    attributes: bool,
+    optimize: bool,
+    external_data: bool,
+    verify: bool,
+) -> Written:
+    from scopetrace.emit.onnx.export import Options
+    from scopetrace.emit.onnx.write import write
+
+    targets = [f if f == REPEATED else Matching(f) for f in functions]
+    chosen = Options(targets, [Matching(p) for p in plugins], opset, None, None, optimize, attributes)
+    return write(traced, output, chosen, external_data or None, verify, say)
+
+
+def _table(written: Written, output: Path) -> str:
+    calls = written.exported.calls_in_file()
+    rows = [("function", "calls", "nodes")]
+    for function in written.exported.functions:
+        name = f"{function.domain}::{function.name}"
+        has_body = function.identifier() in written.model.functions
+        rows.append((name, str(calls[function.domain, function.name]), str(len(function)) if has_body else "no body"))
+    rows.append(("main program", "", str(len(written.model.graph))))
+    size = sum(path.stat().st_size for path in (output, Path(f"{output}.data")) if path.exists())
+    error = "" if written.error is None else f", largest error {written.error:.2g}"
+    return f"{columns(rows)}\n{output}: {size:,} bytes{error}"

@@ -1,0 +1,114 @@
+"""What the commands have in common: their options for the model's inputs, tracing, and what they say meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+import torch
+from rich.console import Console
+from rich.text import Text
+
+from scopetrace.cli.group import cannot_trace, model_raised
+from scopetrace.cli.inputs import Forward, Input
+from scopetrace.cli.targets import default_inputs
+from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
+from scopetrace.trace import Trace, trace
+
+Say = Callable[[str], None]
+
+input_option = click.option(
+    "--input",
+    "-i",
+    "inputs",
+    metavar="NAME=SHAPE[:DTYPE]",
+    multiple=True,
+    help="An argument of forward, by name or position: x=1x3x224x224, ids=1,16:int64, t=scalar:bf16. The dtype is "
+    "float32 where none is given. NAME=true, false and none give these Python values. Once for each argument; a timm "
+    "model that is given none gets an image of its own size.",
+)
+dynamic_option = click.option(
+    "--dynamic",
+    metavar="NAME.DIM=SYMBOL",
+    multiple=True,
+    help="A size that may differ from call to call: x.0=batch, ids.1=length:1:512 with its limits. Equal symbols are "
+    "equal sizes. The example must have 2 or more there.",
+)
+train_option = click.option("--train", is_flag=True, help="Trace in training mode; eval mode is the default.")
+specialize_option = click.option(
+    "--specialize", is_flag=True, help="Where the model branches on data, go the way of the example inputs."
+)
+
+
+def trace_model(model: torch.nn.Module, given: list[Input], say: Say, **options: Any) -> Trace:
+    """The trace of a model with inputs from the command line. `options` are those of `trace`.
+
+    Raises UsageError for a wrong argument, ModelError for a model that cannot be traced or raises.
+    """
+    forward = Forward(model)
+    size = default_inputs(model)
+    if not given and size is not None and forward.first is not None:
+        given = [Input(forward.first, torch.zeros(size))]
+    args, kwargs = forward.bind(given)
+    name = type(model).__name__
+    try:
+        return trace(model, args, kwargs, progress=_reporter(say), **options)
+    except DynamicShapeError as error:
+        if error.module is not None:
+            raise cannot_trace(name, error) from error
+        raise UsageError(f"--dynamic: {error.problem}" + (f"; {error.hint}" if error.hint else "")) from error
+    except TraceError as error:
+        raise cannot_trace(name, error) from error
+    except ScopetraceError:
+        raise
+    except Exception as error:
+        swallowed = forward.swallowed(given)
+        if swallowed:  # in **kwargs, where nobody may have looked for it
+            raised = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise UsageError(f"{forward.wrong_name(swallowed[0])}; with it in **kwargs it raised {raised}") from error
+        raise model_raised(name, error) from error
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keep what models print, log and warn of out of the result and out of one-line errors."""
+    level_before = logging.root.manager.disable
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        if not sys.warnoptions:
+            warnings.simplefilter("ignore")
+        logging.disable()  # torch logs a traceback for each op that refuses its arguments
+        try:
+            yield
+        finally:
+            logging.disable(level_before)
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Say]:
+    """A line on standard error that says what is going on, on a terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda text: None
+        return
+    with console.status("") as status:
+        yield lambda text: status.update(Text(text))
+
+
+def _reporter(say: Say) -> Callable[[str, int], None]:
+    """What the tracer calls at each module call; speaks ten times a second at most."""
+    last = 0.0
+
+    def report(path: str, ops: int) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > 0.1:
+            last = now
+            say(f"tracing {path}, {ops:,} ops")
+
+    return report

@@ -1,0 +1,147 @@
+"""A trace as an ONNX model: what `Trace.to_onnx` does before it writes and verifies."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import onnx_ir as ir
+import torch
+import torch.fx
+
+from scopetrace import meta
+from scopetrace.emit.onnx.assemble import Assembler, Parts
+from scopetrace.emit.onnx.naming import FunctionNames, Labels
+from scopetrace.emit.onnx.options import Targets, is_onnx_attribute, read_attributes, read_names, read_targets
+from scopetrace.emit.onnx.pieces import Piece, Site, Whole
+from scopetrace.emit.onnx.program import exported_program
+from scopetrace.emit.onnx.results import Results
+from scopetrace.emit.onnx.sizes import SizeNames
+from scopetrace.emit.onnx.translate import Table, translate
+from scopetrace.emit.onnx.weights import attach
+from scopetrace.outlined import Outlined, chosen_calls, is_named
+
+if TYPE_CHECKING:
+    from scopetrace.trace import Trace
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The arguments of `Trace.to_onnx` that decide what the model is; see there."""
+
+    functions: Targets = ()
+    plugins: Targets = ()
+    opset_version: int | None = None
+    input_names: Sequence[str] | None = None
+    output_names: Sequence[str] | None = None
+    optimize: bool = True
+    attributes: bool | Sequence[str] = False
+    custom_translation_table: Table | None = None
+
+
+@dataclasses.dataclass
+class Exported:
+    """An ONNX model, and what it was made from."""
+
+    model: ir.Model
+    functions: list[ir.Function]
+    """All functions, callees first, with those whose bodies the model leaves out."""
+    plugins: list[ir.Function]
+    """Those whose bodies it leaves out."""
+    classes: dict[tuple[str, str], type | None]
+    """By domain and name, the class of the modules that a function stands for."""
+    results: Results
+    expected_calls: Callable[[], Counter[type | None]]
+    """How often the trace calls the modules of each class that became functions."""
+
+    def calls_in_file(self) -> Counter[tuple[str, str]]:
+        """By domain and name, how often a run of the file calls each function."""
+        bodies = {(f.domain, f.name): f for f in self.functions}
+
+        def count(graph: Any) -> Counter[tuple[str, str]]:
+            found: Counter[tuple[str, str]] = Counter()
+            for node in ir.traversal.RecursiveGraphIterator(graph):
+                key = (node.domain, node.op_type)
+                if key in bodies:
+                    found += Counter({key: 1}) + count(bodies[key])
+            return found
+
+        return count(self.model.graph)
+
+
+def export(trace: Trace, options: Options, say: Say) -> Exported:
+    """Make the ONNX model of a trace without mutation."""
+    functions, names = read_targets(options.functions, "functions")
+    plugins, plugin_names = read_targets(options.plugins, "plugins")
+    outlined: Outlined | None = None
+    if functions or plugins:
+        say("outlining")
+        outlined = trace.outline(*functions, *plugins)
+    main = trace if outlined is None else outlined.traced
+    results = Results(main.tape, main.write_back)
+    input_names = read_names(options.input_names, _input_names(main.graph_module), "input_names")
+    output_names = read_names(options.output_names, results.names(), "output_names")
+
+    whole = Whole(main.graph_module, _function_of(outlined), results.values)
+    say(f"translating {len(whole.graph.nodes):,} nodes")
+    translated, source = translate(
+        exported_program(whole.root, whole.graph),
+        opset_version=options.opset_version,
+        optimize=options.optimize,
+        table=options.custom_translation_table,
+    )
+    say("assembling")
+    sizes = SizeNames(main.tape.sizes)
+    sizes.rename(translated.graph, whole.fakes.origins)
+    parts = Parts(
+        FunctionNames({**names, **plugin_names}),
+        Labels(source),
+        _Attributes(trace, main, options.attributes).of,
+        sizes,
+        lambda piece: not any(is_named(call, target) for call in piece.function.calls for target in plugins),
+    )
+    assembler = Assembler(translated, whole, parts)
+    model = assembler.model(input_names, output_names)
+    attach(model.graph, {name: whole.main.tensor(name) for name in whole.main.held}, results.state())
+    return Exported(
+        model,
+        list(dict.fromkeys(assembler.functions.values())),
+        assembler.plugins,
+        {(f.domain, f.name): piece.function.module_type for piece, f in assembler.functions.items()},
+        results,
+        lambda: Counter(call.module_type for call in chosen_calls(trace, [*functions, *plugins])),
+    )
+
+
+def _input_names(graph_module: torch.fx.GraphModule) -> list[str]:
+    return [str(n.target) for n in graph_module.graph.nodes if n.op == "placeholder"]
+
+
+def _function_of(outlined: Outlined | None) -> Callable[[torch.fx.Node], Any]:
+    if outlined is None:
+        return lambda node: None
+    known = {function.identifier: function for function in outlined.functions}
+    return lambda node: known[node.args[1]]  # type: ignore[index]
+
+
+class _Attributes:
+    """The ONNX attributes of calls: plain attributes of the modules."""
+
+    def __init__(self, flat: Trace, main: Trace, attributes: bool | Sequence[str]) -> None:
+        self._flat, self._main = flat.calls, main.calls
+        self._wanted = read_attributes(attributes)
+
+    def of(self, piece: Piece, site: Site) -> dict[str, Any]:
+        """Those of the call at a site. A site in a body stands for many calls, and has what is equal in all of them."""
+        position = meta.call_position(site.node)
+        assert position is not None
+        call = self._main[position]
+        found = {n: value for n, value in call.attributes.items() if self._wanted(n) and is_onnx_attribute(value)}
+        if piece.function is not None:
+            others = [c.attributes for c in self._flat if c.module_type is call.module_type] if found else []
+            found = {n: value for n, value in found.items() if all(o.get(n) == value for o in others)}
+        return found

@@ -1,0 +1,143 @@
+"""Is an ONNX model what it should be: valid, equal to the model when it runs, with the calls of the trace?"""
+
+from __future__ import annotations
+
+import dataclasses
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import onnx
+import onnx.inliner
+import onnx_ir as ir
+import torch
+
+from scopetrace.check import run_once
+from scopetrace.emit.onnx.export import Exported
+from scopetrace.emit.onnx.inputs import Example, examples
+from scopetrace.emit.onnx.runtime import Session
+from scopetrace.emit.onnx.weights import save
+from scopetrace.errors import OnnxVerificationError
+
+if TYPE_CHECKING:
+    from scopetrace.trace import Trace
+
+SEEDS = 3
+
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
+"""Largest absolute error, relative to the largest value where that is above 1."""
+_TOLERANCE = 1e-4
+
+
+def verify(exported: Exported, trace: Trace, say: Callable[[str], None]) -> float:
+    """The largest error of ONNX Runtime against the model. Raises OnnxVerificationError with all that is wrong."""
+    if any(t.device.type == "meta" for t in trace.tape.attributes.values()):
+        raise OnnxVerificationError("the model is on the meta device: it has no weights to compute with; verify=False")
+    with tempfile.TemporaryDirectory() as folder:
+        say("checking the file")
+        modular, flat = _files(exported, Path(folder))
+        _check_calls(exported)
+        return _Comparison(exported, trace, modular, flat, say).run()
+
+
+def _files(exported: Exported, folder: Path) -> tuple[Path, Path]:
+    """The model, checked, and the same with all functions inlined. Both have the bodies that plugins stand for."""
+    model = exported.model
+    whole = ir.Model(model.graph, ir_version=model.ir_version, functions=exported.functions)
+    try:
+        if exported.plugins:
+            save(model, folder / "file.onnx", True)
+            onnx.checker.check_model(str(folder / "file.onnx"), full_check=True)
+        save(whole, folder / "modular.onnx", True)
+        onnx.checker.check_model(str(folder / "modular.onnx"), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as error:
+        raise OnnxVerificationError(f"onnx.checker: {error}") from error
+    proto = onnx.load(folder / "modular.onnx", load_external_data=False)
+    onnx.save(onnx.inliner.inline_local_functions(proto), folder / "flat.onnx")
+    return folder / "modular.onnx", folder / "flat.onnx"
+
+
+def _check_calls(exported: Exported) -> None:
+    """Each function is called as often as the trace calls the modules that it stands for."""
+    written = exported.calls_in_file()
+    per_class: Counter[Any] = Counter()
+    for key, count in written.items():
+        per_class[exported.classes[key]] += count
+    if per_class != exported.expected_calls():
+        raise OnnxVerificationError(
+            f"calls in the file: {_said(per_class)}; in the trace: {_said(exported.expected_calls())}"
+        )
+
+
+def _said(counts: Counter[Any]) -> str:
+    return ", ".join(f"{getattr(cls, '__name__', cls)} ×{n}" for cls, n in sorted(counts.items(), key=str)) or "none"
+
+
+@dataclasses.dataclass
+class _Comparison:
+    exported: Exported
+    trace: Trace
+    modular: Path
+    flat: Path
+    say: Callable[[str], None]
+
+    def run(self) -> float:
+        """Run the model and both files on the same inputs."""
+        modular, flat = Session(self.modular), Session(self.flat)
+        worst = 0.0
+        for i, inputs in enumerate(examples(self.trace.tape, SEEDS)):
+            self.say(f"comparing with the model, inputs {i + 1}")
+            found = modular.run(inputs.feed)
+            worst = max(worst, self._compare(f"inputs {i + 1}", inputs, self._eager(inputs), found))
+            if i == 0:
+                self._compare("the inlined file", inputs, found, flat.run(inputs.feed))
+        return worst
+
+    def _eager(self, inputs: Example, seed: int = 0) -> list[torch.Tensor]:
+        model = self.trace.model or self.trace
+        with torch.no_grad():
+            found: list[torch.Tensor] = run_once(model, inputs.tape, *inputs.arguments(), self._read, seed)
+        return found
+
+    def _read(self, result: Any, inputs: list[torch.Tensor]) -> list[Any]:
+        values = self.exported.results.of_run(result, inputs, self.trace.boundary.state.held)
+        return [v.detach().clone() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in values]
+
+    def _compare(self, where: str, inputs: Example, expected: Any, found: Any) -> float:
+        """The largest error. Raises OnnxVerificationError where it is too large."""
+        worst = 0.0
+        names = [value.name for value in self.exported.model.graph.outputs]
+        for name, a, b in zip(names, map(_plain, expected), map(_plain, found), strict=True):
+            if a.shape != b.shape or a.dtype != b.dtype:
+                raise OnnxVerificationError(
+                    f"{where}: {name} is {b.dtype} {list(b.shape)}, and the model gives {a.dtype} {list(a.shape)}"
+                )
+            error = _error(a, b)
+            if not error <= TOLERANCE.get(a.dtype, _TOLERANCE):
+                raise OnnxVerificationError(
+                    f"{where}: {name} differs from the model's by {error:.3g}{self._why(inputs)}"
+                )
+            worst = max(worst, error)
+        return worst
+
+    def _why(self, inputs: Example) -> str:
+        runs = zip(self._eager(inputs), self._eager(inputs, seed=1), strict=True)
+        random = any(_error(a, b) for a, b in runs)
+        return "; the model draws random numbers: trace it in eval mode" if random else ""
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return (torch.view_as_real(tensor) if tensor.is_complex() else tensor).cpu()
+
+
+def _error(a: torch.Tensor, b: torch.Tensor) -> float:
+    if a.numel() == 0:
+        return 0.0
+    x, y = a.double(), b.double()
+    special = ~(x.isfinite() & y.isfinite())
+    if special.any() and not torch.equal(x[special].nan_to_num(7.5), y[special].nan_to_num(7.5)):
+        return float("inf")
+    x, y = x[~special], y[~special]
+    return 0.0 if x.numel() == 0 else float((x - y).abs().max() / max(1.0, float(x.abs().max())))

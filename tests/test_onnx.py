@@ -1,0 +1,540 @@
+"""ONNX files with modules as functions: what they look like, and that they compute what the model computes.
+
+`text` prints a model: each function with its signature and calls, then the main program, one node a line.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import scopetrace as st
+
+pytest.importorskip("onnxruntime")
+onnx = pytest.importorskip("onnx")
+ir = pytest.importorskip("onnx_ir")
+
+F = nn.functional
+
+
+def text(model):
+    """The model as text; domains of functions are left out."""
+    lines = []
+    for function in model.functions.values():
+        taken, given = (", ".join(v.name for v in values) for values in (function.inputs, function.outputs))
+        lines.append(f"{function.name}({taken}) -> ({given}): {' '.join(n.op_type for n in function)}")
+    for node in model.graph:
+        taken = ", ".join("''" if v is None else v.name for v in node.inputs)
+        lines.append(f"{', '.join(v.name for v in node.outputs)} = {node.op_type}({taken})")
+    given = ", ".join(v.name for v in model.graph.outputs)
+    return "\n".join([*lines, f"return {given}"])
+
+
+def shape(value):
+    return [d if isinstance(d, int) else d.value for d in value.shape]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x, mask=None, bias=None):
+        y = torch.relu(self.fc(x))
+        y = y if mask is None else y * mask
+        return y if bias is None else y + bias
+
+
+def blocks(count):
+    torch.manual_seed(0)
+    return nn.Sequential(*[Block() for _ in range(count)])
+
+
+X = torch.randn(2, 4)
+
+
+def test_equal_calls_share_one_function():
+    model = st.trace(blocks(3), (X,)).to_onnx(functions=Block, verify=True)
+    assert text(model) == (
+        "Block(x, mask, bias, fc.weight, fc.bias) -> (output): Gemm Relu\n"
+        "Block_0 = Block(input, '', '', 0.fc.weight, 0.fc.bias)\n"
+        "Block_1 = Block(Block, '', '', 1.fc.weight, 1.fc.bias)\n"
+        "output = Block(Block_1, '', '', 2.fc.weight, 2.fc.bias)\n"
+        "return output"
+    ).replace("Block_0 =", "Block =")
+    (function,) = model.functions.values()
+    assert (function.domain, model.ir_version) == (Block.__module__, 10)
+    assert sorted(model.graph.initializers) == sorted(f"{i}.fc.{kind}" for i in range(3) for kind in ("weight", "bias"))
+
+
+def test_without_functions_the_file_is_flat():
+    model = st.trace(blocks(2), (X,)).to_onnx(verify=True)
+    assert text(model) == (
+        "linear = Gemm(input, 0.fc.weight, 0.fc.bias)\n"
+        "relu = Relu(linear)\n"
+        "linear_1 = Gemm(relu, 1.fc.weight, 1.fc.bias)\n"
+        "output = Relu(linear_1)\n"
+        "return output"
+    )
+
+
+class Attend(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x, bias):
+        return self.block(x, None, bias)
+
+
+def test_an_absent_operand_in_the_middle_is_empty():
+    model = st.trace(Attend(), (X, X + 1)).to_onnx(functions=Block, verify=True)
+    assert "output = Block(x, '', bias, block.fc.weight, block.fc.bias)" in text(model)
+
+
+def test_functions_nest():
+    model = st.trace(blocks(2), (X,)).to_onnx(functions=[Block, nn.Linear], verify=True)
+    assert text(model).splitlines()[:2] == [
+        "Linear(input, weight, bias) -> (output): Gemm",
+        "Block(x, mask, bias, fc.weight, fc.bias) -> (output): Linear Relu",
+    ]
+    block = model.functions[Block.__module__, "Block", ""]
+    assert set(block.opset_imports) == {"", nn.Linear.__module__}
+    assert {*block.opset_imports, Block.__module__} == set(model.opset_imports)
+
+
+def test_targets_are_those_of_outline():
+    trace = st.trace(blocks(3), (X,))
+    for target in ("repeated", "?", lambda call: call.fqn in ("0", "1", "2")):
+        assert text(trace.to_onnx(functions=target)).count("= Block(") == 3
+    with pytest.raises(st.OutlineError, match=r"nothing\.\*"):
+        trace.to_onnx(functions="nothing.*")
+
+
+def test_names_of_functions_inputs_and_outputs():
+    trace = st.trace(blocks(2), (X,))
+    model = trace.to_onnx(
+        functions={Block: "my.ops::Cell"}, input_names=["pixels"], output_names=["scores"], verify=True
+    )
+    assert text(model).endswith("scores = Cell(Cell, '', '', 1.fc.weight, 1.fc.bias)\nreturn scores")
+    assert [v.name for v in model.graph.inputs] == ["pixels"]
+    assert [f.domain for f in model.functions.values()] == ["my.ops"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"functions": {Block: "Cell"}}, "write 'my.domain::Block'"),
+        ({"functions": {"0": "a::B"}}, "a dict names classes"),
+        ({"input_names": ["a", "b"]}, "input_names has 2 names for 1: input"),
+        ({"output_names": "abc"}, "output_names has 3 names for 1"),
+        ({"attributes": "eps"}, r"write attributes=\['eps'\]"),
+    ],
+)
+def test_arguments_that_do_not_fit(options, message):
+    with pytest.raises(st.OnnxOptionError, match=message):
+        st.trace(blocks(1), (X,)).to_onnx(**options)
+
+
+class Shaped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.wide, self.narrow, self.bare = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4, bias=False)
+
+    def forward(self, x):
+        return self.bare(self.narrow(self.wide(x)))
+
+
+def test_bodies_of_other_sizes_that_translate_to_the_same_are_one_function():
+    model = st.trace(Shaped(), (X,)).to_onnx(functions=nn.Linear, verify=True)
+    assert [f.name for f in model.functions.values()] == ["Linear", "Linear_2"]
+    shared, own = model.functions.values()
+    assert [v.shape for n in shared for v in n.outputs] == [None]
+    assert [shape(v) for n in own for v in n.outputs][-1] == [2, 4]
+
+
+class Passing(nn.Module):
+    class Inner(nn.Module):
+        def forward(self, x, unused):
+            return x, x, x * 2, x - 1
+
+    def __init__(self):
+        super().__init__()
+        self.inner = self.Inner()
+
+    def forward(self, x):
+        first = self.inner(x, x + 1)
+        return self.inner(first[0], x)[2]
+
+
+def test_outputs_that_are_inputs_and_outputs_that_nobody_reads():
+    model = st.trace(Passing(), (X,)).to_onnx(functions=Passing.Inner, verify=True)
+    (inner,) = model.functions.values()
+    assert [v.name for v in inner.inputs] == ["x", "unused"]
+    assert [n.op_type for n in inner].count("Identity") == 2
+    calls = [n for n in model.graph if n.op_type == "Inner"]
+    assert [len(call.outputs) for call in calls] == [4, 4]
+
+
+class Counter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x):
+        self.count += 1
+        return x + self.count
+
+
+def test_state_comes_in_as_an_input_with_a_default_and_goes_out():
+    shared = Counter()
+    model = st.trace(nn.Sequential(shared, shared), (X,)).to_onnx(functions=Counter, verify=True)
+    assert text(model) == (
+        "Counter(x, count) -> (output, count_updated): Constant Add Add\n"
+        "Counter, Counter_1 = Counter(input, 0.count)\n"
+        "output, 0.count_updated = Counter(Counter, Counter_1)\n"
+        "return output, 0.count_updated"
+    )
+    assert [v.name for v in model.graph.inputs] == ["input", "0.count"]
+    assert "0.count" in model.graph.initializers
+    assert shared.count == 0
+
+
+class Writes(nn.Module):
+    def forward(self, x, cache):
+        cache[:, 1] = x
+        x.mul_(2)
+        return {"view": cache[0], "same": x, "sum": x + 1}
+
+
+def test_changed_inputs_come_after_the_results():
+    model = st.trace(Writes(), (torch.randn(2, 4), torch.randn(2, 3, 4))).to_onnx(verify=True)
+    assert [v.name for v in model.graph.outputs] == ["view", "same", "sum", "x_updated", "cache_updated"]
+
+
+def test_a_trace_with_mutation_gives_the_same_file():
+    args = (torch.randn(2, 4), torch.randn(2, 3, 4))
+    mutable, pure = (st.trace(Writes(), args, functional=f).to_onnx(verify=True) for f in (False, True))
+    assert [n.op_type for n in mutable.graph] == [n.op_type for n in pure.graph]
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 4), nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+
+def test_tied_weights_are_stored_once():
+    model = st.trace(Tied(), (torch.tensor([[1, 2]]),)).to_onnx(functions=[nn.Embedding, nn.Linear], verify=True)
+    assert list(model.graph.initializers) == ["embed.weight"]
+    assert "Linear(Embedding, embed.weight)" in text(model)
+
+
+def test_dynamic_sizes_keep_their_names():
+    batch, length = Dim("batch"), Dim("length", min=2)
+    trace = st.trace(blocks(2), (torch.randn(3, 5, 4),), dynamic_shapes={"input": {0: batch, 1: length}})
+    model = trace.to_onnx(functions=Block, verify=True)
+    assert shape(model.graph.inputs[0]) == ["batch", "length", 4]
+    assert shape(model.graph.outputs[0]) == ["batch", "length", 4]
+    assert len(model.functions) == 1
+
+
+class Cached(nn.Module):
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.key = nn.Linear(4, 4)
+
+        def forward(self, x, past):
+            keys = torch.cat([past, self.key(x)], 1)
+            return x + torch.softmax(x @ keys.transpose(1, 2), -1) @ keys, keys
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(), self.Layer()])
+
+    def forward(self, x, past):
+        new = []
+        for layer, p in zip(self.layers, past, strict=True):
+            x, keys = layer(x, p)
+            new.append(keys)
+        return x, new
+
+
+def test_a_cache_of_plain_tensors_with_a_growing_length():
+    past = [torch.randn(2, 5, 4), torch.randn(2, 5, 4)]
+    length = Dim("past_length")
+    trace = st.trace(Cached(), (torch.randn(2, 1, 4), past), dynamic_shapes={"x": None, "past": [{1: length}] * 2})
+    model = trace.to_onnx(functions=Cached.Layer, verify=True)
+    assert len(model.functions) == 1
+    assert shape(model.graph.outputs[1]) == [2, "past_length + 1", 4]
+
+
+class Cache:
+    """Keys of all layers, as transformers has them: it computes with what it is made of."""
+
+    def __init__(self, keys):
+        self.keys = [key.contiguous() for key in keys]
+
+    def update(self, layer, key):
+        self.keys[layer] = torch.cat([self.keys[layer], key], 1)
+        return self.keys[layer]
+
+
+def open_cache(cache):
+    assert all(isinstance(key, torch.Tensor) for key in cache.keys)
+    return list(cache.keys), None
+
+
+torch.utils._pytree.register_pytree_node(
+    Cache,
+    open_cache,
+    lambda keys, _: Cache(keys),
+    serialized_type_name="test_onnx.Cache",
+    flatten_with_keys_fn=lambda c: ([(torch.utils._pytree.SequenceKey(i), k) for i, k in enumerate(c.keys)], None),
+)
+
+
+class CachedByObject(nn.Module):
+    class Layer(nn.Module):
+        def __init__(self, index):
+            super().__init__()
+            self.index, self.key = index, nn.Linear(4, 4)
+
+        def forward(self, x, cache):
+            keys = cache.update(self.index, self.key(x))
+            return x + torch.softmax(x @ keys.transpose(1, 2), -1) @ keys
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(i) for i in range(3)])
+
+    def forward(self, x, cache):
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x, cache
+
+
+def test_layers_that_share_a_cache_object_share_a_function():
+    length = Dim("length")
+    args = (torch.randn(2, 1, 4), Cache([torch.randn(2, 5, 4) for _ in range(3)]))
+    trace = st.trace(CachedByObject(), args, dynamic_shapes=({}, [{1: length}] * 3))
+    model = trace.to_onnx(functions=CachedByObject.Layer, verify=True)
+    (function,) = model.functions.values()
+    assert [v.name for v in function.inputs] == ["x", "cache[0]", "key.weight", "key.bias"]
+    assert [shape(v) for v in model.graph.outputs] == [[2, 1, 4], *[[2, "length + 1", 4]] * 3]
+    calls = [n for n in model.graph if n.op_type == "Layer"]
+    assert [call.inputs[1].name for call in calls] == ["cache_0", "cache_1", "cache_2"]
+
+
+class Sized(nn.Module):
+    class Flat(nn.Module):
+        def forward(self, x):
+            return x.reshape(x.shape[0] * x.shape[1], 4).sum(0) / x.shape[1]
+
+    def __init__(self):
+        super().__init__()
+        self.flat = self.Flat()
+
+    def forward(self, x, y):
+        return self.flat(x) + self.flat(y)
+
+
+def test_bodies_compute_sizes_from_their_own_inputs():
+    one, other = {0: Dim("a"), 1: Dim("b")}, {0: Dim("c"), 1: Dim("d")}
+    args = (torch.randn(2, 3, 4), torch.randn(5, 4, 4))
+    trace = st.trace(Sized(), args, dynamic_shapes={"x": one, "y": other})
+    model = trace.to_onnx(functions=Sized.Flat, verify=True)
+    assert [len(model.functions), len(model.graph)] == [1, 3]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_dtypes(dtype, tmp_path):
+    model = blocks(2).to(dtype)
+    made = st.trace(model, (X.to(dtype),)).to_onnx(
+        tmp_path / "model.onnx", functions=Block, verify=dtype != torch.bfloat16
+    )
+    onnx.checker.check_model(str(tmp_path / "model.onnx"), full_check=True)
+    weight = made.graph.initializers["0.fc.weight"].const_value
+    assert weight.tobytes() == model[0].fc.weight.detach().view(torch.uint8).numpy().tobytes()
+
+
+def test_a_model_without_data_has_its_weights_as_inputs(tmp_path):
+    with torch.device("meta"):
+        model, x = blocks(2), torch.empty(2, 4)
+    made = st.trace(model, (x,)).to_onnx(tmp_path / "model.onnx", functions=Block)
+    onnx.checker.check_model(str(tmp_path / "model.onnx"), full_check=True)
+    assert not made.graph.initializers
+    assert [v.name for v in made.graph.inputs][:2] == ["input", "0.fc.weight"]
+    with pytest.raises(st.OnnxVerificationError, match="meta device"):
+        st.trace(model, (x,)).to_onnx(verify=True)
+
+
+class Scaled(nn.Module):
+    def __init__(self, eps):
+        super().__init__()
+        self.eps, self.names, self.sizes, self.fn = eps, "plain", [1, 2], torch.relu
+
+    def forward(self, x):
+        return x + 1
+
+
+def test_plugins_have_no_body_and_attributes_say_what_they_need(tmp_path):
+    trace = st.trace(nn.Sequential(Scaled(0.5), Scaled(2.0), Block()), (X,))
+    path = tmp_path / "model.onnx"
+    trace.to_onnx(path, functions=Block, plugins={Scaled: "trt::Scale"}, attributes=["eps", "sizes", "fn"], verify=True)
+    model = onnx.load(path)
+    assert [f.name for f in model.functions] == ["Block"]
+    first, second, _ = model.graph.node
+    assert [(n.domain, n.op_type) for n in (first, second)] == [("trt", "Scale")] * 2
+    found = [{a.name: onnx.helper.get_attribute_value(a) for a in n.attribute} for n in (first, second)]
+    assert found == [{"eps": 0.5, "sizes": [1, 2]}, {"eps": 2.0, "sizes": [1, 2]}]
+
+
+def test_nodes_carry_scope_and_source():
+    model = st.trace(blocks(2), (X,)).to_onnx(functions=Block)
+    call = model.graph[1]
+    assert call.name == "Sequential/Block[1]"
+    assert call.metadata_props["scopetrace.scope"] == "Sequential/Block[1]"
+    (function,) = model.functions.values()
+    gemm = function[0]
+    assert gemm.name == "Block/Linear[fc]/Gemm"
+    assert gemm.metadata_props["namespace"].startswith(
+        f": {Block.__module__}.Block/fc: torch.nn.modules.linear.Linear/"
+    )
+    assert "self.fc(x)" in gemm.metadata_props["pkg.torch.onnx.stack_trace"]
+
+
+def test_the_opset_is_the_one_asked_for():
+    trace = st.trace(blocks(1), (X,))
+    for version in (18, 20, 23):
+        model = trace.to_onnx(functions=Block, opset_version=version, verify=True)
+        assert model.opset_imports[""] == version
+
+
+class Odd(nn.Module):
+    def forward(self, x):
+        return torch.special.bessel_j0(x) + torch.special.bessel_y1(x)
+
+
+def test_ops_without_an_onnx_form_are_listed_together():
+    with pytest.raises(st.OnnxOpError) as info:
+        st.trace(nn.Sequential(Block(), Odd()), (X,)).to_onnx(functions=Block)
+    ops, modules, sources = zip(*info.value.ops, strict=True)
+    assert ops == ("aten.special_bessel_j0.default", "aten.special_bessel_y1.default")
+    assert set(modules) == {"Sequential/Odd[1]"}
+    assert "torch.special.bessel_j0(x)" in sources[0]
+
+
+def test_custom_translation_table():
+    onnxscript = pytest.importorskip("onnxscript")
+    op = onnxscript.opset20
+
+    def zero(self):
+        return op.Sub(self, self)
+
+    table = {torch.ops.aten.special_bessel_j0.default: zero, torch.ops.aten.special_bessel_y1.default: zero}
+    model = st.trace(Odd(), (X,)).to_onnx(opset_version=20, custom_translation_table=table)
+    assert [n.op_type for n in model.graph] == ["Sub", "Add"]
+
+
+def test_verify_finds_a_wrong_translation():
+    onnxscript = pytest.importorskip("onnxscript")
+    table = {torch.ops.aten.relu.default: lambda self: onnxscript.opset20.Neg(self)}
+    with pytest.raises(st.OnnxVerificationError, match="inputs 1: output differs"):
+        st.trace(blocks(1), (X,)).to_onnx(opset_version=20, custom_translation_table=table, verify=True)
+
+
+def test_verify_says_that_a_model_draws_random_numbers():
+    with pytest.raises(st.OnnxVerificationError, match="draws random numbers"):
+        st.trace(nn.Dropout(0.5).train(), (X,)).to_onnx(verify=True)
+
+
+def test_external_data(tmp_path):
+    path = tmp_path / "model.onnx"
+    st.trace(nn.Linear(64, 64), (torch.randn(2, 64),)).to_onnx(path, functions=nn.Linear, external_data=True)
+    assert (tmp_path / "model.onnx.data").stat().st_size >= 64 * 64 * 4
+    assert path.stat().st_size < 4096
+    onnx.checker.check_model(str(path), full_check=True)
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x.relu() * 2, lambda x: x - 1, (self.block(x),))
+
+
+def test_control_flow_stays_in_the_graph():
+    model = st.trace(Branching(), (X,)).to_onnx(functions=Block, verify=True)
+    assert "If" in [n.op_type for n in model.graph]
+
+
+def test_the_model_stays_as_it_was():
+    model = blocks(2).train()
+    before = {name: t.clone() for name, t in model.state_dict().items()}
+    state = torch.get_rng_state()
+    st.trace(model, (X,)).to_onnx(functions=Block, verify=True)
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
+    assert not model[0]._forward_hooks
+
+
+def test_a_loaded_trace_gives_the_same_file(tmp_path):
+    trace = st.trace(blocks(2), (X,))
+    trace.save(tmp_path / "trace")
+    loaded = st.load(tmp_path / "trace").to_onnx(functions=Block, verify=True)
+    assert text(loaded) == text(trace.to_onnx(functions=Block))
+
+
+def test_progress():
+    said = []
+    st.trace(blocks(1), (X,)).to_onnx(functions=Block, progress=said.append)
+    assert said[0] == "outlining"
+    assert said[-1] == "assembling"
+
+
+def test_command_line(tmp_path, monkeypatch):
+    from click.testing import CliRunner
+
+    from scopetrace.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [str(tmp_path), *__import__("sys").path])
+    (tmp_path / "onnx_models.py").write_text(
+        "from torch import nn\nmodel = nn.Sequential(*[nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(3)])\n"
+    )
+    arguments = [
+        "onnx",
+        "onnx_models:model",
+        "--input",
+        "0=2x4",
+        "-f",
+        "Linear",
+        "-f",
+        "?",
+        "-o",
+        "out.onnx",
+        "--verify",
+    ]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    table, _, last = result.stdout.rpartition("\nout.onnx: ")
+    assert [line.split() for line in table.splitlines()] == [
+        ["function", "calls", "nodes"],
+        ["torch.nn.modules.linear::Linear", "3", "1"],
+        ["torch.nn.modules.container::Sequential", "3", "2"],
+        ["main", "program", "3"],
+    ]
+    assert "largest error" in last
+    assert sorted(p.name for p in tmp_path.glob("*.onnx")) == ["out.onnx"]
+    wrong = CliRunner().invoke(main, [*arguments, "-f", "Conv*"])
+    assert wrong.exit_code == 1
+    assert "'Conv*' is no call of this trace" in wrong.stderr
