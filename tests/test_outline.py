@@ -370,3 +370,55 @@ def test_inductor_and_export_take_the_graph():
 def test_identifiers_are_the_same_in_every_trace():
     one, other = (st.trace(blocks(), (X,)).outline("repeated") for _ in range(2))
     assert [f.identifier for f in one.functions] == [f.identifier for f in other.functions]
+
+
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: x * 2, (x,))
+
+
+def test_functions_with_branches():
+    tr = st.trace(nn.Sequential(Gate(), Gate(), Gate()), (X,))
+    found = tr.outline(Gate)
+    found.lint()
+    assert signatures(found) == [("Gate(x, fc.weight, fc.bias) -> (result)", 3)]
+    with torch.no_grad():
+        for x in (X + 1, X - 1):
+            torch.testing.assert_close(found(x), tr(x))
+
+
+def test_new_statistics_come_in_one_order():
+    model = nn.Sequential(nn.BatchNorm1d(4), nn.BatchNorm1d(4))
+    for _ in range(3):
+        found = st.trace(model, (X,)).outline("repeated")
+        assert [o.name for o in found.functions[0].outputs] == [
+            "",
+            "num_batches_tracked",
+            "running_mean",
+            "running_var",
+        ]
+        assert len(found.functions) == 1
+        with torch.no_grad():
+            found(X)
+
+
+def test_sizes_that_depend_on_data():
+    class Positive(nn.Module):
+        def forward(self, x):
+            return x[x > 0]
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Positive(), Positive()
+
+        def forward(self, x):
+            y = self.a(x)
+            return y.sum() * y.shape[0], self.b(x + 1)
+
+    found = outlined(Net(), (X.flatten(),), Positive)
+    assert signatures(found) == [("Positive(x) -> (result)", 2)]

@@ -38,25 +38,26 @@ def _graph_problems(graph_module: torch.fx.GraphModule) -> Iterator[str]:
 
 
 def _node_problems(program: Program, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
+    table = {call.position: call for call in calls}
     for node in program.graph.nodes:
         path, position = meta.scope_path(node), meta.call_position(node)
         if path is None and position is None:
             continue  # made by a pass of someone else
         if path not in scopes:
             yield f"{node.name}: its scope {path!r} is not in the trace"
-        elif position is None or not 0 <= position < len(calls):
+        elif position not in table:
             yield f"{node.name}: its call {position} is not in the trace"
-        elif calls[position].scope not in scopes[path].ancestors():
-            yield f"{node.name}: its scope {path} is not inside its call's, {calls[position].scope}"
+        elif table[position].scope not in scopes[path].ancestors():
+            yield f"{node.name}: its scope {path} is not inside its call's, {table[position].scope}"
         if node.op in ("placeholder", "get_attr") and meta.value(node) is None and node.target not in program.bodies:
             yield f"{node.name}: it has no meta['val']"
 
 
 def _count_problems(calls: list[ModuleCall]) -> Iterator[str]:
     seen: dict[int, int] = {}  # module -> the least index that may come
-    for i, call in enumerate(calls):
-        if call.position != i:
-            yield f"{call}: it is call number {i} and says {call.position}"
+    for before, call in zip([None, *calls], calls, strict=False):
+        if before is not None and before.position >= call.position:
+            yield f"{call}: its position {call.position} is not after {before.position}"
         if call.module is not None:
             count = seen.get(id(call.module), 0)  # in an outlined program some calls stand in the bodies of others
             seen[id(call.module)] = call.index + 1

@@ -163,7 +163,7 @@ class Rewriter:
     def _mutated_in(self, call: Call, op: Op) -> Any:
         """The arguments, and the model's tensors, whose memory the call wrote to: their new values."""
         inside = self.old.ops[call.start : call.stop]
-        written = {v.storage for o in inside for v in o.writes}
+        written = dict.fromkeys(v.storage for o in inside for v in o.writes)  # in order: equal calls name them alike
         if not written:
             return None
 

@@ -132,7 +132,7 @@ class _Attributes:
     """The ONNX attributes of calls: plain attributes of the modules."""
 
     def __init__(self, flat: Trace, main: Trace, attributes: bool | Sequence[str]) -> None:
-        self._flat, self._main = flat.calls, main.calls
+        self._flat, self._main = flat.calls, {call.position: call for call in main.calls}
         self._wanted = read_attributes(attributes)
 
     def of(self, piece: Piece, site: Site) -> dict[str, Any]:

@@ -84,9 +84,6 @@ class _Outliner:
         main = self._main
         self._fill(main, 0, len(self.old.ops))
         self._set_places(main)
-        kept = [*main.calls, *(call for f in self.functions.values() for call in f.tape.calls)]
-        for position, call in enumerate(sorted(kept, key=lambda call: call.position)):
-            call.position = position
         return dataclasses.replace(
             self.old,
             ops=main.ops,
