@@ -422,3 +422,38 @@ def test_sizes_that_depend_on_data():
 
     found = outlined(Net(), (X.flatten(),), Positive)
     assert signatures(found) == [("Positive(x) -> (result)", 2)]
+
+
+class Same(nn.Module):
+    def forward(self, x):
+        return (x * 2).type_as(x)
+
+
+def test_a_tensor_that_several_calls_give_back_is_read_from_the_last():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Same(), Same()
+
+        def forward(self, x):
+            y = self.a(x)
+            return self.b(y.to(torch.float32)) + y
+
+    assert signatures(outlined(Net(), (X,), Same)) == [("Same(x) -> (result)", 2)]
+
+
+def test_numbers_made_inside_and_used_outside_are_refused():
+    class Count(nn.Module):
+        def forward(self, x):
+            return (x > 0).sum().item()
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.count = Count()
+
+        def forward(self, x):
+            return x * self.count(x)
+
+    with pytest.raises(st.OutlineError, match="a number is made in one of the calls and used outside"):
+        st.trace(Net(), (X,)).outline(Count)

@@ -111,7 +111,15 @@ class Outlined:
             raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
         chosen = chosen_calls(source, list(targets))
         outlined, bodies = outline(tape, chosen, source.boundary.forward)
-        return cls(source, source.with_tape(outlined), bodies)
+        traced = source.with_tape(outlined)
+        try:
+            list(traced.program.walk())
+        except LookupError as error:  # a number that depends on data
+            raise OutlineError(
+                f"a number is made in one of the calls and used outside, though no result has it as a size ({error}); "
+                "leave that class out of the targets"
+            ) from error
+        return cls(source, traced, bodies)
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:

@@ -127,7 +127,10 @@ class SymbolNodes:
 
     def _root(self, symbol: sympy.Symbol) -> torch.fx.Node:
         """The node of a symbol of which only `a * symbol + b` is the size of something, as derived dims have it."""
-        expr = next(e for e in self._sizes if e.free_symbols == {symbol} and sympy.Poly(e, symbol).degree() == 1)
+        linear = (e for e in self._sizes if e.free_symbols == {symbol} and sympy.Poly(e, symbol).degree() == 1)
+        expr = next(linear, None)
+        if expr is None:
+            raise LookupError(f"nothing in this graph has or gives {symbol}")
         a, b = sympy.Poly(expr, symbol).all_coeffs()
         node = self._size(*self._sizes[expr])
         if b:

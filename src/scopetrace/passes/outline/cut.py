@@ -201,7 +201,7 @@ class _Outliner:
                 wanted.append(_Result(name, "mutated", v, v))
         for v in [*(v for op in inner.ops for v in op.values()), *inner.now]:
             if v not in known and self._readers.leaves(v, old):
-                first = same_tensor(v)
+                first = self._same_tensor(v, old)
                 inner.same[v] = first
                 if first not in known and self._readers.makes(old, first):
                     known.add(first)
@@ -213,6 +213,15 @@ class _Outliner:
                 r.inside = self._clone(inner, r.inside, old)
             taken.add(r.inside.storage)
         return wanted
+
+    def _same_tensor(self, v: Value, old: Call) -> Value:
+        """The first value in the call, or what it was given, that is this very tensor, as x is x.to(x.dtype)."""
+        while self._readers.makes(old, v):
+            given = next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)
+            if given is None:
+                break
+            v = given
+        return v
 
     def _clone(self, inner: _Region, v: Value, old: Call) -> Value:
         op = Op("call_function", _aten.clone.default, (v,), {}, None, old.scope, self._copy(old), old.frames)
@@ -335,13 +344,6 @@ class _Outliner:
         region.calls.append(call)
         region.place[old.stop] = len(region.ops)
         function.calls.append(call)
-
-
-def same_tensor(v: Value) -> Value:
-    """The first value that is this very tensor, as x is for `x.to(x.dtype)`."""
-    while (given := next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)) is not None:
-        v = given
-    return v
 
 
 def _only_read(argument: Any, seen: set[Value]) -> Any:
