@@ -274,12 +274,13 @@ DIFFERENT = {
 
 @pytest.mark.parametrize("program", READS + WRITES, ids=named)
 def test_the_ops_are_those_of_torch_export(program):
-    if program.__name__ in DIFFERENT:
-        pytest.skip(DIFFERENT[program.__name__])
     with torch.no_grad():
-        exported = torch.export.export(Wrapped(program), tuple(t.clone() for t in EXAMPLE))
-        tr = st.trace(program, tuple(t.clone() for t in EXAMPLE), functional=False)
-    assert recorded_ops(tr.graph_module) == recorded_ops(exported.graph_module)
+        ours = recorded_ops(st.trace(program, tuple(t.clone() for t in EXAMPLE), functional=False).graph_module)
+        try:
+            theirs = recorded_ops(torch.export.export(Wrapped(program), tuple(t.clone() for t in EXAMPLE)).graph_module)
+        except Exception:  # of any class: torch.export's refusal
+            theirs = None
+    assert (ours == theirs) == (program.__name__ not in DIFFERENT)
 
 
 def test_what_torch_check_says_is_asserted_where_the_number_is_read():

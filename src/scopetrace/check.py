@@ -60,7 +60,7 @@ class Decisions(torch.fx.Interpreter):
         """The specializations that these inputs decide otherwise; those after the first are as on the traced path."""
         try:
             self.run(*tensors)
-        except Exception:
+        except Exception:  # past a decision that differs, any op of the other path may fail
             if not self.differ:
                 raise
         return self.differ

@@ -73,9 +73,7 @@ class _Outliner:
         self._inside: dict[Call | None, list[Call]] = collections.defaultdict(list)  # chosen calls, and all others
         self._others: dict[Call | None, list[Call]] = collections.defaultdict(list)
         for call in tape.calls:
-            above = call.parent
-            while above is not None and above not in self._chosen:
-                above = above.parent
+            above = self._owner(call.parent)
             (self._inside if call in self._chosen else self._others)[above].append(call)
         self._main = _Region(None)
 
@@ -152,12 +150,11 @@ class _Outliner:
             call = call.parent
         return None if call is None else self._copy(call)
 
-    def _owner(self, call: Call) -> Call | None:
-        """The chosen call around."""
-        above: Call | None = call
-        while above is not None and above not in self._chosen:
-            above = above.parent
-        return above
+    def _owner(self, call: Call | None) -> Call | None:
+        """The call itself if it is chosen, else the chosen call around it."""
+        while call is not None and call not in self._chosen:
+            call = call.parent
+        return call
 
     def _copy(self, call: Call) -> Call:
         found = self._copies.get(call)
