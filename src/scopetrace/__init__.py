@@ -33,6 +33,9 @@ from scopetrace.errors import UnsupportedOpError as UnsupportedOpError
 from scopetrace.functional import Functionalized as Functionalized
 from scopetrace.functional import functional_backend as functional_backend
 from scopetrace.functional import functionalize as functionalize
+from scopetrace.order.execution import ExecutionOrder as ExecutionOrder
+from scopetrace.order.symbolic import ExecOrderTracer as ExecOrderTracer
+from scopetrace.order.symbolic import TracingConfig as TracingConfig
 from scopetrace.outlined import Function as Function
 from scopetrace.outlined import Outlined as Outlined
 from scopetrace.passes.report import Alias as Alias

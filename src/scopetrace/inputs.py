@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -194,3 +195,13 @@ def _bind(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
             table[name] = tensor  # type: ignore[assignment]
             return
     module.__dict__[name] = tensor
+
+
+@contextlib.contextmanager
+def without_autocast() -> Iterator[None]:
+    """The graph has the casts of the trace; autocast at the call would add others."""
+    with contextlib.ExitStack() as stack:
+        for device in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device):
+                stack.enter_context(torch.autocast(device, enabled=False))
+        yield

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import pickle
@@ -23,8 +22,10 @@ from scopetrace.emit.exported import to_exported_program
 from scopetrace.emit.onnx import require_packages
 from scopetrace.errors import ScopetraceError
 from scopetrace.graph import Program, given
-from scopetrace.inputs import Boundary
+from scopetrace.inputs import Boundary, without_autocast
 from scopetrace.lint import lint
+from scopetrace.order.execution import ExecutionOrder
+from scopetrace.order.recorded import execution_order
 from scopetrace.outlined import Outlined, Target
 from scopetrace.passes.functionalize import functionalize
 from scopetrace.passes.report import Alias, Mutation, aliases, mutations
@@ -132,7 +133,7 @@ class Trace:
         those of the trace, tensors share memory in another way, or a value that the trace is specialized on differs.
         """
         inputs = self.boundary.enter(args, kwargs)
-        with _without_autocast(), specialized(self.specializations):
+        with without_autocast(), specialized(self.specializations):
             values = self.graph_module(*inputs)
         return self.boundary.leave(inputs, values)
 
@@ -145,7 +146,7 @@ class Trace:
         Raises CompiledGraphError for values of other shapes or dtypes than the graph's.
         """
         tensors = self.boundary.enter(args, kwargs)
-        with _without_autocast():
+        with without_autocast():
             values = graph(*tensors)
         values = (values,) if isinstance(values, torch.Tensor) else tuple(values)
         if graph is not self.graph_module:
@@ -217,6 +218,11 @@ class Trace:
             return self
         return Trace(self._recorded, functionalize(self._recorded), self._model)
 
+    @functools.cached_property
+    def order(self) -> ExecutionOrder:
+        """In which order modules run and parameters are used."""
+        return execution_order(self._recorded)
+
     @property
     def specializations(self) -> list[Specialization]:
         """What the example inputs decided, because Python looked at a value (`specialize=True`), in order."""
@@ -274,7 +280,7 @@ class Trace:
 
     def _decided_otherwise(self, *args: Any, **kwargs: Any) -> list[Specialization]:
         tensors = self.boundary.enter(args, kwargs)
-        with _without_autocast():
+        with without_autocast():
             return Decisions(self.graph_module, self.specializations).collect(tensors)
 
     def print_readable(self, depth: int | None = None, *, scope: str | None = None, print_output: bool = True) -> str:
@@ -316,16 +322,6 @@ class Trace:
 
     def __iter__(self) -> Iterator[ModuleCall]:
         return iter(self.calls)
-
-
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    """The graph has the casts of the trace; autocast at the call would add others."""
-    with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
-        yield
 
 
 def load(path: str | os.PathLike[str]) -> Trace:

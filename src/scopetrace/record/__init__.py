@@ -74,6 +74,7 @@ def run_recorded(
     """The tape of the observer's recorder after `fn(*args, **kwargs)`; `forward` names the arguments."""
     recorder = observer.recorder
     model, tape = recorder.model, recorder.tape
+    tape.registered = model.registered()
     fake_args, fake_kwargs = _add_inputs(recorder, forward, args, kwargs, dynamic_shapes)
     try:
         with python_random_state_kept(), explained(recorder), scopes.activate(recorder.state):

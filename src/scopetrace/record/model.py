@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from scopetrace.record.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.record.tape import AttributeWrite, Value
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -65,12 +66,31 @@ class Model:
             return next((n for n in names if n.startswith(inside + ".")), names[0])
         return names[0]
 
+    def registered(self) -> Registered:
+        """All names of the modules and parameters; for a function, of those that it reaches by its variables."""
+        names: dict[int, list[str]] = {}
+        params: dict[int, torch.Tensor] = {}
+        for module in self.modules:
+            for name, param in module.__dict__.get("_parameters", {}).items():
+                if param is not None:
+                    params.setdefault(id(param), param)
+                    prefixes = (f"{fqn}." if fqn else "" for fqn in self.names[id(module)])
+                    names.setdefault(id(param), []).extend(prefix + name for prefix in prefixes)
+        modules = {self.names[id(m)][0]: _registered(m, self.names[id(m)]) for m in self.modules}
+        found = {names[i][0]: RegisteredParam(tuple(names[i]), tuple(p.shape), p.dtype) for i, p in params.items()}
+        return Registered(modules, found)
+
     def restore(self, values: Callable[[torch.Tensor], Value | None]) -> list[AttributeWrite]:
         """Put every module back as it was, and say which attributes the forward bound to tensors of the trace.
 
         `values` gives the tape value of a tensor, or None for tensors that the trace did not make.
         """
         return [write for saved in self._saved for write in saved.restore(values)]
+
+
+def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
+    has_forward = type(module).forward is not torch.nn.Module.forward or "forward" in module.__dict__
+    return RegisteredModule(tuple(names), type(module).__name__, has_forward)
 
 
 class _Saved:

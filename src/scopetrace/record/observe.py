@@ -104,6 +104,7 @@ class CallObserver:
     def _record(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, began: set[str]) -> Any:
         fqn, scope = self._place(module)
         call = self._open(module, fqn, scope, args, kwargs)
+        call.direct = "forward" in began
         if self.progress is not None:
             self.progress(str(scope), len(self.recorder.tape.ops))
         if self.is_leaf(module, fqn or ""):

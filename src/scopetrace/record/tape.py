@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from scopetrace.record.registered import Registered
 from scopetrace.record.structure import leaves
 from scopetrace.scopes import Scope
 
@@ -135,6 +136,8 @@ class Call:
     raised: BaseException | None = None
     """The exception that ended the call, if one did."""
     leaf: bool = False
+    direct: bool = False
+    """Whether `module.forward(...)` was called in place of the module, so that no hook ran."""
     mutated: Any = None
     """In a tape without mutation: (args, kwargs, held), what was changed as its new value, all else None."""
     module_type: type | None = None
@@ -205,6 +208,8 @@ class Tape:
     """The storages in which as_strided counts from the start, so that it matters where an input lies in them."""
     specializations: list[Any] = dataclasses.field(default_factory=list)
     """What the example inputs decided (`record.specialize`)."""
+    registered: Registered = dataclasses.field(default_factory=Registered)
+    """The model's modules and parameters with all their names."""
     exact_autograd: bool = False
     name: str = ""
     """Of the body of a higher-order op: what its GraphModule is named after, as `true_graph`. See `record.bodies`."""

@@ -1,0 +1,250 @@
+"""`ExecutionOrder`: who ran and which parameters were used, in order; and what follows from that."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from scopetrace.record.registered import Registered
+
+
+class ParamUsageInfo(NamedTuple):
+    """Parameters that were used together."""
+
+    module: str | None
+    """Who used them: the module that was asked about, in one op; or a module that it called, in that call."""
+    params: tuple[str, ...]
+    """Their fqns from the root, in the order of use."""
+
+
+class ParamUse(NamedTuple):
+    """One use of a parameter."""
+
+    step: int
+    """Which step of `ExecutionOrder.steps` it is."""
+    call: int
+    """Which of `ExecutionOrder.calls` used it."""
+    module: str | None
+    """The fqn of that call's module."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallUsage:
+    """One module call, and what it did."""
+
+    fqn: str | None
+    """The module's name, `""` for the root; None for a module outside the model's tree."""
+    index: int
+    """0 for the first call of this module, 1 for its second."""
+    type_name: str
+    parent: int | None
+    """Which call made this one; None for the root."""
+    steps: tuple[tuple[str, ...] | int, ...] = ()
+    """In order: the parameters that one op used together, or the number of a call that this one made."""
+    direct: bool = False
+    """Whether `module.forward(...)` was called in place of the module, so that no hook ran."""
+
+
+class Step(NamedTuple):
+    """One thing that happens: a call begins, a call ends, or an op uses parameters."""
+
+    kind: str
+    """`call`, `return` or `use`."""
+    call: int
+    params: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class OrderDifference:
+    """The first step in which two orders differ."""
+
+    step: int
+    here: str
+    there: str
+    after: str
+    """The last step that both have."""
+
+    def __str__(self) -> str:
+        return f"step {self.step}, after {self.after}: {self.here}, in the other {self.there}"
+
+
+@dataclasses.dataclass(frozen=True)
+class ExecutionOrder:
+    """In which order modules ran and parameters were used, by fqns from the root.
+
+    Equal where calls and uses are equal. It is plain data: pickle it, hash it, compare it between ranks.
+    """
+
+    calls: tuple[CallUsage, ...]
+    """Every module call in forward order, the root first."""
+    registered: Registered = dataclasses.field(compare=False)
+    """The model's modules and parameters in the order of registration, with all their names and sizes."""
+
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """Everything in order: calls that begin and end, and uses of parameters between."""
+        found: list[Step] = []
+        work: list[tuple[int, Iterator[tuple[str, ...] | int]]] = []
+
+        def enter(call: int) -> None:
+            found.append(Step("call", call))
+            work.append((call, iter(self.calls[call].steps)))
+
+        enter(0)
+        while work:
+            call, rest = work[-1]
+            step = next(rest, None)
+            if step is None:
+                work.pop()
+                found.append(Step("return", call))
+            elif isinstance(step, int):
+                enter(step)
+            else:
+                found.append(Step("use", call, step))
+        return tuple(found)
+
+    # ---------------------------------------------------------------- orders
+
+    @property
+    def module_forward_order(self) -> list[str]:
+        """The modules in the order in which their calls begin, with repeats, the root (`""`) first."""
+        return [call.fqn for call in self.calls if call.fqn is not None]
+
+    @functools.cached_property
+    def param_forward_order(self) -> list[str]:
+        """The parameters in the order of their first use. A shared one has the first of its names, and counts once."""
+        return list(self.param_first_use)
+
+    @functools.cached_property
+    def param_first_use(self) -> dict[str, ParamUse]:
+        """Of each parameter that is used, in this order, its first use."""
+        found: dict[str, ParamUse] = {}
+        for param, use in self._uses():
+            found.setdefault(param, use)
+        return found
+
+    @functools.cached_property
+    def param_last_use(self) -> dict[str, ParamUse]:
+        """Of each parameter that is used, its last use, in the order of last uses: after it, it can be freed."""
+        last = dict(self._uses())
+        return dict(sorted(last.items(), key=lambda item: item[1].step))
+
+    def _uses(self) -> Iterator[tuple[str, ParamUse]]:
+        for i, step in enumerate(self.steps):
+            for param in step.params:
+                yield param, ParamUse(i, step.call, self.calls[step.call].fqn)
+
+    # ---------------------------------------------------------------- by module
+
+    def param_usage_infos(self, call: int) -> list[ParamUsageInfo]:
+        """What one of `calls` used together, in order.
+
+        An op of its own is an entry with its own name; a call that it made is one with the name of that module, and
+        all that was used in that call, if anything was.
+        """
+        found = []
+        for step in self.calls[call].steps:
+            if not isinstance(step, int):
+                found.append(ParamUsageInfo(self.calls[call].fqn, step))
+            elif used := self.used_in(step):
+                found.append(ParamUsageInfo(self.calls[step].fqn, used))
+        return found
+
+    @functools.cached_property
+    def module_to_param_usage_infos(self) -> dict[str, list[ParamUsageInfo]]:
+        """By module, `param_usage_infos` of its calls one after the other; a call that used the same as an earlier one
+        adds nothing."""
+        per_module: dict[str, list[list[ParamUsageInfo]]] = {}
+        for number, call in enumerate(self.calls):
+            if call.fqn is not None:
+                calls = per_module.setdefault(call.fqn, [])
+                infos = self.param_usage_infos(number)
+                if infos not in calls:
+                    calls.append(infos)
+        return {fqn: [info for infos in calls for info in infos] for fqn, calls in per_module.items()}
+
+    def used_in(self, call: int) -> tuple[str, ...]:
+        """The parameters used in a call and in those that it made, by first use."""
+        return self._used[call]
+
+    @functools.cached_property
+    def _used(self) -> list[tuple[str, ...]]:
+        used: list[tuple[str, ...]] = [()] * len(self.calls)
+        for number in reversed(range(len(self.calls))):  # a call comes before those that it makes
+            steps = self.calls[number].steps
+            parts = [used[step] if isinstance(step, int) else step for step in steps]
+            used[number] = tuple(dict.fromkeys(param for part in parts for param in part))
+        return used
+
+    # ---------------------------------------------------------------- what is odd
+
+    @property
+    def unused_params(self) -> list[str]:
+        """The parameters that no op uses, in the order of registration."""
+        return [name for name in self.registered.params if name not in self.param_first_use]
+
+    @property
+    def uncalled_modules(self) -> list[str]:
+        """The modules that are never called, in the order of registration; `nn.ModuleList` and others without a forward
+        are not among them."""
+        called = {self.registered.module(c.fqn) for c in self.calls if c.fqn is not None}
+        return [name for name, m in self.registered.modules.items() if m.has_forward and name not in called]
+
+    @property
+    def shared_params(self) -> dict[str, tuple[str, ...]]:
+        """The parameters with several names, and all of them: tied weights."""
+        return {first: p.names for first, p in self.registered.params.items() if len(p.names) > 1}
+
+    @functools.cached_property
+    def outside_uses(self) -> dict[str, list[ParamUse]]:
+        """Uses of parameters by modules that do not hold them: `F.linear(x, self.child.weight)`."""
+        found: dict[str, list[ParamUse]] = {}
+        owners = {param: self.registered.owners(param) for param in self.param_first_use}
+        names = {fqn: module.names for fqn, module in self.registered.modules.items()}
+        for param, use in self._uses():
+            first = None if use.module is None else self.registered.module(use.module)
+            if not set(names.get(first or "", ()) if first is not None else ()) & set(owners[param]):
+                found.setdefault(param, []).append(use)
+        return found
+
+    # ---------------------------------------------------------------- comparison
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """A hash (SHA-256, hex) of all calls and uses; equal in every process and on every machine."""
+        plain = [[c.fqn, c.index, c.type_name, c.parent, c.direct, c.steps] for c in self.calls]
+        return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
+
+    def __hash__(self) -> int:
+        return int(self.digest[:15], 16)
+
+    def first_difference(self, other: ExecutionOrder) -> OrderDifference | None:
+        """Where this order and another one part ways; None where they are equal."""
+        here, there = self._lines, other._lines
+        for i in range(max(len(here), len(there))):
+            mine, theirs = (lines[i] if i < len(lines) else "the end" for lines in (here, there))
+            if mine != theirs:
+                return OrderDifference(i, mine, theirs, here[i - 1] if i else "the start")
+        return None
+
+    @functools.cached_property
+    def _lines(self) -> list[str]:
+        return [self._line(step) for step in self.steps]
+
+    def _line(self, step: Step) -> str:
+        call = self.calls[step.call]
+        who = f"{call.type_name}[{call.fqn}]" if call.fqn else call.type_name
+        if step.kind == "use":
+            return f"{who} uses {', '.join(step.params)}"
+        how = f"{who}.forward" if call.direct else who
+        return f"{step.kind} of {how}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"calls": self.calls, "registered": self.registered}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)

@@ -1,0 +1,200 @@
+"""The execution order of a symbolic trace, for any `torch.fx.Tracer`.
+
+Names and results are those of `torch/distributed/fsdp/_trace_utils.py` where these are right. Right too, and not there:
+parameters given by name, in containers, to leaf modules, or only returned; placeholders with the name of a parameter;
+second calls of a module; exceptions that a forward catches; and the parameters of a child that it does not use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx
+
+from scopetrace.order.execution import CallUsage, ExecutionOrder, ParamUsageInfo
+from scopetrace.record.model import Model
+
+_METADATA = frozenset(
+    {"shape", "dtype", "device", "layout", "ndim", "itemsize", "nbytes", "requires_grad", "is_leaf", "is_cuda"}
+    | {"is_meta", "names", "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "get_device"}
+    | {"element_size", "is_contiguous", "is_floating_point", "is_complex", "data_ptr"}
+)
+"""Attributes and methods of tensors that do not read their values."""
+
+
+@dataclasses.dataclass
+class TracingConfig:
+    """How to trace a model symbolically."""
+
+    tracer: torch.fx.Tracer = dataclasses.field(default_factory=torch.fx.Tracer)
+    concrete_args: dict[str, Any] | None = None
+    """As for `torch.fx.Tracer.trace`: values for arguments that are no proxies, by name."""
+
+
+class NamedParams(NamedTuple):
+    """Parameters used together: `_ParamUsageInfo` of the original."""
+
+    module: torch.nn.Module
+    """Who used them: the module that was asked about, in one op; or a module that it called, in that call."""
+    named_params: list[tuple[str, torch.nn.Parameter]]
+    """In the order of use, named as by `module.named_parameters()`; those of other modules from the root."""
+
+
+class ExecutionInfo:
+    """What was seen so far of a symbolic trace, in terms of the modules and parameters themselves.
+
+    A leaf module's own parameters count as used by its call, in the order of registration.
+    """
+
+    def __init__(self, root_module: torch.nn.Module) -> None:
+        self.registered = Model(root_module).registered()
+        self._modules = dict(root_module.named_modules())
+        self._params = dict(root_module.named_parameters())
+        self._module_names = {id(m): name for name, m in self._modules.items()}
+        self._param_names = {id(p): name for name, p in self._params.items()}
+        self._calls: list[CallUsage] = []
+        self._steps: list[list[tuple[str, ...] | int]] = []
+        self._open: list[int] = []
+        self._counts: dict[int, int] = {}
+        self._begin(root_module)
+
+    @property
+    def curr_module(self) -> torch.nn.Module | None:
+        """The module that is being traced; None for one that is not in the root's tree."""
+        fqn = self._calls[self._open[-1]].fqn
+        return None if fqn is None else self._modules[fqn]
+
+    @property
+    def order(self) -> ExecutionOrder:
+        """The same as plain data, as `Trace.order` gives it."""
+        calls = zip(self._calls, self._steps, strict=True)
+        return ExecutionOrder(tuple(dataclasses.replace(c, steps=tuple(steps)) for c, steps in calls), self.registered)
+
+    @property
+    def module_forward_order(self) -> list[torch.nn.Module]:
+        """The modules in the order in which their calls begin, with repeats, the root first."""
+        return [self._modules[fqn] for fqn in self.order.module_forward_order]
+
+    @property
+    def param_forward_order(self) -> list[torch.nn.Parameter]:
+        """The parameters in the order of their first use."""
+        return [self._params[name] for name in self.order.param_forward_order]
+
+    @property
+    def visited_params(self) -> set[torch.nn.Parameter]:
+        """The same as a set."""
+        return set(self.param_forward_order)
+
+    @property
+    def module_to_param_usage_infos(self) -> dict[torch.nn.Module, list[NamedParams]]:
+        """By module, what it used together, in order; see `ExecutionOrder.module_to_param_usage_infos`."""
+        return {
+            self._modules[fqn]: [self._named(info) for info in infos if info.module is not None]
+            for fqn, infos in self.order.module_to_param_usage_infos.items()
+        }
+
+    def _named(self, info: ParamUsageInfo) -> NamedParams:
+        prefixes = [f"{name}." if name else "" for name in self.registered.modules[info.module or ""].names]
+
+        def relative(param: str) -> str:
+            names = self.registered.params[param].names
+            return next((n.removeprefix(p) for p in prefixes for n in names if n.startswith(p)), param)
+
+        return NamedParams(self._modules[info.module or ""], [(relative(p), self._params[p]) for p in info.params])
+
+    # ---------------------------------------------------------------- while a tracer works
+
+    def _begin(self, module: torch.nn.Module) -> None:
+        fqn = self._module_names.get(id(module))
+        index = self._counts[id(module)] = self._counts.get(id(module), -1) + 1
+        parent = self._open[-1] if self._open else None
+        if parent is not None:
+            self._steps[parent].append(len(self._calls))
+        self._open.append(len(self._calls))
+        self._calls.append(CallUsage(fqn, index, type(module).__name__, parent))
+        self._steps.append([])
+
+    @contextlib.contextmanager
+    def call(self, module: torch.nn.Module) -> Iterator[None]:
+        """The module is called inside."""
+        self._begin(module)
+        try:
+            yield
+        finally:
+            self._open.pop()
+
+    def node(self, node: torch.fx.Node, root: torch.nn.Module) -> None:
+        """A node was made, in a graph whose attributes are those of `root`."""
+        if _reads_metadata(node):
+            return
+        read = [_attribute(root, n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+        if node.op == "call_module":
+            read += _attribute(root, node.target).parameters()
+        used = dict.fromkeys(self._param_names[id(t)] for t in read if id(t) in self._param_names)
+        if used:
+            self._steps[self._open[-1]].append(tuple(used))
+
+
+def _attribute(root: torch.nn.Module, path: Any) -> Any:
+    return operator.attrgetter(path)(root)
+
+
+def _reads_metadata(node: torch.fx.Node) -> bool:
+    if node.op == "call_function" and node.target is getattr:
+        return node.args[1] in _METADATA
+    return node.op == "call_method" and node.target in _METADATA
+
+
+class ExecOrderTracer:
+    """Watches a `torch.fx.Tracer`, of any subclass.
+
+    watcher = st.ExecOrderTracer()
+    with watcher.patch_tracer(tracer, model):
+        tracer.trace(model, concrete_args)
+    watcher.exec_info.param_forward_order
+    """
+
+    def __init__(self) -> None:
+        self.exec_info: ExecutionInfo | None = None
+
+    @contextlib.contextmanager
+    def patch_tracer(self, tracer: torch.fx.Tracer, root_module: torch.nn.Module) -> Iterator[ExecutionInfo]:
+        """While the block runs, `exec_info` is filled from what `tracer` does. The tracer is restored in any case."""
+        self.exec_info = info = ExecutionInfo(root_module)
+        call_module, create_node = tracer.call_module, tracer.create_node
+
+        def watched_call(m: torch.nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            with info.call(m):
+                return call_module(m, forward, *args, **kwargs)
+
+        def watched_node(*args: Any, **kwargs: Any) -> torch.fx.Node:
+            node = create_node(*args, **kwargs)
+            info.node(node, tracer.root)
+            return node
+
+        with _attributes_set(tracer, call_module=watched_call, create_node=watched_node):
+            yield info
+
+    def trace(self, root_module: torch.nn.Module, config: TracingConfig | None = None) -> ExecutionInfo:
+        """Trace a module symbolically, and return what was seen. Raises what the tracer raises."""
+        config = config or TracingConfig()
+        with self.patch_tracer(config.tracer, root_module) as info:
+            config.tracer.trace(root_module, config.concrete_args)
+        return info
+
+
+@contextlib.contextmanager
+def _attributes_set(owner: Any, **values: Any) -> Iterator[None]:
+    before = {name: owner.__dict__[name] for name in values if name in owner.__dict__}
+    owner.__dict__.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            owner.__dict__.pop(name, None)
+        owner.__dict__.update(before)

@@ -1,0 +1,67 @@
+"""The names that a model has for its modules and parameters, in the order in which it registered them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RegisteredParam:
+    """A parameter of the model."""
+
+    names: tuple[str, ...]
+    """All its fqns; more than one where it is shared (tied). The first is the one of `named_parameters()`."""
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole parameter."""
+        return int(torch.Size(self.shape).numel()) * self.dtype.itemsize
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class RegisteredModule:
+    """A module of the model."""
+
+    names: tuple[str, ...]
+    """All its fqns, `("",)` for the root; the first is the one of `named_modules()`."""
+    type_name: str
+    has_forward: bool
+    """Whether its class has a forward; `nn.ModuleList` has none."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Registered:
+    """The modules and parameters by the first of their names, in the order of registration."""
+
+    modules: dict[str, RegisteredModule] = dataclasses.field(default_factory=dict)
+    params: dict[str, RegisteredParam] = dataclasses.field(default_factory=dict)
+
+    def owners(self, param: str) -> list[str]:
+        """The modules that hold a parameter, by the names under which they hold it."""
+        return [name.rpartition(".")[0] for name in self.params[param].names]
+
+    def param(self, name: str) -> str | None:
+        """The first name of the parameter that has this name; None where there is none."""
+        return self._params_by_name.get(name)
+
+    def module(self, name: str) -> str | None:
+        """The first name of the module that has this name; None where there is none."""
+        return self._modules_by_name.get(name)
+
+    def inside(self, module: str) -> list[str]:
+        """The parameters of a module and of those in it, in the order of registration."""
+        prefix = f"{module}." if module else ""
+        return [first for first, param in self.params.items() if any(n.startswith(prefix) for n in param.names)]
+
+    @functools.cached_property
+    def _params_by_name(self) -> dict[str, str]:
+        return {name: first for first, param in self.params.items() for name in param.names}
+
+    @functools.cached_property
+    def _modules_by_name(self) -> dict[str, str]:
+        return {name: first for first, module in self.modules.items() for name in module.names}
