@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
+from scopetrace.order.text import order_text
 from scopetrace.record.registered import Registered
 
 
@@ -242,6 +243,10 @@ class ExecutionOrder:
             return f"{who} uses {', '.join(step.params)}"
         how = f"{who}.forward" if call.direct else who
         return f"{step.kind} of {how}"
+
+    def __str__(self) -> str:
+        """A table of the parameters in the order of use, and what is odd."""
+        return order_text(self)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"calls": self.calls, "registered": self.registered}

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -132,16 +131,18 @@ class ExecutionInfo:
         """A node was made, in a graph whose attributes are those of `root`."""
         if _reads_metadata(node):
             return
-        read = [_attribute(root, n.target) for n in node.all_input_nodes if n.op == "get_attr"]
+        read = [_parameter(root, n.target) for n in node.all_input_nodes if n.op == "get_attr"]
         if node.op == "call_module":
-            read += _attribute(root, node.target).parameters()
-        used = dict.fromkeys(self._param_names[id(t)] for t in read if id(t) in self._param_names)
+            read += root.get_submodule(str(node.target)).parameters()
+        used = dict.fromkeys(self._param_names[id(p)] for p in read if id(p) in self._param_names)
         if used:
             self._steps[self._open[-1]].append(tuple(used))
 
 
-def _attribute(root: torch.nn.Module, path: Any) -> Any:
-    return operator.attrgetter(path)(root)
+def _parameter(root: torch.nn.Module, path: Any) -> torch.nn.Parameter | None:
+    """Past `getattr`, which gives a proxy while a tracer works."""
+    owner, _, name = path.rpartition(".")
+    return root.get_submodule(owner)._parameters.get(name)
 
 
 def _reads_metadata(node: torch.fx.Node) -> bool:
