@@ -6,6 +6,7 @@ tr = st.trace(model, args, kwargs)
 print(tr)
 """
 
+from scopetrace import distributed as distributed
 from scopetrace.calls import ModuleCall as ModuleCall
 from scopetrace.errors import CheckError as CheckError
 from scopetrace.errors import CompiledGraphError as CompiledGraphError
@@ -24,7 +25,9 @@ from scopetrace.errors import OnnxOpError as OnnxOpError
 from scopetrace.errors import OnnxOptionError as OnnxOptionError
 from scopetrace.errors import OnnxVerificationError as OnnxVerificationError
 from scopetrace.errors import OpaqueOutputError as OpaqueOutputError
+from scopetrace.errors import OrderMismatchError as OrderMismatchError
 from scopetrace.errors import OutlineError as OutlineError
+from scopetrace.errors import PlanError as PlanError
 from scopetrace.errors import RandomStateError as RandomStateError
 from scopetrace.errors import ScopeError as ScopeError
 from scopetrace.errors import ScopetraceError as ScopetraceError

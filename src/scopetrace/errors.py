@@ -102,6 +102,14 @@ class DynamicShapeError(TraceError):
     """`dynamic_shapes` does not fit the arguments, or the model fixes a size that was said to be dynamic."""
 
 
+class PlanError(ScopetraceError, ValueError):
+    """A plan for sharding or splitting a model that cannot be made, or that would fail when it runs."""
+
+
+class OrderMismatchError(ScopetraceError):
+    """Ranks, or iterations, that run modules or use parameters in different orders."""
+
+
 class OnnxDependencyError(ScopetraceError, ImportError):
     """A package that ONNX export needs is not installed."""
 

@@ -48,6 +48,8 @@ class CallUsage:
     """In order: the parameters that one op used together, or the number of a call that this one made."""
     direct: bool = False
     """Whether `module.forward(...)` was called in place of the module, so that no hook ran."""
+    raised: bool = False
+    """Whether an exception ended it, that an outer module caught."""
 
 
 class Step(NamedTuple):
@@ -84,6 +86,8 @@ class ExecutionOrder:
     """Every module call in forward order, the root first."""
     registered: Registered = dataclasses.field(compare=False)
     """The model's modules and parameters in the order of registration, with all their names and sizes."""
+    written_params: tuple[str, ...] = ()
+    """The parameters that the forward changes in place."""
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -217,7 +221,7 @@ class ExecutionOrder:
     @functools.cached_property
     def digest(self) -> str:
         """A hash (SHA-256, hex) of all calls and uses; equal in every process and on every machine."""
-        plain = [[c.fqn, c.index, c.type_name, c.parent, c.direct, c.steps] for c in self.calls]
+        plain = [[c.fqn, c.index, c.type_name, c.parent, c.direct, c.raised, c.steps] for c in self.calls]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
     def __hash__(self) -> int:
@@ -249,7 +253,7 @@ class ExecutionOrder:
         return order_text(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"calls": self.calls, "registered": self.registered}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -19,7 +19,9 @@ def execution_order(tape: Tape) -> ExecutionOrder:
     reader, params = _Reader(tape.registered), dict[Value, str]()
     reader.read(tape, params)
     reader.use(tape.calls[0], (params[v] for v in leaves(tape.outputs, Value) if v in params))
-    return ExecutionOrder(tuple(map(_usage, reader.begun)), tape.registered)
+    changed = {v.storage for part in tape.walk() for op in part.ops for v in op.writes}
+    written = dict.fromkeys(name for value, name in params.items() if value.storage in changed)
+    return ExecutionOrder(tuple(map(_usage, reader.begun)), tape.registered, tuple(written))
 
 
 @dataclasses.dataclass(slots=True)
@@ -98,4 +100,6 @@ class _Reader:
 def _usage(begun: _Begun) -> CallUsage:
     call = begun.call
     kind = call.module_type.__name__ if call.module_type else call.scope.type_name or "function"
-    return CallUsage(call.fqn, begun.index, kind, begun.parent, tuple(begun.steps), call.direct)
+    return CallUsage(
+        call.fqn, begun.index, kind, begun.parent, tuple(begun.steps), call.direct, call.raised is not None
+    )

@@ -122,8 +122,12 @@ class ExecutionInfo:
     def call(self, module: torch.nn.Module) -> Iterator[None]:
         """The module is called inside."""
         self._begin(module)
+        call = self._open[-1]
         try:
             yield
+        except BaseException:
+            self._calls[call] = dataclasses.replace(self._calls[call], raised=True)
+            raise
         finally:
             self._open.pop()
 

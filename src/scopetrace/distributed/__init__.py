@@ -1,0 +1,5 @@
+"""Plans for distributed training, from the execution order of a trace."""
+
+from scopetrace.distributed.plan import Plan as Plan
+from scopetrace.distributed.plan import ShardGroup as ShardGroup
+from scopetrace.distributed.planning import plan as plan

@@ -1,0 +1,189 @@
+"""Which modules are sharded together.
+
+Data flow:
+    classes or a number of bytes -> the modules to shard apart, and what lies between them, as groups in execution order
+    tied weights, and uses outside the module -> groups that must be one, found by running the schedule
+    groups -> for each parameter the one group that manages it
+
+FSDP2 takes lists of modules for one group, and lets the root have what no other group has.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator
+
+from scopetrace.errors import PlanError
+from scopetrace.order.execution import ExecutionOrder
+from scopetrace.record.registered import Registered
+
+Group = tuple[str, ...]
+"""Modules that are sharded together, by the first of their names; `("",)` is the root."""
+ROOT: Group = ("",)
+
+
+@dataclasses.dataclass(frozen=True)
+class Grouping:
+    """Groups of modules, the root last, and who manages which parameter."""
+
+    groups: tuple[Group, ...]
+    registered: Registered
+
+    def group_of(self) -> dict[str, Group]:
+        """By module, its group."""
+        return {module: group for group in self.groups for module in group}
+
+    def managers(self, param: str) -> list[Group]:
+        """The groups that find a parameter in their modules; where it is shared, perhaps several."""
+        group_of = self.group_of()
+        found = (group_of[owner] for name in self.registered.params[param].names for owner in self._up(name, group_of))
+        return list(dict.fromkeys(found))
+
+    def _up(self, name: str, group_of: dict[str, Group]) -> Iterator[str]:
+        """The innermost module around a parameter's name that is in a group."""
+        while name:
+            name = name.rpartition(".")[0]
+            first = self.registered.module(name)
+            if first in group_of:
+                yield str(first)
+                return
+
+    def merged(self, one: Group, other: Group) -> Grouping:
+        """The same with two groups as one, that stands where the later one stood."""
+        joined = tuple(_outermost(dict.fromkeys([*one, *other]), self.registered))
+        kept = [g for g in self.groups if g not in (one, other)]
+        at = max(self.groups.index(one), self.groups.index(other)) - 1
+        return Grouping((*kept[:at], joined, *kept[at:]), self.registered)
+
+
+def _outermost(modules: Iterable[str], registered: Registered) -> Iterator[str]:
+    known = list(modules)
+    for module in known:
+        if not any(contains(registered, other, module) for other in known if other != module):
+            yield module
+
+
+def contains(registered: Registered, outer: str, inner: str) -> bool:
+    """Whether a module is in another one, by any of their names."""
+    if outer == "":
+        return inner != ""
+    prefixes = tuple(f"{name}." for name in registered.modules[outer].names)
+    return any(name.startswith(prefixes) for name in registered.modules[inner].names)
+
+
+def without_ties(grouping: Grouping) -> Grouping:
+    """Groups that hold one parameter become one: FSDP2 refuses a parameter of two groups."""
+    for param, entry in grouping.registered.params.items():
+        if len(entry.names) > 1:
+            while len(managers := grouping.managers(param)) > 1:
+                grouping = grouping.merged(*managers[:2])
+    return grouping
+
+
+# ---------------------------------------------------------------- from classes
+
+
+def by_classes(order: ExecutionOrder, chosen: Callable[[str], bool]) -> Grouping:
+    """A group for each module that is chosen, and for what is called between them.
+
+    What no chosen module holds (embeddings, norms, heads) is grouped by where it runs: before the first chosen module,
+    between two of them, after the last. Parameters of the root and of modules that are not called go to the root.
+    """
+    registered = order.registered
+    units = {name for name in registered.modules if name and chosen(name)}
+    _refuse_uncallable(order, units)
+
+    def is_apart(name: str) -> bool:
+        return not any(contains(registered, name, unit) for unit in units)
+
+    rest = [m for m in _cut(order, is_apart) if m not in units and not any(contains(registered, u, m) for u in units)]
+    groups: list[list[str]] = []
+    last_is_open = False
+    for module in sorted([*units, *rest], key=_first_call(order).__getitem__):
+        if last_is_open and module not in units:
+            groups[-1].append(module)
+        else:
+            groups.append([module])
+        last_is_open = module not in units
+    return Grouping((*map(tuple, groups), ROOT), registered)
+
+
+def _refuse_uncallable(order: ExecutionOrder, units: set[str]) -> None:
+    """FSDP2 gathers and frees in hooks around the call of a module."""
+    for name in units:
+        kind = order.registered.modules[name].type_name
+        if not order.registered.modules[name].has_forward:
+            raise PlanError(f"{kind} {name!r} has no forward, so that no hook gathers it: name the class of its items")
+    for call in order.calls:
+        if call.raised and call.fqn and order.registered.module(call.fqn) in units:
+            raise PlanError(
+                f"a call of {call.type_name} {call.fqn!r} ends with an exception that its caller catches; FSDP2 would "
+                "not free its parameters, and the next call fails: name a class around it or inside it"
+            )
+
+
+# ---------------------------------------------------------------- from bytes
+
+
+def by_bytes(order: ExecutionOrder, target_bytes: int) -> Grouping:
+    """Groups of about this many bytes of parameters each, in execution order.
+
+    The largest modules that fit are put together as they run. A module that does not fit is cut open, one that has no
+    parts is a group of its own.
+    """
+    registered = order.registered
+    sizes = {name: sum(registered.params[p].nbytes for p in registered.inside(name)) for name in registered.modules}
+    parts = Grouping((*((p,) for p in _cut(order, lambda name: sizes[name] <= target_bytes)), ROOT), registered)
+    first = _first_call(order)
+    groups: list[list[str]] = []
+    filled = target_bytes
+    for part in sorted(without_ties(parts).groups, key=lambda group: first[group[0]]):
+        if len(part) > 1:  # tied: alone, so that it does not hold others from its first module to its last
+            groups.append([*part])
+            filled = target_bytes
+        elif part != ROOT:
+            if not groups or filled + sizes[part[0]] > target_bytes:
+                groups.append([])
+                filled = 0
+            groups[-1] += part
+            filled += sizes[part[0]]
+    return Grouping((*map(tuple, groups), ROOT), registered)
+
+
+# ---------------------------------------------------------------- both
+
+
+def _cut(order: ExecutionOrder, whole: Callable[[str], bool]) -> list[str]:
+    """The outermost modules below the root that have parameters, are called as modules, and stay whole."""
+    registered = order.registered
+    called = called_modules(order)
+    children: dict[str, list[str]] = {}
+    for name in registered.modules:
+        if name:
+            children.setdefault(str(registered.module(name.rpartition(".")[0])), []).append(name)
+    found: list[str] = []
+    work = [""]
+    while work:
+        name = work.pop()
+        below = [m for m in children.get(name, ()) if registered.inside(m)]
+        if name and name in called and (whole(name) or not below):
+            found.append(name)
+        else:
+            work += below
+    return found
+
+
+def called_modules(order: ExecutionOrder) -> set[str]:
+    """The modules that are called so that all hooks run, those before the call and those after it."""
+    calls = [(order.registered.module(c.fqn), c.direct or c.raised) for c in order.calls if c.fqn is not None]
+    return {name for name, _ in calls if name} - {name for name, is_odd in calls if is_odd and name}
+
+
+def _first_call(order: ExecutionOrder) -> dict[str, int]:
+    """By module, the number of its first call; those that are never called come after all."""
+    first = dict.fromkeys(order.registered.modules, len(order.calls))
+    for i, call in reversed([*enumerate(order.calls)]):
+        name = None if call.fqn is None else order.registered.module(call.fqn)
+        if name is not None:
+            first[name] = i
+    return first

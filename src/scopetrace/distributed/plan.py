@@ -1,0 +1,144 @@
+"""FSDP2 from an execution order: groups, prefetch lists and bucket plans.
+
+Data flow:
+    model and order -> groups of modules (groups.py)
+    groups -> run as FSDP2 would (schedule.py); a use of what is not there joins two groups, or refuses the plan
+    groups in the order in which they run -> whom each prefetches, forward and backward -> Plan, which applies them
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scopetrace.distributed.groups import ROOT, Group, Grouping, contains
+from scopetrace.distributed.schedule import Schedule, backward_gathers, forward_schedule
+from scopetrace.errors import PlanError
+from scopetrace.order.execution import ExecutionOrder
+from scopetrace.record.model import Model
+from scopetrace.show.table import columns
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclasses.dataclass(frozen=True)
+class ShardGroup:
+    """Modules whose parameters are gathered in one collective."""
+
+    modules: Group
+    """Their fqns in the order in which they run; `("",)` is the root."""
+    params: tuple[str, ...]
+    """The fqns of the parameters in the order of registration, in which FSDP2 lays them out in its buffers."""
+    params_by_use: tuple[str, ...]
+    """Those that are used, in the order of execution."""
+    nbytes: int
+    """Bytes of the parameters in their own dtypes, on all ranks together."""
+    forward_prefetch: tuple[Group, ...] = ()
+    """The groups to gather, beside this one, when it begins its forward."""
+    backward_prefetch: tuple[Group, ...] = ()
+    """The groups to gather, beside this one, when it begins its backward."""
+
+    @property
+    def prefetch(self) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
+        """Both lists, forward and backward."""
+        return self.forward_prefetch, self.backward_prefetch
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How to shard a model with FSDP2: `print(plan)`, then `plan.apply(mesh)`."""
+
+    groups: tuple[ShardGroup, ...]
+    """In the order of their first forward pass, the root first."""
+    order: ExecutionOrder
+    model: torch.nn.Module = dataclasses.field(repr=False)
+
+    @functools.cached_property
+    def _grouping(self) -> Grouping:
+        rest = [g.modules for g in self.groups if g.modules != ROOT]
+        return Grouping((*rest, ROOT), self.order.registered)
+
+    @functools.cached_property
+    def schedule(self) -> Schedule:
+        """One forward under this plan."""
+        return forward_schedule(self.order, self._grouping, {g.modules: g.forward_prefetch for g in self.groups})
+
+    @property
+    def forward_gathers(self) -> list[Group]:
+        """The all-gathers of a forward, in order, as groups. Those without parameters are not among them."""
+        return self._with_params(group for group, _ in self.schedule.gathers)
+
+    @property
+    def backward_gathers(self) -> list[Group]:
+        """The all-gathers of the backward after it, in order."""
+        return self._with_params(backward_gathers(self.schedule, {g.modules: g.backward_prefetch for g in self.groups}))
+
+    def _with_params(self, groups: Iterable[Group]) -> list[Group]:
+        holding = {g.modules for g in self.groups if g.params}
+        return [g for g in groups if g in holding]
+
+    def bucket_plan(self) -> list[list[str]]:
+        """The modules of each group in execution order, the root's own parameters first, as
+        `module_bucket_plans` of torch.compile's manual bucketing (`manual_overlap_bucketing`) takes them."""
+        return [list(g.modules) for g in self.groups if g.params]
+
+    def apply(self, mesh: DeviceMesh, **fully_shard_kwargs: Any) -> torch.nn.Module:
+        """Call `fully_shard` for each group, innermost first, and set the prefetch lists. Returns the model.
+
+        Args:
+            mesh: as for `torch.distributed.fsdp.fully_shard`; so are the other arguments, which go to every call of it.
+
+        Raises PlanError when the model's modules or parameters are no longer those of the plan.
+        """
+        from torch.distributed.fsdp import fully_shard
+
+        refuse_another_model(self.model, self.order, "the model has changed since the plan was made: plan again")
+        registered = self.order.registered
+        depth = {g.modules: sum(contains(registered, m, g.modules[0]) for m in registered.modules) for g in self.groups}
+        for group in sorted(self.groups, key=lambda g: -depth[g.modules]):
+            modules = [self.model.get_submodule(name) for name in group.modules]
+            fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **fully_shard_kwargs)
+        for group in self.groups:
+            sharded: Any = self._module(group.modules)
+            if group.forward_prefetch:
+                sharded.set_modules_to_forward_prefetch([self._module(g) for g in group.forward_prefetch])
+            if group.backward_prefetch:
+                sharded.set_modules_to_backward_prefetch([self._module(g) for g in group.backward_prefetch])
+        return self.model
+
+    def _module(self, group: Group) -> torch.nn.Module:
+        return self.model.get_submodule(group[0])
+
+    def __str__(self) -> str:
+        numbers = {g.modules: str(i) for i, g in enumerate(self.groups)}
+        rows = [("group", "modules", "parameters", "MB", "forward prefetch", "backward prefetch")]
+        for i, group in enumerate(self.groups):
+            ahead, back = (" ".join(numbers[g] for g in found) or "-" for found in group.prefetch)
+            rows.append(
+                (str(i), _names(group.modules), str(len(group.params)), f"{group.nbytes / 1e6:.1f}", ahead, back)
+            )
+        gathers = (("forward", self.forward_gathers), ("backward", self.backward_gathers))
+        lines = [f"all-gathers, {when}: {' '.join(numbers[g] for g in found) or 'none'}" for when, found in gathers]
+        return "\n".join([columns(rows), "", *lines])
+
+
+def _names(group: Group) -> str:
+    names = [name or "(root)" for name in group]
+    return ", ".join(names if len(names) <= 4 else [*names[:2], f"… {len(names) - 3} more", names[-1]])
+
+
+def refuse_another_model(model: torch.nn.Module, order: ExecutionOrder, what: str) -> None:
+    """Raise PlanError where the modules or parameters of a model are not those of an order."""
+    now = Model(model).registered()
+    for kind, mine, theirs in (
+        ("module", order.registered.modules, now.modules),
+        ("parameter", order.registered.params, now.params),
+    ):
+        if [entry.names for entry in mine.values()] != [entry.names for entry in theirs.values()]:
+            other = sorted(set(mine) ^ set(theirs))
+            raise PlanError(f"{what} ({kind} {other[0]!r} is not in both)" if other else f"{what} ({kind}s differ)")

@@ -1,0 +1,142 @@
+"""`plan`: from a model and its order to groups and prefetch lists. See `plan.py` for what comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from scopetrace.distributed.groups import ROOT, Group, Grouping, by_bytes, by_classes, without_ties
+from scopetrace.distributed.plan import Plan, ShardGroup, refuse_another_model
+from scopetrace.distributed.schedule import forward_schedule
+from scopetrace.errors import PlanError
+from scopetrace.order.execution import ExecutionOrder
+
+Classes = type[torch.nn.Module] | Iterable[type[torch.nn.Module]]
+
+
+def plan(
+    model: torch.nn.Module,
+    order: ExecutionOrder,
+    *,
+    target_bytes: int | None = None,
+    classes: Classes | None = None,
+    prefetch: int = 1,
+) -> Plan:
+    """Groups and prefetch lists for `torch.distributed.fsdp.fully_shard`, from the order in which the model runs.
+
+    Tied weights are put in one group, and so are a module and another one that uses its parameters without calling it.
+    A group that runs several times prefetches only what follows every time; otherwise FSDP2's own prefetch is left.
+
+    Args:
+        model: the model, not sharded yet; on the meta device too.
+        order: `trace(model, …).order`, of a forward as in training.
+        target_bytes: groups of about this many bytes of parameters each, of whatever is called one after the other.
+        classes: a class of modules, or several: a group for each of their modules, and for what runs between these
+            (embeddings, norms, heads).
+        prefetch: how many groups ahead to gather; 0 leaves prefetching to FSDP2.
+
+    Raises PlanError for a plan that would fail when it runs: another model's order, classes without modules or without
+    a forward, parameters that FSDP2 cannot shard, or that the forward changes in place.
+    """
+    if (target_bytes is None) == (classes is None):
+        raise PlanError("give one of target_bytes= and classes=")
+    if prefetch < 0 or (target_bytes is not None and target_bytes <= 0):
+        raise PlanError(f"prefetch={prefetch} must not be negative, target_bytes={target_bytes} must be positive")
+    refuse_another_model(model, order, "the order is of another model: trace this one")
+    _refuse_params(model, order)
+    if target_bytes is not None:
+        grouping = by_bytes(order, target_bytes)
+    else:
+        grouping = by_classes(order, _chosen(model, classes or ()))
+    return _plan(model, order, _joined(order, grouping), prefetch)
+
+
+def _chosen(model: torch.nn.Module, classes: Classes) -> Callable[[str], bool]:
+    kinds = (classes,) if isinstance(classes, type) else tuple(classes)
+    found = {name for name, module in model.named_modules() if name and isinstance(module, kinds)}
+    for kind in kinds:
+        if not any(isinstance(module, kind) for module in model.modules()):
+            present = sorted({type(module).__name__ for module in model.modules()})
+            raise PlanError(f"no module of the model is a {kind.__name__}; there are: {', '.join(present)}")
+    return found.__contains__
+
+
+def _refuse_params(model: torch.nn.Module, order: ExecutionOrder) -> None:
+    if order.written_params:
+        raise PlanError(
+            f"the forward changes {', '.join(order.written_params)} in place; FSDP2 frees what it gathered, and the "
+            "change with it: change parameters outside the forward, or make them buffers"
+        )
+    for name, param in model.named_parameters():
+        if not param.dim():
+            raise PlanError(f"FSDP2 does not shard scalars: give {name} the shape (1,)")
+        if not param.is_contiguous():
+            raise PlanError(f"FSDP2 shards contiguous parameters only: {name} has the strides {param.stride()}")
+
+
+def _joined(order: ExecutionOrder, grouping: Grouping) -> Grouping:
+    """With one group for what must be gathered together."""
+    grouping = without_ties(grouping)
+    while (missing := forward_schedule(order, grouping, {}).missing) is not None:
+        grouping = without_ties(grouping.merged(missing.group, missing.user))
+    return grouping
+
+
+def _plan(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, prefetch: int) -> Plan:
+    params = _payload(model, grouping)
+    schedule = forward_schedule(order, grouping, {})
+    by_start = [p.group for p in sorted(schedule.passes, key=lambda p: p.start) if params[p.group] or p.group == ROOT]
+    by_end = [p.group for p in reversed(schedule.passes) if params[p.group] or p.group == ROOT]
+    forward, backward = (followers(sequence, prefetch) for sequence in (by_start, by_end))
+    used = order.param_forward_order
+    groups = [
+        ShardGroup(
+            group,
+            tuple(params[group]),
+            tuple(name for name in used if name in set(params[group])),
+            sum(order.registered.params[name].nbytes for name in params[group]),
+            forward.get(group, ()),
+            backward.get(group, ()),
+        )
+        for group in dict.fromkeys([ROOT, *by_start, *grouping.groups])
+    ]
+    return Plan(tuple(groups), order, model)
+
+
+def followers(sequence: Sequence[Group], count: int) -> dict[Group, tuple[Group, ...]]:
+    """For each group the next `count` ones, where these are the same each time that it runs."""
+    found: dict[Group, set[tuple[Group, ...]]] = {}
+    for i, group in enumerate(sequence):
+        ahead: list[Group] = []
+        for other in sequence[i + 1 :]:
+            if len(ahead) == count or other == group:
+                break
+            if other != ROOT and other not in ahead:
+                ahead.append(other)
+        found.setdefault(group, set()).add(tuple(ahead))
+    return {group: next(iter(lists)) for group, lists in found.items() if len(lists) == 1}
+
+
+def _payload(model: torch.nn.Module, grouping: Grouping) -> dict[Group, list[str]]:
+    """By group, its parameters in FSDP2's order: children before their parents, else as registered."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: dict[Group, list[str]] = {group: [] for group in grouping.groups}
+    visited: set[int] = set()
+
+    def visit(module: torch.nn.Module) -> None:
+        if id(module) in visited:
+            return
+        visited.add(id(module))
+        for child in module.children():
+            visit(child)
+        for param in module.parameters(recurse=False):
+            name = names[id(param)]
+            group = grouping.managers(name)[0]
+            if name not in found[group]:
+                found[group].append(name)
+
+    for group in grouping.groups:
+        for name in group:
+            visit(model.get_submodule(name))
+    return found

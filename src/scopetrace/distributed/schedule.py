@@ -1,0 +1,155 @@
+"""What FSDP2 does with groups: when it gathers parameters, and whether each is there when it is used.
+
+The rules are those of `torch.distributed.fsdp.fully_shard` (torch 2.13): a group is gathered when the first of its
+modules is called, freed when all have run, kept to the end where it is the root's; then the groups of the prefetch list
+are gathered. Backward runs through the forward passes of the groups the other way around.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from scopetrace.distributed.groups import ROOT, Group, Grouping
+from scopetrace.order.execution import ExecutionOrder, Step
+
+Prefetch = Mapping[Group, Sequence[Group]]
+
+
+class Pass(NamedTuple):
+    """A forward pass of a group: from the step that calls its first module to that in which its last one returns."""
+
+    group: Group
+    start: int
+    stop: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Missing:
+    """A parameter that is not there when it is used."""
+
+    param: str
+    group: Group
+    """The group that has it."""
+    user: Group
+    """The innermost group whose pass the use is in."""
+    step: Step
+
+
+@dataclasses.dataclass
+class Schedule:
+    """One forward, step by step."""
+
+    gathers: list[tuple[Group, int]] = dataclasses.field(default_factory=list)
+    """The all-gathers in the order in which they are issued, each with its step."""
+    passes: list[Pass] = dataclasses.field(default_factory=list)
+    """The passes in the order in which they end."""
+    missing: Missing | None = None
+    """The first parameter that is not there."""
+
+
+def forward_schedule(order: ExecutionOrder, grouping: Grouping, prefetch: Prefetch) -> Schedule:
+    """Run through the steps of a forward as FSDP2 would; stops at the first parameter that is not there."""
+    return _Forward(order, grouping, prefetch).run()
+
+
+class _Forward:
+    def __init__(self, order: ExecutionOrder, grouping: Grouping, prefetch: Prefetch) -> None:
+        self.order = order
+        self.grouping = grouping
+        self.prefetch = prefetch
+        self.group_of = grouping.group_of()
+        self.manager = {param: grouping.managers(param)[0] for param in order.param_first_use}
+        self.gathered: set[Group] = set()
+        self.ready: dict[Group, int] = {}  # by group, the step in which its pass began
+        self.to_run: dict[Group, set[str]] = {}
+        self.open: list[Group] = []  # the groups of the modules that are being called
+        self.schedule = Schedule()
+
+    def run(self) -> Schedule:
+        for i, step in enumerate(self.order.steps):
+            group = self._group(step)
+            if step.kind == "use":
+                self._use(step)
+                if self.schedule.missing is not None:
+                    return self.schedule
+            elif group is not None and step.kind == "call":
+                self._enter(group, i)
+            elif group is not None:
+                self._leave(group, str(self._module(step)), i)
+        for group in [g for g in self.grouping.groups if g in self.ready]:  # modules of them never ran
+            self._complete(group, len(self.order.steps) - 1)
+        return self.schedule
+
+    def _module(self, step: Step) -> str | None:
+        call = self.order.calls[step.call]
+        return None if call.fqn is None or call.direct else self.order.registered.module(call.fqn)
+
+    def _group(self, step: Step) -> Group | None:
+        module = self._module(step)
+        return None if module is None else self.group_of.get(module)
+
+    def _gather(self, group: Group, at: int) -> None:
+        if group not in self.gathered:
+            self.gathered.add(group)
+            self.schedule.gathers.append((group, at))
+
+    def _enter(self, group: Group, at: int) -> None:
+        self.open.append(group)
+        self._gather(group, at)
+        if not self.to_run.get(group):
+            self.to_run[group] = set(group)
+        if group not in self.ready:
+            self.ready[group] = at
+            for other in self.prefetch.get(group, ()):
+                self._gather(other, at)
+
+    def _leave(self, group: Group, module: str, at: int) -> None:
+        self.open.pop()
+        self.to_run[group].discard(module)
+        if not self.to_run[group] and group in self.ready:
+            self._complete(group, at)
+
+    def _complete(self, group: Group, at: int) -> None:
+        self.schedule.passes.append(Pass(group, self.ready.pop(group), at))
+        if group != ROOT:
+            self.gathered.discard(group)
+
+    def _use(self, step: Step) -> None:
+        for param in step.params:
+            group = self.manager[param]
+            if group not in self.ready:
+                user = next(g for g in reversed(self.open) if g in self.ready)
+                self.schedule.missing = Missing(param, group, user, step)
+                return
+
+
+def backward_gathers(forward: Schedule, prefetch: Prefetch) -> list[Group]:
+    """The all-gathers of the backward that follows, in order.
+
+    A group without a list prefetches what ended before it in forward, as FSDP2 does by itself.
+    """
+    found: list[Group] = []
+    gathered = {ROOT}
+    ends = {i: (p.stop, 1, i, p.group) for i, p in enumerate(forward.passes)}
+    starts = [(p.start, 0, i, p.group) for i, p in enumerate(forward.passes)]
+    active: set[Group] = set()
+
+    def gather(group: Group) -> None:
+        if group not in gathered:
+            gathered.add(group)
+            found.append(group)
+
+    for _, is_end, number, group in sorted([*ends.values(), *starts], reverse=True):
+        if not is_end:
+            active.discard(group)
+            if group != ROOT:
+                gathered.discard(group)
+        elif group not in active:
+            active.add(group)
+            gather(group)
+            default = [forward.passes[number - 1].group] if number else []
+            for other in prefetch.get(group) or default:
+                gather(other)
+    return found
