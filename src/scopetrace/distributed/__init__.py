@@ -1,5 +1,8 @@
 """Plans for distributed training, from the execution order of a trace."""
 
+from scopetrace.distributed.pipeline import Cut as Cut
+from scopetrace.distributed.pipeline import SplitPoints as SplitPoints
+from scopetrace.distributed.pipeline import split_points as split_points
 from scopetrace.distributed.plan import Plan as Plan
 from scopetrace.distributed.plan import ShardGroup as ShardGroup
 from scopetrace.distributed.planning import plan as plan

@@ -1,0 +1,94 @@
+"""What the ops of a trace cost: FLOPs, parameters, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from scopetrace._compat.symbols import Symbolic
+from scopetrace.errors import PlanError
+from scopetrace.record.structure import map_structure
+from scopetrace.record.tape import Op, Tape, Value, flat
+
+
+def nbytes(value: Value) -> int:
+    """The bytes of a tensor's elements."""
+    return int(value.fake.numel()) * value.fake.element_size()
+
+
+def op_params(tape: Tape) -> list[int]:
+    """For each op, the elements of the parameters that it is the first to use."""
+    return _of_params(tape, lambda name: torch.Size(tape.registered.params[name].shape).numel())
+
+
+def op_bytes(tape: Tape) -> list[int]:
+    """For each op, the bytes of the parameters that it is the first to use and of the memory that it makes."""
+    known = {v.storage for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()}
+    found = _of_params(tape, lambda name: tape.registered.params[name].nbytes)
+    for i, op in enumerate(tape.ops):
+        for value in op.values():
+            if value.storage not in known:
+                known.add(value.storage)
+                found[i] += nbytes(value)
+    return found
+
+
+def _of_params(tape: Tape, size: Callable[[str], int]) -> list[int]:
+    params = {}
+    for op in tape.ops:
+        name = tape.registered.param(op.target) if op.kind == "get_attr" else None
+        if name is not None:
+            params[op.outputs] = name
+    seen: set[str] = set()
+    found = [0] * len(tape.ops)
+    for i, op in enumerate(tape.ops):
+        new = {params[v] for v in op.inputs() if v in params} - seen
+        seen |= new
+        found[i] = sum(map(size, new))
+    return found
+
+
+def op_flops(tape: Tape) -> list[int]:
+    """For each op, its floating-point operations as `torch.utils.flop_counter` counts them: of matrix products,
+    convolutions and attention, a multiplication and an addition being two. Equal ops are counted once and remembered.
+
+    Raises PlanError for a trace with dynamic sizes.
+    """
+    counted: dict[Any, int] = {}
+    found = []
+    for op in tape.ops:
+        flops = 0
+        if op.kind == "call_function" and not op.bodies():
+            key = _key(op)
+            if key not in counted:
+                counted[key] = _count(op)
+            flops = counted[key]
+        found.append(flops)
+    return found
+
+
+def _key(op: Op) -> Any:
+    return op.target, tuple(map(_leaf_key, flat((op.args, op.kwargs))))
+
+
+def _leaf_key(x: Any) -> Any:
+    return (tuple(x.fake.shape), x.fake.stride(), x.fake.dtype) if isinstance(x, Value) else (type(x), str(x))
+
+
+def _count(op: Op) -> int:
+    if any(isinstance(x, Symbolic) for x in flat((op.args, op.kwargs))) or _has_dynamic_sizes(op.inputs()):
+        raise PlanError("FLOPs need sizes: trace with the sizes of one micro-batch, without dynamic_shapes")
+    args, kwargs = map_structure(lambda v: v.fake.detach(), (op.args, op.kwargs), Value)
+    mode = next((v.fake.fake_mode for v in op.inputs()), None)  # type: ignore[attr-defined]
+    if mode is None:
+        return 0
+    with torch.no_grad(), mode, FlopCounterMode(display=False) as counter:
+        op.target(*args, **kwargs)
+    return int(counter.get_total_flops())
+
+
+def _has_dynamic_sizes(values: Sequence[Value]) -> bool:
+    return any(isinstance(n, torch.SymInt) for v in values for n in v.fake.shape)

@@ -1,0 +1,220 @@
+"""Where to cut a model into pipeline stages.
+
+Data flow:
+    ops of the trace -> what each costs, and at which of them a module that is called once begins: the possible cuts
+    values made before a cut and read after it -> the bytes that cross it
+    cuts -> the most even stages; of all that are nearly as even, the ones that the fewest bytes cross
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params
+from scopetrace.errors import PlanError
+from scopetrace.record.structure import leaves
+from scopetrace.record.tape import Tape, Value
+from scopetrace.show.table import columns
+from scopetrace.trace import Trace
+
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import SplitPoint
+
+Balance = Literal["params", "flops", "bytes"]
+_COSTS = {"params": op_params, "flops": op_flops, "bytes": op_bytes}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A place between two stages."""
+
+    module: str
+    """The module with which the later stage begins."""
+    at: int
+    """The op of the trace with which it begins."""
+    nbytes: int
+    """Bytes of the tensors that are made before and read after, for the example's sizes."""
+    shapes: tuple[tuple[int, ...], ...]
+    """Their shapes."""
+
+
+class SplitPoints(dict[str, "SplitPoint"]):
+    """A `split_spec` for `torch.distributed.pipelining.pipeline`, that knows why: `print(points)`."""
+
+    def __init__(
+        self, cuts: Sequence[Cut], weights: Sequence[int], balance: Balance, shared: dict[str, list[int]]
+    ) -> None:
+        from torch.distributed.pipelining import SplitPoint
+
+        super().__init__({cut.module: SplitPoint.BEGINNING for cut in cuts})
+        self.cuts = tuple(cuts)
+        """The cuts in order."""
+        self.weights = tuple(weights)
+        """What each stage costs, in what `balance` names: parameters, FLOPs of a forward, or bytes."""
+        self.balance = balance
+        self.shared = shared
+        """Parameters that several stages use, and which: each stage gets a copy, whose gradients must be added."""
+
+    @property
+    def crossing_bytes(self) -> list[int]:
+        """The bytes that cross each cut."""
+        return [cut.nbytes for cut in self.cuts]
+
+    def __str__(self) -> str:
+        rows = [("stage", "begins with", self.balance, "bytes in", "tensors in")]
+        for i, weight in enumerate(self.weights):
+            cut = self.cuts[i - 1] if i else None
+            tensors = " ".join("x".join(map(str, shape)) or "scalar" for shape in cut.shapes) if cut else ""
+            rows.append(
+                (str(i), cut.module if cut else "(start)", f"{weight:,}", f"{cut.nbytes:,}" if cut else "", tensors)
+            )
+        notes = [f"{name} is used in stages {', '.join(map(str, stages))}" for name, stages in self.shared.items()]
+        return "\n".join([columns(rows), *notes])
+
+
+def split_points(tr: Trace, stages: int, balance: Balance = "params", *, tolerance: float = 0.1) -> SplitPoints:
+    """The modules at which to cut a model into pipeline stages.
+
+    Args:
+        tr: a trace with the sizes of one micro-batch.
+        stages: how many stages, two or more.
+        balance: what the stages shall have evenly: `params`, elements of parameters; `flops` of a forward, as
+            `torch.utils.flop_counter` counts them; `bytes` of parameters and of all that is computed.
+        tolerance: how much more than in the most even way the largest stage may have, so that fewer bytes cross.
+
+    Raises PlanError where the trace has too few modules that are called once, or dynamic sizes.
+    """
+    if balance not in _COSTS:
+        raise PlanError(f"balance={balance!r}: write one of {', '.join(map(repr, _COSTS))}")
+    if stages < 2:
+        raise PlanError(f"stages={stages}: write 2 or more")
+    tape = tr.pure().tape
+    if tape.sizes is not None:
+        raise PlanError("the trace has dynamic sizes: trace with the sizes of one micro-batch")
+    cuts = _possible_cuts(tape)
+    if len(cuts) < stages - 1:
+        raise PlanError(f"{stages} stages need {stages - 1} cuts; there are {len(cuts)} modules that are called once")
+    before = [0, *itertools.accumulate(_COSTS[balance](tape))]
+    at = [0, *(before[cut.at] for cut in cuts), before[-1]]
+    chosen = _cheapest(at, [cut.nbytes for cut in cuts], stages, _most_even(at, stages) * (1 + tolerance))
+    picked = [cuts[i] for i in chosen]
+    bounds = [0, *(before[cut.at] for cut in picked), before[-1]]
+    return SplitPoints(picked, [b - a for a, b in itertools.pairwise(bounds)], balance, _shared(tape, picked))
+
+
+# ---------------------------------------------------------------- the possible cuts
+
+
+def _possible_cuts(tape: Tape) -> list[Cut]:
+    """In order; where several modules begin with the same op, the outermost one."""
+    counts: dict[str, int] = {}
+    for call in tape.calls:
+        name = None if call.fqn is None else tape.registered.module(call.fqn)
+        if name:
+            counts[name] = counts.get(name, 0) + 1
+    begins = _first_ops(tape)
+    outermost: dict[int, str] = {}
+    for call in tape.calls:
+        name = None if call.fqn is None else tape.registered.module(call.fqn)
+        if name and counts[name] == 1 and begins.get(call.position, 0) > _first_computation(tape):
+            outermost.setdefault(begins[call.position], name)
+    crossing = _crossing(tape, sorted(outermost))
+    return [
+        Cut(outermost[i], i, sum(map(nbytes, values)), tuple(tuple(v.fake.shape) for v in values))
+        for i, values in crossing.items()
+    ]
+
+
+def _first_computation(tape: Tape) -> int:
+    return next((i for i, op in enumerate(tape.ops) if op.kind.startswith("call")), len(tape.ops))
+
+
+def _first_ops(tape: Tape) -> dict[int, int]:
+    """By position of a call, the first op that it or a call inside it runs."""
+    first: dict[int, int] = {}
+    for i, op in enumerate(tape.ops):
+        call = op.call if op.kind.startswith("call") else None
+        while call is not None and call.position not in first:
+            first[call.position] = i
+            call = call.parent
+    return first
+
+
+def _crossing(tape: Tape, places: list[int]) -> dict[int, list[Value]]:
+    """For each place, the values made before it and read from it on; not parameters, buffers and constants."""
+    made = {v: i for i, op in enumerate(tape.ops) if op.kind != "get_attr" for v in op.values()}
+    last = dict.fromkeys(made, -1)
+    for i, op in enumerate(tape.ops):
+        last |= {v: i for v in op.inputs() if v in last}
+    last |= {v: len(tape.ops) for v in leaves(tape.outputs, Value) if v in last}
+    found: dict[int, list[Value]] = {place: [] for place in places}
+    for value, start in made.items():
+        for place in places[bisect.bisect_right(places, start) : bisect.bisect_right(places, last[value])]:
+            found[place].append(value)
+    return found
+
+
+def _shared(tape: Tape, cuts: list[Cut]) -> dict[str, list[int]]:
+    places = [cut.at for cut in cuts]
+    names: dict[Any, str] = {}
+    users: dict[str, dict[int, None]] = {}
+    for i, op in enumerate(tape.ops):
+        name = tape.registered.param(op.target) if op.kind == "get_attr" else None
+        if name is not None:
+            names[op.outputs] = name
+        for value in op.inputs():
+            if value in names:
+                users.setdefault(names[value], {})[bisect.bisect_right(places, i)] = None
+    return {name: list(stages) for name, stages in users.items() if len(stages) > 1}
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def _most_even(at: Sequence[int], stages: int) -> int:
+    """The least that the largest of so many stages must have; `at` is the cost up to each possible cut."""
+    low, high = 0, at[-1]
+    while low < high:
+        middle = (low + high) // 2
+        if _needed(at, middle) <= stages:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _needed(at: Sequence[int], limit: int) -> float:
+    """The stages needed if none may have more than this."""
+    count, start = 1, 0
+    for here, following in itertools.pairwise(at):
+        if following - here > limit:
+            return float("inf")
+        if following - start > limit:
+            count, start = count + 1, here
+    return count
+
+
+def _cheapest(at: Sequence[int], crossing: Sequence[int], stages: int, limit: float) -> list[int]:
+    """The cuts that the fewest bytes cross in all, with no stage above the limit; of equal ones, the most even."""
+    Best = tuple[int, int, int]
+    rows: list[dict[int, Best]] = [{0: (0, 0, 0)}]
+    for _ in range(stages - 1):
+        row: dict[int, Best] = {}
+        for i in range(1, len(at) - 1):
+            options = [
+                (cost + crossing[i - 1], squares + (at[i] - at[j]) ** 2, j)
+                for j, (cost, squares, _) in rows[-1].items()
+                if j < i and at[i] - at[j] <= limit
+            ]
+            if options:
+                row[i] = min(options)
+        rows.append(row)
+    ends = [(c, s + (at[-1] - at[j]) ** 2, j) for j, (c, s, _) in rows[-1].items() if at[-1] - at[j] <= limit]
+    chosen = [min(ends)[2]]
+    for row in reversed(rows[2:]):
+        chosen.append(row[chosen[-1]][2])
+    return [i - 1 for i in reversed(chosen)]

@@ -1,0 +1,176 @@
+"""What each of two ranks runs in tests/test_distributed.py: models sharded by plan beside the same in one process.
+
+    torchrun --nproc-per-node 2 tests/ranks.py JOB
+
+Prints one line of JSON on rank 0.
+"""
+
+import contextlib
+import copy
+import json
+import sys
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as engine
+
+import scopetrace as st
+
+F = nn.functional
+
+
+class Attention(nn.Module):
+    def __init__(self, width, heads):
+        super().__init__()
+        self.heads = heads
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.gate, self.up = nn.Linear(width, 2 * width, bias=False), nn.Linear(width, 2 * width, bias=False)
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Layer(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm1, self.attn = nn.RMSNorm(width), Attention(width, 2)
+        self.norm2, self.mlp = nn.RMSNorm(width), SwiGLU(width)
+
+    def forward(self, x):
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Llama(nn.Module):
+    """Embedding, layers, norm and head, as in Llama; `order` says which layers run in which order."""
+
+    def __init__(self, order=(0, 1, 2, 3), tied=False, width=16, words=32):
+        super().__init__()
+        self.embed = nn.Embedding(words, width)
+        self.layers = nn.ModuleList(Layer(width) for _ in range(max(order) + 1))
+        self.norm, self.head = nn.RMSNorm(width), nn.Linear(width, words, bias=False)
+        self.run_order = order
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for i in self.run_order:
+            x = self.layers[i](x)
+        return self.head(self.norm(x))
+
+
+class Borrowed(nn.Module):
+    """Uses the weight of a layer without calling it, before it calls another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.a, self.b = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids):
+        x = self.a(self.embed(ids))
+        return self.head(F.linear(torch.tanh(x), self.b.weight, self.b.bias) + x)
+
+
+MODELS = {
+    "llama": (Llama, dict(classes=Layer)),
+    "llama, two ahead": (Llama, dict(classes=Layer, prefetch=2)),
+    "llama, by bytes": (Llama, dict(target_bytes=8_000)),
+    "llama, without prefetch": (Llama, dict(classes=Layer, prefetch=0)),
+    "tied": (lambda: Llama(tied=True), dict(classes=Layer)),
+    "tied, by bytes": (lambda: Llama(tied=True), dict(target_bytes=8_000)),
+    "called twice": (lambda: Llama(order=(3, 1, 0, 1, 2)), dict(classes=Layer)),
+    "called twice, two ahead": (lambda: Llama(order=(3, 1, 0, 1, 2)), dict(classes=Layer, prefetch=2)),
+    "nested": (Llama, dict(classes=(Layer, SwiGLU))),
+    "borrowed": (Borrowed, dict(classes=nn.Linear)),
+}
+
+
+def loss_of(model, ids):
+    return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())
+
+
+@contextlib.contextmanager
+def gathers_noted(into):
+    """Every all-gather that FSDP2 issues, by the parameters' group."""
+    issue = engine.FSDPParamGroup.unshard
+
+    def unshard(group, *args, **kwargs):
+        before = group._all_gather_result
+        issue(group, *args, **kwargs)
+        if group._all_gather_result is not before:
+            into.append(group._module_fqn)
+
+    engine.FSDPParamGroup.unshard = unshard
+    try:
+        yield
+    finally:
+        engine.FSDPParamGroup.unshard = issue
+
+
+def train(name, mesh):
+    """Three steps by plan and in one process: the largest differences, and the all-gathers."""
+    make, options = MODELS[name]
+    torch.manual_seed(0)
+    model = make()
+    alone = copy.deepcopy(model)
+    ids = torch.randint(32, (3, 4, 9))
+    mine = ids.chunk(2, dim=1)[dist.get_rank()]
+    with torch.device("meta"):
+        traced = make()
+    plan = st.distributed.plan(model, st.trace(traced, (torch.empty(2, 8, dtype=torch.int64, device="meta"),)).order, **options)
+    plan.apply(mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone)]
+    result = {"loss": 0.0, "grad": 0.0, "gathers": []}
+    for step in range(3):
+        seen = []
+        with gathers_noted(seen):
+            loss = loss_of(model, mine[step])
+            seen.append("|")
+            loss.backward()
+        expected = loss_of(alone, ids[step])
+        expected.backward()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        result["loss"] = max(result["loss"], float((total / 2 - expected).detach().abs()))
+        for (_, p), (_, q) in zip(model.named_parameters(), alone.named_parameters(), strict=True):
+            grad = torch.zeros_like(q) if p.grad is None else p.grad.full_tensor()
+            other = torch.zeros_like(q) if q.grad is None else q.grad
+            result["grad"] = max(result["grad"], float((grad - other).abs().max()))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        result["gathers"].append(seen)
+    names = {g.modules: ", ".join(n for n, _ in model.named_modules() if n in g.modules) for g in plan.groups}
+    result["planned"] = [names[g] for g in plan.forward_gathers] + ["|"] + [names[g] for g in plan.backward_gathers]
+    return result
+
+
+def jobs(which):
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
+    if which == "train":
+        return {name: train(name, mesh) for name in MODELS}
+    raise SystemExit(f"no such job: {which}")
+
+
+if __name__ == "__main__":
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    try:
+        found = jobs(sys.argv[1])
+        if dist.get_rank() == 0:
+            print(json.dumps(found))
+    finally:
+        dist.destroy_process_group()
