@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params
 from scopetrace.errors import PlanError
 from scopetrace.record.structure import leaves
-from scopetrace.record.tape import Tape, Value
+from scopetrace.record.tape import Call, Tape, Value
 from scopetrace.show.table import columns
 from scopetrace.trace import Trace
 
@@ -36,6 +36,8 @@ class Cut:
     """The module with which the later stage begins."""
     at: int
     """The op of the trace with which it begins."""
+    depth: int
+    """How many module calls are around its own; the root's children have 1."""
     nbytes: int
     """Bytes of the tensors that are made before and read after, for the example's sizes."""
     shapes: tuple[tuple[int, ...], ...]
@@ -65,13 +67,11 @@ class SplitPoints(dict[str, "SplitPoint"]):
         return [cut.nbytes for cut in self.cuts]
 
     def __str__(self) -> str:
-        rows = [("stage", "begins with", self.balance, "bytes in", "tensors in")]
-        for i, weight in enumerate(self.weights):
-            cut = self.cuts[i - 1] if i else None
-            tensors = " ".join("x".join(map(str, shape)) or "scalar" for shape in cut.shapes) if cut else ""
-            rows.append(
-                (str(i), cut.module if cut else "(start)", f"{weight:,}", f"{cut.nbytes:,}" if cut else "", tensors)
-            )
+        rows: list[Sequence[str]] = [("stage", "begins with", self.balance, "bytes in", "tensors in")]
+        rows.append(("0", "(start)", f"{self.weights[0]:,}", "", ""))
+        for i, (cut, weight) in enumerate(zip(self.cuts, self.weights[1:], strict=True)):
+            tensors = " ".join("x".join(map(str, shape)) or "scalar" for shape in cut.shapes)
+            rows.append((str(i + 1), cut.module, f"{weight:,}", f"{cut.nbytes:,}", tensors))
         notes = [f"{name} is used in stages {', '.join(map(str, stages))}" for name, stages in self.shared.items()]
         return "\n".join([columns(rows), *notes])
 
@@ -100,7 +100,7 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
         raise PlanError(f"{stages} stages need {stages - 1} cuts; there are {len(cuts)} modules that are called once")
     before = [0, *itertools.accumulate(_COSTS[balance](tape))]
     at = [0, *(before[cut.at] for cut in cuts), before[-1]]
-    chosen = _cheapest(at, [cut.nbytes for cut in cuts], stages, _most_even(at, stages) * (1 + tolerance))
+    chosen = _cheapest(at, cuts, stages, _most_even(at, stages) * (1 + tolerance))
     picked = [cuts[i] for i in chosen]
     bounds = [0, *(before[cut.at] for cut in picked), before[-1]]
     return SplitPoints(picked, [b - a for a, b in itertools.pairwise(bounds)], balance, _shared(tape, picked))
@@ -117,16 +117,20 @@ def _possible_cuts(tape: Tape) -> list[Cut]:
         if name:
             counts[name] = counts.get(name, 0) + 1
     begins = _first_ops(tape)
-    outermost: dict[int, str] = {}
+    outermost: dict[int, tuple[str, int]] = {}
     for call in tape.calls:
         name = None if call.fqn is None else tape.registered.module(call.fqn)
         if name and counts[name] == 1 and begins.get(call.position, 0) > _first_computation(tape):
-            outermost.setdefault(begins[call.position], name)
+            outermost.setdefault(begins[call.position], (name, _depth(call)))
     crossing = _crossing(tape, sorted(outermost))
     return [
-        Cut(outermost[i], i, sum(map(nbytes, values)), tuple(tuple(v.fake.shape) for v in values))
+        Cut(outermost[i][0], i, outermost[i][1], sum(map(nbytes, values)), tuple(tuple(v.fake.shape) for v in values))
         for i, values in crossing.items()
     ]
+
+
+def _depth(call: Call) -> int:
+    return 0 if call.parent is None else 1 + _depth(call.parent)
 
 
 def _first_computation(tape: Tape) -> int:
@@ -198,23 +202,25 @@ def _needed(at: Sequence[int], limit: int) -> float:
     return count
 
 
-def _cheapest(at: Sequence[int], crossing: Sequence[int], stages: int, limit: float) -> list[int]:
-    """The cuts that the fewest bytes cross in all, with no stage above the limit; of equal ones, the most even."""
-    Best = tuple[int, int, int]
-    rows: list[dict[int, Best]] = [{0: (0, 0, 0)}]
-    for _ in range(stages - 1):
-        row: dict[int, Best] = {}
-        for i in range(1, len(at) - 1):
+def _cheapest(at: Sequence[int], cuts: Sequence[Cut], stages: int, limit: float) -> list[int]:
+    """The cuts that the fewest bytes cross in all, with no stage above the limit.
+
+    Of equal ones those that cut the fewest modules open, of these the most even.
+    """
+    costs = [(0, 0), *((cut.nbytes, cut.depth) for cut in cuts), (0, 0)]  # the ends are no cuts
+    rows: list[dict[int, tuple[int, int, int, int]]] = [{0: (0, 0, 0, 0)}]
+    for number in range(stages):
+        row = {}
+        for i in range(1, len(at) - 1) if number < stages - 1 else [len(at) - 1]:
             options = [
-                (cost + crossing[i - 1], squares + (at[i] - at[j]) ** 2, j)
-                for j, (cost, squares, _) in rows[-1].items()
+                (crossed + costs[i][0], depth + costs[i][1], squares + (at[i] - at[j]) ** 2, j)
+                for j, (crossed, depth, squares, _) in rows[-1].items()
                 if j < i and at[i] - at[j] <= limit
             ]
             if options:
                 row[i] = min(options)
         rows.append(row)
-    ends = [(c, s + (at[-1] - at[j]) ** 2, j) for j, (c, s, _) in rows[-1].items() if at[-1] - at[j] <= limit]
-    chosen = [min(ends)[2]]
-    for row in reversed(rows[2:]):
-        chosen.append(row[chosen[-1]][2])
-    return [i - 1 for i in reversed(chosen)]
+    chosen = [len(at) - 1]
+    for row in reversed(rows[1:]):
+        chosen.append(row[chosen[-1]][3])
+    return [i - 1 for i in reversed(chosen[1:-1])]
