@@ -13,6 +13,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as engine
 
 import scopetrace as st
@@ -130,7 +131,9 @@ def train(name, mesh):
     mine = ids.chunk(2, dim=1)[dist.get_rank()]
     with torch.device("meta"):
         traced = make()
-    plan = st.distributed.plan(model, st.trace(traced, (torch.empty(2, 8, dtype=torch.int64, device="meta"),)).order, **options)
+    plan = st.distributed.plan(
+        model, st.trace(traced, (torch.empty(2, 8, dtype=torch.int64, device="meta"),)).order, **options
+    )
     plan.apply(mesh)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone)]
     result = {"loss": 0.0, "grad": 0.0, "gathers": []}
@@ -158,19 +161,54 @@ def train(name, mesh):
     return result
 
 
-def jobs(which):
+def pipeline(make, balance):
+    """Two stages, two micro-batches: the largest difference to the model in one process, and where it was cut."""
+    torch.manual_seed(0)
+    model = make()
+    ids = torch.randint(32, (4, 8))
+    micro = ids.chunk(2)[0]
+    points = st.distributed.split_points(st.trace(model, (micro,)), 2, balance)
+    expected = model(ids)
+    stages = pipelining.pipeline(model, (micro,), split_spec=points)
+    stage = stages.build_stage(dist.get_rank(), torch.device("cpu"))
+    schedule = pipelining.ScheduleGPipe(stage, 2)
+    out = schedule.step(ids) if dist.get_rank() == 0 else schedule.step()
+    error = [None if out is None else float((out - expected).detach().abs().max())]
+    dist.broadcast_object_list(error, src=1)
+    return {"error": error[0], "stages": stages.num_stages, "cuts": list(points), "crossing": points.crossing_bytes}
+
+
+def disagree():
+    """Rank 1 runs its layers the other way around."""
+    model = Llama(order=(0, 1) if dist.get_rank() == 0 else (1, 0))
+    order = st.trace(model, (torch.zeros(1, 4, dtype=torch.int64),)).order
+    st.distributed.plan(model, order, classes=Layer).apply(dist.device_mesh.init_device_mesh("cpu", (2,)))
+
+
+def fail(mesh):
+    """Rank 1 raises in the second layer, while rank 0 waits for it in an all-gather."""
+    model = Llama()
+    order = st.trace(model, (torch.zeros(1, 4, dtype=torch.int64),)).order
+    st.distributed.plan(model, order, classes=Layer).apply(mesh)
+    if dist.get_rank() == 1:
+        model.layers[1].register_forward_pre_hook(lambda module, args: 1 / 0)
+    model(torch.zeros(1, 4, dtype=torch.int64))
+
+
+def run(job):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
-    if which == "train":
+    if job == "train":
         return {name: train(name, mesh) for name in MODELS}
-    raise SystemExit(f"no such job: {which}")
+    if job == "pipeline":
+        models = {"llama": Llama, "tied": lambda: Llama(tied=True), "three layers": lambda: Llama(order=(0, 1, 2))}
+        return {f"{name}, {b}": pipeline(make, b) for name, make in models.items() for b in ("params", "flops", "bytes")}
+    return disagree() if job == "disagree" else fail(mesh)
 
 
 if __name__ == "__main__":
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
-    try:
-        found = jobs(sys.argv[1])
-        if dist.get_rank() == 0:
-            print(json.dumps(found))
-    finally:
-        dist.destroy_process_group()
+    found = run(sys.argv[1])
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()

@@ -1,5 +1,6 @@
 """Plans for distributed training, from the execution order of a trace."""
 
+from scopetrace.distributed.agreement import check_order as check_order
 from scopetrace.distributed.pipeline import Cut as Cut
 from scopetrace.distributed.pipeline import SplitPoints as SplitPoints
 from scopetrace.distributed.pipeline import split_points as split_points

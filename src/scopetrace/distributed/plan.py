@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from scopetrace.distributed.agreement import check_order
 from scopetrace.distributed.groups import ROOT, Group, Grouping, contains
 from scopetrace.distributed.schedule import Schedule, backward_gathers, forward_schedule
 from scopetrace.errors import PlanError
@@ -93,22 +94,27 @@ class Plan:
         Args:
             mesh: as for `torch.distributed.fsdp.fully_shard`; so are the other arguments, which go to every call of it.
 
-        Raises PlanError when the model's modules or parameters are no longer those of the plan.
+        Every rank of the mesh must call it.
+
+        Raises PlanError when the model's modules or parameters are no longer those of the plan, OrderMismatchError on
+        all ranks when the plans of two of them come from different orders.
         """
         from torch.distributed.fsdp import fully_shard
 
         refuse_another_model(self.model, self.order, "the model has changed since the plan was made: plan again")
+        for group in mesh.get_all_groups():
+            check_order(self.order, group)
         registered = self.order.registered
         depth = {g.modules: sum(contains(registered, m, g.modules[0]) for m in registered.modules) for g in self.groups}
-        for group in sorted(self.groups, key=lambda g: -depth[g.modules]):
-            modules = [self.model.get_submodule(name) for name in group.modules]
+        for entry in sorted(self.groups, key=lambda g: -depth[g.modules]):
+            modules = [self.model.get_submodule(name) for name in entry.modules]
             fully_shard(modules if len(modules) > 1 else modules[0], mesh=mesh, **fully_shard_kwargs)
-        for group in self.groups:
-            sharded: Any = self._module(group.modules)
-            if group.forward_prefetch:
-                sharded.set_modules_to_forward_prefetch([self._module(g) for g in group.forward_prefetch])
-            if group.backward_prefetch:
-                sharded.set_modules_to_backward_prefetch([self._module(g) for g in group.backward_prefetch])
+        for entry in self.groups:
+            sharded: Any = self._module(entry.modules)
+            if entry.forward_prefetch:
+                sharded.set_modules_to_forward_prefetch([self._module(g) for g in entry.forward_prefetch])
+            if entry.backward_prefetch:
+                sharded.set_modules_to_backward_prefetch([self._module(g) for g in entry.backward_prefetch])
         return self.model
 
     def _module(self, group: Group) -> torch.nn.Module:

@@ -1,0 +1,32 @@
+"""Whether all ranks run the same: where they do not, collectives meet the wrong partner, and the job hangs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from scopetrace.errors import OrderMismatchError
+from scopetrace.order.execution import ExecutionOrder
+
+
+def check_order(order: ExecutionOrder, group: Any = None) -> None:
+    """Compare the orders of all ranks of a process group. Every rank must call it.
+
+    Args:
+        order: this rank's order.
+        group: a `torch.distributed` process group; None for the default one.
+
+    Raises OrderMismatchError, on every rank, that names the first rank whose order differs from rank 0's and the step
+    in which it does.
+    """
+    import torch.distributed as dist
+
+    digests: list[str] = [""] * dist.get_world_size(group)
+    dist.all_gather_object(digests, order.digest, group)
+    other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
+    if other is None:
+        return
+    orders: list[Any] = [None] * len(digests)
+    dist.all_gather_object(orders, order, group)
+    raise OrderMismatchError(
+        f"ranks 0 and {other} run in different orders: {orders[0].first_difference(orders[other])}"
+    )
