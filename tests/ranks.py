@@ -201,7 +201,9 @@ def run(job):
         return {name: train(name, mesh) for name in MODELS}
     if job == "pipeline":
         models = {"llama": Llama, "tied": lambda: Llama(tied=True), "three layers": lambda: Llama(order=(0, 1, 2))}
-        return {f"{name}, {b}": pipeline(make, b) for name, make in models.items() for b in ("params", "flops", "bytes")}
+        return {
+            f"{name}, {b}": pipeline(make, b) for name, make in models.items() for b in ("params", "flops", "bytes")
+        }
     return disagree() if job == "disagree" else fail(mesh)
 
 

@@ -7,3 +7,5 @@ from scopetrace.distributed.pipeline import split_points as split_points
 from scopetrace.distributed.plan import Plan as Plan
 from scopetrace.distributed.plan import ShardGroup as ShardGroup
 from scopetrace.distributed.planning import plan as plan
+from scopetrace.distributed.simulation import Simulation as Simulation
+from scopetrace.distributed.simulation import simulate as simulate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -26,8 +27,14 @@ def op_params(tape: Tape) -> list[int]:
 
 def op_bytes(tape: Tape) -> list[int]:
     """For each op, the bytes of the parameters that it is the first to use and of the memory that it makes."""
+    params = _of_params(tape, lambda name: tape.registered.params[name].nbytes)
+    return [param + made for param, made in zip(params, op_results(tape), strict=True)]
+
+
+def op_results(tape: Tape) -> list[int]:
+    """For each op, the bytes of the memory that it makes; a view makes none."""
     known = {v.storage for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()}
-    found = _of_params(tape, lambda name: tape.registered.params[name].nbytes)
+    found = [0] * len(tape.ops)
     for i, op in enumerate(tape.ops):
         for value in op.values():
             if value.storage not in known:
@@ -92,3 +99,16 @@ def _count(op: Op) -> int:
 
 def _has_dynamic_sizes(values: Sequence[Value]) -> bool:
     return any(isinstance(n, torch.SymInt) for v in values for n in v.fake.shape)
+
+
+def call_flops(tape: Tape) -> dict[int, tuple[int, int]]:
+    """By position of a call, the FLOPs of all ops before it and of all up to its end."""
+    before = [0, *itertools.accumulate(op_flops(tape))]
+    ranges: dict[int, tuple[int, int]] = {}
+    for i, op in enumerate(tape.ops):
+        call = op.call if op.kind.startswith("call") else None
+        while call is not None:
+            start, _ = ranges.get(call.position, (i, i))
+            ranges[call.position] = start, i + 1
+            call = call.parent
+    return {position: (before[start], before[stop]) for position, (start, stop) in ranges.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,19 +68,24 @@ class Plan:
         """One forward under this plan."""
         return forward_schedule(self.order, self._grouping, {g.modules: g.forward_prefetch for g in self.groups})
 
+    @functools.cached_property
+    def gathers(self) -> tuple[list[tuple[Group, int]], list[tuple[Group, int]]]:
+        """The all-gathers of a forward and of the backward after it, in order: the group, and the step of the order in
+        whose forward, or backward, it is issued. Groups without parameters are not among them."""
+        backward = backward_gathers(self.schedule, {g.modules: g.backward_prefetch for g in self.groups})
+        holding = {g.modules for g in self.groups if g.params}
+        forward, back = ([(g, at) for g, at in found if g in holding] for found in (self.schedule.gathers, backward))
+        return forward, back
+
     @property
     def forward_gathers(self) -> list[Group]:
-        """The all-gathers of a forward, in order, as groups. Those without parameters are not among them."""
-        return self._with_params(group for group, _ in self.schedule.gathers)
+        """The groups in the order of a forward's all-gathers."""
+        return [group for group, _ in self.gathers[0]]
 
     @property
     def backward_gathers(self) -> list[Group]:
-        """The all-gathers of the backward after it, in order."""
-        return self._with_params(backward_gathers(self.schedule, {g.modules: g.backward_prefetch for g in self.groups}))
-
-    def _with_params(self, groups: Iterable[Group]) -> list[Group]:
-        holding = {g.modules for g in self.groups if g.params}
-        return [g for g in groups if g in holding]
+        """The groups in the order of a backward's all-gathers."""
+        return [group for group, _ in self.gathers[1]]
 
     def bucket_plan(self) -> list[list[str]]:
         """The modules of each group in execution order, the root's own parameters first, as

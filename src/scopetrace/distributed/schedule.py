@@ -125,31 +125,36 @@ class _Forward:
                 return
 
 
-def backward_gathers(forward: Schedule, prefetch: Prefetch) -> list[Group]:
-    """The all-gathers of the backward that follows, in order.
+def backward_gathers(forward: Schedule, prefetch: Prefetch) -> list[tuple[Group, int]]:
+    """The all-gathers of the backward that follows, in order, each with the step of the forward whose backward it is.
 
     A group without a list prefetches what ended before it in forward, as FSDP2 does by itself.
     """
-    found: list[Group] = []
+    found: list[tuple[Group, int]] = []
     gathered = {ROOT}
-    ends = {i: (p.stop, 1, i, p.group) for i, p in enumerate(forward.passes)}
-    starts = [(p.start, 0, i, p.group) for i, p in enumerate(forward.passes)]
     active: set[Group] = set()
 
-    def gather(group: Group) -> None:
+    def gather(group: Group, at: int) -> None:
         if group not in gathered:
             gathered.add(group)
-            found.append(group)
+            found.append((group, at))
 
-    for _, is_end, number, group in sorted([*ends.values(), *starts], reverse=True):
+    for at, is_end, number in backward_events(forward):
+        group = forward.passes[number].group
         if not is_end:
             active.discard(group)
             if group != ROOT:
                 gathered.discard(group)
         elif group not in active:
             active.add(group)
-            gather(group)
+            gather(group, at)
             default = [forward.passes[number - 1].group] if number else []
             for other in prefetch.get(group) or default:
-                gather(other)
+                gather(other, at)
     return found
+
+
+def backward_events(forward: Schedule) -> list[tuple[int, bool, int]]:
+    """In the order of the backward: (step, whether the forward pass ended there or began, number of the pass)."""
+    ends = [(p.stop, True, i) for i, p in enumerate(forward.passes)]
+    return sorted([*ends, *((p.start, False, i) for i, p in enumerate(forward.passes))], reverse=True)

@@ -1,0 +1,266 @@
+"""What a plan costs on many ranks, on paper: memory of a rank, and the communication that computation does not hide.
+
+Data flow:
+    trace -> FLOPs up to each step of the order: the clock of a forward, and backwards at twice the cost of a backward
+    plan -> the steps in which all-gathers are issued and needed, and parameters freed
+    both -> one link that transfers one group after the other, one processor that waits for what it needs
+
+The model is simple on purpose: full bandwidth for each transfer, no contention for memory, and a processor that issues
+a collective only when it arrives at it (as where the CPU waits for the accelerator in each layer). What it says is
+which groups are exposed and by how much, not how long a step takes on a real cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import torch
+
+from scopetrace.distributed.costs import call_flops, op_results
+from scopetrace.distributed.groups import ROOT, Group
+from scopetrace.distributed.plan import Plan, ShardGroup
+from scopetrace.distributed.schedule import backward_events
+from scopetrace.errors import PlanError
+from scopetrace.show.table import columns
+from scopetrace.trace import Trace
+
+
+class Transfer(NamedTuple):
+    """A collective on the link, with times in seconds from the beginning of the step."""
+
+    kind: str
+    """`all-gather` or `reduce-scatter`."""
+    group: Group
+    nbytes: int
+    """What a rank receives, or sends, padding included."""
+    issued: float
+    start: float
+    stop: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Simulation:
+    """One training step of one rank. `print(simulation)`."""
+
+    ranks: int
+    transfers: tuple[Transfer, ...]
+    """In the order of the link."""
+    compute: float
+    """Seconds of computation, forward and backward."""
+    exposed_forward: float
+    """Seconds in which the forward waits for parameters."""
+    exposed_backward: float
+    """Seconds in which the backward waits for parameters, and the step for the last gradients."""
+    memory: Mapping[str, int]
+    """Bytes of a rank, by what they are for."""
+    padding: float
+    """The part of the gathered bytes that is padding: FSDP2 gives each rank equal rows of each parameter."""
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole step."""
+        return self.compute + self.exposed_forward + self.exposed_backward
+
+    def __str__(self) -> str:
+        rows = [("memory of a rank", "GB"), *((what, f"{n / 1e9:.2f}") for what, n in self.memory.items())]
+        rows.append(("in all", f"{sum(self.memory.values()) / 1e9:.2f}"))
+        gathered = sum(t.nbytes for t in self.transfers)
+        exposed = self.exposed_forward + self.exposed_backward
+        return "\n".join(
+            [
+                columns(rows),
+                "",
+                f"{len(self.transfers)} collectives, {gathered / 1e9:.1f} GB for each of {self.ranks} ranks, "
+                f"{self.padding:.1%} of it padding",
+                f"step {self.seconds:.3f} s: computation {self.compute:.3f} s, exposed communication {exposed:.3f} s "
+                f"({self.exposed_forward:.3f} forward, {self.exposed_backward:.3f} backward)",
+            ]
+        )
+
+
+def simulate(
+    plan: Plan,
+    tr: Trace,
+    *,
+    ranks: int,
+    bandwidth: float,
+    flops: float,
+    latency: float = 0.0,
+    param_dtype: torch.dtype | None = None,
+    optimizer_bytes: int = 8,
+) -> Simulation:
+    """One training step under a plan, with parameters sharded over so many ranks.
+
+    Args:
+        plan: what `plan` gave for the trace's order.
+        tr: the trace, with the sizes of one rank's batch.
+        ranks: how many ranks share the parameters.
+        bandwidth: bytes in a second that a rank receives in an all-gather, and sends in a reduce-scatter.
+        flops: floating-point operations in a second of a rank.
+        latency: seconds that a collective takes beside its bytes.
+        param_dtype: of gathered parameters and of reduced gradients, as in `MixedPrecisionPolicy`; None: their own.
+        optimizer_bytes: bytes of the optimizer's state for each element; Adam in float32 has 8.
+
+    Raises PlanError for a plan of another order, or sizes that are not positive.
+    """
+    if tr.order != plan.order:
+        raise PlanError(f"the plan is of another order: {tr.order.first_difference(plan.order)}")
+    for name, number in (("ranks", ranks), ("bandwidth", bandwidth), ("flops", flops)):
+        if number <= 0:
+            raise PlanError(f"{name}={number} must be positive")
+    sizes = {g.modules: _gathered_bytes(plan, g, ranks, param_dtype) for g in plan.groups}
+    clock = _Clock(_step_flops(tr, plan), flops)
+    link = _Link(sizes, bandwidth * ranks / max(ranks - 1, 1), latency)
+    forward = _run_forward(plan, clock, link)
+    backward = _run_backward(plan, clock, link)
+    exact = sum(plan_bytes(plan, g, param_dtype) for g in plan.groups)
+    padding = 1 - exact / max(sum(sizes.values()), 1)
+    memory = _memory(plan, tr, ranks, sizes, optimizer_bytes)
+    return Simulation(ranks, tuple(link.transfers), clock.computed, forward, backward, memory, padding)
+
+
+# ---------------------------------------------------------------- sizes
+
+
+def plan_bytes(plan: Plan, group: ShardGroup, dtype: torch.dtype | None) -> int:
+    """The bytes of a group's parameters, without padding."""
+    params = (plan.order.registered.params[name] for name in group.params)
+    return sum(torch.Size(p.shape).numel() * (dtype or p.dtype).itemsize for p in params)
+
+
+def _gathered_bytes(plan: Plan, group: ShardGroup, ranks: int, dtype: torch.dtype | None) -> int:
+    return sum(ranks * rows * width * (dtype or own).itemsize for rows, width, own in _shards(plan, group, ranks))
+
+
+def _shards(plan: Plan, group: ShardGroup, ranks: int) -> Iterable[tuple[int, int, torch.dtype]]:
+    """Of each parameter, the rows of a rank, the elements of a row and the dtype: dimension 0 is cut, and padded."""
+    for name in group.params:
+        param = plan.order.registered.params[name]
+        rows, *rest = param.shape
+        yield -(-rows // ranks), torch.Size(rest).numel(), param.dtype
+
+
+def _memory(plan: Plan, tr: Trace, ranks: int, sizes: Mapping[Group, int], optimizer_bytes: int) -> dict[str, int]:
+    shards = [shard for group in plan.groups for shard in _shards(plan, group, ranks)]
+    owned = sum(rows * width * dtype.itemsize for rows, width, dtype in shards)
+    return {
+        "sharded parameters": owned,
+        "sharded gradients": owned,
+        "optimizer": sum(rows * width * optimizer_bytes for rows, width, _ in shards),
+        "gathered parameters, at most": _peak(plan, sizes),
+        "gradients of a group, at most": max(sizes.values(), default=0),
+        "results of ops, without recomputation": sum(op_results(tr.tape)),
+    }
+
+
+def _peak(plan: Plan, sizes: Mapping[Group, int]) -> int:
+    """The most that is gathered at one time in a forward."""
+    events = [(at, 0, sizes[g]) for g, at in plan.gathers[0]]
+    events += [(p.stop, 1, -sizes[p.group]) for p in plan.schedule.passes if p.group != ROOT]
+    now = most = 0
+    for _, _, change in sorted(events):
+        now += change
+        most = max(most, now)
+    return most
+
+
+# ---------------------------------------------------------------- time
+
+
+def _step_flops(tr: Trace, plan: Plan) -> list[int]:
+    """For each step of the order, the FLOPs of all ops before it."""
+    at_call = call_flops(tr.tape)
+    positions = [call.position for call in tr.calls]
+    found: list[int] = []
+    for step in plan.order.steps:
+        known = found[-1] if found else 0
+        if step.kind != "use" and step.call < len(positions):
+            before, after = at_call.get(positions[step.call], (known, known))
+            known = max(known, before if step.kind == "call" else after)
+        found.append(known)
+    return found
+
+
+class _Clock:
+    """The processor: seconds since the step began."""
+
+    def __init__(self, flops_before: list[int], rate: float) -> None:
+        self.before = flops_before
+        self.rate = rate
+        self.now = 0.0
+        self.computed = 0.0
+        self._done = 0
+
+    def forward_to(self, step: int) -> None:
+        """Compute up to a step of the forward."""
+        self._compute(self.before[step])
+
+    def back_to(self, step: int) -> None:
+        """Compute the backward down to a step: two FLOPs for each of the forward."""
+        self._compute(3 * self.before[-1] - 2 * self.before[step])
+
+    def _compute(self, flops: int) -> None:
+        seconds = max(flops - self._done, 0) / self.rate
+        self._done = max(flops, self._done)
+        self.now += seconds
+        self.computed += seconds
+
+    def wait_until(self, time: float) -> float:
+        """Stand still; returns for how long."""
+        waited = max(time - self.now, 0.0)
+        self.now += waited
+        return waited
+
+
+class _Link:
+    """The network of a rank: one transfer after the other."""
+
+    def __init__(self, sizes: Mapping[Group, int], bandwidth: float, latency: float) -> None:
+        self.sizes = sizes
+        self.bandwidth = bandwidth
+        self.latency = latency
+        self.transfers: list[Transfer] = []
+        self.free = 0.0
+        self.arrives: dict[Group, float] = {}
+
+    def send(self, kind: str, group: Group, now: float) -> float:
+        """Queue a collective; returns when it is done."""
+        start = max(self.free, now)
+        self.free = start + self.latency + self.sizes[group] / self.bandwidth
+        self.transfers.append(Transfer(kind, group, self.sizes[group], now, start, self.free))
+        self.arrives[group] = self.free
+        return self.free
+
+
+def _run_forward(plan: Plan, clock: _Clock, link: _Link) -> float:
+    issued = [(at, 0, group) for group, at in plan.gathers[0]]
+    needed = [(p.start, 1, p.group) for p in plan.schedule.passes]
+    exposed = 0.0
+    for at, is_need, group in sorted(issued + needed, key=lambda event: event[:2]):
+        clock.forward_to(at)
+        if is_need:
+            exposed += clock.wait_until(link.arrives.get(group, 0.0))
+        else:
+            link.send("all-gather", group, clock.now)
+    clock.forward_to(len(plan.order.steps) - 1)
+    return exposed
+
+
+def _run_backward(plan: Plan, clock: _Clock, link: _Link) -> float:
+    issued: dict[int, list[Group]] = {}
+    for group, at in plan.gathers[1]:
+        issued.setdefault(at, []).append(group)
+    exposed = 0.0
+    for at, is_end, number in backward_events(plan.schedule):
+        group = plan.schedule.passes[number].group
+        clock.back_to(at)
+        if is_end:
+            for other in issued.pop(at, ()):
+                link.send("all-gather", other, clock.now)
+            exposed += clock.wait_until(link.arrives.get(group, 0.0))
+        elif link.sizes[group]:
+            link.send("reduce-scatter", group, clock.now)
+            link.arrives.pop(group, None)
+    return exposed + clock.wait_until(link.free)
