@@ -15,6 +15,7 @@ from torch.distributed.fsdp import _trace_utils
 
 import scopetrace as st
 from benchmarks import order_oracle
+from scopetrace.order.text import steps_text
 
 F = nn.functional
 X = torch.randn(2, 6)
@@ -62,18 +63,7 @@ def weight(*shape):
 
 
 def uses(order):
-    """What happens, a line each: `module: parameters` for an op, indented by the depth of its call."""
-    lines, depth = [], -1
-    for step in order.steps:
-        fqn = order.calls[step.call].fqn or "(root)"
-        if step.kind == "call":
-            depth += 1
-            lines.append("  " * depth + fqn)
-        elif step.kind == "return":
-            depth -= 1
-        else:
-            lines.append("  " * (depth + 1) + "- " + " ".join(step.params))
-    return lines
+    return steps_text(order).splitlines()
 
 
 def traced(model, *args):
@@ -110,7 +100,7 @@ def test_modules_and_parameters_in_the_order_of_the_run():
     assert uses(order) == [
         "(root)",
         "  layer0",
-        "    - layer0.weight layer0.bias",
+        "    - layer0.weight, layer0.bias",
         "  relu",
         "  layer2",
         "    layer2.0",
@@ -118,15 +108,15 @@ def test_modules_and_parameters_in_the_order_of_the_run():
         "    layer2.1",
         "    layer2.2",
         "      - layer2.2.weight",
-        "  relu",
+        "  relu#1",
         "  - weight1",
         "  layer1",
         "    - layer1.weight",
-        "  relu",
+        "  relu#2",
         "  - weight2",
-        "  layer0",
-        "    - layer0.weight layer0.bias",
-        "  relu",
+        "  layer0#1",
+        "    - layer0.weight, layer0.bias",
+        "  relu#3",
     ]
     assert order.module_forward_order == [
         *("", "layer0", "relu", "layer2", "layer2.0", "layer2.1", "layer2.2"),
@@ -176,7 +166,7 @@ def test_a_second_call_that_uses_other_parameters_is_beside_the_first():
 def test_a_child_s_parameter_used_without_the_child():
     model = Net(lambda m, x: F.linear(x, m.fc.weight, bias=m.fc.bias), fc=nn.Linear(6, 6))
     order = traced(model)
-    assert uses(order) == ["(root)", "  - fc.weight fc.bias"]
+    assert uses(order) == ["(root)", "  - fc.weight, fc.bias"]
     assert order.uncalled_modules == ["fc"]
     assert [(name, [use.module for use in found]) for name, found in order.outside_uses.items()] == [
         ("fc.weight", [""]),
@@ -217,7 +207,7 @@ def test_checkpointed_layers(use_reentrant):
         return torch.utils.checkpoint.checkpoint(m.fc, x, use_reentrant=use_reentrant)
 
     order = traced(Net(forward, fc=nn.Linear(6, 6)), X.clone().requires_grad_())
-    assert uses(order) == ["(root)", "  fc", "    - fc.weight fc.bias"]
+    assert uses(order) == ["(root)", "  fc", "    - fc.weight, fc.bias"]
 
 
 def test_parametrized_weights_are_used_by_their_parametrization():
@@ -226,7 +216,7 @@ def test_parametrized_weights_are_used_by_their_parametrization():
         "(root)",
         "  parametrizations.weight",
         "    parametrizations.weight.0",
-        "      - parametrizations.weight.original1 parametrizations.weight.original0",  # not as registered
+        "      - parametrizations.weight.original1, parametrizations.weight.original0",  # not as registered
         "  - bias",
     ]
 
@@ -244,8 +234,8 @@ def test_an_exception_that_the_model_catches_ends_only_its_own_call():
 
     model = Net(forward, bad=Net(fails, fc=nn.Linear(6, 6)), good=nn.Linear(6, 6))
     assert uses(traced(model)) == [
-        *("(root)", "  bad", "    bad.fc", "      - bad.fc.weight bad.fc.bias"),
-        *("  good", "    - good.weight good.bias"),
+        *("(root)", "  bad, raised", "    bad.fc", "      - bad.fc.weight, bad.fc.bias"),
+        *("  good", "    - good.weight, good.bias"),
     ]
 
 
@@ -255,7 +245,7 @@ def test_arguments_by_name_and_in_containers():
 
     assert uses(traced(Net(forward, w=weight(6, 6), b=weight(6), v=weight(1, 6)))) == [
         "(root)",
-        "  - w b",
+        "  - w, b",
         "  - b",
         "  - v",
     ]
@@ -264,7 +254,7 @@ def test_arguments_by_name_and_in_containers():
 def test_a_parameter_given_to_another_module_is_used_there():
     model = Net(lambda m, x: m.bi(x, m.w), w=weight(2, 6), bi=nn.Bilinear(6, 6, 3))
     order = traced(model)
-    assert uses(order) == ["(root)", "  bi", "    - w bi.weight bi.bias"]
+    assert uses(order) == ["(root)", "  bi", "    - w, bi.weight, bi.bias"]
     assert list(order.outside_uses) == ["w"]
 
 
@@ -287,7 +277,7 @@ def test_forward_called_directly_is_a_call_without_hooks():
 def test_leaf_modules_use_all_that_they_hold():
     model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.ReLU()))
     order = st.trace(model, (X,), leaves=["1"]).order
-    assert uses(order) == ["(root)", "  0", "    - 0.weight 0.bias", "  1", "    - 1.0.weight 1.0.bias"]
+    assert uses(order) == ["(root)", "  0", "    - 0.weight, 0.bias", "  1", "    - 1.0.weight, 1.0.bias"]
 
 
 def test_uses_inside_the_branches_of_cond():
@@ -295,7 +285,7 @@ def test_uses_inside_the_branches_of_cond():
         return torch.cond(x.sum() > 0, lambda x: m.a(x), lambda x: m.b(x) + m.w, (x,))
 
     order = st.trace(Net(forward, a=nn.Linear(6, 6), b=nn.Linear(6, 6), w=weight(6)), (X,)).order
-    assert uses(order) == ["(root)", "  a", "    - a.weight a.bias", "  b", "    - b.weight b.bias", "  - w"]
+    assert uses(order) == ["(root)", "  a", "    - a.weight, a.bias", "  b", "    - b.weight, b.bias", "  - w"]
 
 
 def test_the_order_is_that_of_the_model_not_of_the_graph_without_mutation():

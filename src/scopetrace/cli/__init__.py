@@ -1,4 +1,4 @@
-"""The command line: `scopetrace show …`, `scopetrace onnx …`. Each command is a file here, added to `main` below.
+"""The command line: `scopetrace show …` and the others. Each command is a file here, added to `main` below.
 
 Exit codes: 0, 1 when a model cannot be traced or raises, 2 for a wrong argument (one line on standard error).
 """
@@ -11,6 +11,8 @@ import click
 
 from scopetrace.cli.group import OneLineGroup
 from scopetrace.cli.onnx import onnx
+from scopetrace.cli.order import order
+from scopetrace.cli.plan import plan
 from scopetrace.cli.show import show
 
 
@@ -30,3 +32,5 @@ def main(ctx: click.Context) -> None:
 
 main.add_command(show)
 main.add_command(onnx)
+main.add_command(order)
+main.add_command(plan)

@@ -14,6 +14,7 @@ import click
 import torch
 from rich.console import Console
 from rich.text import Text
+from torch.utils._pytree import tree_map_only
 
 from scopetrace.cli.group import cannot_trace, model_raised
 from scopetrace.cli.inputs import Forward, Input
@@ -41,6 +42,9 @@ dynamic_option = click.option(
     "equal sizes. The example must have 2 or more there.",
 )
 train_option = click.option("--train", is_flag=True, help="Trace in training mode; eval mode is the default.")
+meta_option = click.option(
+    "--meta", is_flag=True, help="Make the model on the meta device: shapes without memory, for models of any size."
+)
 specialize_option = click.option(
     "--specialize", is_flag=True, help="Where the model branches on data, go the way of the example inputs."
 )
@@ -56,6 +60,8 @@ def trace_model(model: torch.nn.Module, given: list[Input], say: Say, **options:
     if not given and size is not None and forward.first is not None:
         given = [Input(forward.first, torch.zeros(size))]
     args, kwargs = forward.bind(given)
+    if (device := _only_device(model)) is not None:
+        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
     name = type(model).__name__
     try:
         return trace(model, args, kwargs, progress=_reporter(say), **options)
@@ -73,6 +79,11 @@ def trace_model(model: torch.nn.Module, given: list[Input], say: Say, **options:
             raised = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise UsageError(f"{forward.wrong_name(swallowed[0])}; with it in **kwargs it raised {raised}") from error
         raise model_raised(name, error) from error
+
+
+def _only_device(model: torch.nn.Module) -> torch.device | None:
+    devices = {t.device for t in (*model.parameters(), *model.buffers())}
+    return devices.pop() if len(devices) == 1 else None
 
 
 @contextlib.contextmanager

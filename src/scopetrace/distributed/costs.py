@@ -15,6 +15,17 @@ from scopetrace.record.structure import map_structure
 from scopetrace.record.tape import Op, Tape, Value, flat
 
 
+def _grouped_mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
+    """Of a product for each group of rows; of the operands' shapes, either may have the groups as first dimension."""
+    if len(a) == 3 and len(b) == 2:
+        return int(2 * a[-2] * torch.Size(b).numel())
+    return int(2 * torch.Size(a).numel() * b[-1])
+
+
+_MORE = {torch.ops.aten._grouped_mm: _grouped_mm_flops}
+"""Formulas that `torch.utils.flop_counter` does not have."""
+
+
 def nbytes(value: Value) -> int:
     """The bytes of a tensor's elements."""
     return int(value.fake.numel()) * value.fake.element_size()
@@ -60,7 +71,7 @@ def _of_params(tape: Tape, size: Callable[[str], int]) -> list[int]:
 
 def op_flops(tape: Tape) -> list[int]:
     """For each op, its floating-point operations as `torch.utils.flop_counter` counts them: of matrix products,
-    convolutions and attention, a multiplication and an addition being two. Equal ops are counted once and remembered.
+    convolutions and attention, a multiplication and an addition being two. Ops with bodies (`cond`) count as none.
 
     Raises PlanError for a trace with dynamic sizes.
     """
@@ -92,7 +103,7 @@ def _count(op: Op) -> int:
     mode = next((v.fake.fake_mode for v in op.inputs()), None)  # type: ignore[attr-defined]
     if mode is None:
         return 0
-    with torch.no_grad(), mode, FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), mode, FlopCounterMode(display=False, custom_mapping=_MORE) as counter:
         op.target(*args, **kwargs)
     return int(counter.get_total_flops())
 

@@ -20,7 +20,7 @@ from scopetrace.distributed.schedule import Schedule, backward_gathers, forward_
 from scopetrace.errors import PlanError
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.record.model import Model
-from scopetrace.show.table import columns
+from scopetrace.show.table import amount, columns
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -126,12 +126,10 @@ class Plan:
 
     def __str__(self) -> str:
         numbers = {g.modules: str(i) for i, g in enumerate(self.groups)}
-        rows = [("group", "modules", "parameters", "MB", "forward prefetch", "backward prefetch")]
+        rows = [("group", "modules", "parameters", "bytes", "forward prefetch", "backward prefetch")]
         for i, group in enumerate(self.groups):
             ahead, back = (" ".join(numbers[g] for g in found) or "-" for found in group.prefetch)
-            rows.append(
-                (str(i), _names(group.modules), str(len(group.params)), f"{group.nbytes / 1e6:.1f}", ahead, back)
-            )
+            rows.append((str(i), _names(group.modules), str(len(group.params)), amount(group.nbytes, "B"), ahead, back))
         gathers = (("forward", self.forward_gathers), ("backward", self.backward_gathers))
         lines = [f"all-gathers, {when}: {' '.join(numbers[g] for g in found) or 'none'}" for when, found in gathers]
         return "\n".join([columns(rows), "", *lines])

@@ -23,7 +23,7 @@ from scopetrace.distributed.groups import ROOT, Group
 from scopetrace.distributed.plan import Plan, ShardGroup
 from scopetrace.distributed.schedule import backward_events
 from scopetrace.errors import PlanError
-from scopetrace.show.table import columns
+from scopetrace.show.table import amount, columns, duration
 from scopetrace.trace import Trace
 
 
@@ -64,18 +64,19 @@ class Simulation:
         return self.compute + self.exposed_forward + self.exposed_backward
 
     def __str__(self) -> str:
-        rows = [("memory of a rank", "GB"), *((what, f"{n / 1e9:.2f}") for what, n in self.memory.items())]
-        rows.append(("in all", f"{sum(self.memory.values()) / 1e9:.2f}"))
+        rows = [("memory of a rank", ""), *((what, amount(n, "B")) for what, n in self.memory.items())]
+        rows.append(("in all", amount(sum(self.memory.values()), "B")))
         gathered = sum(t.nbytes for t in self.transfers)
         exposed = self.exposed_forward + self.exposed_backward
         return "\n".join(
             [
                 columns(rows),
                 "",
-                f"{len(self.transfers)} collectives, {gathered / 1e9:.1f} GB for each of {self.ranks} ranks, "
+                f"{len(self.transfers)} collectives, {amount(gathered, 'B')} for each of {self.ranks} ranks, "
                 f"{self.padding:.1%} of it padding",
-                f"step {self.seconds:.3f} s: computation {self.compute:.3f} s, exposed communication {exposed:.3f} s "
-                f"({self.exposed_forward:.3f} forward, {self.exposed_backward:.3f} backward)",
+                f"step {duration(self.seconds)}: computation {duration(self.compute)}, exposed communication "
+                f"{duration(exposed)} ({duration(self.exposed_forward)} forward, "
+                f"{duration(self.exposed_backward)} backward)",
             ]
         )
 

@@ -23,10 +23,34 @@ def order_text(order: ExecutionOrder) -> str:
     return "\n".join([columns(rows), "", total, *_odd(order)])
 
 
+def steps_text(order: ExecutionOrder) -> str:
+    """The calls as a tree, a line each, and under each the parameters that its ops use together."""
+    lines: list[str] = []
+    depth = 0
+    for step in order.steps:
+        if step.kind == "call":
+            call = order.calls[step.call]
+            name = "(outside)" if call.fqn is None else call.fqn or "(root)"
+            how = "".join([".forward" * call.direct, f"#{call.index}" * bool(call.index), ", raised" * call.raised])
+            lines.append("  " * depth + name + how)
+        elif step.kind == "use":
+            lines.append("  " * depth + "- " + ", ".join(step.params))
+        depth += {"call": 1, "return": -1}.get(step.kind, 0)
+    return "\n".join(lines)
+
+
 def _by(order: ExecutionOrder, use: ParamUse) -> str:
     index = order.calls[use.call].index
     name = "(root)" if use.module == "" else use.module or "(outside)"
     return f"{name}#{index}" if index else name
+
+
+def _folded(names: list[str]) -> list[str]:
+    """Names that differ in numbers only, as one: `layers.*.norm (12 times)`."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(".".join("*" if part.isdigit() else part for part in name.split(".")), []).append(name)
+    return [f"{key} ({len(same)} times)" if len(same) > 1 else same[0] for key, same in found.items()]
 
 
 def _odd(order: ExecutionOrder) -> list[str]:
@@ -36,7 +60,7 @@ def _odd(order: ExecutionOrder) -> list[str]:
     lines = {
         "shared": [" = ".join(names) for names in order.shared_params.values()],
         "used outside their module": [f"{name} by {who}" for name, who in outside.items()],
-        "never used": order.unused_params,
-        "never called": order.uncalled_modules,
+        "never used": _folded(order.unused_params),
+        "never called": _folded(order.uncalled_modules),
     }
     return [f"{what}: {'; '.join(found)}" for what, found in lines.items() if found]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from scopetrace.calls import ModuleCall
@@ -23,6 +24,20 @@ def columns(rows: Sequence[Sequence[str]], widest: int | None = None) -> str:
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
+
+
+def amount(count: float, unit: str) -> str:
+    """A quantity with three digits and a prefix: `amount(6.4e9, "B")` is `6.40 GB`."""
+    prefixes = ("", "k", "M", "G", "T", "P")
+    step = min(max(int(math.log10(count) // 3), 0), len(prefixes) - 1) if count >= 1 else 0
+    value = count / 1000**step
+    digits = max(0, 2 - max(int(math.log10(value)), 0)) if value > 0 else 0
+    return f"{value:.{digits if step else 0}f} {prefixes[step]}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with three digits: `12.3 ms`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
 def _row(call: ModuleCall) -> tuple[str, ...]:

@@ -1,0 +1,108 @@
+"""`scopetrace plan`: how to shard a model with FSDP2, and what that costs on many ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import click
+import torch
+
+from scopetrace.cli.group import print_result
+from scopetrace.cli.inputs import parse_input
+from scopetrace.cli.run import input_option, meta_option, progress, quiet, specialize_option, trace_model, train_option
+from scopetrace.cli.targets import load_model
+from scopetrace.distributed.plan import Plan
+from scopetrace.distributed.planning import plan as make_plan
+from scopetrace.distributed.simulation import Simulation, simulate
+from scopetrace.errors import UsageError
+from scopetrace.show.table import amount, columns, duration
+from scopetrace.trace import Trace
+
+_DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@click.command()
+@click.argument("target")
+@input_option
+@click.option("--ranks", required=True, type=click.IntRange(min=1), help="How many ranks share the parameters.")
+@click.option("--classes", "-c", metavar="NAME", multiple=True, help="A class of modules that are each a group.")
+@click.option("--target-mb", type=click.FloatRange(min=0, min_open=True), help="Instead: groups of about so many MB.")
+@click.option("--prefetch", type=click.IntRange(min=0), default=1, show_default=True, help="Groups to gather ahead.")
+@click.option(
+    "--bandwidth", type=click.FloatRange(min=0, min_open=True), default=50.0, show_default=True, help="GB/s of a rank."
+)
+@click.option(
+    "--tflops", type=click.FloatRange(min=0, min_open=True), default=400.0, show_default=True, help="TFLOP/s of a rank."
+)
+@click.option("--latency", type=click.FloatRange(min=0), default=0.0, help="Microseconds of a collective.")
+@click.option("--dtype", type=click.Choice(list(_DTYPES)), default="own", help="Of gathered parameters and gradients.")
+@meta_option
+@train_option
+@specialize_option
+def plan(
+    target: str,
+    inputs: tuple[str, ...],
+    classes: tuple[str, ...],
+    target_mb: float | None,
+    prefetch: int,
+    meta: bool,
+    train: bool,
+    specialize: bool,
+    **cluster: Any,
+) -> None:
+    """Plan FSDP2 for the model TARGET: groups, prefetch lists, the order of all-gathers, and their cost on paper.
+
+    The inputs are those of one rank. TARGET is as for `scopetrace show`; with --meta, a model of any size.
+
+    \b
+        scopetrace plan timm:vit_base_patch16_224 --ranks 8 --classes Block
+        scopetrace plan mypackage.models:build --meta -i ids=1x4096:int64 --ranks 1024 --target-mb 500 --dtype bf16
+    """
+    if bool(classes) == bool(target_mb):
+        raise UsageError("write --classes NAME, once for each class, or --target-mb N")
+    given = [parse_input(text) for text in inputs]
+    with quiet(), progress() as say:
+        say(f"making {target}")
+        with torch.device("meta") if meta else contextlib.nullcontext():
+            model = load_model(target).train(train)
+        with torch.no_grad():
+            traced = trace_model(model, given, say, functional=False, specialize=specialize)
+        say("planning")
+        chosen: dict[str, Any] = {"classes": _classes(model, classes)} if classes else {}
+        if target_mb:
+            chosen["target_bytes"] = int(target_mb * 1e6)
+        plans = {ahead: make_plan(model, traced.order, prefetch=ahead, **chosen) for ahead in {0, 1, 2, prefetch}}
+        text = _text(plans, traced, prefetch, cluster)
+    print_result(text)
+
+
+def _classes(model: torch.nn.Module, names: tuple[str, ...]) -> list[type[torch.nn.Module]]:
+    known = {type(module).__name__: type(module) for module in model.modules()}
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise UsageError(f"--classes: no module of the model is a {missing[0]}; there are: {', '.join(sorted(known))}")
+    return [known[name] for name in names]
+
+
+def _text(plans: dict[int, Plan], traced: Trace, prefetch: int, cluster: dict[str, Any]) -> str:
+    results = {ahead: _simulated(plan, traced, **cluster) for ahead, plan in plans.items()}
+    rows = [["prefetch", "step", "exposed forward", "exposed backward", "gathered at most"]]
+    for ahead, result in sorted(results.items()):
+        times = map(duration, (result.seconds, result.exposed_forward, result.exposed_backward))
+        rows.append([str(ahead), *times, amount(result.memory["gathered parameters, at most"], "B")])
+    return f"{plans[prefetch]}\n\n{results[prefetch]}\n\n{columns(rows)}"
+
+
+def _simulated(
+    plan: Plan, traced: Trace, ranks: int, bandwidth: float, tflops: float, latency: float, dtype: str
+) -> Simulation:
+    return simulate(
+        plan,
+        traced,
+        ranks=ranks,
+        bandwidth=bandwidth * 1e9,
+        flops=tflops * 1e12,
+        latency=latency * 1e-6,
+        param_dtype=_DTYPES[dtype],
+    )

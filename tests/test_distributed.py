@@ -1,0 +1,388 @@
+"""Plans for sharding and for pipelines, on paper here and run on two ranks by tests/ranks.py."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.pipelining import SplitPoint
+from torch.utils.flop_counter import FlopCounterMode
+
+import scopetrace as st
+from tests.ranks import MODELS, Borrowed, Layer, Llama, SwiGLU
+
+F = nn.functional
+IDS = torch.zeros(2, 8, dtype=torch.int64)
+RANKS = Path(__file__).with_name("ranks.py")
+
+
+def plan(model, *args, **options):
+    return st.distributed.plan(model, st.trace(model, args or (IDS,)).order, **options)
+
+
+def groups(found):
+    return [" ".join(name or "(root)" for name in group.modules) for group in found.groups]
+
+
+class Net(nn.Module):
+    def __init__(self, forward, **parts):
+        super().__init__()
+        self._forward = forward
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self._forward(self, x)
+
+
+# FSDP2, on paper -----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_by_classes_has_what_runs_between_them_too():
+    assert (
+        str(plan(Llama(), classes=Layer))
+        == """\
+group  modules     parameters  bytes    forward prefetch  backward prefetch
+0      (root)      0           0 B      1                 6
+1      embed       1           2.05 kB  2                 -
+2      layers.0    9           10.4 kB  3                 1
+3      layers.1    9           10.4 kB  4                 2
+4      layers.2    9           10.4 kB  5                 3
+5      layers.3    9           10.4 kB  6                 4
+6      norm, head  2           2.11 kB  -                 5
+
+all-gathers, forward: 1 2 3 4 5 6
+all-gathers, backward: 6 5 4 3 2 1"""
+    )
+
+
+def test_a_plan_by_bytes_packs_what_runs_one_after_the_other():
+    found = plan(Llama(order=(1, 0)), target_bytes=8_000)
+    assert groups(found) == [
+        "(root)",
+        "embed layers.1.norm1 layers.1.attn layers.1.norm2",
+        "layers.1.mlp layers.0.norm1",
+        "layers.0.attn layers.0.norm2",
+        "layers.0.mlp norm",
+        "head",
+    ]
+    assert [group.nbytes <= 8_000 for group in found.groups] == [True] * 6
+
+
+def test_one_module_that_is_too_large_is_a_group():
+    assert groups(plan(Llama(order=(0,)), target_bytes=1))[:4] == [
+        *("(root)", "embed", "layers.0.norm1", "layers.0.attn.q"),
+    ]
+
+
+def test_groups_lie_in_execution_order_and_their_parameters_in_both():
+    model = Net(
+        lambda m, x: m.a(m.b(x)), a=nn.Linear(6, 6), b=Net(lambda m, x: (x * m.g) @ m.w, w=weight(6, 6), g=weight(6))
+    )
+    found = plan(model, torch.ones(2, 6), target_bytes=10_000)
+    assert groups(found) == ["(root)", "b a"]
+    assert found.groups[1].params == ("b.w", "b.g", "a.weight", "a.bias")
+    assert found.groups[1].params_by_use == ("b.g", "b.w", "a.weight", "a.bias")
+    assert found.bucket_plan() == [["b", "a"]]
+
+
+def weight(*shape):
+    return nn.Parameter(torch.randn(*shape))
+
+
+def test_tied_weights_are_in_one_group():
+    assert groups(plan(Llama(tied=True, order=(0,)), classes=Layer)) == ["(root)", "embed norm head", "layers.0"]
+    # by bytes, the tied modules alone: they are gathered from the first to the last
+    assert groups(plan(Llama(tied=True, order=(0,)), target_bytes=10**6)) == [
+        *("(root)", "embed head", "layers.0 norm"),
+    ]
+
+
+def test_a_module_and_the_user_of_its_parameters_are_in_one_group():
+    # the root uses b without calling it: b goes to the root
+    assert groups(plan(Borrowed(), classes=nn.Linear)) == ["(root)", "embed", "a", "head"]
+    neighbour = Net(
+        lambda m, x: m.head(m.user(x)), head=nn.Linear(6, 6), user=Net(lambda m, x: F.linear(x, m.seen[0].weight))
+    )
+    neighbour.user.seen = (neighbour.head,)  # not registered there
+    assert groups(plan(neighbour, torch.ones(2, 6), classes=(nn.Linear, Net))) == ["(root)", "user head"]
+
+
+def test_attention_keeps_its_projection_though_linear_layers_are_apart():
+    model = Net(lambda m, x: m.fc(m.attn(x, x, x)[0]), attn=nn.MultiheadAttention(6, 2), fc=nn.Linear(6, 6))
+    found = plan(model, torch.ones(3, 6), classes=nn.Linear)
+    assert groups(found) == ["(root)", "attn", "fc"]
+    assert "attn.out_proj.weight" in found.groups[1].params
+
+
+def test_a_module_that_runs_twice_prefetches_what_follows_each_time():
+    found = plan(Llama(order=(3, 1, 0, 1, 2)), classes=Layer)
+    lists = {group.modules[0]: [g[0] for g in group.forward_prefetch] for group in found.groups}
+    assert lists == {
+        "": ["embed"],
+        "embed": ["layers.3"],
+        "layers.3": ["layers.1"],
+        "layers.1": [],  # layers.0 the first time, layers.2 the second
+        "layers.0": ["layers.1"],
+        "layers.2": ["norm"],
+        "norm": [],
+    }
+
+
+def test_forward_called_without_hooks_leaves_the_parameters_to_the_group_around():
+    model = Net(lambda m, x: m.b(m.a.forward(x)), a=nn.Linear(6, 6), b=nn.Linear(6, 6))
+    found = plan(model, torch.ones(2, 6), classes=nn.Linear)
+    assert groups(found) == ["(root)", "b"]
+    assert found.groups[0].params == ("a.weight", "a.bias")
+
+
+def raises_inside(m, x):
+    try:
+        m.bad(x)
+    except ValueError:
+        return m.good(x)
+
+
+def bad(m, x):
+    m.fc(x)
+    raise ValueError
+
+
+REFUSED = {
+    "no class": (Llama, dict(), "give one of target_bytes= and classes="),
+    "both": (Llama, dict(classes=Layer, target_bytes=1), "give one of target_bytes= and classes="),
+    "negative": (Llama, dict(target_bytes=-1), "target_bytes=-1 must be positive"),
+    "absent class": (
+        Llama,
+        dict(classes=nn.Conv2d),
+        "no module of the model is a Conv2d; there are: Attention, Embedding",
+    ),
+    "container": (Llama, dict(classes=nn.ModuleList), "ModuleList 'layers' has no forward"),
+    "scalar": (lambda: Net(lambda m, x: x * m.s, s=weight()), dict(target_bytes=9), "give s the shape (1,)"),
+    "strides": (
+        lambda: Net(lambda m, x: x @ m.w, w=nn.Parameter(torch.ones(3, 8).t())),
+        dict(target_bytes=9),
+        "w has the strides (1, 8)",
+    ),
+    "written": (
+        lambda: Net(lambda m, x: x * m.w.detach().mul_(2), w=weight(1)),
+        dict(target_bytes=9),
+        "the forward changes w in place",
+    ),
+    "raises": (
+        lambda: Net(raises_inside, bad=Net(bad, fc=nn.Identity(), w=weight(2)), good=nn.Linear(8, 8)),
+        dict(classes=Net),
+        "a call of Net 'bad' ends with an exception that its caller catches",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "message"), REFUSED.values(), ids=REFUSED)
+def test_plans_that_would_fail_are_refused(make, options, message):
+    model = make()
+    x = IDS if isinstance(model, Llama) else torch.ones(2, 8)
+    with pytest.raises(st.PlanError) as error:
+        plan(model, x, **options)
+    assert message in str(error.value)
+
+
+def test_the_order_of_another_model_is_refused():
+    order = st.trace(Llama(), (IDS,)).order
+    with pytest.raises(
+        st.PlanError, match=r"the order is of another model: trace this one .module 'layers.1' is not in"
+    ):
+        st.distributed.plan(Llama(order=(0,)), order, classes=Layer)
+
+
+def test_a_plan_of_the_meta_device_is_that_of_the_model():
+    with torch.device("meta"):
+        model = Llama()
+        found = plan(model, IDS.to("meta"), classes=(Layer, SwiGLU))
+    assert str(found) == str(plan(Llama(), classes=(Layer, SwiGLU)))
+
+
+# Pipelines, on paper -------------------------------------------------------------------------------------------------
+
+
+def test_stages_are_cut_where_the_fewest_bytes_cross():
+    points = st.distributed.split_points(st.trace(Llama(order=range(6)), (IDS,)), 3)
+    assert points == {"layers.2": SplitPoint.BEGINNING, "layers.4": SplitPoint.BEGINNING}
+    assert (
+        str(points)
+        == """\
+stage  begins with  params  bytes in  tensors in
+0      (start)      5,696
+1      layers.2     5,184   1,024     2x8x16
+2      layers.4     5,712   1,024     2x8x16"""
+    )
+
+
+def test_a_skip_connection_crosses_with_the_rest():
+    net = Net(lambda m, x: m.c(m.b(m.a(x))) + x, a=nn.Linear(6, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 6))
+    points = st.distributed.split_points(st.trace(net, (torch.ones(2, 6),)), 2, tolerance=1)
+    assert [cut.shapes for cut in points.cuts] == [((2, 6), (2, 6))]
+    assert points.crossing_bytes == [2 * 2 * 6 * 4]
+
+
+def test_narrow_places_are_preferred_within_the_tolerance():
+    widths = [(64, 64), (64, 8), (8, 64), (64, 64)]
+    model = nn.Sequential(*(nn.Linear(*w) for w in widths), nn.Linear(64, 64), nn.Linear(64, 64))
+    tr = st.trace(model, (torch.ones(2, 64),))
+    assert list(st.distributed.split_points(tr, 2, tolerance=0)) == ["4"]
+    assert list(st.distributed.split_points(tr, 2, tolerance=0.6)) == ["2"]
+
+
+def test_flops_are_those_of_torch():
+    model = Llama()
+    points = st.distributed.split_points(st.trace(model, (IDS,)), 2, "flops")
+    with FlopCounterMode(display=False) as counter:
+        model(IDS)
+    assert sum(points.weights) == counter.get_total_flops()
+
+
+def test_bytes_are_parameters_and_results():
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+    points = st.distributed.split_points(st.trace(model, (torch.ones(2, 4),)), 2, "bytes")
+    assert points.weights == (4 * (4 * 8 + 8) + 4 * 2 * 8, 4 * (8 * 8 + 8) + 4 * 2 * 8)
+
+
+def test_parameters_of_several_stages_are_named():
+    points = st.distributed.split_points(st.trace(Llama(tied=True), (IDS,)), 2)
+    assert points.shared == {"embed.weight": [0, 1]}
+    assert "embed.weight is used in stages 0, 1" in str(points)
+
+
+def test_modules_called_twice_are_no_cut():
+    points = st.distributed.split_points(st.trace(Llama(order=(0, 1, 0, 2)), (IDS,)), 2)
+    assert not any(name.startswith("layers.0") for name in points)
+
+
+CANNOT_SPLIT = {
+    "too many": (dict(stages=99), "99 stages need 98 cuts"),
+    "one": (dict(stages=1), "stages=1: write 2 or more"),
+    "balance": (dict(stages=2, balance="time"), "balance='time': write one of 'params', 'flops', 'bytes'"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), CANNOT_SPLIT.values(), ids=CANNOT_SPLIT)
+def test_splits_that_cannot_be_made(options, message):
+    with pytest.raises(st.PlanError) as error:
+        st.distributed.split_points(st.trace(Llama(), (IDS,)), **options)
+    assert message in str(error.value)
+
+
+def test_dynamic_sizes_have_no_bytes():
+    tr = st.trace(Llama(), (IDS,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    with pytest.raises(st.PlanError, match="trace with the sizes of one micro-batch"):
+        st.distributed.split_points(tr, 2)
+
+
+# Many ranks, on paper ------------------------------------------------------------------------------------------------
+
+
+def simulated(prefetch=1, ranks=4, **options):
+    model = Llama()
+    tr = st.trace(model, (IDS,))
+    found = st.distributed.plan(model, tr.order, classes=Layer, prefetch=prefetch)
+    options = {"bandwidth": 1e6, "flops": 1e8} | options
+    return st.distributed.simulate(found, tr, ranks=ranks, **options)
+
+
+def test_what_a_rank_holds():
+    memory = simulated().memory
+    total = sum(p.numel() for p in Llama().parameters())
+    assert memory["sharded parameters"] == memory["sharded gradients"] == total  # 4 bytes, 4 ranks
+    assert memory["optimizer"] == 2 * total
+    layer = sum(p.numel() for p in Layer(16).parameters()) * 4
+    assert memory["gathered parameters, at most"] == 2 * layer  # a layer, and the one ahead
+    assert simulated(prefetch=0).memory["gathered parameters, at most"] == layer
+
+
+def test_few_rows_on_many_ranks_are_padding():
+    assert simulated().padding == 0
+    assert simulated(ranks=24).padding == pytest.approx(1 / 3)  # 16 rows on 24 ranks, 32 on 48 places
+
+
+def test_prefetching_hides_communication():
+    none, one, two = (simulated(prefetch) for prefetch in (0, 1, 2))
+    assert none.exposed_forward > one.exposed_forward >= two.exposed_forward > 0  # the first is always exposed
+    assert none.compute == one.compute == two.compute
+    assert simulated(flops=1e3).exposed_forward / simulated(flops=1e3).seconds < 0.01
+
+
+def test_every_gather_is_on_the_link_in_the_order_of_the_plan():
+    model = Llama()
+    tr = st.trace(model, (IDS,))
+    found = st.distributed.plan(model, tr.order, classes=Layer)
+    link = st.distributed.simulate(found, tr, ranks=4, bandwidth=1e6, flops=1e8).transfers
+    gathers = [t.group for t in link if t.kind == "all-gather"]
+    assert gathers == found.forward_gathers + found.backward_gathers
+    assert all(a.stop <= b.start for a, b in itertools.pairwise(link))
+    assert [t.group for t in link if t.kind == "reduce-scatter"] == found.backward_gathers
+
+
+def test_a_simulation_by_hand():
+    """One layer of 8 x 8 without bias, on two ranks: 256 bytes, at 1,000 bytes in a second to each rank."""
+    model = nn.Sequential(nn.Linear(8, 8, bias=False))
+    tr = st.trace(model, (torch.ones(2, 8),))
+    found = st.distributed.plan(model, tr.order, classes=nn.Linear)
+    result = st.distributed.simulate(found, tr, ranks=2, bandwidth=1000, flops=256)
+    half = 128 / 1000  # each rank has the other half already
+    assert result.compute == pytest.approx(3 * 2 * 2 * 8 * 8 / 256)
+    assert result.exposed_forward == pytest.approx(half)
+    assert result.exposed_backward == pytest.approx(2 * half)  # gathered again, and reduced at the end
+    assert [t.nbytes for t in result.transfers] == [256] * 3
+
+
+# Two ranks -----------------------------------------------------------------------------------------------------------
+
+
+def torchrun(job):
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", RANKS, job]
+    return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, cwd=RANKS.parents[1])
+
+
+def result_of(job):
+    ran = torchrun(job)
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module")
+def training():
+    return result_of("train")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_three_steps_by_plan_equal_one_process(training, name):
+    assert training[name]["loss"] < 1e-5
+    assert training[name]["grad"] < 1e-5
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_all_gathers_are_those_of_the_plan(training, name):
+    assert training[name]["gathers"] == [training[name]["planned"]] * 3
+
+
+def test_two_pipeline_stages_equal_one_process():
+    for name, result in result_of("pipeline").items():
+        assert result["error"] < 1e-5, name
+        assert result["stages"] == 2, name
+
+
+def test_ranks_that_disagree_end_with_the_first_difference():
+    ran = torchrun("disagree")
+    assert ran.returncode != 0
+    assert "ranks 0 and 1 run in different orders: step 4, after return of Embedding[embed]" in ran.stderr
+
+
+def test_a_rank_that_fails_ends_the_run_with_its_error():
+    ran = torchrun("fail")
+    assert ran.returncode != 0
+    assert "ZeroDivisionError" in ran.stderr
