@@ -99,7 +99,7 @@ def by_classes(order: ExecutionOrder, chosen: Callable[[str], bool]) -> Grouping
     rest = [m for m in _cut(order, is_apart) if m not in units and not any(contains(registered, u, m) for u in units)]
     groups: list[list[str]] = []
     last_is_open = False
-    for module in sorted([*units, *rest], key=_first_call(order).__getitem__):
+    for module in sorted([*units, *rest], key=first_call(order).__getitem__):
         if last_is_open and module not in units:
             groups[-1].append(module)
         else:
@@ -134,7 +134,7 @@ def by_bytes(order: ExecutionOrder, target_bytes: int) -> Grouping:
     registered = order.registered
     sizes = {name: sum(registered.params[p].nbytes for p in registered.inside(name)) for name in registered.modules}
     parts = Grouping((*((p,) for p in _cut(order, lambda name: sizes[name] <= target_bytes)), ROOT), registered)
-    first = _first_call(order)
+    first = first_call(order)
     groups: list[list[str]] = []
     filled = target_bytes
     for part in sorted(without_ties(parts).groups, key=lambda group: first[group[0]]):
@@ -179,7 +179,7 @@ def called_modules(order: ExecutionOrder) -> set[str]:
     return {name for name, _ in calls if name} - {name for name, is_odd in calls if is_odd and name}
 
 
-def _first_call(order: ExecutionOrder) -> dict[str, int]:
+def first_call(order: ExecutionOrder) -> dict[str, int]:
     """By module, the number of its first call; those that are never called come after all."""
     first = dict.fromkeys(order.registered.modules, len(order.calls))
     for i, call in reversed([*enumerate(order.calls)]):

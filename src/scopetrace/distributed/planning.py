@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
-from scopetrace.distributed.groups import ROOT, Group, Grouping, by_bytes, by_classes, without_ties
+from scopetrace.distributed.groups import ROOT, Group, Grouping, by_bytes, by_classes, first_call, without_ties
 from scopetrace.distributed.plan import Plan, ShardGroup, refuse_another_model
 from scopetrace.distributed.schedule import forward_schedule
 from scopetrace.errors import PlanError
@@ -80,7 +80,8 @@ def _joined(order: ExecutionOrder, grouping: Grouping) -> Grouping:
     grouping = without_ties(grouping)
     while (missing := forward_schedule(order, grouping, {}).missing) is not None:
         grouping = without_ties(grouping.merged(missing.group, missing.user))
-    return grouping
+    first = first_call(order)
+    return Grouping(tuple(tuple(sorted(g, key=first.__getitem__)) for g in grouping.groups), order.registered)
 
 
 def _plan(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, prefetch: int) -> Plan:
