@@ -95,7 +95,8 @@ def record(model: torch.nn.Module, args: Any, kwargs: Any, run: Callable[..., An
 def differences(order: Any, truth: Recorder) -> list[str]:
     """How an `ExecutionOrder` differs from what was seen; nothing where it is equal.
 
-    Direct calls of `module.forward` cannot be seen by hooks: their uses belong to the call around them.
+    Direct calls of `module.forward` cannot be seen by hooks: their uses belong to the call around them. Nor are views
+    of a parameter: an order may have more uses in calls after that in which the view was made.
     """
     seen_by = {}
     for number, call in enumerate(order.calls):
@@ -107,18 +108,21 @@ def differences(order: Any, truth: Recorder) -> list[str]:
         first = next((i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), "end")
         return [f"modules differ at call {first}: {len(mine)} and {len(theirs)} calls"]
     own: dict[int, dict[str, None]] = {n: {} for n in shown}
-    last: dict[str, int] = {}
     for step in order.steps:
         if step.kind == "use":
             call = seen_by[step.call]
             own[call] |= dict.fromkeys(step.params)
-            last |= dict.fromkeys(step.params, shown.index(call))
     found = [
         f"{call.fqn}: {[*uses]} and {call.params}"
         for uses, call in zip(own.values(), truth.calls, strict=True)
-        if [*uses] != call.params
+        if [name for name in uses if name in call.params] != call.params
+    ]
+    made = {number: set(uses) - set(truth.calls[i].params) for i, (number, uses) in enumerate(own.items())}
+    found += [
+        f"{name} in call {n}" for n, names in made.items() for name in names if shown.index(n) < truth.first[name]
     ]
     if order.param_forward_order != list(truth.first):
         found.append("param_forward_order")
-    found += [f"last use of {name}" for name, at in truth.last.items() if last.get(name) != at]
+    last = {name: shown.index(seen_by[use.call]) for name, use in order.param_last_use.items()}
+    found += [f"last use of {name}" for name, at in truth.last.items() if last.get(name, -1) < at]
     return found

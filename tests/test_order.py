@@ -262,6 +262,15 @@ def test_a_parameter_that_is_only_returned_is_used_by_the_root():
     assert uses(traced(Net(lambda m, x: (x + 1, m.w), w=weight(3)))) == ["(root)", "  - w"]
 
 
+def test_a_view_of_a_parameter_is_used_where_it_is_read():
+    """What is freed after the last use is memory: the last reader of a view counts."""
+    model = Net(lambda m, x: m.inner(x, m.w.t()), w=weight(6, 6), inner=Net(lambda m, x, w: F.relu(x) @ w))
+    order = st.trace(model, (X,)).order
+    assert uses(order) == ["(root)", "  - w", "  inner", "    - w"]
+    assert order.param_last_use["w"].module == "inner"
+    assert uses(traced(Net(lambda m, x: x @ m.w.t(), w=weight(6, 6)))) == ["(root)", "  - w"]
+
+
 def test_a_shape_is_no_use():
     order = traced(Net(lambda m, x: x * m.w.shape[0] + m.w.dim(), w=weight(6)))
     assert order.param_forward_order == []

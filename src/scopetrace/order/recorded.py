@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from scopetrace.order.execution import CallUsage, ExecutionOrder
@@ -16,11 +16,11 @@ from scopetrace.record.tape import Call, Op, Tape, Value
 
 def execution_order(tape: Tape) -> ExecutionOrder:
     """Read it off the ops and calls of a recording (with its mutations)."""
-    reader, params = _Reader(tape.registered), dict[Value, str]()
+    reader, params = _Reader(tape.registered), _Params()
     reader.read(tape, params)
-    reader.use(tape.calls[0], (params[v] for v in leaves(tape.outputs, Value) if v in params))
+    reader.use(tape.calls[0], [v for v in leaves(tape.outputs, Value) if v in params.names], params)
     changed = {v.storage for part in tape.walk() for op in part.ops for v in op.writes}
-    written = dict.fromkeys(name for value, name in params.items() if value.storage in changed)
+    written = dict.fromkeys(name for value, name in params.names.items() if value.storage in changed)
     return ExecutionOrder(tuple(map(_usage, reader.begun)), tape.registered, tuple(written))
 
 
@@ -35,6 +35,23 @@ class _Begun:
     steps: list[tuple[str, ...] | int] = dataclasses.field(default_factory=list)
 
 
+class _Params:
+    """Which parameters the values of a program are, or are views of."""
+
+    def __init__(self) -> None:
+        self.names: dict[Value, str] = {}
+        self._by_storage: dict[int, list[str]] = {}
+
+    def add(self, value: Value, name: str) -> None:
+        """A value is a parameter."""
+        self.names[value] = name
+        self._by_storage.setdefault(value.storage, []).append(name)
+
+    def of(self, value: Value) -> list[str]:
+        """The parameter that a value is, or those in whose memory it lies."""
+        return [self.names[value]] if value in self.names else self._by_storage.get(value.storage, [])
+
+
 class _Reader:
     """Collects the steps of each call, in one walk over the ops."""
 
@@ -45,8 +62,8 @@ class _Reader:
         self._counts: dict[Any, int] = {}
         self._used: list[str] = []
 
-    def read(self, tape: Tape, params: dict[Value, str]) -> None:
-        """The ops of a program; `params` has what its values stand for: at first, the placeholders of a body."""
+    def read(self, tape: Tape, params: _Params) -> None:
+        """The ops of a program; `params` knows its placeholders, where it is a body."""
         coming = collections.deque(tape.calls)
         for i, op in enumerate(tape.ops):
             while coming and coming[0].start <= i:
@@ -65,36 +82,43 @@ class _Reader:
         if parent is not None:
             parent.steps.append(begun.number)
 
-    def _op(self, op: Op, params: dict[Value, str]) -> None:
+    def _op(self, op: Op, params: _Params) -> None:
         if op.kind == "get_attr":
             name = self.registered.param(op.target)
             if name is not None:
-                params[op.outputs] = name
+                params.add(op.outputs, name)
         elif op.bodies():
             self._higher_order(op, params)
         elif op.kind != "placeholder":
             own = self.registered.inside(op.target) if op.kind == "call_module" else []
-            self.use(op.call, [*(params[v] for v in op.inputs() if v in params), *own])
+            self.use(op.call, op.inputs(), params, own)
 
-    def use(self, call: Call | None, params: Iterable[str]) -> None:
-        """These parameters are used together."""
-        used = tuple(dict.fromkeys(params))
-        if used and call is not None:
-            self._latest[call].steps.append(used)
+    def use(self, call: Call | None, values: Iterable[Value], params: _Params, also: Sequence[str] = ()) -> None:
+        """An op reads these values: parameters, or views of them where the op before it did not just make these."""
+        if call is None:
+            return
+        steps = self._latest[call].steps
+        before = steps[-1] if steps and isinstance(steps[-1], tuple) else ()
+        found = [name for v in values for name in params.of(v) if v in params.names or name not in before]
+        used = tuple(dict.fromkeys([*found, *also]))
+        if used:
+            steps.append(used)
             self._used += used
 
-    def _higher_order(self, op: Op, params: dict[Value, str]) -> None:
+    def _higher_order(self, op: Op, params: _Params) -> None:
         """The uses inside the bodies; what the op is given and no body uses is used by the op."""
         start = len(self._used)
         form = FORMS[op.target]
         args = form.gathered(op.args)
         operands = [x for i in form.operands for x in args[i]]
         for body in op.bodies():
-            placeholders = (o.outputs for o in body.ops if o.kind == "placeholder")
-            given = zip(placeholders, operands, strict=False)
-            self.read(body, {inner: params[x] for inner, x in given if isinstance(x, Value) and x in params})
-        inside = self._used[start:]
-        self.use(op.call, (params[v] for v in op.inputs() if v in params and params[v] not in inside))
+            inside = _Params()
+            for inner, x in zip([o.outputs for o in body.ops if o.kind == "placeholder"], operands, strict=False):
+                for name in params.of(x) if isinstance(x, Value) else ():
+                    inside.add(inner, name)
+            self.read(body, inside)
+        used = self._used[start:]
+        self.use(op.call, [v for v in op.inputs() if not set(params.of(v)) <= set(used)], params)
 
 
 def _usage(begun: _Begun) -> CallUsage:
