@@ -48,7 +48,7 @@ def test_a_plan_by_classes_has_what_runs_between_them_too():
         str(plan(Llama(), classes=Layer))
         == """\
 group  modules     parameters  bytes    forward prefetch  backward prefetch
-0      (root)      0           0 B      1                 6
+0      (root)      0           0 B      1                 -
 1      embed       1           2.05 kB  2                 -
 2      layers.0    9           10.4 kB  3                 1
 3      layers.1    9           10.4 kB  4                 2

@@ -72,10 +72,10 @@ class Plan:
     def gathers(self) -> tuple[list[tuple[Group, int]], list[tuple[Group, int]]]:
         """The all-gathers of a forward and of the backward after it, in order: the group, and the step of the order in
         whose forward, or backward, it is issued. Groups without parameters are not among them."""
-        backward = backward_gathers(self.schedule, {g.modules: g.backward_prefetch for g in self.groups})
         holding = {g.modules for g in self.groups if g.params}
-        forward, back = ([(g, at) for g, at in found if g in holding] for found in (self.schedule.gathers, backward))
-        return forward, back
+        passes = [p for p in self.schedule.passes if p.group in holding]
+        backward = backward_gathers(passes, {g.modules: g.backward_prefetch for g in self.groups})
+        return [(g, at) for g, at in self.schedule.gathers if g in holding], backward
 
     @property
     def forward_gathers(self) -> list[Group]:

@@ -90,6 +90,9 @@ def _plan(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, pre
     by_start = [p.group for p in sorted(schedule.passes, key=lambda p: p.start) if params[p.group] or p.group == ROOT]
     by_end = [p.group for p in reversed(schedule.passes) if params[p.group] or p.group == ROOT]
     forward, backward = (followers(sequence, prefetch) for sequence in (by_start, by_end))
+    # FSDP2 goes through the list at each gradient of a result. Those of the root's may come early and late: in between,
+    # what it gathered was used and freed, and would be gathered again for nothing.
+    backward.pop(ROOT, None)
     used = order.param_forward_order
     groups = [
         ShardGroup(

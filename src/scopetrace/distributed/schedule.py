@@ -125,10 +125,11 @@ class _Forward:
                 return
 
 
-def backward_gathers(forward: Schedule, prefetch: Prefetch) -> list[tuple[Group, int]]:
+def backward_gathers(passes: Sequence[Pass], prefetch: Prefetch) -> list[tuple[Group, int]]:
     """The all-gathers of the backward that follows, in order, each with the step of the forward whose backward it is.
 
-    A group without a list prefetches what ended before it in forward, as FSDP2 does by itself.
+    `passes` are those of groups with parameters. A group without a list prefetches what ended before it in forward, as
+    FSDP2 does by itself.
     """
     found: list[tuple[Group, int]] = []
     gathered = {ROOT}
@@ -139,8 +140,8 @@ def backward_gathers(forward: Schedule, prefetch: Prefetch) -> list[tuple[Group,
             gathered.add(group)
             found.append((group, at))
 
-    for at, is_end, number in backward_events(forward):
-        group = forward.passes[number].group
+    for at, is_end, number in backward_events(passes):
+        group = passes[number].group
         if not is_end:
             active.discard(group)
             if group != ROOT:
@@ -148,13 +149,13 @@ def backward_gathers(forward: Schedule, prefetch: Prefetch) -> list[tuple[Group,
         elif group not in active:
             active.add(group)
             gather(group, at)
-            default = [forward.passes[number - 1].group] if number else []
+            default = [passes[number - 1].group] if number else []
             for other in prefetch.get(group) or default:
                 gather(other, at)
     return found
 
 
-def backward_events(forward: Schedule) -> list[tuple[int, bool, int]]:
+def backward_events(passes: Sequence[Pass]) -> list[tuple[int, bool, int]]:
     """In the order of the backward: (step, whether the forward pass ended there or began, number of the pass)."""
-    ends = [(p.stop, True, i) for i, p in enumerate(forward.passes)]
-    return sorted([*ends, *((p.start, False, i) for i, p in enumerate(forward.passes))], reverse=True)
+    ends = [(p.stop, True, i) for i, p in enumerate(passes)]
+    return sorted([*ends, *((p.start, False, i) for i, p in enumerate(passes))], reverse=True)

@@ -254,7 +254,7 @@ def _run_backward(plan: Plan, clock: _Clock, link: _Link) -> float:
     for group, at in plan.gathers[1]:
         issued.setdefault(at, []).append(group)
     exposed = 0.0
-    for at, is_end, number in backward_events(plan.schedule):
+    for at, is_end, number in backward_events(plan.schedule.passes):
         group = plan.schedule.passes[number].group
         clock.back_to(at)
         if is_end:
