@@ -165,7 +165,11 @@ REFUSED = {
         "no module of the model is a Conv2d; there are: Attention, Embedding",
     ),
     "container": (Llama, dict(classes=nn.ModuleList), "ModuleList 'layers' has no forward"),
-    "scalar": (lambda: Net(lambda m, x: x * m.s, s=weight()), dict(target_bytes=9), "give s the shape (1,)"),
+    "scalar": (
+        lambda: Net(lambda m, x: x * m.s, s=weight()),
+        dict(target_bytes=9),
+        "give s the shape (1,), or name it in ignored_params=",
+    ),
     "strides": (
         lambda: Net(lambda m, x: x @ m.w, w=nn.Parameter(torch.ones(3, 8).t())),
         dict(target_bytes=9),
@@ -191,6 +195,13 @@ def test_plans_that_would_fail_are_refused(make, options, message):
     with pytest.raises(st.PlanError) as error:
         plan(model, x, **options)
     assert message in str(error.value)
+
+
+def test_ignored_parameters_are_in_no_group():
+    model = Net(lambda m, x: m.fc(x) * m.s, fc=nn.Linear(6, 6), s=weight())
+    found = plan(model, torch.ones(2, 6), target_bytes=10**6, ignored_params={model.s})
+    assert [group.params for group in found.groups] == [(), ("fc.weight", "fc.bias")]
+    assert found.ignored == ("s",)
 
 
 def test_the_order_of_another_model_is_refused():

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,6 +58,8 @@ class Plan:
     """In the order of their first forward pass, the root first."""
     order: ExecutionOrder
     model: torch.nn.Module = dataclasses.field(repr=False)
+    ignored: tuple[str, ...] = ()
+    """The parameters that are not sharded."""
 
     @functools.cached_property
     def _grouping(self) -> Grouping:
@@ -105,9 +108,13 @@ class Plan:
         """
         from torch.distributed.fsdp import fully_shard
 
-        refuse_another_model(self.model, self.order, "the model has changed since the plan was made: plan again")
+        refuse_another_model(
+            self.model, self.order, self.ignored, "the model has changed since the plan was made: plan again"
+        )
         for group in mesh.get_all_groups():
             check_order(self.order, group)
+        if self.ignored:
+            fully_shard_kwargs["ignored_params"] = {self.model.get_parameter(name) for name in self.ignored}
         registered = self.order.registered
         depth = {g.modules: sum(contains(registered, m, g.modules[0]) for m in registered.modules) for g in self.groups}
         for entry in sorted(self.groups, key=lambda g: -depth[g.modules]):
@@ -140,9 +147,9 @@ def _names(group: Group) -> str:
     return ", ".join(names if len(names) <= 4 else [*names[:2], f"… {len(names) - 3} more", names[-1]])
 
 
-def refuse_another_model(model: torch.nn.Module, order: ExecutionOrder, what: str) -> None:
-    """Raise PlanError where the modules or parameters of a model are not those of an order."""
-    now = Model(model).registered()
+def refuse_another_model(model: torch.nn.Module, order: ExecutionOrder, ignored: Sequence[str], what: str) -> None:
+    """Raise PlanError where the modules or parameters of a model are not those of an order, but for the ignored ones."""
+    now = Model(model).registered().without(ignored)
     for kind, mine, theirs in (
         ("module", order.registered.modules, now.modules),
         ("parameter", order.registered.params, now.params),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -22,6 +22,7 @@ def plan(
     target_bytes: int | None = None,
     classes: Classes | None = None,
     prefetch: int = 1,
+    ignored_params: Collection[torch.nn.Parameter] = (),
 ) -> Plan:
     """Groups and prefetch lists for `torch.distributed.fsdp.fully_shard`, from the order in which the model runs.
 
@@ -35,6 +36,7 @@ def plan(
         classes: a class of modules, or several: a group for each of their modules, and for what runs between these
             (embeddings, norms, heads).
         prefetch: how many groups ahead to gather; 0 leaves prefetching to FSDP2.
+        ignored_params: as for `fully_shard`: parameters that are not sharded, and whose gradients are not reduced.
 
     Raises PlanError for a plan that would fail when it runs: another model's order, classes without modules or without
     a forward, parameters that FSDP2 cannot shard, or that the forward changes in place.
@@ -43,13 +45,16 @@ def plan(
         raise PlanError("give one of target_bytes= and classes=")
     if prefetch < 0 or (target_bytes is not None and target_bytes <= 0):
         raise PlanError(f"prefetch={prefetch} must not be negative, target_bytes={target_bytes} must be positive")
-    refuse_another_model(model, order, "the order is of another model: trace this one")
+    ids = {id(p) for p in ignored_params}
+    ignored = tuple(name for name, p in model.named_parameters() if id(p) in ids)
+    order = order.without(ignored)
+    refuse_another_model(model, order, ignored, "the order is of another model: trace this one")
     _refuse_params(model, order)
     if target_bytes is not None:
         grouping = by_bytes(order, target_bytes)
     else:
         grouping = by_classes(order, _chosen(model, classes or ()))
-    return _plan(model, order, _joined(order, grouping), prefetch)
+    return Plan(_groups(model, order, _joined(order, grouping), prefetch), order, model, ignored)
 
 
 def _chosen(model: torch.nn.Module, classes: Classes) -> Callable[[str], bool]:
@@ -69,8 +74,10 @@ def _refuse_params(model: torch.nn.Module, order: ExecutionOrder) -> None:
             "change with it: change parameters outside the forward, or make them buffers"
         )
     for name, param in model.named_parameters():
+        if name not in order.registered.params:
+            continue
         if not param.dim():
-            raise PlanError(f"FSDP2 does not shard scalars: give {name} the shape (1,)")
+            raise PlanError(f"FSDP2 does not shard scalars: give {name} the shape (1,), or name it in ignored_params=")
         if not param.is_contiguous():
             raise PlanError(f"FSDP2 shards contiguous parameters only: {name} has the strides {param.stride()}")
 
@@ -84,7 +91,7 @@ def _joined(order: ExecutionOrder, grouping: Grouping) -> Grouping:
     return Grouping(tuple(tuple(sorted(g, key=first.__getitem__)) for g in grouping.groups), order.registered)
 
 
-def _plan(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, prefetch: int) -> Plan:
+def _groups(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, prefetch: int) -> tuple[ShardGroup, ...]:
     params = _payload(model, grouping)
     schedule = forward_schedule(order, grouping, {})
     by_start = [p.group for p in sorted(schedule.passes, key=lambda p: p.start) if params[p.group] or p.group == ROOT]
@@ -94,7 +101,7 @@ def _plan(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, pre
     # what it gathered was used and freed, and would be gathered again for nothing.
     backward.pop(ROOT, None)
     used = order.param_forward_order
-    groups = [
+    return tuple(
         ShardGroup(
             group,
             tuple(params[group]),
@@ -104,8 +111,7 @@ def _plan(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, pre
             backward.get(group, ()),
         )
         for group in dict.fromkeys([ROOT, *by_start, *grouping.groups])
-    ]
-    return Plan(tuple(groups), order, model)
+    )
 
 
 def followers(sequence: Sequence[Group], count: int) -> dict[Group, tuple[Group, ...]]:
@@ -134,8 +140,9 @@ def _payload(model: torch.nn.Module, grouping: Grouping) -> dict[Group, list[str
         visited.add(id(module))
         for child in module.children():
             visit(child)
-        for param in module.parameters(recurse=False):
-            name = names[id(param)]
+        for name in (names[id(p)] for p in module.parameters(recurse=False)):
+            if name not in grouping.registered.params:
+                continue
             group = grouping.managers(name)[0]
             if name not in found[group]:
                 found[group].append(name)

@@ -106,8 +106,8 @@ def simulate(
 
     Raises PlanError for a plan of another order, or sizes that are not positive.
     """
-    if tr.order != plan.order:
-        raise PlanError(f"the plan is of another order: {tr.order.first_difference(plan.order)}")
+    if (difference := tr.order.without(plan.ignored).first_difference(plan.order)) is not None:
+        raise PlanError(f"the plan is of another order: {difference}")
     for name, number in (("ranks", ranks), ("bandwidth", bandwidth), ("flops", flops)):
         if number <= 0:
             raise PlanError(f"{name}={number} must be positive")

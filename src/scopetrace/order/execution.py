@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
 from scopetrace.order.text import order_text
@@ -215,6 +215,16 @@ class ExecutionOrder:
             if not set(names.get(first or "", ()) if first is not None else ()) & set(owners[param]):
                 found.setdefault(param, []).append(use)
         return found
+
+    def without(self, params: Collection[str]) -> ExecutionOrder:
+        """The same order as if these parameters were none."""
+
+        def kept(step: tuple[str, ...] | int) -> tuple[str, ...] | int:
+            return step if isinstance(step, int) else tuple(name for name in step if name not in params)
+
+        calls = [dataclasses.replace(c, steps=tuple(s for s in map(kept, c.steps) if s != ())) for c in self.calls]
+        written = tuple(name for name in self.written_params if name not in params)
+        return ExecutionOrder(tuple(calls), self.registered.without(params), written)
 
     # ---------------------------------------------------------------- comparison
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Collection
 
 import torch
 
@@ -57,6 +58,10 @@ class Registered:
         """The parameters of a module and of those in it, in the order of registration."""
         prefix = f"{module}." if module else ""
         return [first for first, param in self.params.items() if any(n.startswith(prefix) for n in param.names)]
+
+    def without(self, names: Collection[str]) -> Registered:
+        """The same but for these parameters."""
+        return Registered(self.modules, {name: param for name, param in self.params.items() if name not in names})
 
     @functools.cached_property
     def _params_by_name(self) -> dict[str, str]:
