@@ -148,7 +148,7 @@ def _names(group: Group) -> str:
 
 
 def refuse_another_model(model: torch.nn.Module, order: ExecutionOrder, ignored: Sequence[str], what: str) -> None:
-    """Raise PlanError where the modules or parameters of a model are not those of an order, but for the ignored ones."""
+    """Raise PlanError where the modules or parameters of a model are not those of an order, ignored ones apart."""
     now = Model(model).registered().without(ignored)
     for kind, mine, theirs in (
         ("module", order.registered.modules, now.modules),
