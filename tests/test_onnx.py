@@ -538,3 +538,28 @@ def test_command_line(tmp_path, monkeypatch):
     wrong = CliRunner().invoke(main, [*arguments, "-f", "Conv*"])
     assert wrong.exit_code == 1
     assert "'Conv*' is no call of this trace" in wrong.stderr
+
+
+class Normed(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-9) * 1.000001
+
+
+def test_numbers_near_0_and_1_stay():
+    """torch.onnx.export writes no Add here: its optimizer takes 1e-9 for 0, and a row of zeros gives nan."""
+    trace = st.trace(Normed(), (X,))
+    model = trace.to_onnx(verify=True)
+    assert [n.op_type for n in model.graph] == ["Pow", "ReduceMean", "Add", "Sqrt", "Reciprocal", "Mul", "Mul"]
+    plain = st.trace(lambda x: (x + 0.0) * 1.0 - 0.0, (X,)).to_onnx()
+    assert [n.op_type for n in plain.graph] == ["Identity"]
+
+
+class Padded(nn.Module):
+    def forward(self, x):
+        return F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 2)
+
+
+def test_verify_says_where_the_runtime_is_wrong():
+    """ONNX Runtime moves the padding, zeros, into MaxPool, where it is minus infinity."""
+    with pytest.raises(st.OnnxVerificationError, match="the file is right.*ORT_DISABLE_ALL"):
+        st.trace(Padded(), (-torch.rand(1, 1, 2, 2),)).to_onnx(verify=True)

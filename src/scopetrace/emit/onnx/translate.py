@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from scopetrace import meta
 from scopetrace._compat.onnx import node_in_error, untranslatable
+from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 
 Table = Mapping[Any, Callable[..., Any]]
@@ -31,10 +32,12 @@ def translate(
             result = torch.onnx.export(
                 program,
                 verbose=False,
-                optimize=optimize,
+                optimize=False,
                 opset_version=opset_version,
                 custom_translation_table=None if table is None else dict(table),
             )
+            if optimize and result is not None:
+                run_optimizer(result)
     except torch.onnx.errors.OnnxExporterError as error:
         raise _explained(error, program, opset_version, table or {}) from error
     assert result is not None and result.exported_program is not None
