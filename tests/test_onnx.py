@@ -561,5 +561,5 @@ class Padded(nn.Module):
 
 def test_verify_says_where_the_runtime_is_wrong():
     """ONNX Runtime moves the padding, zeros, into MaxPool, where it is minus infinity."""
-    with pytest.raises(st.OnnxVerificationError, match="the file is right.*ORT_DISABLE_ALL"):
+    with pytest.raises(st.OnnxVerificationError, match=r"the file is right.*ORT_DISABLE_ALL"):
         st.trace(Padded(), (-torch.rand(1, 1, 2, 2),)).to_onnx(verify=True)

@@ -46,7 +46,7 @@ def node_in_error(causes: Sequence[BaseException]) -> str | None:
 
 
 def optimize(program: torch.onnx.ONNXProgram) -> None:
-    """torch.onnx's optimizer, exactly: its own rules take 1e-8 for 0 and 1.00001 for 1, so that a small `eps` is lost."""
+    """torch.onnx's optimizer, with exact numbers: its own rules take 1e-8, as of an `eps`, for 0, and 1.00001 for 1."""
     others = [rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in _no_op.rules.rules]
     with mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", (*_exact_rules(), *others)):
         program.optimize()
