@@ -563,3 +563,35 @@ def test_verify_says_where_the_runtime_is_wrong():
     """ONNX Runtime moves the padding, zeros, into MaxPool, where it is minus infinity."""
     with pytest.raises(st.OnnxVerificationError, match=r"the file is right.*ORT_DISABLE_ALL"):
         st.trace(Padded(), (-torch.rand(1, 1, 2, 2),)).to_onnx(verify=True)
+
+
+class Chosen(nn.Module):
+    """As the experts of a mixture: how many rows one gets depends on data."""
+
+    class Sum(nn.Module):
+        def forward(self, x, sizes):
+            return torch.stack([part.sum(0) for part in x.split(sizes)])
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sum = Chosen.Sum()
+
+        def forward(self, x):
+            positive = (x[:, 0] > 0).sum()
+            sizes = torch.stack([positive, x.shape[0] - positive]).tolist()
+            return x + self.sum(x, sizes).sum(0)
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = self.Layer(), self.Layer()
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_numbers_that_depend_on_data_are_operands():
+    model = st.trace(Chosen(), (X,)).to_onnx(functions="repeated", verify=True)
+    inner, layer = model.functions.values()
+    assert [v.name for v in inner.inputs] == ["x", "sizes[0]", "sizes[1]"]
+    assert [v.name for v in layer.inputs] == ["x"]

@@ -18,7 +18,7 @@ import torch.fx
 from scopetrace.calls import ModuleCall
 from scopetrace.errors import OutlineError
 from scopetrace.graph import Program
-from scopetrace.passes.outline import FunctionInput, FunctionOutput, OutlinedBody, outline
+from scopetrace.passes.outline import FunctionInput, FunctionOutput, Numbers, OutlinedBody, outline
 from scopetrace.passes.write_back import WriteBack
 from scopetrace.record.tape import Call
 
@@ -110,16 +110,15 @@ class Outlined:
         if any(op.writes for op in tape.ops):
             raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
         chosen = chosen_calls(source, list(targets))
+        numbers = Numbers(tape)
+        for call in chosen:
+            for number in numbers.lost(call):
+                raise OutlineError(
+                    f"{call.scope}: {number}, a number that is made in this call, is used outside, though no result has "
+                    f"it as a size; leave {call.scope.type_name} out of the targets"
+                )
         outlined, bodies = outline(tape, chosen, source.boundary.forward)
-        traced = source.with_tape(outlined)
-        try:
-            list(traced.program.walk())
-        except LookupError as error:  # a number that depends on data
-            raise OutlineError(
-                f"a number is made in one of the calls and used outside, though no result has it as a size ({error}); "
-                "leave that class out of the targets"
-            ) from error
-        return cls(source, traced, bodies)
+        return cls(source, source.with_tape(outlined), bodies)
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
@@ -227,8 +226,10 @@ def is_named(call: ModuleCall, target: Any) -> bool:
 
 
 def _repeated(source: Trace) -> list[ModuleCall]:
-    """The calls of classes of which at least two calls are equal."""
+    """The calls of classes of which at least two calls are equal, without those that cannot be functions."""
+    numbers = Numbers(source.tape)
     calls = [call for call in source.calls if call.module_type is not None and not call.is_leaf and call.parent]
+    calls = [call for call in calls if not numbers.lost(call.record)]
     times = Counter(call.module_type for call in calls)
     calls = [call for call in calls if times[call.module_type] > 1]
     _, bodies = outline(source.tape, [call.record for call in calls if call.raised is None], source.boundary.forward)
