@@ -114,8 +114,8 @@ class Outlined:
         for call in chosen:
             for number in numbers.lost(call):
                 raise OutlineError(
-                    f"{call.scope}: {number}, a number that is made in this call, is used outside, though no result has "
-                    f"it as a size; leave {call.scope.type_name} out of the targets"
+                    f"{call.scope}: {number}, a number that is made in this call, is used outside, though no result "
+                    f"has it as a size; leave {call.scope.type_name} out of the targets"
                 )
         outlined, bodies = outline(tape, chosen, source.boundary.forward)
         return cls(source, source.with_tape(outlined), bodies)
