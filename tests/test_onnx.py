@@ -595,3 +595,9 @@ def test_numbers_that_depend_on_data_are_operands():
     inner, layer = model.functions.values()
     assert [v.name for v in inner.inputs] == ["x", "sizes[0]", "sizes[1]"]
     assert [v.name for v in layer.inputs] == ["x"]
+
+
+def test_a_squeeze_of_another_size_than_1_gives_its_input():
+    """torch.onnx.export writes a Squeeze that ONNX Runtime does not load."""
+    model = st.trace(lambda x: (x.squeeze(0) + 1, x.squeeze()), (X,)).to_onnx(verify=True)
+    assert [n.op_type for n in model.graph] == ["Add", "Identity"]
