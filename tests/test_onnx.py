@@ -601,3 +601,15 @@ def test_a_squeeze_of_another_size_than_1_gives_its_input():
     """torch.onnx.export writes a Squeeze that ONNX Runtime does not load."""
     model = st.trace(lambda x: (x.squeeze(0) + 1, x.squeeze()), (X,)).to_onnx(verify=True)
     assert [n.op_type for n in model.graph] == ["Add", "Identity"]
+
+
+class Inverted(nn.Module):
+    def forward(self, mask):
+        return 1.0 - mask
+
+
+def test_other_failures_of_torch_name_module_and_source():
+    """torch.onnx has no `number - tensor of whole numbers`."""
+    message = r"at aten\.rsub\.Scalar, Sequential/Inverted\[0\], File .*: return 1\.0 - mask: RuntimeError"
+    with pytest.raises(st.OnnxExportError, match=message):
+        st.trace(nn.Sequential(Inverted()), (torch.tensor([0, 1]),)).to_onnx()
