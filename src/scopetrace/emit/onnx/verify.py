@@ -65,9 +65,9 @@ def _check_calls(exported: Exported) -> None:
     per_class: Counter[Any] = Counter()
     for key, count in written.items():
         per_class[exported.classes[key]] += count
-    if per_class != exported.expected_calls():
+    if per_class != exported.expected_calls:
         raise OnnxVerificationError(
-            f"calls in the file: {_said(per_class)}; in the trace: {_said(exported.expected_calls())}"
+            f"calls in the file: {_said(per_class)}; in the trace: {_said(exported.expected_calls)}"
         )
 
 
