@@ -23,7 +23,6 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import fnmatch
 import gc
 import io
 import json
@@ -42,10 +41,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __package__ in {None, ""}:
     sys.path[0] = str(ROOT)
 
-from benchmarks import checks, oracle, report  # noqa: E402
+from benchmarks import checks, choice, oracle, report  # noqa: E402
 from benchmarks.models import import_scopetrace, load_zoo  # noqa: E402
 
-Row = dict[str, Any]
+Row = choice.Row
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any], Any]]
 
 
@@ -200,39 +199,23 @@ def table(rows: list[Row]) -> str:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=pathlib.Path, default=ROOT.parent / "shared" / "zoo", help="folder of the zoo")
-    parser.add_argument("--only", action="append", metavar="PATTERN", help="names or globs, also comma-separated")
-    parser.add_argument("--every", type=int, default=1, help="each n-th model")
-    parser.add_argument("--offset", type=int, default=0, help="the first of them")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "exported.jsonl")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of --out, do the others")
+    parser = choice.parser(__doc__, "exported.jsonl")
     parser.add_argument("--no-export", action="store_true", help="leave torch.export out")
     parser.add_argument("--no-unflatten", action="store_true", help="leave torch.export.unflatten out")
     parser.add_argument("--save", action="store_true", help="save and load, too")
-    parser.add_argument("--report-only", action="store_true", help="only print the table of --out")
     return parser.parse_args(argv)
-
-
-def wanted(options: argparse.Namespace) -> list[str]:
-    """The models chosen on the command line, in the order of models.txt."""
-    names: list[str] = (options.zoo / "models.txt").read_text().split()
-    patterns = [p for given in options.only or ["*"] for p in given.split(",")]
-    return [n for n in names if any(fnmatch.fnmatch(n, p) for p in patterns)][options.offset :: options.every]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Check the models; the exit code is 1 if a program differs from eager."""
     options = parse(argv)
     warnings.filterwarnings("ignore")
-    rows: dict[str, Row] = {}
-    if options.out.exists() and (options.resume or options.report_only):
-        rows = {row["model"]: row for row in map(json.loads, options.out.read_text().splitlines())}
+    rows = choice.kept_rows(options)
     if not options.report_only:
         if not (options.zoo / "zoo.py").exists():
             print(f"zoo not present: no zoo.py in {options.zoo} (give its folder with --zoo)")
             return 0
-        run_all([n for n in wanted(options) if n not in rows], rows, options)
+        run_all([n for n in choice.wanted(options) if n not in rows], rows, options)
     print("\n" + table(list(rows.values())))
     return int(any(row.get("equal") for row in rows.values()))
 

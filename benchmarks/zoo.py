@@ -21,7 +21,6 @@ Columns:
 """
 
 import argparse
-import fnmatch
 import json
 import os
 import pathlib
@@ -39,7 +38,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __package__ in {None, ""}:
     sys.path[0] = str(ROOT)
 
-from benchmarks import dynamic, opdiff, report  # noqa: E402
+from benchmarks import choice, dynamic, opdiff, report  # noqa: E402
 
 Row = dict[str, Any]
 
@@ -174,16 +173,6 @@ def read_rows(path: pathlib.Path) -> dict[str, Row]:
     return {row["model"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
-def wanted(options: argparse.Namespace) -> list[str]:
-    """The models chosen on the command line, in the order of models.txt."""
-    names: list[str] = (options.zoo / "models.txt").read_text().split()
-    if options.only:
-        patterns = [p for given in options.only for p in given.split(",")]
-        names = [n for n in names if any(fnmatch.fnmatch(n, p) or p in n for p in patterns)]
-    limit: int | None = options.limit
-    return names[:limit]
-
-
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -228,7 +217,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"zoo not present: no zoo.py in {options.zoo} (give its folder with --zoo)")
         return 0
     options.zoo = options.zoo.resolve()
-    names = wanted(options)
+    names = choice.named(options.zoo, options.only)[: options.limit]
     rows = {n: r for n, r in earlier_rows(options).items() if n in names}
     if not options.report_only:
         start_output(options.out, rows)

@@ -17,15 +17,16 @@ Columns:
 from __future__ import annotations
 
 import argparse
-import fnmatch
+import contextlib
 import gc
 import json
 import os
 import pathlib
+import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -34,10 +35,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __package__ in {None, ""}:
     sys.path[0] = str(ROOT)
 
-from benchmarks import checks  # noqa: E402
+from benchmarks import checks, choice  # noqa: E402
 from benchmarks.models import import_scopetrace, import_torchvision, load_zoo, quiet  # noqa: E402
 
-Row = dict[str, Any]
+Row = choice.Row
 
 
 def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.Path, verify: bool = True) -> Row:
@@ -57,8 +58,29 @@ def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.
         row["nodes"] = row["main"] + sum(len(f) for f in written.model.functions.values())
         row["error"] = verified(written.exported, traced, lambda text: None) if verify else None
     except Exception as error:
-        row["failed"] = checks.first_line(error)
+        row["failed"] = said(error)
     return row
+
+
+def said(error: Exception) -> str:
+    """The error in a line; of ops without an ONNX form, all of them."""
+    ops = list(dict.fromkeys(op for op, _, _ in getattr(error, "ops", [])))
+    return f"no ONNX form of {', '.join(ops)}" if ops else checks.first_line(error)
+
+
+@contextlib.contextmanager
+def time_limit(seconds: int) -> Iterator[None]:
+    """Raise TimeoutError after so many seconds."""
+
+    def stop(*_: Any) -> None:
+        raise TimeoutError(f"more than {seconds} s")
+
+    signal.signal(signal.SIGALRM, stop)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
 
 
 def peer(model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.Path) -> Row:
@@ -76,10 +98,13 @@ def peer(model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.Path) -> 
 def check(st: Any, name: str, build: Callable[[], Any], options: argparse.Namespace) -> Row:
     """The row of one model."""
     model, args, kwargs = build()
+    row: Row = {"model": name}
     with tempfile.TemporaryDirectory() as folder:
-        row: Row = {"model": name, "ours": ours(st, model, args, kwargs, pathlib.Path(folder) / "ours.onnx")}
+        with time_limit(options.limit):
+            row["ours"] = ours(st, model, args, kwargs, pathlib.Path(folder) / "ours.onnx")
         if not options.no_peer:
-            row["peer"] = peer(model, args, kwargs, pathlib.Path(folder) / "peer.onnx")
+            with time_limit(options.limit):
+                row["peer"] = peer(model, args, kwargs, pathlib.Path(folder) / "peer.onnx")
     return row
 
 
@@ -129,26 +154,11 @@ def llama(st: Any, options: argparse.Namespace) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=pathlib.Path, default=ROOT.parent / "shared" / "zoo", help="folder of the zoo")
-    parser.add_argument("--only", action="append", metavar="PATTERN", help="names or globs, also comma-separated")
-    parser.add_argument("--every", type=int, default=1, help="each n-th model")
-    parser.add_argument("--offset", type=int, default=0, help="the first of them")
-    parser.add_argument("--out", type=pathlib.Path, default=ROOT / "benchmarks" / "results" / "zoo_onnx.jsonl")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of --out, do the others")
+    parser = choice.parser(__doc__, "zoo_onnx.jsonl")
     parser.add_argument("--no-peer", action="store_true", help="leave torch.onnx.export out")
+    parser.add_argument("--limit", type=int, default=600, help="seconds for either on one model")
     parser.add_argument("--llama", action="store_true", help="4 and 32 layers of a Llama instead")
-    parser.add_argument("--report-only", action="store_true", help="only print the table of --out")
     return parser.parse_args(argv)
-
-
-def wanted(options: argparse.Namespace) -> list[str]:
-    """The models chosen on the command line."""
-    names = (options.zoo / "models.txt").read_text().split()
-    patterns = [p for given in options.only or [] for p in given.split(",")]
-    if patterns:
-        names = [n for n in names if any(fnmatch.fnmatch(n, p) or p in n for p in patterns)]
-    return names[options.offset :: options.every]
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -162,12 +172,11 @@ def main(argv: list[str] | None = None) -> int:
     if not (options.zoo / "zoo.py").exists():
         print(f"zoo not present: no zoo.py in {options.zoo} (give its folder with --zoo)")
         return 0
-    keep = (options.resume or options.report_only) and options.out.exists()
-    rows = {row["model"]: row for row in map(json.loads, options.out.read_text().splitlines())} if keep else {}
+    rows = choice.kept_rows(options)
     zoo = load_zoo(options.zoo.resolve())
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("a" if keep else "w") as file:
-        for name in [] if options.report_only else [n for n in wanted(options) if n not in rows]:
+    with options.out.open("a" if rows else "w") as file:
+        for name in [] if options.report_only else [n for n in choice.wanted(options) if n not in rows]:
             rows[name] = check(st, name, lambda name=name: zoo.build(name), options)
             print("  ".join(cells(rows[name])), flush=True)
             print(json.dumps(rows[name]), file=file, flush=True)

@@ -538,3 +538,78 @@ def test_command_line(tmp_path, monkeypatch):
     wrong = CliRunner().invoke(main, [*arguments, "-f", "Conv*"])
     assert wrong.exit_code == 1
     assert "'Conv*' is no call of this trace" in wrong.stderr
+
+
+class Normed(nn.Module):
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-9) * 1.000001
+
+
+def test_numbers_near_0_and_1_stay():
+    """torch.onnx.export writes no Add here: its optimizer takes 1e-9 for 0, and a row of zeros gives nan."""
+    trace = st.trace(Normed(), (X,))
+    model = trace.to_onnx(verify=True)
+    assert [n.op_type for n in model.graph] == ["Pow", "ReduceMean", "Add", "Sqrt", "Reciprocal", "Mul", "Mul"]
+    plain = st.trace(lambda x: (x + 0.0) * 1.0 - 0.0, (X,)).to_onnx()
+    assert [n.op_type for n in plain.graph] == ["Identity"]
+
+
+class Padded(nn.Module):
+    def forward(self, x):
+        return F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 2)
+
+
+def test_verify_says_where_the_runtime_is_wrong():
+    """ONNX Runtime moves the padding, zeros, into MaxPool, where it is minus infinity."""
+    with pytest.raises(st.OnnxVerificationError, match=r"the file is right.*ORT_DISABLE_ALL"):
+        st.trace(Padded(), (-torch.rand(1, 1, 2, 2),)).to_onnx(verify=True)
+
+
+class Chosen(nn.Module):
+    """As the experts of a mixture: how many rows one gets depends on data."""
+
+    class Sum(nn.Module):
+        def forward(self, x, sizes):
+            return torch.stack([part.sum(0) for part in x.split(sizes)])
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.sum = Chosen.Sum()
+
+        def forward(self, x):
+            positive = (x[:, 0] > 0).sum()
+            sizes = torch.stack([positive, x.shape[0] - positive]).tolist()
+            return x + self.sum(x, sizes).sum(0)
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = self.Layer(), self.Layer()
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_numbers_that_depend_on_data_are_operands():
+    model = st.trace(Chosen(), (X,)).to_onnx(functions="repeated", verify=True)
+    inner, layer = model.functions.values()
+    assert [v.name for v in inner.inputs] == ["x", "sizes[0]", "sizes[1]"]
+    assert [v.name for v in layer.inputs] == ["x"]
+
+
+def test_a_squeeze_of_another_size_than_1_gives_its_input():
+    """torch.onnx.export writes a Squeeze that ONNX Runtime does not load."""
+    model = st.trace(lambda x: (x.squeeze(0) + 1, x.squeeze()), (X,)).to_onnx(verify=True)
+    assert [n.op_type for n in model.graph] == ["Add", "Identity"]
+
+
+class Inverted(nn.Module):
+    def forward(self, mask):
+        return 1.0 - mask
+
+
+def test_other_failures_of_torch_name_module_and_source():
+    """torch.onnx has no `number - tensor of whole numbers`."""
+    message = r"at aten\.rsub\.Scalar, Sequential/Inverted\[0\], File .*: return 1\.0 - mask: RuntimeError"
+    with pytest.raises(st.OnnxExportError, match=message):
+        st.trace(nn.Sequential(Inverted()), (torch.tensor([0, 1]),)).to_onnx()

@@ -442,18 +442,32 @@ def test_a_tensor_that_several_calls_give_back_is_read_from_the_last():
     assert signatures(outlined(Net(), (X,), Same)) == [("Same(x) -> (result)", 2)]
 
 
-def test_numbers_made_inside_and_used_outside_are_refused():
+class Counted(nn.Module):
     class Count(nn.Module):
         def forward(self, x):
             return (x > 0).sum().item()
 
-    class Net(nn.Module):
+    class Layer(nn.Module):
         def __init__(self):
             super().__init__()
-            self.count = Count()
+            self.count = Counted.Count()
 
         def forward(self, x):
             return x * self.count(x)
 
-    with pytest.raises(st.OutlineError, match="a number is made in one of the calls and used outside"):
-        st.trace(Net(), (X,)).outline(Count)
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = self.Layer(), self.Layer()
+
+    def forward(self, x):
+        return self.b(self.a(x))
+
+
+def test_numbers_made_inside_and_used_outside_are_refused():
+    message = r"Counted/Layer\[a\]/Count\[count\]: u0, a number that is made in this call.*leave Count out"
+    with pytest.raises(st.OutlineError, match=message):
+        st.trace(Counted(), (X,)).outline(Counted.Count)
+
+
+def test_repeated_leaves_out_calls_that_give_numbers():
+    assert signatures(outlined(Counted(), (X,), "repeated")) == [("Layer(x) -> (result)", 2)]

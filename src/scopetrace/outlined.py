@@ -18,7 +18,7 @@ import torch.fx
 from scopetrace.calls import ModuleCall
 from scopetrace.errors import OutlineError
 from scopetrace.graph import Program
-from scopetrace.passes.outline import FunctionInput, FunctionOutput, OutlinedBody, outline
+from scopetrace.passes.outline import FunctionInput, FunctionOutput, Numbers, OutlinedBody, outline
 from scopetrace.passes.write_back import WriteBack
 from scopetrace.record.tape import Call
 
@@ -98,10 +98,12 @@ class Function:
 class Outlined:
     """The program of a trace with chosen module calls as functions. It runs and prints."""
 
-    def __init__(self, source: Trace, traced: Trace, bodies: Sequence[OutlinedBody]) -> None:
+    def __init__(self, source: Trace, traced: Trace, bodies: Sequence[OutlinedBody], chosen: Sequence[Call]) -> None:
         self._source = source
         self._traced = traced
         self._bodies = bodies
+        self.chosen = chosen
+        """The calls of the source that became calls of functions."""
 
     @classmethod
     def of(cls, source: Trace, targets: Iterable[Target]) -> Outlined:
@@ -109,17 +111,15 @@ class Outlined:
         tape = source.tape
         if any(op.writes for op in tape.ops):
             raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
-        chosen = chosen_calls(source, list(targets))
-        outlined, bodies = outline(tape, chosen, source.boundary.forward)
-        traced = source.with_tape(outlined)
-        try:
-            list(traced.program.walk())
-        except LookupError as error:  # a number that depends on data
-            raise OutlineError(
-                f"a number is made in one of the calls and used outside, though no result has it as a size ({error}); "
-                "leave that class out of the targets"
-            ) from error
-        return cls(source, traced, bodies)
+        numbers, forward = Numbers(tape), source.boundary.forward
+        named, repeated = _named(source, list(targets), numbers)
+        chosen = list(dict.fromkeys([*named, *repeated]))
+        outlined, bodies = outline(tape, chosen, forward)
+        twice = {body.module_type for body in bodies if len(body.calls) > 1}
+        kept = [call for call in chosen if call in named or call.module_type in twice]
+        if kept != chosen:
+            outlined, bodies = outline(tape, kept, forward)
+        return cls(source, source.with_tape(outlined), bodies, kept)
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
@@ -198,18 +198,36 @@ class Outlined:
         return f"<Outlined {self._traced.scope.path}: {len(self._bodies)} functions>"
 
 
-def chosen_calls(source: Trace, targets: list[Any]) -> list[Call]:
-    """The calls that the targets name. Raises OutlineError for a target that names none."""
+def _named(source: Trace, targets: list[Any], numbers: Numbers) -> tuple[dict[Call, None], list[Call]]:
+    """The calls that the targets name, and those that "repeated" asks about.
+
+    Raises OutlineError for a target that names none, or that names one that cannot be a function.
+    """
     found: dict[Call, None] = {}
     for target in targets:
         if isinstance(target, str) and target == REPEATED:
-            matched = _repeated(source)
-        else:
-            matched = [call for call in source.calls if is_named(call, target)]
-            if not matched:
-                raise OutlineError(f"{_said(target)} is no call of this trace; it has {_some(source.calls)}")
+            continue
+        matched = [call for call in source.calls if is_named(call, target)]
+        if not matched:
+            raise OutlineError(f"{_said(target)} is no call of this trace; it has {_some(source.calls)}")
         found |= dict.fromkeys(call.record for call in matched if not call.is_leaf and call.raised is None)
-    return list(found)
+    for call in found:
+        for number in numbers.lost(call):
+            raise OutlineError(
+                f"{call.scope}: {number}, a number that is made in this call, is used outside, though no result has "
+                f"it as a size; leave {call.scope.type_name} out of the targets"
+            )
+    return found, _perhaps_repeated(source, numbers) if any(
+        isinstance(t, str) and t == REPEATED for t in targets
+    ) else []
+
+
+def _perhaps_repeated(source: Trace, numbers: Numbers) -> list[Call]:
+    """The calls of classes with several calls, without those that cannot be functions."""
+    calls = [call for call in source.calls if call.module_type is not None and not call.is_leaf and call.parent]
+    calls = [call for call in calls if call.raised is None and not numbers.lost(call.record)]
+    times = Counter(call.module_type for call in calls)
+    return [call.record for call in calls if times[call.module_type] > 1]
 
 
 def is_named(call: ModuleCall, target: Any) -> bool:
@@ -224,18 +242,6 @@ def is_named(call: ModuleCall, target: Any) -> bool:
         f"{target!r} is a {type(target).__name__}; give a module class, a pattern of names such as 'layers.*.attn', "
         'a predicate on a ModuleCall, or "repeated"'
     )
-
-
-def _repeated(source: Trace) -> list[ModuleCall]:
-    """The calls of classes of which at least two calls are equal."""
-    calls = [call for call in source.calls if call.module_type is not None and not call.is_leaf and call.parent]
-    times = Counter(call.module_type for call in calls)
-    calls = [call for call in calls if times[call.module_type] > 1]
-    _, bodies = outline(source.tape, [call.record for call in calls if call.raised is None], source.boundary.forward)
-    counts = Counter({body.module_type: 0 for body in bodies})
-    for body in bodies:
-        counts[body.module_type] = max(counts[body.module_type], len(body.calls))
-    return [call for call in calls if counts[call.module_type] > 1]
 
 
 def _said(target: Any) -> str:

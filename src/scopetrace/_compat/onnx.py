@@ -1,12 +1,16 @@
-"""What of torch.onnx's exporter has no public name: which ops it knows, and which node an error is about."""
+"""What of torch.onnx's exporter has no public name: which ops it knows, which node an error is about, its rules."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
+from unittest import mock
 
 import torch.fx
+from onnxscript import rewriter
+from onnxscript.rewriter import pattern
+from onnxscript.rewriter.rules.common import _no_op
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
 
 
@@ -39,3 +43,20 @@ def node_in_error(causes: Sequence[BaseException]) -> str | None:
         if found:
             return found[1]
     return None
+
+
+def optimize(program: torch.onnx.ONNXProgram) -> None:
+    """torch.onnx's optimizer, with exact numbers: its own rules take 1e-8, as of an `eps`, for 0, and 1.00001 for 1."""
+    others = [rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in _no_op.rules.rules]
+    with mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", (*_exact_rules(), *others)):
+        program.optimize()
+
+
+def _exact_rules() -> list[Any]:
+    """Those that leave out `x + 0`, `x - 0`, `x * 1`, `x / 1` and dropout."""
+    zero, one = (pattern.Constant(number, rel_tol=0, abs_tol=0) for number in (0, 1))
+    add, mul = (lambda op, x: x + zero), (lambda op, x: x * one)
+    sub, div = (lambda op, x: x - zero), (lambda op, x: x / one)
+    both = [rule for fn in (add, mul) for rule in pattern.RewriteRule(fn, _no_op.identity).commute()]
+    one_way = [pattern.RewriteRule(fn, _no_op.identity) for fn in (sub, div)]
+    return [*both, *one_way, _no_op.dropout_zero_rule, _no_op.dropout_inference_rule]

@@ -10,19 +10,8 @@ import click
 import torch
 
 from scopetrace.calls import ModuleCall
-from scopetrace.cli.dynamic import parse_dynamic
 from scopetrace.cli.group import print_result
-from scopetrace.cli.inputs import parse_input
-from scopetrace.cli.run import (
-    dynamic_option,
-    input_option,
-    progress,
-    quiet,
-    specialize_option,
-    trace_model,
-    train_option,
-)
-from scopetrace.cli.targets import load_model
+from scopetrace.cli.run import Asked, progress, quiet, takes_model
 from scopetrace.emit.onnx import require_packages
 from scopetrace.outlined import REPEATED
 from scopetrace.show.table import columns
@@ -49,9 +38,7 @@ class Matching:
 
 
 @click.command()
-@click.argument("target")
-@input_option
-@dynamic_option
+@takes_model
 @click.option(
     "--functions",
     "-f",
@@ -70,17 +57,7 @@ class Matching:
 @click.option("--optimize/--no-optimize", default=True, help="Run torch.onnx's optimizer.")
 @click.option("--external-data", is_flag=True, help="The weights in a file of their own, also below 2 GB.")
 @click.option("--verify", is_flag=True, help="Check the file, and compare it with the model in ONNX Runtime.")
-@train_option
-@specialize_option
-def onnx(
-    target: str,
-    inputs: tuple[str, ...],
-    dynamic: tuple[str, ...],
-    specialize: bool,
-    train: bool,
-    output: Path,
-    **options: Any,
-) -> None:
+def onnx(asked: Asked, output: Path, **options: Any) -> None:
     """Write the model TARGET as an ONNX file, with modules as ONNX functions.
 
     TARGET is as for `scopetrace show`.
@@ -89,14 +66,9 @@ def onnx(
         scopetrace onnx timm:vit_tiny_patch16_224 --functions repeated -o vit.onnx --verify
         scopetrace onnx mypackage.models:build -i ids=2x16:int64 --dynamic ids.0=batch -f Layer -o out.onnx
     """
-    given, shapes = [parse_input(text) for text in inputs], parse_dynamic(dynamic)
     require_packages()
-    with quiet(), progress() as say:
-        say(f"making {target}")
-        model = load_model(target).train(train)
-        with torch.no_grad():
-            traced = trace_model(model, given, say, dynamic_shapes=shapes, specialize=specialize)
-            text = _table(_write(traced, output, say, **options), output)
+    with quiet(), progress() as say, torch.no_grad():
+        text = _table(_write(asked.trace(say), output, say, **options), output)
     print_result(text)
 
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import click
 import torch
 
 from scopetrace.cli.group import print_result
-from scopetrace.cli.inputs import parse_input
-from scopetrace.cli.run import input_option, meta_option, progress, quiet, specialize_option, trace_model, train_option
-from scopetrace.cli.targets import load_model
+from scopetrace.cli.run import Asked, progress, quiet, takes_model
 from scopetrace.order.text import steps_text
 
 
 @click.command()
-@click.argument("target")
-@input_option
+@takes_model
 @click.option("--steps", is_flag=True, help="The calls as a tree, each with the parameters that its ops use together.")
-@meta_option
-@train_option
-@specialize_option
-def order(target: str, inputs: tuple[str, ...], steps: bool, meta: bool, train: bool, specialize: bool) -> None:
+def order(asked: Asked, steps: bool) -> None:
     """Show in which order the modules of TARGET run and use their parameters.
 
     The parameters stand in the order of first use, beside the order of registration. Below are shared parameters, those
@@ -32,13 +24,7 @@ def order(target: str, inputs: tuple[str, ...], steps: bool, meta: bool, train: 
         scopetrace order timm:vit_tiny_patch16_224
         scopetrace order mypackage.models:build --input ids=1x16:int64 --steps
     """
-    given = [parse_input(text) for text in inputs]
-    with quiet(), progress() as say:
-        say(f"making {target}")
-        with torch.device("meta") if meta else contextlib.nullcontext():
-            model = load_model(target)
-        with torch.no_grad():
-            traced = trace_model(model.train(train), given, say, functional=False, specialize=specialize)
-        found = traced.order
+    with quiet(), progress() as say, torch.no_grad():
+        found = asked.trace(say, functional=False).order
         text = steps_text(found) if steps else str(found)
     print_result(f"{text}\ndigest: {found.digest}")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import click
 import torch
 
 from scopetrace.cli.group import print_result
-from scopetrace.cli.inputs import parse_input
-from scopetrace.cli.run import input_option, meta_option, progress, quiet, specialize_option, trace_model, train_option
-from scopetrace.cli.targets import load_model
+from scopetrace.cli.run import Asked, progress, quiet, takes_model
 from scopetrace.distributed.plan import Plan
 from scopetrace.distributed.planning import plan as make_plan
 from scopetrace.distributed.simulation import Simulation, simulate
@@ -23,8 +20,7 @@ _DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": t
 
 
 @click.command()
-@click.argument("target")
-@input_option
+@takes_model
 @click.option("--ranks", required=True, type=click.IntRange(min=1), help="How many ranks share the parameters.")
 @click.option("--classes", "-c", metavar="NAME", multiple=True, help="A class of modules that are each a group.")
 @click.option("--target-mb", type=click.FloatRange(min=0, min_open=True), help="Instead: groups of about so many MB.")
@@ -37,19 +33,8 @@ _DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": t
 )
 @click.option("--latency", type=click.FloatRange(min=0), default=0.0, help="Microseconds of a collective.")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="own", help="Of gathered parameters and gradients.")
-@meta_option
-@train_option
-@specialize_option
 def plan(
-    target: str,
-    inputs: tuple[str, ...],
-    classes: tuple[str, ...],
-    target_mb: float | None,
-    prefetch: int,
-    meta: bool,
-    train: bool,
-    specialize: bool,
-    **cluster: Any,
+    asked: Asked, classes: tuple[str, ...], target_mb: float | None, prefetch: int, ranks: int, **link: Any
 ) -> None:
     """Plan FSDP2 for the model TARGET: groups, prefetch lists, the order of all-gathers, and their cost on paper.
 
@@ -61,19 +46,14 @@ def plan(
     """
     if bool(classes) == bool(target_mb):
         raise UsageError("write --classes NAME, once for each class, or --target-mb N")
-    given = [parse_input(text) for text in inputs]
-    with quiet(), progress() as say:
-        say(f"making {target}")
-        with torch.device("meta") if meta else contextlib.nullcontext():
-            model = load_model(target).train(train)
-        with torch.no_grad():
-            traced = trace_model(model, given, say, functional=False, specialize=specialize)
+    with quiet(), progress() as say, torch.no_grad():
+        traced = asked.trace(say, functional=False)
+        model = traced.model
+        assert isinstance(model, torch.nn.Module)
         say("planning")
-        chosen: dict[str, Any] = {"classes": _classes(model, classes)} if classes else {}
-        if target_mb:
-            chosen["target_bytes"] = int(target_mb * 1e6)
+        chosen = {"classes": _classes(model, classes)} if classes else {"target_bytes": int((target_mb or 0) * 1e6)}
         plans = {ahead: make_plan(model, traced.order, prefetch=ahead, **chosen) for ahead in {0, 1, 2, prefetch}}
-        text = _text(plans, traced, prefetch, cluster)
+        text = _text(plans, traced, prefetch, {"ranks": ranks, **link})
     print_result(text)
 
 
@@ -85,8 +65,8 @@ def _classes(model: torch.nn.Module, names: tuple[str, ...]) -> list[type[torch.
     return [known[name] for name in names]
 
 
-def _text(plans: dict[int, Plan], traced: Trace, prefetch: int, cluster: dict[str, Any]) -> str:
-    results = {ahead: _simulated(plan, traced, **cluster) for ahead, plan in plans.items()}
+def _text(plans: dict[int, Plan], traced: Trace, prefetch: int, link: dict[str, Any]) -> str:
+    results = {ahead: _simulated(plan, traced, **link) for ahead, plan in plans.items()}
     rows = [["prefetch", "step", "exposed forward", "exposed backward", "gathered at most"]]
     for ahead, result in sorted(results.items()):
         times = map(duration, (result.seconds, result.exposed_forward, result.exposed_backward))

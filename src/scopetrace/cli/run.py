@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import logging
 import sys
 import time
@@ -16,38 +18,74 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils._pytree import tree_map_only
 
+from scopetrace.cli.dynamic import parse_dynamic
 from scopetrace.cli.group import cannot_trace, model_raised
-from scopetrace.cli.inputs import Forward, Input
-from scopetrace.cli.targets import default_inputs
+from scopetrace.cli.inputs import Forward, Input, parse_input
+from scopetrace.cli.targets import default_inputs, load_model
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
 from scopetrace.trace import Trace, trace
 
 Say = Callable[[str], None]
 
-input_option = click.option(
-    "--input",
-    "-i",
-    "inputs",
-    metavar="NAME=SHAPE[:DTYPE]",
-    multiple=True,
-    help="An argument of forward, by name or position: x=1x3x224x224, ids=1,16:int64, t=scalar:bf16. The dtype is "
-    "float32 where none is given. NAME=true, false and none give these Python values. Once for each argument; a timm "
-    "model that is given none gets an image of its own size.",
+_MODEL = (
+    click.argument("target"),
+    click.option(
+        "--input",
+        "-i",
+        "inputs",
+        metavar="NAME=SHAPE[:DTYPE]",
+        multiple=True,
+        help="An argument of forward, by name or position: x=1x3x224x224, ids=1,16:int64, t=scalar:bf16. The dtype is "
+        "float32 where none is given. NAME=true, false and none give these Python values. Once for each argument; a "
+        "timm model that is given none gets an image of its own size.",
+    ),
+    click.option(
+        "--dynamic",
+        metavar="NAME.DIM=SYMBOL",
+        multiple=True,
+        help="A size that may differ from call to call: x.0=batch, ids.1=length:1:512 with its limits. Equal symbols "
+        "are equal sizes. The example must have 2 or more there.",
+    ),
+    click.option("--meta", is_flag=True, help="Make the model on the meta device: shapes without memory, of any size."),
+    click.option("--train", is_flag=True, help="Trace in training mode; eval mode is the default."),
+    click.option(
+        "--specialize", is_flag=True, help="Where the model branches on data, go the way of the example inputs."
+    ),
 )
-dynamic_option = click.option(
-    "--dynamic",
-    metavar="NAME.DIM=SYMBOL",
-    multiple=True,
-    help="A size that may differ from call to call: x.0=batch, ids.1=length:1:512 with its limits. Equal symbols are "
-    "equal sizes. The example must have 2 or more there.",
-)
-train_option = click.option("--train", is_flag=True, help="Trace in training mode; eval mode is the default.")
-meta_option = click.option(
-    "--meta", is_flag=True, help="Make the model on the meta device: shapes without memory, for models of any size."
-)
-specialize_option = click.option(
-    "--specialize", is_flag=True, help="Where the model branches on data, go the way of the example inputs."
-)
+
+
+def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the argument and options that say what to trace: it gets them as one `Asked`."""
+
+    @functools.wraps(command)
+    def run(target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], **options: Any) -> None:
+        given = [parse_input(text) for text in inputs]
+        modes = [options.pop(name) for name in ("meta", "train", "specialize")]
+        command(Asked(target, given, parse_dynamic(dynamic), *modes), **options)
+
+    for add in reversed(_MODEL):
+        run = add(run)
+    return run
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """A model and how to trace it, as the command line says."""
+
+    target: str
+    inputs: list[Input]
+    dynamic_shapes: Any
+    meta: bool
+    train: bool
+    specialize: bool
+
+    def trace(self, say: Say, *, functional: bool = True) -> Trace:
+        """Make the model and trace it. Raises what `trace_model` raises."""
+        say(f"making {self.target}")
+        with torch.device("meta") if self.meta else contextlib.nullcontext():
+            model = load_model(self.target).train(self.train)
+        options = {"dynamic_shapes": self.dynamic_shapes, "functional": functional, "specialize": self.specialize}
+        return trace_model(model, self.inputs, say, **options)
 
 
 def trace_model(model: torch.nn.Module, given: list[Input], say: Say, **options: Any) -> Trace:

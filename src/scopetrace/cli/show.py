@@ -7,19 +7,8 @@ from typing import Any
 import click
 import torch
 
-from scopetrace.cli.dynamic import parse_dynamic
 from scopetrace.cli.group import print_result
-from scopetrace.cli.inputs import parse_input
-from scopetrace.cli.run import (
-    dynamic_option,
-    input_option,
-    progress,
-    quiet,
-    specialize_option,
-    trace_model,
-    train_option,
-)
-from scopetrace.cli.targets import load_model
+from scopetrace.cli.run import Asked, progress, quiet, takes_model
 from scopetrace.errors import UsageError
 from scopetrace.show.document import document, json_text
 from scopetrace.show.select import level, select_calls, unmatched
@@ -28,27 +17,15 @@ from scopetrace.trace import Trace
 
 
 @click.command()
-@click.argument("target")
-@input_option
-@dynamic_option
+@takes_model
 @click.option(
     "--depth", type=click.IntRange(min=0), help="Show what is in calls down to this level; 0 is the model's own."
 )
 @click.option("--scope", metavar="PATTERN", help="Only the scopes whose path matches, such as '*/Attention[*.3.attn]'.")
 @click.option("--calls", "as_table", is_flag=True, help="A table of the module calls, with arguments and outputs.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with all ops and calls.")
-@train_option
-@specialize_option
 @click.option("--grad/--no-grad", default=False, help="Trace with autograd on; off is the default.")
-def show(
-    target: str,
-    inputs: tuple[str, ...],
-    dynamic: tuple[str, ...],
-    specialize: bool,
-    train: bool,
-    grad: bool,
-    **options: Any,
-) -> None:
+def show(asked: Asked, grad: bool, **options: Any) -> None:
     """Trace the model TARGET, and show every op in the module that called it.
 
     TARGET is package.module:name (a torch.nn.Module, or a class or function that makes one when called without
@@ -60,13 +37,9 @@ def show(
     """
     if options["as_table"] and options["as_json"]:
         raise UsageError("--calls and --json are two forms of output: write one of them")
-    given = [parse_input(text) for text in inputs]
-    shapes = parse_dynamic(dynamic)
     with quiet(), progress() as say:
-        say(f"making {target}")
-        model = load_model(target).train(train)
         with torch.set_grad_enabled(grad):
-            traced = trace_model(model, given, say, dynamic_shapes=shapes, specialize=specialize)
+            traced = asked.trace(say)
         say("writing")
         text = _text(traced, **options)
     print_result(text)

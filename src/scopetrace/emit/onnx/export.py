@@ -21,7 +21,7 @@ from scopetrace.emit.onnx.results import Results
 from scopetrace.emit.onnx.sizes import SizeNames
 from scopetrace.emit.onnx.translate import Table, translate
 from scopetrace.emit.onnx.weights import attach
-from scopetrace.outlined import Outlined, chosen_calls, is_named
+from scopetrace.outlined import Outlined, is_named
 
 if TYPE_CHECKING:
     from scopetrace.trace import Trace
@@ -55,7 +55,7 @@ class Exported:
     classes: dict[tuple[str, str], type | None]
     """By domain and name, the class of the modules that a function stands for."""
     results: Results
-    expected_calls: Callable[[], Counter[type | None]]
+    expected_calls: Counter[type | None]
     """How often the trace calls the modules of each class that became functions."""
 
     def calls_in_file(self) -> Counter[tuple[str, str]]:
@@ -113,7 +113,7 @@ def export(trace: Trace, options: Options, say: Say) -> Exported:
         assembler.plugins,
         {(f.domain, f.name): piece.function.module_type for piece, f in assembler.functions.items()},
         results,
-        lambda: Counter(call.module_type for call in chosen_calls(trace, [*functions, *plugins])),
+        Counter() if outlined is None else Counter(call.module_type for call in outlined.chosen),
     )
 
 

@@ -23,6 +23,9 @@ from scopetrace._compat.symbols import Symbolic, bare
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
+_SQUEEZES = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
+"""torch.onnx translates them to an op that takes sizes of 1 alone; where other sizes stay, torch's give their input."""
+
 
 @dataclasses.dataclass(eq=False)
 class Site:
@@ -113,6 +116,8 @@ class Whole:
             piece.outputs = list(_flat(self._map(piece, node.args[0])))
         elif node.target is INVOKE:
             self._cut(piece, node)
+        elif node.target in _SQUEEZES and _kind(node) == _kind(node.args[0]):
+            self._nodes[piece, node] = self._map(piece, node.args[0])
         elif node.target is not set_grad_enabled and (piece, node) not in self._nodes:
             args, kwargs = self._map(piece, node.args), self._map(piece, node.kwargs)
             new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)

@@ -30,7 +30,8 @@ def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedPr
     ins, outs = [_argument(n) for n in inputs], [_argument(n) for n in outputs]
     for node in graph.nodes:
         if node.op != "placeholder":
-            meta.set_value(node, None)  # torch derives the values anew
+            meta.set_value(node, None)  # torch derives the values anew, with symbols of its own
+            meta.set_unbacked_bindings(node, {})
             node.meta.setdefault("nn_module_stack", {})
             node.meta.setdefault("stack_trace", "")
     signature = ExportGraphSignature(

@@ -18,9 +18,11 @@ from scopetrace.errors import OnnxVerificationError
 class Session:
     """A file that runs on the CPU."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, optimized: bool = True) -> None:
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
+        if not optimized:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         try:
             self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
         except Exception as error:  # ONNX Runtime's own classes are not public

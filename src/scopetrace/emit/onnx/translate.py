@@ -14,6 +14,7 @@ from torch.export import ExportedProgram
 
 from scopetrace import meta
 from scopetrace._compat.onnx import node_in_error, untranslatable
+from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 
 Table = Mapping[Any, Callable[..., Any]]
@@ -31,10 +32,12 @@ def translate(
             result = torch.onnx.export(
                 program,
                 verbose=False,
-                optimize=optimize,
+                optimize=False,
                 opset_version=opset_version,
                 custom_translation_table=None if table is None else dict(table),
             )
+            if optimize and result is not None:
+                run_optimizer(result)
     except torch.onnx.errors.OnnxExporterError as error:
         raise _explained(error, program, opset_version, table or {}) from error
     assert result is not None and result.exported_program is not None
@@ -69,7 +72,15 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
     if missing:
         return OnnxOpError(list(dict.fromkeys((_op(n), meta.scope_path(n), _source(n)) for n in missing)))
     said = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0]
-    return OnnxExportError(f"torch.onnx failed{f' at {name}' if name else ''}: {type(causes[-1]).__name__}: {said}")
+    node = next((n for n in program.graph.nodes if _is_in(n, str(causes[-1]))), None)
+    where = ", ".join(filter(None, (_op(node), meta.scope_path(node), _source(node)))) if node is not None else name
+    return OnnxExportError(f"torch.onnx failed{f' at {where}' if where else ''}: {type(causes[-1]).__name__}: {said}")
+
+
+def _is_in(node: torch.fx.Node, text: str) -> bool:
+    """Whether an error quotes the source of a node."""
+    source = (node.meta.get("stack_trace") or "").strip()
+    return bool(source) and source in text
 
 
 def _op(node: torch.fx.Node) -> str:

@@ -8,5 +8,6 @@ Data flow:
 
 from scopetrace.passes.outline.cut import outline
 from scopetrace.passes.outline.function import FunctionInput, FunctionOutput, OutlinedBody
+from scopetrace.passes.outline.readers import Numbers
 
-__all__ = ["FunctionInput", "FunctionOutput", "OutlinedBody", "outline"]
+__all__ = ["FunctionInput", "FunctionOutput", "Numbers", "OutlinedBody", "outline"]

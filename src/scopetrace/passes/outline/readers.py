@@ -1,9 +1,11 @@
-"""Who reads a value outside of the call in which it was made."""
+"""Who reads a value or a number outside of the call in which it was made."""
 
 from __future__ import annotations
 
 import collections
+from typing import Any
 
+from scopetrace._compat.symbols import Symbolic, bare
 from scopetrace.record.structure import leaves
 from scopetrace.record.tape import Call, Op, Tape, Value
 
@@ -35,6 +37,39 @@ class Readers:
         if value in self._results or self._last.get(value, -1) >= call.stop:
             return True
         return not all(_is_inside(reader, call) for reader in self._calls.get(value, ()))
+
+
+class Numbers:
+    """Of each symbol that an op of a tape makes from data: where it is made, and who uses it."""
+
+    def __init__(self, tape: Tape) -> None:
+        self._made = {symbol: i for i, op in enumerate(tape.ops) for symbol in op.unbacked or ()}
+        self._ops: dict[Any, list[int]] = collections.defaultdict(list)
+        self._calls: dict[Any, list[Call]] = collections.defaultdict(list)
+        if not self._made:
+            return
+        for i, op in enumerate(tape.ops):
+            for symbol in _symbols((op.args, op.kwargs)):
+                self._ops[symbol].append(i)
+        for call in tape.calls:
+            for symbol in _symbols((call.args, call.kwargs, call.outputs)):
+                self._calls[symbol].append(call)
+
+    def lost(self, call: Call) -> list[Any]:
+        """The symbols that are made in a call and used outside of it, though they are no size of its results."""
+        sizes = {bare(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if self._made else set()
+        return [
+            s for s, i in self._made.items() if call.start <= i < call.stop and s not in sizes and self._out(s, call)
+        ]
+
+    def _out(self, symbol: Any, call: Call) -> bool:
+        if any(not call.start <= i < call.stop for i in self._ops[symbol]):
+            return True
+        return any(user is not call and not _is_inside(user, call) for user in self._calls[symbol])
+
+
+def _symbols(x: Any) -> set[Any]:
+    return {symbol for number in leaves(x, Symbolic) for symbol in bare(number).free_symbols}
 
 
 def _read(op: Op) -> list[Value]:
