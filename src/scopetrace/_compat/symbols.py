@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -12,6 +13,7 @@ import torch
 import torch.fx
 from torch.fx.experimental.symbolic_shapes import ConvertIntKey
 from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._sympy.functions import Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -169,7 +171,20 @@ def surely_equal(a: Any, b: Any) -> bool:
     if type(a) is int and type(b) is int:
         return a == b
     x, y = bare(a), bare(b)
-    return bool(x == y or sympy.expand(x - y) == 0)
+    return bool(x == y) or _equal(x, y)
+
+
+@functools.lru_cache(4096)  # of immutable expressions
+def _equal(x: Any, y: Any) -> bool:
+    return bool(sympy.expand(x - y) == 0)
+
+
+def without_floor(stride: Any, sizes: Sequence[Any]) -> Any:
+    """The expression of a stride, without the `Max(1, size)` by which torch keeps strides of empty tensors above 0."""
+    expr = bare(stride)
+    if not expr.has(Max):
+        return expr
+    return expr.xreplace({Max(1, n): n for n in sizes if not isinstance(n, int)})
 
 
 def plain_number(number: Any) -> int | float | bool:
@@ -189,16 +204,27 @@ def expanded(expr: Any) -> Any:
 
 
 def exact_quotient(a: Any, b: Any) -> Any:
-    """`a / b` for products of sizes, as a size; None where it is not a product of whole numbers and symbols."""
+    """`a / b` as a size, where it is a whole number at all sizes by its form; else None."""
+    found = quotient(bare(a), bare(b))
+    if found is None or isinstance(found, int):
+        return found
+    env = next(n for n in (a, b) if isinstance(n, torch.SymInt)).node.shape_env
+    return env.create_symintnode(found, hint=example(a) // example(b))
+
+
+@functools.lru_cache(4096)  # of immutable expressions
+def quotient(a: Any, b: Any) -> Any:
+    """`a / b` where it is a number, or a polynomial with whole coefficients in symbols and whole terms; else None."""
     if isinstance(a, int) and isinstance(b, int):
         return a // b if b and a % b == 0 else None
-    expr = sympy.cancel(bare(a) / bare(b))
-    if expr.is_Integer:
-        return int(expr)
+    ratio = a / sympy.sympify(b)
+    terms = {term: sympy.Dummy(integer=True) for term in ratio.atoms(sympy.core.function.Application)}
+    expr = sympy.cancel(ratio.xreplace(terms))
+    if expr.is_number:
+        return int(expr) if expr.is_Integer else None
     if not expr.is_polynomial() or not all(c.is_Integer for c in sympy.Poly(expr).coeffs()):
         return None
-    env = (a if isinstance(a, torch.SymInt) else b).node.shape_env
-    return env.create_symintnode(expr, hint=example(a) // example(b))
+    return expr.xreplace({dummy: term for term, dummy in terms.items()})
 
 
 def example(number: Any) -> int:
