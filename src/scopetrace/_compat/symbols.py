@@ -13,7 +13,7 @@ import torch
 import torch.fx
 from torch.fx.experimental.symbolic_shapes import ConvertIntKey
 from torch.fx.proxy import GraphAppendingTracer
-from torch.utils._sympy.functions import Max
+from torch.utils._sympy.functions import FloorDiv, Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -171,12 +171,18 @@ def surely_equal(a: Any, b: Any) -> bool:
     if type(a) is int and type(b) is int:
         return a == b
     x, y = bare(a), bare(b)
-    return bool(x == y) or _equal(x, y)
+    return bool(x == y) or difference(x, y) == 0
+
+
+def difference(a: Any, b: Any) -> int | None:
+    """`a - b` where it is the same number for all sizes, else None."""
+    return _difference(bare(a), bare(b))
 
 
 @functools.lru_cache(4096)  # of immutable expressions
-def _equal(x: Any, y: Any) -> bool:
-    return bool(sympy.expand(x - y) == 0)
+def _difference(a: Any, b: Any) -> int | None:
+    found = sympy.expand(a - b)
+    return int(found) if isinstance(found, int) or found.is_Integer else None
 
 
 def without_floor(stride: Any, sizes: Sequence[Any]) -> Any:
@@ -203,28 +209,34 @@ def expanded(expr: Any) -> Any:
     return sympy.expand(expr)
 
 
-def exact_quotient(a: Any, b: Any) -> Any:
-    """`a / b` as a size, where it is a whole number at all sizes by its form; else None."""
-    found = quotient(bare(a), bare(b))
-    if found is None or isinstance(found, int):
-        return found
+def whole_quotient(a: Any, b: Any) -> Any:
+    """`a / b` as a size, for sizes of which `b` divides `a` at each call; None where that is no simple expression."""
+    over, under = _ratio(bare(a), bare(b))
+    if not under.is_Integer or under == 0:
+        return None
+    found = FloorDiv(over, under)
+    if found.is_Integer:
+        return int(found)
     env = next(n for n in (a, b) if isinstance(n, torch.SymInt)).node.shape_env
     return env.create_symintnode(found, hint=example(a) // example(b))
 
 
-@functools.lru_cache(4096)  # of immutable expressions
 def quotient(a: Any, b: Any) -> Any:
-    """`a / b` where it is a number, or a polynomial with whole coefficients in symbols and whole terms; else None."""
-    if isinstance(a, int) and isinstance(b, int):
+    """`a / b` where it is a whole number at all sizes, as a number or an expression; else None."""
+    if type(a) is int and type(b) is int:
         return a // b if b and a % b == 0 else None
-    ratio = a / sympy.sympify(b)
+    over, under = _ratio(a, b)
+    return None if under != 1 else int(over) if over.is_Integer else over
+
+
+@functools.lru_cache(4096)  # of immutable expressions
+def _ratio(a: Any, b: Any) -> tuple[Any, Any]:
+    """`a / b` in lowest terms: two polynomials in symbols, and in terms that are no polynomials of these."""
+    ratio = sympy.sympify(a) / sympy.sympify(b)
     terms = {term: sympy.Dummy(integer=True) for term in ratio.atoms(sympy.core.function.Application)}
-    expr = sympy.cancel(ratio.xreplace(terms))
-    if expr.is_number:
-        return int(expr) if expr.is_Integer else None
-    if not expr.is_polynomial() or not all(c.is_Integer for c in sympy.Poly(expr).coeffs()):
-        return None
-    return expr.xreplace({dummy: term for term, dummy in terms.items()})
+    over, under = sympy.fraction(sympy.together(sympy.cancel(ratio.xreplace(terms))))
+    back = {dummy: term for term, dummy in terms.items()}
+    return over.xreplace(back), under.xreplace(back)
 
 
 def example(number: Any) -> int:

@@ -6,12 +6,13 @@ Tensors without elements are left out: their strides say nothing.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 
-from scopetrace._compat.symbols import bare, example, is_static, quotient, surely_equal, without_floor
+from scopetrace._compat.symbols import bare, difference, example, is_static, quotient, surely_equal, without_floor
 
 Sizes = Sequence[Any]
 """Numbers, symbolic ones too."""
@@ -46,9 +47,10 @@ def keeps_order(t: torch.Tensor) -> bool:
 def _holds(outer: Any, inner: Any, n: Any) -> bool:
     """Whether a step of `outer` passes over `n` steps of `inner`."""
     steps = quotient(outer, inner)
-    if type(steps) is int and type(n) is int:
-        return steps >= n
-    return steps is not None and (surely_equal(steps, n) or quotient(steps, bare(n)) is not None)
+    if steps is None:
+        return False
+    more = difference(steps, n)
+    return more >= 0 if type(more) is int else quotient(steps, bare(n)) is not None
 
 
 def dense_strides(sizes: Sizes, out: torch.Tensor) -> list[Any] | None:
@@ -70,6 +72,8 @@ def view_strides(t: torch.Tensor, shape: Sizes) -> list[Any] | Literal[False] | 
     dimensions fall into groups with equal products, each without gaps inside.
     """
     size, stride = list(t.size()), list(t.stride())
+    if _contiguous(t):
+        return list(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1][: len(shape)]
     found: list[Any] = [1] * len(shape)
     old, new = len(size) - 1, len(shape) - 1
     given = _strides(t)
@@ -101,6 +105,15 @@ def view_strides(t: torch.Tensor, shape: Sizes) -> list[Any] | Literal[False] | 
 def _differ(a: Any, b: Any) -> bool:
     """Whether two strides are surely not equal, as one is a multiple of the other."""
     return any(type(q) is int and q != 1 for q in (quotient(a, b), quotient(b, a)))
+
+
+def _contiguous(t: torch.Tensor) -> bool:
+    found, reach = gapless_strides(t), 1
+    for n, stride in zip(reversed(t.size()), reversed(found or ()), strict=False):
+        if not surely_equal(stride, reach) and not (type(n) is int and n == 1):
+            return False
+        reach = reach * n
+    return found is not None
 
 
 def _strides(t: torch.Tensor) -> list[Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import exact_quotient, is_static, surely_equal
+from scopetrace._compat.symbols import is_static, surely_equal, whole_quotient
 from scopetrace.record.layouts import Sizes
 from scopetrace.record.tape import Value, flat
 
@@ -190,6 +190,36 @@ def _arange(*args: Any, **kwargs: Any) -> Sizes | None:
     return (stop - start,)
 
 
+_REST = "ÀÁÂÃÄÅ"
+"""Letters for the dimensions that `...` stands for."""
+
+
+def _einsum(equation: str, tensors: Sequence[Value], **kwargs: Any) -> Sizes | None:
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    if equation.count("...") == len(tensors) + 1:
+        more = len(tensors[0].fake.size()) - len(inputs.split(",")[0]) + 3
+        inputs, result = (text.replace("...", _REST[:more]) for text in (inputs, result))
+    parts = inputs.split(",")
+    if not arrow or not (inputs.replace(",", "") + result).isalpha() or len(parts) != len(tensors):
+        return None
+    known: dict[str, Any] = {}
+    for letters, t in zip(parts, tensors, strict=True):
+        size = t.fake.size()
+        if len(letters) != len(size) or len(set(letters)) < len(letters):
+            return None
+        if not all(surely_equal(known.setdefault(letter, n), n) for letter, n in zip(letters, size, strict=True)):
+            return None
+    return [known[letter] for letter in result] if set(result) <= known.keys() else None
+
+
+def _repeated(x: Value, repeats: Any, dim: Any = None, **kwargs: Any) -> Sizes | None:
+    size = list(x.fake.size())
+    if type(dim) is not int or not size:
+        return None
+    size[dim] = size[dim] * repeats
+    return size
+
+
 def _filled(size: Sequence[Any], *args: Any, **kwargs: Any) -> Sizes:
     return size
 
@@ -237,8 +267,8 @@ def _reshape(x: Value, shape: Sizes) -> Sizes | None:
     numel = math.prod(x.fake.size())
     given = math.prod(n for n in shape if not (type(n) is int and n == -1))
     if not any(type(n) is int and n == -1 for n in shape):
-        return shape if surely_equal(given, numel) else None
-    rest = exact_quotient(numel, given)
+        return shape if surely_equal(given, numel) or given == numel else None  # a guard, where it is not sure
+    rest = whole_quotient(numel, given)
     return None if rest is None else [rest if type(n) is int and n == -1 else n for n in shape]
 
 
@@ -273,7 +303,8 @@ def _for(rule: Rule, *ops: Any) -> dict[Any, Rule]:
 _RULES: dict[Any, Rule] = {
     **_for(_pointwise, _aten.__and__.Tensor, _aten.__or__.Tensor, _aten.where.ScalarOther, _aten.where.ScalarSelf),
     **_for(_pointwise, _aten.where.Scalar, _aten.masked_fill.Scalar, _aten.masked_fill.Tensor, _aten.multiply.Tensor),
-    **_for(_pointwise, _aten.floor_divide.default, _aten.floor_divide.Scalar),
+    **_for(_pointwise, _aten.floor_divide.default, _aten.floor_divide.Scalar, _aten.logical_and.default),
+    **_for(_pointwise, _aten.logical_or.default, _aten.logical_not.default),
     **_for(_linear, _aten.linear.default),
     **_for(_matmul, _aten.matmul.default, _aten.bmm.default),
     **_for(_addmm, _aten.addmm.default),
@@ -293,6 +324,8 @@ _RULES: dict[Any, Rule] = {
     **_for(_gathered, _aten.gather.default),
     **_for(_extreme, _aten.max.dim, _aten.min.dim),
     **_for(_largest, _aten.topk.default),
+    **_for(_einsum, _aten.einsum.default),
+    **_for(_repeated, _aten.repeat_interleave.self_int),
     **_for(_sorted, _aten.sort.default),
     **_for(_embedding, _aten.embedding.default),
     **_for(_reshape, _aten.reshape.default, _aten.view.default, _aten._unsafe_view.default),
