@@ -90,10 +90,9 @@ def _predict_view(
     found = rule(base, *args[1:])
     if found is None:
         return None
-    grad = torch.is_grad_enabled() and base.requires_grad
     several = isinstance(found, list)
     recipes = [
-        View(0, tuple(size), tuple(stride), offset, base.device, grad, 0)
+        View(0, tuple(size), tuple(stride), offset, base.device, base.requires_grad, 0)
         for size, stride, offset in (found if several else [found])
     ]
     return _with_keys(factory, keys, list if several else None, recipes, inputs)
@@ -128,7 +127,7 @@ def _recipe(
         if t is out:
             return None if func in COPY_OR_VIEW and gapless_strides(inputs[i].fake) is None else Same(i)
         if storage_id(t) == storage_id(out):
-            return _seen_again(func, i, inputs[i].fake, out, size, grad)
+            return _seen_again(func, i, inputs[i].fake, out, size)
     stride = dense_strides(size, out)
     if stride is None or out.storage_offset() != 0:
         return None
@@ -141,11 +140,11 @@ def _recipe(
     return Fresh(size, tuple(stride), out.dtype, out.device, grad, 0, math.prod(size))
 
 
-def _seen_again(func: Any, i: int, base: torch.Tensor, out: torch.Tensor, size: Sizes, grad: bool) -> View | None:
+def _seen_again(func: Any, i: int, base: torch.Tensor, out: torch.Tensor, size: Sizes) -> View | None:
     stride = view_strides(base, size) if func in COPY_OR_VIEW and base.dtype == out.dtype else None
     if not stride or [example(n) for n in stride] != list(out.stride()):
         return None
-    return View(i, tuple(size), tuple(stride), 0, out.device, grad, 0)
+    return View(i, tuple(size), tuple(stride), 0, out.device, base.requires_grad, 0)
 
 
 def _stand_in(factory: FakeMaker, t: torch.Tensor) -> torch.Tensor:

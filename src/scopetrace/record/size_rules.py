@@ -38,7 +38,7 @@ def _pointwise(*args: Any, **kwargs: Any) -> Sizes | None:
 def broadcast(shapes: Sequence[Sizes]) -> Sizes | None:
     """The common size of these; None where they are not surely the same, or the number 1."""
     found: list[Any] = []
-    for d in range(1, 1 + max(map(len, shapes))):
+    for d in range(1, 1 + max(map(len, shapes), default=0)):
         there = [shape[-d] for shape in shapes if len(shape) >= d]
         others = [n for n in there if not (type(n) is int and n == 1)] or [1]
         if any(not surely_equal(n, others[0]) for n in others[1:]):
@@ -338,5 +338,5 @@ _RULES: dict[Any, Rule] = {
     **_for(_as_first, _aten.softmax.int, _aten.log_softmax.int, _aten._softmax.default, _aten.dropout.default),
     **_for(_as_first, _aten.clone.default, _aten.contiguous.default, _aten.to.dtype, _aten.to.device),
     **_for(_as_first, _aten.to.dtype_layout, _aten.type_as.default, _aten.hardswish.default, _aten.mish.default),
-    **_for(_as_first, _aten.hardsigmoid.default),
+    **_for(_as_first, _aten.hardsigmoid.default, _aten.slice_scatter.default, _aten.select_scatter.default),
 }
