@@ -14,6 +14,8 @@ from torch.export import Dim, ShapesCollection
 
 import scopetrace as st
 from scopetrace.errors import DynamicShapeError, InputMismatchError
+from scopetrace.passes.write_back import resolved
+from scopetrace.record.tape import values_in
 from scopetrace.show.values import type_text
 
 
@@ -424,6 +426,60 @@ def test_results_have_the_sizes_and_strides_of_eager(fn):
     assert [(example(v.size()), example(v.stride()), v.dtype) for v in found] == [
         (list(v.size()), list(v.stride()), v.dtype) for v in static
     ]
+
+
+Y = torch.randn(3, 6, 24)
+LENGTH_OPS = {
+    "convolutions": lambda x: F.conv1d(
+        F.gelu(F.conv1d(x, torch.ones(4, 6, 5), stride=2)), torch.ones(4, 4, 3), padding=1
+    ),
+    "norms": lambda x: (
+        F.group_norm(F.conv1d(x, torch.ones(6, 6, 3)), 2) + F.conv1d(x, torch.ones(6, 6, 3)).mean(2, True)
+    ),
+    "transposed": lambda x: F.layer_norm(F.conv1d(x, torch.ones(8, 6, 3)).transpose(1, 2), (8,)).reshape(-1, 4),
+    "same length": lambda x: F.gelu(F.conv1d(x.relu(), torch.ones(6, 6, 4), padding=2)[:, :, :-1]) * 2,
+    "pad and chunks": lambda x: F.pad(x, (0, -x.shape[2] % 4)).reshape(x.shape[0], 6, -1, 4).transpose(1, 2) + 1,
+    "blocks": lambda x: F.pad(x, (0, -x.shape[2] % 4)).view(x.shape[0], 6, (x.shape[2] + 3) // 4, 4).cumsum(2),
+    "rotated": lambda x: torch.cat((-x.mT[..., 3:], x.mT[..., :3]), -1) * x.mT[..., :1].expand(-1, -1, 6),
+    "parts": lambda x: [y * 2 for y in (*x.split(2, 1), *x.chunk(4, 1), *x.mT.split([5, 1], -1), *x.unbind(1))],
+    "expanded": lambda x: (x[:, :, None].expand(-1, -1, 2, -1).reshape(x.shape[0], 12, -1), x[:, :1].expand_as(x) + x),
+    "indexed": lambda x: (
+        x[torch.arange(x.shape[0])[:, None], :, torch.arange(x.shape[2])],
+        x[:, torch.tensor([1, 0])],
+    ),
+    "largest": lambda x: (*x.topk(2), *x.max(1, keepdim=True), *x.sort(1), x.gather(2, x.argsort(2)[:, :, :3])),
+    "sums": lambda x: (torch.einsum("bcl,bdl->bcd", x, x), torch.einsum("...cl,...dl->...ld", x, x), x @ x.mT[:, None]),
+    "made": lambda x: (torch.zeros(x.shape[2], 2), torch.arange(2, x.shape[2]), x.new_ones(x.shape[::-1]), x.tril()),
+    "repeated": lambda x: x.repeat_interleave(2, 1).masked_fill(x[:, :1] > 0, 0.0),
+    "resized": lambda x: F.interpolate(x[:, :, None], size=(3, x.shape[2] + 1)),
+    "written": lambda x: x.clone().add_(x[:, :1]).mul_(2).masked_fill_(x > 0, 1.0).copy_(x[0]),
+}
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("fn", LENGTH_OPS.values(), ids=LENGTH_OPS)
+def test_what_is_said_of_results_holds_at_other_lengths(fn, grad):
+    """The sizes, strides and `requires_grad` that a trace says are those of a trace with other sizes."""
+    make = lambda batch, length: torch.randn(batch, 6, length).requires_grad_(grad)  # noqa: E731
+    tr = st.trace(fn, (make(*Y.shape[::2]),), dynamic_shapes=({0: Dim("batch"), 2: Dim("length", min=8)},))
+    for batch, length in ((2, 8), (3, 24), (7, 31), (5, 40)):
+        inputs = (make(batch, length),)
+        assert_like_eager(fn, tr, inputs)
+        sizes = tr.tape.sizes.values(inputs, ())
+        found, static = (t.tape.outputs for t in (tr, st.trace(fn, inputs)))
+        for said, want in zip(values_in(found), values_in(static), strict=True):
+            size, stride = (resolved(list(n), sizes) for n in (said.fake.size(), said.fake.stride()))
+            assert (size, stride) == (list(want.fake.size()), list(want.fake.stride()))
+            assert (said.fake.dtype, said.fake.requires_grad) == (want.fake.dtype, want.fake.requires_grad)
+
+
+def test_a_copy_that_is_a_view_at_another_size():
+    """`x[:, :n]` has gaps in the example. Without them, `reshape` would give a view, and x would be written to."""
+    f = lambda x, y: x[:, : y.shape[0]].reshape(-1).mul_(2)  # noqa: E731
+    tr = st.trace(f, (torch.randn(3, 6), torch.randn(4)), dynamic_shapes=({1: Dim("width")}, {0: Dim("n")}))
+    assert_like_eager(f, tr, (torch.randn(3, 8), torch.randn(5)))
+    with pytest.raises(InputMismatchError, match="trace again"):
+        tr(torch.randn(3, 5), torch.randn(5))
 
 
 def test_a_rule_does_not_hide_that_two_sizes_must_be_equal():

@@ -78,7 +78,8 @@ def _check_tensor(path: str, fake: torch.Tensor, tensor: torch.Tensor) -> None:
         for dim, (old, new) in enumerate(zip(fake.shape, tensor.shape, strict=True)):
             if isinstance(old, int) and old != new:
                 raise InputMismatchError(
-                    f"{path}: dimension {dim} was {old} when traced and is {new} now; trace again for this size"
+                    f"{path}: dimension {dim} was {old} when traced and is {new} now; "
+                    "trace again for this size, or with dynamic_shapes= for sizes that differ from call to call"
                 )
     for what in ("dtype", "device", "layout"):
         old, new = getattr(fake, what), getattr(tensor, what)

@@ -29,6 +29,29 @@ class RememberingNode(SymNode):
     """
 
     shape_env: Any
+    _is_constant: bool | None = None
+    _whole: tuple[int, int | None] | None = None
+    """The number of replacements made so far, and with these the number that this is."""
+
+    @property
+    def expr(self) -> Any:
+        """The expression, with what tracing learned of its symbols."""
+        if self._is_constant is None:
+            self._is_constant = isinstance(self._expr, int) or bool(getattr(self._expr, "is_number", False))
+        version = self.shape_env._replacements_version_counter
+        if self._is_constant or version == 0:
+            return self._expr
+        if self._expr_ver == version and self._expr_cache is not None:
+            return self._expr_cache
+        return super().expr
+
+    def maybe_as_int(self) -> int | None:
+        """The number that it is, if it is one."""
+        version = self.shape_env._replacements_version_counter
+        if self._whole is None or self._whole[0] != version:
+            found = super().maybe_as_int()
+            self._whole = self.shape_env._replacements_version_counter, found
+        return self._whole[1]
 
     @classmethod
     def of(cls, node: SymNode) -> SymNode:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -12,6 +13,7 @@ import torch
 import torch.fx
 from torch.fx.experimental.symbolic_shapes import ConvertIntKey
 from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._sympy.functions import FloorDiv, Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
@@ -169,7 +171,26 @@ def surely_equal(a: Any, b: Any) -> bool:
     if type(a) is int and type(b) is int:
         return a == b
     x, y = bare(a), bare(b)
-    return bool(x == y or sympy.expand(x - y) == 0)
+    return bool(x == y) or difference(x, y) == 0
+
+
+def difference(a: Any, b: Any) -> int | None:
+    """`a - b` where it is the same number for all sizes, else None."""
+    return _difference(bare(a), bare(b))
+
+
+@functools.lru_cache(4096)  # of immutable expressions
+def _difference(a: Any, b: Any) -> int | None:
+    found = sympy.expand(a - b)
+    return int(found) if isinstance(found, int) or found.is_Integer else None
+
+
+def without_floor(stride: Any, sizes: Sequence[Any]) -> Any:
+    """The expression of a stride, without the `Max(1, size)` by which torch keeps strides of empty tensors above 0."""
+    expr = bare(stride)
+    if not expr.has(Max):
+        return expr
+    return expr.xreplace({Max(1, n): n for n in sizes if not isinstance(n, int)})
 
 
 def plain_number(number: Any) -> int | float | bool:
@@ -188,17 +209,34 @@ def expanded(expr: Any) -> Any:
     return sympy.expand(expr)
 
 
-def exact_quotient(a: Any, b: Any) -> Any:
-    """`a / b` for products of sizes, as a size; None where it is not a product of whole numbers and symbols."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a // b if b and a % b == 0 else None
-    expr = sympy.cancel(bare(a) / bare(b))
-    if expr.is_Integer:
-        return int(expr)
-    if not expr.is_polynomial() or not all(c.is_Integer for c in sympy.Poly(expr).coeffs()):
+def whole_quotient(a: Any, b: Any) -> Any:
+    """`a / b` as a size, for sizes of which `b` divides `a` at each call; None where that is no simple expression."""
+    over, under = _ratio(bare(a), bare(b))
+    if not under.is_Integer or under == 0:
         return None
-    env = (a if isinstance(a, torch.SymInt) else b).node.shape_env
-    return env.create_symintnode(expr, hint=example(a) // example(b))
+    found = FloorDiv(over, under)
+    if found.is_Integer:
+        return int(found)
+    env = next(n for n in (a, b) if isinstance(n, torch.SymInt)).node.shape_env
+    return env.create_symintnode(found, hint=example(a) // example(b))
+
+
+def quotient(a: Any, b: Any) -> Any:
+    """`a / b` where it is a whole number at all sizes, as a number or an expression; else None."""
+    if type(a) is int and type(b) is int:
+        return a // b if b and a % b == 0 else None
+    over, under = _ratio(a, b)
+    return None if under != 1 else int(over) if over.is_Integer else over
+
+
+@functools.lru_cache(4096)  # of immutable expressions
+def _ratio(a: Any, b: Any) -> tuple[Any, Any]:
+    """`a / b` in lowest terms: two polynomials in symbols, and in terms that are no polynomials of these."""
+    ratio = sympy.sympify(a) / sympy.sympify(b)
+    terms = {term: sympy.Dummy(integer=True) for term in ratio.atoms(sympy.core.function.Application)}
+    over, under = sympy.fraction(sympy.together(sympy.cancel(ratio.xreplace(terms))))
+    back = {dummy: term for term, dummy in terms.items()}
+    return over.xreplace(back), under.xreplace(back)
 
 
 def example(number: Any) -> int:

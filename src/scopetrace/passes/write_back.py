@@ -47,6 +47,9 @@ class FromGraph:
     stride: tuple[int | FromGraph, ...] | None = None
     copy: int = 0
 
+    def __hash__(self) -> int:
+        return hash((self.index, self.copy))  # symbolic strides have none
+
     def __str__(self) -> str:
         layout = f" with strides [{', '.join(map(str, self.stride))}]" if self.stride is not None else ""
         return f"graph[{self.index}]{layout}{', copied' if self.copy else ''}"

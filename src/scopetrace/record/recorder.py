@@ -27,6 +27,7 @@ from scopetrace.record import results, rules
 from scopetrace.record.bodies import FORMS, INLINED, BodyRecorder
 from scopetrace.record.model import Model
 from scopetrace.record.reading import READ_INSIDE, ReadingWriter
+from scopetrace.record.size_rules import ACTIVATIONS, PLAIN_WRITES
 from scopetrace.record.tape import Value, flat
 from scopetrace.record.twins import WRITTEN_IN_SECRET, hidden_writes, writes_in_secret
 from scopetrace.record.values import reads_a_value
@@ -51,6 +52,7 @@ class _OpFacts:
         "convolves",
         "func",
         "has_dtype",
+        "in_place",
         "instead",
         "may_lie",
         "positions",
@@ -71,6 +73,7 @@ class _OpFacts:
         self.reshapes = torch.Tag.inplace_view in func.tags
         self.written = dispatch.written_arguments(func)
         self.positions = tuple((i, a.name) for i, a in enumerate(func._schema.arguments))
+        self.in_place = torch.Tag.inplace in func.tags and (torch.Tag.pointwise in func.tags or func in PLAIN_WRITES)
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in func._schema.arguments)
         self.squeezes = func._schema.name.startswith("aten::squeeze")
         self.may_lie = any(name in WRITTEN_IN_SECRET for _, name in self.positions)
@@ -192,7 +195,7 @@ class Recorder(ReadingWriter):
         versions = [_version(t) for t in objects]
         tracked = [v for v, t in zip(inputs, objects, strict=True) if t.requires_grad] if facts.written else []
         shapes = [(v, geometry_key(v.fake), _layout(v.fake)) for v in _pick(facts.written, args, kwargs)]
-        out = self._execute(facts, given_args, given_kwargs)
+        out = self._execute(facts, given_args, given_kwargs, (args, kwargs), inputs)
         if facts.squeezes and inputs[0].fake._has_symbolic_sizes_strides:
             self._watch_squeeze(inputs[0].fake, args[1:])
         for value, old, layout in shapes:
@@ -215,9 +218,9 @@ class Recorder(ReadingWriter):
         op.outputs = self._register(out, op)
         return out
 
-    def _execute(self, facts: _OpFacts, args: Any, kwargs: Any) -> Any:
+    def _execute(self, facts: _OpFacts, args: Any, kwargs: Any, lifted: Any, inputs: list[Value]) -> Any:
         """What torch returns for fake tensors."""
-        if facts.func in rules.ACTIVATIONS and self._only_values_change(args[0]):
+        if facts.in_place and self._only_values_change(facts, args[0], lifted, inputs):
             torch.autograd.graph.increment_version(args[0])
             return args[0]
         self.running = facts.func
@@ -226,10 +229,16 @@ class Recorder(ReadingWriter):
         self.running = None
         return out
 
-    def _only_values_change(self, t: torch.Tensor) -> bool:
-        """Whether an activation in place leaves no trace on the fake tensor but in its version counter."""
-        history = t.requires_grad and _grad_enabled() and (self.exact or t.is_leaf)
-        return t.is_floating_point() and not t.is_inference() and not history
+    def _only_values_change(self, facts: _OpFacts, t: torch.Tensor, lifted: Any, inputs: list[Value]) -> bool:
+        """Whether an op in place leaves no trace on the fake tensor that it writes but in its version counter."""
+        if t.is_inference():
+            return False
+        if facts.func in ACTIVATIONS:
+            return t.is_floating_point() and not (t.requires_grad and _grad_enabled() and (self.exact or t.is_leaf))
+        if _grad_enabled() and any(v.fake.requires_grad for v in inputs):
+            return False
+        lifted_args, lifted_kwargs = lifted
+        return rules.changes_only_values(self.factory, facts.func, lifted_args, lifted_kwargs, inputs)
 
     def _written(self, facts: _OpFacts, args: Any, kwargs: Any, secret: tuple[str, ...], read: Any) -> list[Value]:
         """What the op wrote: by its schema, by what is known of it, and by the version counters of what it read."""

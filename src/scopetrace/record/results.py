@@ -13,9 +13,8 @@ import torch
 
 from scopetrace._compat.fake import FakeMaker, FakeTensor, storage_id
 from scopetrace._compat.symbols import bare, expanded, has_unbacked, surely_equal
+from scopetrace.record.layouts import gapless_strides
 from scopetrace.record.tape import Value
-
-_NEVER = (torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output)
 
 
 class Fresh(NamedTuple):
@@ -127,24 +126,13 @@ def _learn_one(keys: Keys, inputs: list[Value], out: torch.Tensor) -> Fresh | Vi
             offset = out.storage_offset() - base.storage_offset()
             return View(i, size, stride, offset, out.device, out.requires_grad, key)
     if out._has_symbolic_sizes_strides:
-        compact = surely_equal(out.storage_offset(), 0) and is_dense(out)
-    else:
-        compact = out.storage_offset() == 0 and out.untyped_storage().nbytes() == _bytes_spanned(out)
-    if not compact:
+        dense = gapless_strides(out) if surely_equal(out.storage_offset(), 0) else None
+        if dense is None:
+            return None
+        stride = dense
+    elif out.storage_offset() != 0 or out.untyped_storage().nbytes() != _bytes_spanned(out):
         return None
     return Fresh(size, stride, out.dtype, out.device, out.requires_grad, key, out.numel())
-
-
-def is_dense(t: torch.Tensor) -> bool:
-    """Whether a tensor with symbolic sizes is laid out without gaps, by its expressions."""
-    reach: Any = 1
-    left = [(n, s) for n, s in zip(t.size(), t.stride(), strict=True) if not (type(n) is int and n == 1)]
-    while left:
-        found = next((i for i, (_, s) in enumerate(left) if surely_equal(s, reach)), None)
-        if found is None:
-            return False
-        reach = reach * left.pop(found)[0]
-    return True
 
 
 def _bytes_spanned(t: torch.Tensor) -> int:
@@ -162,5 +150,5 @@ def _share_memory(out: Any, inputs: list[Value]) -> bool:
 
 
 def can_repeat(func: Any, tags: list[torch.Tag]) -> bool:
-    """Whether results of `func` may be made from a recipe at all."""
-    return not func._schema.is_mutable and not any(tag in tags for tag in _NEVER)
+    """Whether results of `func` may be made from a recipe at all. Where data decides a size, that has no key."""
+    return not func._schema.is_mutable and torch.Tag.data_dependent_output not in tags

@@ -6,12 +6,17 @@ gives None, and torch says what comes out.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
+from scopetrace._compat.symbols import is_static, surely_equal
+
 Geometry = tuple[Sequence[Any], Sequence[Any], int]
+_END = 2**63 - 1
+"""The `stop` of a slice that goes to the end."""
 
 
 def _permute(x: torch.Tensor, dims: Sequence[int]) -> Geometry | None:
@@ -57,7 +62,11 @@ def _slice(x: torch.Tensor, d: int = 0, start: Any = None, stop: Any = None, ste
         return None
     n, stride = x.size(d), list(x.stride())
     numbers = [m for m in (start, stop, step) if m is not None]
-    if type(n) is not int or type(stride[d]) is not int or any(type(m) is not int for m in numbers) or step < 1:
+    if any(type(m) is not int for m in numbers) or step < 1:
+        return None
+    if (start or 0) == 0 and (stop is None or stop == _END) and step == 1:
+        return x.size(), stride, 0
+    if type(n) is not int or type(stride[d]) is not int:
         return None
     first, last, step = slice(start, stop, step).indices(n)
     size = list(x.size())
@@ -67,12 +76,63 @@ def _slice(x: torch.Tensor, d: int = 0, start: Any = None, stop: Any = None, ste
     return size, stride, offset
 
 
+def _expand(x: torch.Tensor, shape: Sequence[Any]) -> Geometry | None:
+    more = len(shape) - x.dim()
+    if more < 0:
+        return None
+    size, stride = list(shape), [0] * len(shape)
+    for d in range(len(shape) - 1, -1, -1):
+        outside = size[d + 1] * stride[d + 1] if d + 1 < len(shape) else 1
+        old, step = (x.size(d - more), x.stride(d - more)) if d >= more else (1, outside)
+        if (type(shape[d]) is int and shape[d] == -1 and d >= more) or surely_equal(shape[d], old):
+            size[d], stride[d] = old, step
+        elif type(old) is not int or old != 1:
+            return None
+    return size, stride, 0
+
+
+def _unbind(x: torch.Tensor, d: int = 0) -> list[Geometry] | None:
+    n = x.size(d) if -x.dim() <= d < x.dim() else None
+    return _all([_select(x, d, i) for i in range(n)]) if type(n) is int else None
+
+
+def _split(x: torch.Tensor, sizes: Any, d: int = 0) -> list[Geometry] | None:
+    """Into parts of one size, the last one smaller, or into parts of these sizes."""
+    n = x.size(d) if -x.dim() <= d < x.dim() else None
+    if type(n) is not int or n == 0 or not is_static(sizes if isinstance(sizes, (list, tuple)) else (sizes,)):
+        return None
+    if not isinstance(sizes, (list, tuple)):
+        if sizes < 1:
+            return None
+        sizes = [min(sizes, n - first) for first in range(0, n, sizes)]
+    ends = list(itertools.accumulate(sizes))
+    if min(sizes) < 0 or ends[-1] != n:
+        return None
+    return _all([_slice(x, d, end - m, end) for m, end in zip(sizes, ends, strict=True)])
+
+
+def _chunk(x: torch.Tensor, chunks: int, d: int = 0) -> list[Geometry] | None:
+    n = x.size(d) if -x.dim() <= d < x.dim() else None
+    return _split(x, -(-n // chunks), d) if type(n) is int and n > 0 and chunks > 0 else None
+
+
+def _all(found: list[Geometry | None]) -> list[Geometry] | None:
+    known = [geometry for geometry in found if geometry is not None]
+    return known if len(known) == len(found) else None
+
+
 _aten = torch.ops.aten
-VIEWS: dict[Any, Callable[..., Geometry | None]] = {
+VIEWS: dict[Any, Callable[..., Geometry | list[Geometry] | None]] = {
     _aten.permute.default: _permute,
     _aten.transpose.int: _transpose,
     _aten.t.default: _t,
     _aten.unsqueeze.default: _unsqueeze,
     _aten.select.int: _select,
     _aten.slice.Tensor: _slice,
+    _aten.expand.default: _expand,
+    _aten.unbind.int: _unbind,
+    _aten.split.Tensor: _split,
+    _aten.split.sizes: _split,
+    _aten.split_with_sizes.default: _split,
+    _aten.chunk.default: _chunk,
 }
