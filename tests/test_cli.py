@@ -112,6 +112,83 @@ def output(target, *args):
     return result.stdout
 
 
+# Order and plan ------------------------------------------------------------------------------------------------------
+
+
+def test_order():
+    result = run("order", "cli_models:Net", "--input", "x=2x4")
+    assert result.exit_code == 0, result.stderr
+    table, digest = result.stdout.rsplit("digest: ", 1)
+    assert table == textwrap.dedent(
+        """\
+        order  registered  parameter      shape  first used by  last used by
+        0      0           body.0.weight  4x4    body.0         body.0
+        1      1           body.0.bias    4      body.0         body.0
+        2      2           body.2.weight  4x4    body.2         body.2
+        3      3           body.2.bias    4      body.2         body.2
+
+        7 module calls, 4 of 4 parameters used
+        """
+    )
+    assert len(digest.strip()) == 64
+
+
+def test_order_as_steps_of_a_model_without_memory():
+    result = run("order", "cli_models:Net", "--input", "x=2x4", "--steps", "--meta")
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.splitlines()[:4] == ["(root)", "  body", "    body.0", "      - body.0.weight, body.0.bias"]
+
+
+def test_plan():
+    options = ("--ranks", 4, "--classes", "Linear", "--bandwidth", 1e-6, "--tflops", 1e-9)
+    result = run("plan", "cli_models:Net", "--input", "x=2x4", *options)
+    assert result.exit_code == 0, result.stderr
+    # 80 bytes a group, of which 60 come from others, at 1,000 bytes in a second; 128 FLOPs forward, at 1,000. Exposed are
+    # the first gather, the first one of the backward, and the reduction of the last gradients.
+    assert result.stdout == textwrap.dedent(
+        """\
+        group  modules  parameters  bytes  forward prefetch  backward prefetch
+        0      (root)   0           0 B    1                 -
+        1      body.0   2           80 B   2                 -
+        2      body.2   2           80 B   -                 1
+
+        all-gathers, forward: 1 2
+        all-gathers, backward: 2 1
+
+        memory of a rank
+        sharded parameters                     40 B
+        sharded gradients                      40 B
+        optimizer                              80 B
+        gathered parameters, at most           160 B
+        gradients of a group, at most          80 B
+        results of ops, without recomputation  128 B
+        in all                                 528 B
+
+        6 collectives, 480 B for each of 4 ranks, 0.0% of it padding
+        step 564 ms: computation 384 ms, exposed communication 180 ms (60 ms forward, 120 ms backward)
+
+        prefetch  step    exposed forward  exposed backward  gathered at most
+        0         624 ms  120 ms           120 ms            80 B
+        1         564 ms  60 ms            120 ms            160 B
+        2         564 ms  60 ms            120 ms            160 B
+        """
+    )
+
+
+WRONG_PLANS = {
+    "neither": ((), "write --classes NAME, once for each class, or --target-mb N", 2),
+    "unknown class": (("--classes", "Conv2d"), "--classes: no module of the model is a Conv2d; there are: Dropout", 2),
+    "container": (("--classes", "ModuleList"), "--classes: no module of the model is a ModuleList", 2),
+}
+
+
+@pytest.mark.parametrize(("options", "message", "code"), WRONG_PLANS.values(), ids=WRONG_PLANS)
+def test_plans_that_cannot_be_made(options, message, code):
+    result = run("plan", "cli_models:Net", "--input", "x=2x4", "--ranks", 2, *options)
+    assert result.exit_code == code
+    assert message in result.stderr.splitlines()[-1]
+
+
 # What it prints ------------------------------------------------------------------------------------------------------
 
 
