@@ -10,7 +10,7 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format zoo zoo-onnx exported bench ci clean
+.PHONY: help env demo test lint format zoo orders zoo-onnx exported bench ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -45,6 +45,9 @@ zoo: $(STAMP) ## Trace real models and compare with torch.export
 
 exported: $(STAMP) ## Make ExportedPrograms of real models and compare with torch.export
 	$(BIN)/python -m benchmarks.exported $(ARGS)
+
+orders: $(STAMP) ## Compare the execution order of real models with what hooks see in a run
+	$(BIN)/python -m benchmarks.orders $(ARGS)
 
 zoo-onnx: $(STAMP) ## Write real models as ONNX files with functions, beside torch.onnx.export
 	$(BIN)/python benchmarks/zoo_onnx.py $(ARGS)

@@ -89,7 +89,8 @@ class Model:
 
 
 def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
-    has_forward = type(module).forward is not torch.nn.Module.forward or "forward" in module.__dict__
+    of_class = getattr(type(module), "forward", None)  # scripted modules have theirs elsewhere
+    has_forward = of_class is not torch.nn.Module.forward or "forward" in module.__dict__
     return RegisteredModule(tuple(names), type(module).__name__, has_forward)
 
 
