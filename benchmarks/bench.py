@@ -8,7 +8,7 @@ Parts: `speed` (BERT-base, ViT-B/16, ResNet-152: every runner in turn in one pro
 grad mode on and off), `dynamic` (the same models with a dynamic batch, beside a static trace), `profile` (where a trace
 spends its time), `functional` (the functional pass's share of a trace, its cost by write, `st.functionalize` beside
 AOTAutograd and torch.export), `llama` (the shape of Llama-70B on the meta device: time, memory), `ops` (cost by op from
-1,000 to 100,000 ops, each in a fresh process).
+1,000 to 100,000 ops, each in a fresh process), `plan` (FSDP2 plans of a Llama-405B and of 10^12 parameters).
 """
 
 import argparse
@@ -21,7 +21,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Result = dict[str, Any]
 
-PARTS = ("speed", "dynamic", "profile", "functional", "llama", "ops")
+PARTS = ("speed", "dynamic", "profile", "functional", "llama", "ops", "plan")
 MODELS = ("bert-base", "vit-b16", "resnet152")
 RUNNERS = ("trace", "trace+graph_module")
 SLOW = "export+run_decompositions"
@@ -183,6 +183,26 @@ def show_llama(runner: str, r: Result) -> None:
         say("  (the mark could not be reset: ru_maxrss, highest since the process started)")
 
 
+def run_plan(options: argparse.Namespace) -> None:
+    """FSDP2 plans of models that no machine here could hold."""
+    print(
+        "\nFSDP2 plans on the meta device, 4,096 tokens, 1,024 ranks at 50 GB/s and 400 TFLOP/s; each in a fresh process"
+    )
+    print(
+        "  plan, simulate: of three plans, 0, 1 and 2 groups ahead; exposed: their communication beside the computation"
+    )
+    widths = (34, 12, 12, 12, 12, 26, 12)
+    say("", "trace", "plan", "simulate", "RSS peak", "exposed s, of computing s", "padding", widths=widths)
+    for model in ("llama_405b", "moe_1t"):
+        r = job("plan_giant", model=model, ranks=1024)
+        if "error" in r:
+            say(model, r["error"])
+            continue
+        exposed = " ".join(f"{s:.1f}" for s in r["exposed"]) + f", {r['compute']:.1f}"
+        cells = [*(f"{s:.1f} s" for s in r["seconds"]), megabytes(r["rss_peak"]), exposed, f"{r['padding']:.0%}"]
+        say(f"{model}, {r['params'] / 1e9:.0f} billion", *cells, widths=widths)
+
+
 def run_ops(options: argparse.Namespace) -> None:
     """Microseconds for each op of a chain."""
     counts = [1000, 10_000] if options.quick else [1000, 10_000, 100_000]
@@ -230,6 +250,7 @@ def main(argv: list[str] | None = None) -> int:
         "functional": run_functional,
         "llama": run_llama,
         "ops": run_ops,
+        "plan": run_plan,
     }
     for part in PARTS:
         if part in options.only:

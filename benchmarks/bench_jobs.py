@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from benchmarks import functional_jobs, models
+from benchmarks import functional_jobs, models, plan_jobs
 from benchmarks.timing import best_in_turn, seconds
 
 Result = dict[str, Any]
@@ -240,6 +240,7 @@ JOBS: dict[str, Callable[..., Result]] = {
     job.__name__: job
     for job in (
         *(speed, dynamic, profile, llama_time, llama_python_memory, llama_process_memory, ops),
+        plan_jobs.plan_giant,
         *(functional_jobs.functional_share, functional_jobs.functional_writes, functional_jobs.functionalizers),
     )
 }

@@ -143,8 +143,8 @@ def test_plan():
     options = ("--ranks", 4, "--classes", "Linear", "--bandwidth", 1e-6, "--tflops", 1e-9)
     result = run("plan", "cli_models:Net", "--input", "x=2x4", *options)
     assert result.exit_code == 0, result.stderr
-    # 80 bytes a group, of which 60 come from others, at 1,000 bytes in a second; 128 FLOPs forward, at 1,000. Exposed are
-    # the first gather, the first one of the backward, and the reduction of the last gradients.
+    # 80 bytes a group, of which 60 come from others, at 1,000 bytes in a second; 128 FLOPs forward, at 1,000. Exposed
+    # are the first gather, the first one of the backward, and the reduction of the last gradients.
     assert result.stdout == textwrap.dedent(
         """\
         group  modules  parameters  bytes  forward prefetch  backward prefetch
