@@ -186,7 +186,7 @@ def show_llama(runner: str, r: Result) -> None:
 def run_plan(options: argparse.Namespace) -> None:
     """FSDP2 plans of models that no machine here could hold."""
     print(
-        "\nFSDP2 plans on the meta device, 4,096 tokens, 1,024 ranks at 50 GB/s and 400 TFLOP/s; each in a fresh process"
+        "\nFSDP2 plans on the meta device, 4,096 tokens, 1,024 ranks, 50 GB/s and 400 TFLOP/s; each in a fresh process"
     )
     print(
         "  plan, simulate: of three plans, 0, 1 and 2 groups ahead; exposed: their communication beside the computation"
