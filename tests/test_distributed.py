@@ -89,6 +89,22 @@ def test_groups_lie_in_execution_order_and_their_parameters_in_both():
     assert found.groups[1].params == ("b.w", "b.g", "a.weight", "a.bias")
     assert found.groups[1].params_by_use == ("b.g", "b.w", "a.weight", "a.bias")
     assert found.bucket_plan() == [["b", "a"]]
+    assert found.bucket_plan("registration") == [["a", "b"]]
+
+
+def test_bucket_plans_are_disjoint_and_name_all_that_can_be_named():
+    nested = plan(Llama(order=(1, 0)), classes=(Layer, SwiGLU))
+    assert nested.bucket_plan() == [
+        ["embed"],
+        ["layers.1.norm1", "layers.1.attn", "layers.1.norm2"],
+        ["layers.1.mlp"],
+        ["layers.0.norm1", "layers.0.attn", "layers.0.norm2"],
+        ["layers.0.mlp"],
+        ["norm", "head"],
+    ]
+    assert [names[0] for names in nested.bucket_plan("registration")] == [
+        *("embed", "layers.0.norm1", "layers.0.mlp", "layers.1.norm1", "layers.1.mlp", "norm"),
+    ]
 
 
 def weight(*shape):

@@ -157,10 +157,7 @@ def _cut(order: ExecutionOrder, whole: Callable[[str], bool]) -> list[str]:
     """The outermost modules below the root that have parameters, are called as modules, and stay whole."""
     registered = order.registered
     called = called_modules(order)
-    children: dict[str, list[str]] = {}
-    for name in registered.modules:
-        if name:
-            children.setdefault(str(registered.module(name.rpartition(".")[0])), []).append(name)
+    children = _children(registered)
     found: list[str] = []
     work = [""]
     while work:
@@ -171,6 +168,33 @@ def _cut(order: ExecutionOrder, whole: Callable[[str], bool]) -> list[str]:
         else:
             work += below
     return found
+
+
+def _children(registered: Registered) -> dict[str, list[str]]:
+    found: dict[str, list[str]] = {}
+    for name in registered.modules:
+        if name:
+            found.setdefault(str(registered.module(name.rpartition(".")[0])), []).append(name)
+    return found
+
+
+def disjoint(grouping: Grouping) -> dict[Group, list[str]]:
+    """By group, modules that hold its parameters and no others: a module with another group inside is cut open.
+
+    Parameters that such a module holds itself are in none.
+    """
+    registered, children = grouping.registered, _children(grouping.registered)
+    taken = set(grouping.group_of())
+
+    def parts(name: str) -> Iterator[str]:
+        if any(contains(registered, name, other) for other in taken if other):
+            for child in children.get(name, ()):
+                if child not in taken:
+                    yield from parts(child)
+        elif name and registered.inside(name):
+            yield name
+
+    return {group: [part for name in group for part in parts(name)] for group in grouping.groups}
 
 
 def called_modules(order: ExecutionOrder) -> set[str]:

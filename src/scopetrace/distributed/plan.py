@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from scopetrace.distributed.agreement import check_order
-from scopetrace.distributed.groups import ROOT, Group, Grouping, contains
+from scopetrace.distributed.groups import ROOT, Group, Grouping, contains, disjoint, first_call
 from scopetrace.distributed.schedule import Schedule, backward_gathers, forward_schedule
 from scopetrace.errors import PlanError
 from scopetrace.order.execution import ExecutionOrder
@@ -90,10 +90,18 @@ class Plan:
         """The groups in the order of a backward's all-gathers."""
         return [group for group, _ in self.gathers[1]]
 
-    def bucket_plan(self) -> list[list[str]]:
-        """The modules of each group in execution order, the root's own parameters first, as
-        `module_bucket_plans` of torch.compile's manual bucketing (`manual_overlap_bucketing`) takes them."""
-        return [list(g.modules) for g in self.groups if g.params]
+    def bucket_plan(self, order: Literal["execution", "registration"] = "execution") -> list[list[str]]:
+        """The modules of each group, as `module_bucket_plans` of torch.compile's manual bucketing takes them.
+
+        They are disjoint: of a module with another group inside, its other children. Parameters that the root, or such
+        a module, holds itself have no module that names them, and are in none. `order` is that of the groups and of the
+        modules in each.
+        """
+        registered = {name: i for i, name in enumerate(self.order.registered.modules)}
+        rank = first_call(self.order) if order == "execution" else registered
+        parts = disjoint(self._grouping)
+        buckets = [sorted(parts[g.modules], key=lambda name: (rank[name], registered[name])) for g in self.groups]
+        return sorted(filter(None, buckets), key=lambda names: (rank[names[0]], registered[names[0]]))
 
     def apply(self, mesh: DeviceMesh, **fully_shard_kwargs: Any) -> torch.nn.Module:
         """Call `fully_shard` for each group, innermost first, and set the prefetch lists. Returns the model.
