@@ -25,6 +25,7 @@ LAYERS = (
     "emit",
     "order",
     "trace",
+    "saved",
     "functional",
     "distributed",
     "cli",

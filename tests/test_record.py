@@ -289,15 +289,6 @@ def test_a_tensor_of_another_trace_is_refused():
         st.trace(lambda x: x + kept[0], (torch.randn(2),))
 
 
-def test_results_in_an_opaque_object_are_refused():
-    class Box:
-        def __init__(self, t):
-            self.t = t
-
-    with pytest.raises(st.OpaqueOutputError, match="register_pytree_node"):
-        st.trace(lambda x: Box(x + 1), (torch.randn(2),))
-
-
 def test_seeding_inside_the_forward_is_refused():
     def run(x):
         torch.manual_seed(3)

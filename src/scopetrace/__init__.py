@@ -45,12 +45,12 @@ from scopetrace.passes.report import Alias as Alias
 from scopetrace.passes.report import Mutation as Mutation
 from scopetrace.passes.write_back import WriteBack as WriteBack
 from scopetrace.record.specialize import Specialization as Specialization
+from scopetrace.saved import load as load
 from scopetrace.scopes import Scope as Scope
 from scopetrace.scopes import TracingState as TracingState
 from scopetrace.scopes import scope as scope
 from scopetrace.scopes import tracing_state as tracing_state
 from scopetrace.trace import Trace as Trace
-from scopetrace.trace import load as load
 from scopetrace.trace import trace as trace
 
 __version__ = "0.1.0"

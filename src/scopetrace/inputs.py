@@ -13,6 +13,7 @@ from scopetrace.errors import InputMismatchError
 from scopetrace.graph import given
 from scopetrace.record import argument_names
 from scopetrace.record.arguments import bind
+from scopetrace.record.objects import Returned, apply, targets
 from scopetrace.record.structure import map_structure, match
 from scopetrace.record.tape import Tape, Value
 
@@ -24,8 +25,7 @@ def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forw
     Raises InputMismatchError where the arguments are not those of the trace.
     """
     traced_args, traced_kwargs = tape.args
-    if forward is not None and (len(args) != len(traced_args) or set(kwargs) != set(traced_kwargs)):
-        args, kwargs = _in_traced_form(tape, args, kwargs, forward)
+    args, kwargs = _in_traced_form(tape, args, kwargs, forward)
     if len(args) != len(traced_args) or set(kwargs) != set(traced_kwargs):
         raise InputMismatchError(
             f"traced with {_count(traced_args, traced_kwargs)}, called with {_count(args, kwargs)}: "
@@ -56,6 +56,8 @@ def _in_traced_form(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments, passed as they were in the trace; as they are when they do not fit forward's signature."""
     traced_args, traced_kwargs = tape.args
+    if forward is None or (len(args) == len(traced_args) and set(kwargs) == set(traced_kwargs)):
+        return args, kwargs
     names = argument_names(forward, len(traced_args))
     given = bind(forward, args, kwargs)
     traced = bind(forward, traced_args, traced_kwargs)
@@ -102,6 +104,12 @@ def _check_sharing(tape: Tape, tensors: list[torch.Tensor]) -> None:
             raise InputMismatchError(f"{this} and {other} {was} when traced; trace again with inputs like these")
 
 
+class Entered(list[Any]):
+    """The tensors and numbers of a call, and the caller's containers that the forward puts something into."""
+
+    containers: list[Any]
+
+
 class Boundary:
     """Where a program meets the outside: `enter` before its graph runs, `leave` after it.
 
@@ -115,7 +123,10 @@ class Boundary:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The tensors and numbers that the graph takes. The graph module gets those that the model holds now."""
-        tensors = match_inputs(self.tape, args, kwargs, self.forward)
+        tensors = Entered(match_inputs(self.tape, args, kwargs, self.forward))
+        if isinstance(self.tape.outputs, Returned):
+            form = _in_traced_form(self.tape, args, kwargs, self.forward)
+            tensors.containers = targets(self.tape.outputs.effects, form)
         self.state.refresh()
         return tensors
 
@@ -126,7 +137,10 @@ class Boundary:
         results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))
         out = map_structure(lambda _: next(results), self.tape.outputs, (Value, *Symbolic))
         self.state.write(iter(values[count:]))
-        return out
+        if not isinstance(out, Returned):
+            return out
+        apply(out.effects, getattr(inputs, "containers", []))
+        return out.result
 
     def _number(self, inputs: Sequence[Any]) -> Callable[[Any], Any]:
         """Gives the value of a symbolic size in a call with these inputs."""

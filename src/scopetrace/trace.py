@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
-import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,9 +32,10 @@ from scopetrace.passes.report import Alias, Mutation, aliases, mutations
 from scopetrace.passes.returned import as_the_graph_returns
 from scopetrace.passes.write_back import WriteBack
 from scopetrace.record import record
+from scopetrace.record.objects import only_result
 from scopetrace.record.observe import Progress
 from scopetrace.record.specialize import Specialization, specialized
-from scopetrace.record.tape import Tape
+from scopetrace.record.tape import Tape, Value
 from scopetrace.scopes import Scope, common_scope
 from scopetrace.show.terminal import print_text
 from scopetrace.show.text import TextOptions, render
@@ -210,13 +211,24 @@ class Trace:
 
         names, table = (input_names, output_names), custom_translation_table
         options = Options(functions, plugins, opset_version, *names, optimize, attributes, table)
-        return write(self.pure(), path, options, external_data, verify, progress).model
+        return write(self.only_result(), path, options, external_data, verify, progress).model
 
     def pure(self) -> Trace:
         """This trace, or with functional=False the same program without mutation."""
         if self._tape is not self._recorded:
             return self
         return Trace(self._recorded, functionalize(self._recorded), self._model)
+
+    def only_result(self) -> Trace:
+        """This trace without mutation and without what the forward puts into the containers of its arguments.
+
+        Raises ExportError where the forward does not return what it puts there.
+        """
+        result = only_result(self._recorded.outputs, Value)
+        if result is self._recorded.outputs:
+            return self.pure()
+        recorded = dataclasses.replace(self._recorded, outputs=result)
+        return Trace(recorded, functionalize(recorded), self._model)
 
     @functools.cached_property
     def order(self) -> ExecutionOrder:
@@ -261,7 +273,7 @@ class Trace:
         Raises ExportError for what else it cannot say: changes of an input's shape or memory, changes of tensors of the
         model that are no parameters or buffers, leaf modules, one tensor given for two inputs.
         """
-        return to_exported_program(functionalize(self._tape), self._forward)
+        return to_exported_program(functionalize(self.only_result().tape), self._forward)
 
     def lint(self) -> None:
         """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""
@@ -306,7 +318,7 @@ class Trace:
         return pickling.dumps((self._tape, self._recorded))
 
     def __reduce__(self) -> Any:
-        return _from_bytes, (self._to_bytes(),)
+        return from_bytes, (self._to_bytes(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
         return Trace(self._recorded, self._tape, self._model)
@@ -324,18 +336,8 @@ class Trace:
         return iter(self.calls)
 
 
-def load(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace that `Trace.save` wrote. As all pickles, to be read only from sources that you trust.
-
-    `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file.
-    """
-    try:
-        return _from_bytes(Path(path).read_bytes())
-    except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
-        raise ScopetraceError(f"{path} was not written by Trace.save") from error
-
-
-def _from_bytes(data: bytes) -> Trace:
+def from_bytes(data: bytes) -> Trace:
+    """What `Trace.save` wrote. Raises TypeError for another pickle."""
     tapes = pickling.loads(data)
     if not (isinstance(tapes, tuple) and all(isinstance(t, Tape) for t in tapes)):
         raise TypeError("these are not the tapes of a trace")

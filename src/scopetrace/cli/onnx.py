@@ -89,7 +89,7 @@ def _write(
 
     targets = [f if f == REPEATED else Matching(f) for f in functions]
     chosen = Options(targets, [Matching(p) for p in plugins], opset, None, None, optimize, attributes)
-    return write(traced, output, chosen, external_data or None, verify, say)
+    return write(traced.only_result(), output, chosen, external_data or None, verify, say)
 
 
 def _table(written: Written, output: Path) -> str:

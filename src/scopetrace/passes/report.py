@@ -110,7 +110,7 @@ def aliases(tape: Tape) -> list[Alias]:
     outside, first = _outside(tape), _reshaped(tape)
     results: dict[int, list[tuple[str, Value]]] = {}
     found: list[Alias] = []
-    for path, leaf in leaves_with_path(tape.outputs):
+    for path, leaf in leaves_with_path(tape.result):
         if isinstance(leaf, Value):
             known = [*((n, v) for n, _, v in outside.get(leaf.storage, ())), *results.get(leaf.storage, ())]
             itself = first.get(id(leaf.fake), id(leaf.fake))

@@ -21,6 +21,7 @@ from scopetrace.record.explain import explained
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
 from scopetrace.record.names import identifier
+from scopetrace.record.objects import NeedsOpening, Returned, Saved, Watch, learn
 from scopetrace.record.observe import CallObserver, Progress
 from scopetrace.record.recorder import NeedsAutograd, Recorder
 from scopetrace.record.sizes import DynamicSizes, read_dynamic_shapes, refuse_shared, symbolic_strides
@@ -55,12 +56,19 @@ def record(
 
 
 def until_exact_enough(attempt: Callable[[bool], T]) -> T:
-    """`attempt(False)`, or `attempt(True)` where the forward turns out to need autograd's own history."""
+    """`attempt(False)`, or `attempt(True)` where the forward turns out to need autograd's own history.
+
+    Again, where an object turns out to hold tensors that was taken for a constant.
+    """
+    exact = False
     with _one_at_a_time, garbage_collection_paused():
-        try:
-            return attempt(False)
-        except NeedsAutograd:
-            return attempt(True)
+        while True:
+            try:
+                return attempt(exact)
+            except NeedsAutograd:
+                exact = True
+            except NeedsOpening:  # each time of another class
+                continue
 
 
 def run_recorded(
@@ -75,12 +83,19 @@ def run_recorded(
     recorder = observer.recorder
     model, tape = recorder.model, recorder.tape
     tape.registered = model.registered()
+    learn((args, kwargs))
     fake_args, fake_kwargs = _add_inputs(recorder, forward, args, kwargs, dynamic_shapes)
+    saved, watch = Saved((args, kwargs)), Watch((fake_args, fake_kwargs))
     try:
         with python_random_state_kept(), explained(recorder), scopes.activate(recorder.state):
             with observing(observer, model.modules), dispatching_to(recorder.mode, recorder.factory.mode):
                 out = observer.run_root(fn, fake_args, fake_kwargs)
-            tape.outputs = tape.calls[0].outputs
+            if learn((out, fake_args, fake_kwargs)):
+                saved.restore()
+                raise NeedsOpening
+            effects = watch.effects(lambda x: map_structure(recorder.value_of, x, torch.Tensor))
+            result = tape.calls[0].outputs
+            tape.outputs = Returned(result, effects) if effects else result
             refuse_hidden(out, (FakeTensor,), "the result")
             refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments")
     finally:

@@ -3,7 +3,8 @@
 A *template* is a value whose tensors were replaced by tape values and whose containers are copies, so that what the
 model does to a list after a call does not change what the call received. Containers are those of
 `torch.utils._pytree` (lists, tuples, dicts, named tuples, registered types such as transformers' ModelOutput) and,
-beyond pytree, plain dataclass instances. Everything else is kept as it is.
+beyond pytree, plain dataclass instances and objects of classes that were found to hold tensors (`record.objects`).
+Everything else is kept as it is.
 """
 
 from __future__ import annotations
@@ -11,16 +12,25 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import enum
+import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.fx
 from torch.utils import _pytree as pytree
 
 from scopetrace.errors import InputMismatchError, OpaqueOutputError
 
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
+_NOT_PLAIN = (torch.nn.Module, torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial)
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
+
+
+OBJECT_TYPES: set[type] = set()
+"""The classes, unknown to pytree, whose instances are opened: attribute by attribute. `record.objects` finds them."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,11 +111,44 @@ def open_container(x: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{i}]", item) for i, item in enumerate(items)]
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return [(f".{f.name}", getattr(x, f.name)) for f in dataclasses.fields(x) if hasattr(x, f.name)]
+    if kind in OBJECT_TYPES:
+        return [(f".{name}", item) for name, item in vars(x).items()]
     return None
 
 
-def close_container(like: Any, items: list[Any]) -> Any:
-    """A container as `like`, holding `items` in place of its children."""
+def is_plain_object(x: Any) -> bool:
+    """Whether a value that is no container is nothing but its attributes, so that these make it anew."""
+    kind: Any = type(x)
+    return hasattr(x, "__dict__") and not isinstance(x, (torch.Tensor, *_NOT_PLAIN)) and _is_plain(kind)
+
+
+@functools.cache
+def _is_plain(kind: Any) -> bool:
+    if _pytree_node(kind) is not None or dataclasses.is_dataclass(kind):
+        return False
+    try:
+        _empty(kind)
+    except TypeError:  # of a built-in kind, that holds more
+        return False
+    return True
+
+
+def _empty(kind: type) -> Any:
+    """An instance without attributes."""
+    return (types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
+
+
+def container_context(x: Any) -> Any:
+    """What a container of a registered object type holds beside its children; None for all others."""
+    node = _pytree_node(type(x)) if is_object(x) else None
+    return None if node is None else node.flatten_fn(x)[1]
+
+
+def close_container(like: Any, items: list[Any], context: Any = None) -> Any:
+    """A container as `like`, holding `items` in place of its children.
+
+    `context` is that of its flattening, where it is not the same as for `like`.
+    """
     kind = type(like)
     if kind is tuple or kind is list:
         return kind(items)
@@ -119,9 +162,15 @@ def close_container(like: Any, items: list[Any]) -> Any:
     if kind is Opened:
         return _close_registered(like.kind, like.context, like.keys, items)
     node = _pytree_node(kind)
+    if node is not None and context is not None:
+        return node.unflatten_fn(items, context)
     if node is not None:
         children = open_container(like) or []
         return _close_registered(kind, node.flatten_fn(like)[1], [key for key, _ in children], items)
+    if kind in OBJECT_TYPES:
+        new = _empty(kind)
+        new.__dict__.update(zip(like.__dict__, items, strict=True))
+        return new
     new = copy.copy(like)
     for (key, _), item in zip(open_container(like) or [], items, strict=True):
         object.__setattr__(new, key[1:], item)
@@ -232,10 +281,23 @@ def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str) -> None:
         if isinstance(item, (*kinds, torch.nn.Module, type)) or not hasattr(item, "__dict__"):
             continue
         for name, value in vars(item).items():
-            if leaves(value, kinds):
+            if _has_leaf(value, kinds, set()):
                 kind = type(item)
                 raise OpaqueOutputError(
                     f"{where}{path} is a {kind.__module__}.{kind.__qualname__} with tensors in it (.{name}), "
                     "and scopetrace cannot see inside objects of this type",
                     hint="make it a dataclass, or register it with torch.utils._pytree.register_pytree_node",
                 )
+
+
+def _has_leaf(x: Any, kinds: tuple[type, ...], seen: set[int]) -> bool:
+    """Whether one of `kinds` is in a value, in containers and objects at any depth."""
+    if isinstance(x, kinds):
+        return True
+    if id(x) in seen:
+        return False
+    seen.add(id(x))
+    children = [child for _, child in open_container(x) or []]
+    if not children and is_plain_object(x):
+        children = list(vars(x).values())
+    return any(_has_leaf(child, kinds, seen) for child in children)

@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
+from scopetrace.record.objects import Returned, object_types
 from scopetrace.record.registered import Registered
-from scopetrace.record.structure import leaves
+from scopetrace.record.structure import OBJECT_TYPES, leaves
 from scopetrace.scopes import Scope
 
 Frames = tuple[Any, ...] | str
@@ -215,6 +216,11 @@ class Tape:
     """Of the body of a higher-order op: what its GraphModule is named after, as `true_graph`. See `record.bodies`."""
 
     @property
+    def result(self) -> Any:
+        """Template of the result, without what the forward puts into the containers of its arguments."""
+        return self.outputs.result if isinstance(self.outputs, Returned) else self.outputs
+
+    @property
     def is_body(self) -> bool:
         """Whether this is the body of a higher-order op. It gives `outputs` as they are: a tuple, or one value."""
         return bool(self.name)
@@ -236,9 +242,11 @@ class Tape:
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**state, "owners": {}, "fake_mode": None}
+        templates = [self.args, self.outputs, *((c.args, c.kwargs, c.outputs) for c in self.calls)]
+        return {**state, "owners": {}, "fake_mode": None, "object_types": object_types(templates)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        OBJECT_TYPES.update(state.pop("object_types"))
         for name, a in state.items():
             setattr(self, name, a)
         for op in self.ops:

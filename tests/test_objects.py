@@ -1,0 +1,251 @@
+"""Containers and objects among the arguments and results: seen through, and given what the forward puts into them."""
+
+import copy
+import dataclasses
+import pickle
+import subprocess
+import sys
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import scopetrace as st
+
+X = torch.arange(4.0)
+
+
+class Layer:
+    """As in transformers' caches: a class that pytree does not know."""
+
+    def __init__(self, keys=None):
+        self.keys = keys
+        self.is_initialized = keys is not None
+
+    def update(self, new):
+        self.keys = new if self.keys is None else torch.cat([self.keys, new])
+        self.is_initialized = True
+        return self.keys
+
+
+class Cache:
+    def __init__(self, *keys):
+        self.layers = [Layer(k) for k in keys]
+
+    def update(self, new, index):
+        while len(self.layers) <= index:
+            self.layers.append(Layer())
+        return self.layers[index].update(new)
+
+
+@dataclasses.dataclass
+class Point:
+    x: torch.Tensor
+    name: str = ""
+
+
+def plain(x):
+    """A structure as lists, dicts and tensors, so that two can be compared."""
+    if isinstance(x, torch.Tensor):
+        return x.tolist()
+    if isinstance(x, (list, tuple)):
+        return [plain(i) for i in x]
+    if isinstance(x, dict):
+        return {k: plain(v) for k, v in x.items()}
+    return {"class": type(x).__name__} | plain(vars(x)) if hasattr(x, "__dict__") else x
+
+
+def assert_same_effects(fn, *args):
+    """A call of the trace does to its arguments what a call of the function does, and tracing does nothing to them."""
+    given, expected, traced = (copy.deepcopy(args) for _ in range(3))
+    tr = st.trace(fn, given)
+    assert plain(given) == plain(args)
+    assert plain(tr(*traced)) == plain(fn(*expected))
+    assert plain(traced) == plain(expected)
+    tr.check(copy.deepcopy(args))
+    loaded = pickle.loads(pickle.dumps(tr))
+    again = copy.deepcopy(args)
+    loaded(*again)
+    assert plain(again) == plain(expected)
+    return tr
+
+
+# Effects on arguments ------------------------------------------------------------------------------------------------
+
+
+def test_new_and_changed_and_removed_items_of_a_dict():
+    def forward(d):
+        d["y"] = d["x"] * 2
+        d["x"] = d.pop("z") + 1
+        d["n"] = 3
+        return d["y"]
+
+    assert_same_effects(forward, {"x": X, "z": X * 3, "n": 1})
+
+
+def test_lists_that_grow_and_are_sorted_and_emptied():
+    def forward(grows, turns, empties):
+        grows.append(grows[0] + 1)
+        turns.reverse()
+        empties.clear()
+        return X * 2
+
+    assert_same_effects(forward, [X], [X, X + 1, 3], [X])
+
+
+def test_nested_containers():
+    def forward(state):
+        state["layers"][1].append(state["layers"][0][0] * 2)
+        state["point"].x = state["point"].x - 1
+        state["new"] = {"a": [state["point"].x]}
+
+    assert_same_effects(forward, {"layers": [[X], []], "point": Point(X, "p")})
+
+
+def test_a_dataclass_argument():
+    def forward(p):
+        p.x = p.x * 2
+        p.name = "moved"
+        return p.x.sum()
+
+    assert_same_effects(forward, Point(X))
+
+
+def test_writes_in_place_are_no_effects_but_stay_writes():
+    def forward(d):
+        d["x"].add_(1)
+        return d["x"] * 2
+
+    tr = assert_same_effects(forward, {"x": X})
+    assert [str(m).split(":")[0] for m in tr.mutations] == ["input d['x']"]
+
+
+def test_an_item_may_become_another_argument_or_a_view_of_it():
+    def forward(d, x):
+        d["same"], d["view"] = x, x[1:]
+        return x.sum()
+
+    d, x = {}, X.clone()
+    st.trace(forward, ({}, X))(d, x)
+    assert d["same"] is x
+    x.zero_()
+    assert d["view"].tolist() == [0, 0, 0]
+
+
+def test_no_effect_without_change():
+    tr = st.trace(lambda d: d["x"] + 1, ({"x": X},))
+    given = {"x": X}
+    tr(given)
+    assert given["x"] is X
+
+
+def test_arguments_by_name_in_other_positions():
+    def forward(x, cache=None):
+        cache["x"] = x
+        return x + 1
+
+    tr = st.trace(forward, (X,), {"cache": {}})
+    cache = {}
+    tr(X, cache)
+    assert cache["x"] is X
+
+
+# Objects -------------------------------------------------------------------------------------------------------------
+
+
+def step(cache, x):
+    return cache.update(x, 0).sum() + cache.update(x * 2, 1).sum()
+
+
+def test_a_cache_object_grows_as_in_the_model():
+    tr = assert_same_effects(step, Cache(X, X + 1), X)
+    assert [str(path) for path in tr.tape.input_paths] == ["cache.layers[0].keys", "cache.layers[1].keys", "x"]
+
+
+def test_an_empty_cache_is_filled():
+    """Its class turns out to hold tensors when the forward has run: it is put back, and the forward recorded again."""
+    assert_same_effects(step, Cache(), X)
+
+
+def test_a_cache_of_another_length_is_refused_and_one_with_a_dynamic_length_taken():
+    tr = st.trace(step, (Cache(X, X), X))
+    with pytest.raises(st.InputMismatchError, match=r"cache.layers\[0\].keys"):
+        tr(Cache(torch.ones(5), torch.ones(5)), X)
+    with pytest.raises(st.InputMismatchError, match=r"layers had 2 items"):
+        tr(Cache(X), X)
+
+
+def test_python_values_in_an_object_are_fixed():
+    tr = st.trace(step, (Cache(X, X), X))
+    other = Cache(X, X)
+    other.layers[0].is_initialized = False
+    with pytest.raises(st.InputMismatchError, match="is_initialized was True when traced and is False now"):
+        tr(other, X)
+
+
+def test_results_in_an_object():
+    def forward(x):
+        return {"cache": Cache(x + 1, x * 2), "space": types.SimpleNamespace(n=1, x=x - 1)}
+
+    assert_same_effects(forward, X)
+
+
+def test_a_call_has_the_object_s_tensors_as_nodes():
+    class Attend(nn.Module):
+        def forward(self, x, cache):
+            return cache.update(x, 0)
+
+    tr = st.trace(Attend(), (X, Cache(X + 1)))
+    assert "Attend(x=%x: f32[4], cache=Cache(layers=[Layer(keys=%cache_layers_0_keys: f32[4]" in str(tr)
+
+
+def test_a_trace_with_objects_is_read_in_another_process(tmp_path):
+    tr = st.trace(step, (Cache(X, X), X))
+    tr.save(tmp_path / "trace")
+    code = (
+        "import sys, torch, scopetrace as st; sys.path.insert(0, sys.argv[2]); import test_objects as t\n"
+        "cache = t.Cache(t.X, t.X); st.load(sys.argv[1])(cache, t.X); print(len(cache.layers[0].keys))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "trace"), __file__.rpartition("/")[0]]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "8\n"
+
+
+# Refused -------------------------------------------------------------------------------------------------------------
+
+
+def test_an_object_that_leads_back_to_itself_cannot_be_copied():
+    class Ring:
+        def __init__(self, x):
+            self.x, self.me = x, self
+
+    with pytest.raises(st.OpaqueOutputError, match="Ring with tensors in it"):
+        st.trace(lambda x: Ring(x + 1), (X,))
+
+
+def test_an_object_of_a_built_in_kind_with_tensors():
+    class Table(dict):
+        pass
+
+    def forward(x):
+        table = Table()
+        table.kept = x + 1
+        return table
+
+    with pytest.raises(st.OpaqueOutputError, match="Table with tensors in it"):
+        st.trace(forward, (X,))
+
+
+def test_forms_without_effects_refuse_what_is_not_returned():
+    def hides(d, x):
+        d["y"] = x + 1
+        return x * 2
+
+    def returns(d, x):
+        d["y"] = x + 1
+        return d["y"] * 2, d["y"]
+
+    with pytest.raises(st.ExportError, match=r"puts new tensors into a container among its arguments, \[0\]"):
+        st.trace(hides, ({}, X)).to_exported_program()
+    ep = st.trace(returns, ({}, X)).to_exported_program()
+    assert [t.tolist() for t in ep.module()({}, X)] == [(2 * (X + 1)).tolist(), (X + 1).tolist()]
