@@ -29,7 +29,7 @@ from scopetrace._compat.shape_env import (
 )
 from scopetrace._compat.symbols import bare, expression_text
 from scopetrace.errors import DynamicShapeError, InputMismatchError
-from scopetrace.record.structure import open_container
+from scopetrace.record.structure import OBJECT_TYPES, open_container
 
 
 @dataclasses.dataclass(frozen=True)
@@ -284,11 +284,12 @@ def _walk(x: Any, spec: Any, path: str) -> Iterator[Spec]:
             f"dynamic_shapes has {spec!r} for {path}, which is a {type(x).__name__}: "
             "Python values are fixed in a trace; write None, or pass a tensor"
         )
-    if isinstance(spec, dict) and isinstance(x, dict):
-        if not spec.keys() <= x.keys():
-            raise DynamicShapeError(f"dynamic_shapes has keys {list(spec)} for {path}, which has {list(x)}")
+    named = vars(x) if type(x) in OBJECT_TYPES else x
+    if isinstance(spec, dict) and isinstance(named, dict):
+        if not spec.keys() <= named.keys():
+            raise DynamicShapeError(f"dynamic_shapes has keys {list(spec)} for {path}, which has {list(named)}")
         for key, item in spec.items():
-            yield from _walk(x[key], item, f"{path}[{key!r}]")
+            yield from _walk(named[key], item, path + (f"[{key!r}]" if named is x else f".{key}"))
         return
     items = list(spec.values()) if isinstance(spec, dict) else list(spec)
     if len(items) != len(inner):
