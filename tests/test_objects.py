@@ -179,7 +179,7 @@ def test_a_cache_of_another_length_is_refused_and_one_with_a_dynamic_length_take
 def test_sizes_in_an_object_by_the_names_of_its_attributes():
     length = torch.export.Dim("length", min=2)
     shapes = {"cache": {"layers": [{"keys": {0: length}}, {"keys": {0: length}}]}, "x": None}
-    tr = st.trace(step, (Cache(X, X + 1), X), dynamic_shapes=shapes)
+    tr = st.trace(step, (Cache(X + 1, X + 2), X), dynamic_shapes=shapes)
     for n in (2, 5, 9):
         given, expected = (Cache(torch.ones(n), torch.zeros(n)) for _ in "ab")
         assert plain(tr(given, X)) == plain(step(expected, X))
