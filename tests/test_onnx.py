@@ -374,6 +374,12 @@ def test_a_model_without_data_has_its_weights_as_inputs(tmp_path):
         st.trace(model, (x,)).to_onnx(verify=True)
 
 
+def test_verify_in_bfloat16_says_that_the_runtime_has_no_kernels():
+    trace = st.trace(blocks(2).bfloat16(), (X.bfloat16(),))
+    with pytest.raises(st.OnnxVerificationError, match=r"NOT_IMPLEMENTED.*verify a float32 copy"):
+        trace.to_onnx(functions=Block, verify=True)
+
+
 class Scaled(nn.Module):
     def __init__(self, eps):
         super().__init__()
@@ -460,6 +466,21 @@ def test_external_data(tmp_path):
     assert (tmp_path / "model.onnx.data").stat().st_size >= 64 * 64 * 4
     assert path.stat().st_size < 4096
     onnx.checker.check_model(str(path), full_check=True)
+
+
+def test_weights_that_do_not_fit_into_a_file_go_beside_it(tmp_path, monkeypatch):
+    """The limit of the format is 2 GiB."""
+    from scopetrace.emit.onnx import weights
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    x, path = torch.randn(2, 64), tmp_path / "model.onnx"
+    for limit, names in ((2 * 65 * 64 * 4, ["model.onnx"]), (2 * 65 * 64 * 4 - 1, ["model.onnx", "model.onnx.data"])):
+        monkeypatch.setattr(weights, "PROTO_LIMIT", limit)
+        st.trace(model, (x,)).to_onnx(path, functions=nn.Linear)
+        assert sorted(p.name for p in tmp_path.iterdir()) == names
+        session = pytest.importorskip("onnxruntime").InferenceSession(path)
+        (found,) = session.run(None, {"input": x.numpy()})
+        torch.testing.assert_close(torch.from_numpy(found), model(x).detach())
 
 
 class Branching(nn.Module):
