@@ -634,3 +634,12 @@ def test_other_failures_of_torch_name_module_and_source():
     message = r"at aten\.rsub\.Scalar, Sequential/Inverted\[0\], File .*: return 1\.0 - mask: RuntimeError"
     with pytest.raises(st.OnnxExportError, match=message):
         st.trace(nn.Sequential(Inverted()), (torch.tensor([0, 1]),)).to_onnx()
+
+
+def test_the_weights_are_those_that_the_model_has_now():
+    model = blocks(2)
+    trace = st.trace(model, (X,))
+    model.load_state_dict({name: t + 1 for name, t in model.state_dict().items()}, assign=True)
+    for functions in ((), Block):
+        made = trace.to_onnx(functions=functions, verify=True)
+        assert sorted(made.graph.initializers) == sorted(dict(model.named_parameters()))
