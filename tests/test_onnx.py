@@ -643,3 +643,9 @@ def test_the_weights_are_those_that_the_model_has_now():
     for functions in ((), Block):
         made = trace.to_onnx(functions=functions, verify=True)
         assert sorted(made.graph.initializers) == sorted(dict(model.named_parameters()))
+
+
+def test_leaf_modules_are_refused():
+    trace = st.trace(nn.Sequential(Block(), Scaled(1.0)), (X,), leaves=Scaled)
+    with pytest.raises(st.OnnxExportError, match=r"Sequential/Scaled\[1\]: a leaf module .* plugins="):
+        trace.to_onnx()

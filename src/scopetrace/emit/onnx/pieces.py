@@ -20,6 +20,7 @@ from scopetrace import meta
 from scopetrace._compat.fresh import FreshFakes
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace.errors import OnnxExportError
 from scopetrace.graph import Program
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
@@ -115,6 +116,9 @@ class Whole:
             self._attribute(piece, node)
         elif node.op == "output":
             piece.outputs = list(_flat(self._map(piece, node.args[0])))
+        elif node.op == "call_module":
+            where = meta.scope_path(node) or node.target
+            raise OnnxExportError(f"{where}: a leaf module has no ONNX form; name it in plugins= in place of leaves=")
         elif node.target is INVOKE:
             self._cut(piece, node)
         elif node.target in _SQUEEZES and _kind(node) == _kind(node.args[0]):
