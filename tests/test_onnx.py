@@ -631,7 +631,7 @@ class Inverted(nn.Module):
 
 def test_other_failures_of_torch_name_module_and_source():
     """torch.onnx has no `number - tensor of whole numbers`."""
-    message = r"at aten\.rsub\.Scalar, Sequential/Inverted\[0\], File .*: return 1\.0 - mask: RuntimeError"
+    message = r"at Sequential/Inverted\[0\], File .*: return 1\.0 - mask: RuntimeError"
     with pytest.raises(st.OnnxExportError, match=message):
         st.trace(nn.Sequential(Inverted()), (torch.tensor([0, 1]),)).to_onnx()
 
