@@ -153,13 +153,11 @@ class LiveState:
 
     def __init__(self, tape: Tape, graph_module: torch.nn.Module) -> None:
         self._writes = [(w.module or _submodule(graph_module, w.fqn), w.name) for w in tape.attribute_writes]
-        self._owners = {
-            name: owner for name, owner in tape.owners.items() if not isinstance(owner[0], torch.jit.ScriptModule)
-        }
+        self._owners = _owners(tape)
         self._attributes = tape.attributes
         self._held: list[tuple[torch.nn.Module, str, torch.nn.Module, str]] = []
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
-        for name, (module, attribute) in self._owners.items():  # script modules keep theirs in C++
+        for name, (module, attribute) in self._owners.items():
             if name in targets:
                 path, _, leaf = name.rpartition(".")
                 self._held.append((graph_module.get_submodule(path), leaf, module, attribute))
@@ -171,11 +169,6 @@ class LiveState:
             if now is not None and now is not _look_up(holder, leaf):
                 _bind(holder, leaf, now)
 
-    def current(self) -> dict[str, torch.Tensor]:
-        """By name, the tensors that the model holds now."""
-        found = {name: _look_up(module, attribute) for name, (module, attribute) in self._owners.items()}
-        return {name: t for name, t in found.items() if t is not None}
-
     def held(self, name: str) -> torch.Tensor:
         """A tensor of the graph module by its name."""
         module, attribute = self._owners.get(name, (None, ""))
@@ -186,6 +179,17 @@ class LiveState:
         """Bind what the forward bound to the model's attributes."""
         for (module, name), tensor in zip(self._writes, results, strict=True):
             _bind(module, name, tensor)
+
+
+def held_now(tape: Tape) -> dict[str, torch.Tensor]:
+    """By name, the tensors that the model holds now."""
+    found = {name: _look_up(module, attribute) for name, (module, attribute) in _owners(tape).items()}
+    return {name: t for name, t in found.items() if t is not None}
+
+
+def _owners(tape: Tape) -> dict[str, tuple[torch.nn.Module, str]]:
+    """Without script modules, which keep their tensors in C++."""
+    return {n: owner for n, owner in tape.owners.items() if not isinstance(owner[0], torch.jit.ScriptModule)}
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:

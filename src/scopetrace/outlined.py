@@ -111,7 +111,7 @@ class Outlined:
         tape = source.tape
         if any(op.writes for op in tape.ops):
             raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
-        numbers, forward = Numbers(tape), source.boundary.forward
+        numbers, forward = Numbers(tape), source.root_function
         named, repeated = _named(source, list(targets), numbers)
         chosen = list(dict.fromkeys([*named, *repeated]))
         outlined, bodies = outline(tape, chosen, forward)

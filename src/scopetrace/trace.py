@@ -22,7 +22,7 @@ from scopetrace.emit.exported import to_exported_program
 from scopetrace.emit.onnx import require_packages
 from scopetrace.errors import ScopetraceError
 from scopetrace.graph import Program, given
-from scopetrace.inputs import Boundary, without_autocast
+from scopetrace.inputs import Boundary, held_now, without_autocast
 from scopetrace.lint import lint
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
@@ -93,10 +93,11 @@ class Trace:
     @functools.cached_property
     def boundary(self) -> Boundary:
         """What comes before the graph and after it in a call: the check of the arguments, and the write-back."""
-        return Boundary(self._tape, self.graph_module, self._forward)
+        return Boundary(self._tape, self.graph_module, self.root_function)
 
     @property
-    def _forward(self) -> Callable[..., Any] | None:
+    def root_function(self) -> Callable[..., Any] | None:
+        """What was traced as a function: a module's forward. None for a loaded trace."""
         return self._model.forward if isinstance(self._model, torch.nn.Module) else self._model
 
     @property
@@ -214,10 +215,9 @@ class Trace:
         return write(self.only_result(), path, options, external_data, verify, progress).model
 
     def pure(self) -> Trace:
-        """This trace, or with functional=False the same program without mutation."""
-        if self._tape is not self._recorded:
-            return self
-        return Trace(self._recorded, functionalize(self._recorded), self._model)
+        """The same program without mutation, with the tensors that the model holds now."""
+        tape = functionalize(self._recorded) if self._tape is self._recorded else self._tape
+        return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
 
     def only_result(self) -> Trace:
         """This trace without mutation and without what the forward puts into the containers of its arguments.
@@ -228,7 +228,7 @@ class Trace:
         if result is self._recorded.outputs:
             return self.pure()
         recorded = dataclasses.replace(self._recorded, outputs=result)
-        return Trace(recorded, functionalize(recorded), self._model)
+        return Trace(recorded, recorded, self._model).pure()
 
     @functools.cached_property
     def order(self) -> ExecutionOrder:
@@ -273,7 +273,7 @@ class Trace:
         Raises ExportError for what else it cannot say: changes of an input's shape or memory, changes of tensors of the
         model that are no parameters or buffers, leaf modules, one tensor given for two inputs.
         """
-        return to_exported_program(functionalize(self.only_result().tape), self._forward)
+        return to_exported_program(self.only_result().tape, self.root_function)
 
     def lint(self) -> None:
         """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""
@@ -314,7 +314,7 @@ class Trace:
 
     def _to_bytes(self) -> bytes:
         for tape in (self._tape, self._recorded):
-            tape.attributes.update(self.boundary.state.current())
+            tape.attributes.update(held_now(tape))
         return pickling.dumps((self._tape, self._recorded))
 
     def __reduce__(self) -> Any:

@@ -83,10 +83,10 @@ def export(trace: Trace, options: Options, say: Say) -> Exported:
         outlined = trace.outline(*functions, *plugins)
     main = trace if outlined is None else outlined.traced
     results = Results(main.tape, main.write_back)
-    input_names = read_names(options.input_names, _input_names(main.graph_module), "input_names")
+    input_names = read_names(options.input_names, _input_names(main.program.graph), "input_names")
     output_names = read_names(options.output_names, results.names(), "output_names")
 
-    whole = Whole(main.graph_module, _function_of(outlined), results.values)
+    whole = Whole(main.program, _function_of(outlined), results.values)
     say(f"translating {len(whole.graph.nodes):,} nodes")
     translated, source = translate(
         exported_program(whole.root, whole.graph),
@@ -117,8 +117,8 @@ def export(trace: Trace, options: Options, say: Say) -> Exported:
     )
 
 
-def _input_names(graph_module: torch.fx.GraphModule) -> list[str]:
-    return [str(n.target) for n in graph_module.graph.nodes if n.op == "placeholder"]
+def _input_names(graph: torch.fx.Graph) -> list[str]:
+    return [str(n.target) for n in graph.nodes if n.op == "placeholder"]
 
 
 def _function_of(outlined: Outlined | None) -> Callable[[torch.fx.Node], Any]:

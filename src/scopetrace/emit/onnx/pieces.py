@@ -20,6 +20,8 @@ from scopetrace import meta
 from scopetrace._compat.fresh import FreshFakes
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace.errors import OnnxExportError
+from scopetrace.graph import Program
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
@@ -45,11 +47,11 @@ class Piece:
     """The main program (`function` is None), or the body of a function."""
 
     function: Any
-    graph_module: torch.fx.GraphModule
+    program: Program
     inputs: list[torch.fx.Node] = dataclasses.field(default_factory=list)
     """Placeholders of the whole, in the order of the piece's own."""
     held: dict[str, torch.fx.Node] = dataclasses.field(default_factory=dict)
-    """Placeholders of the whole for the tensors that the graph module holds, by name."""
+    """Placeholders of the whole for the tensors that the program holds, by name."""
     sites: list[Site] = dataclasses.field(default_factory=list)
     outputs: list[Any] = dataclasses.field(default_factory=list)
     """Nodes of the whole, or plain numbers."""
@@ -57,9 +59,8 @@ class Piece:
     """Whether the sizes in it are those of every call, by name too."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor that the graph module holds."""
-        found: torch.Tensor = operator.attrgetter(name)(self.graph_module)
-        return found
+        """A tensor that the program holds."""
+        return self.program.tape.attributes[name]
 
 
 class Whole:
@@ -71,7 +72,7 @@ class Whole:
 
     def __init__(
         self,
-        main: torch.fx.GraphModule,
+        main: Program,
         function_of: Callable[[torch.fx.Node], Any],
         finish: Callable[[Sequence[Any], Sequence[Any], Callable[[str], Any]], list[Any]],
     ) -> None:
@@ -83,6 +84,7 @@ class Whole:
         self._bodies: dict[Any, Piece] = {}
         self._nodes: dict[tuple[Piece, torch.fx.Node], Any] = {}
         self._tensors: dict[Any, str] = {}
+        self._branches: dict[Program, str] = {}
         self._piece_of: dict[torch.fx.Node, Piece] = {}
         self.fakes = FreshFakes()
         """What made the values of the placeholders that are left."""
@@ -101,7 +103,7 @@ class Whole:
     # ---------------------------------------------------------------- pieces
 
     def _add(self, piece: Piece) -> None:
-        for node in piece.graph_module.graph.nodes:
+        for node in piece.program.graph.nodes:
             self._copy(piece, node)
         self.pieces.append(piece)
 
@@ -114,6 +116,9 @@ class Whole:
             self._attribute(piece, node)
         elif node.op == "output":
             piece.outputs = list(_flat(self._map(piece, node.args[0])))
+        elif node.op == "call_module":
+            where = meta.scope_path(node) or node.target
+            raise OnnxExportError(f"{where}: a leaf module has no ONNX form; name it in plugins= in place of leaves=")
         elif node.target is INVOKE:
             self._cut(piece, node)
         elif node.target in _SQUEEZES and _kind(node) == _kind(node.args[0]):
@@ -132,12 +137,11 @@ class Whole:
         return node
 
     def _attribute(self, piece: Piece, node: torch.fx.Node) -> None:
-        assert isinstance(node.target, str)
-        found = operator.attrgetter(node.target)(piece.graph_module)
-        if isinstance(found, torch.Tensor):
-            self._nodes[piece, node] = self._held(piece, node.target, found, meta.value(node))
-        elif any(user.target is not INVOKE for user in node.users):  # the body of a cond goes along as it is
-            self._nodes[piece, node] = self._branch(found)
+        name, program = str(node.target), piece.program
+        if name in program.tape.attributes:
+            self._nodes[piece, node] = self._held(piece, name, piece.tensor(name), meta.value(node))
+        elif name in program.bodies and any(user.target is not INVOKE for user in node.users):
+            self._nodes[piece, node] = self._branch(program.bodies[name])  # of a cond: goes along as it is
 
     def _held(self, piece: Piece, name: str, tensor: torch.Tensor, value: Any) -> torch.fx.Node:
         """Tensors that are the same memory, as tied weights are, are held once."""
@@ -150,10 +154,10 @@ class Whole:
         """A tensor that the main program's results need beside its graph."""
         return self.main.held[self._tensors[self.main, _identity(self.main.tensor(name))]]
 
-    def _branch(self, body: torch.nn.Module) -> torch.fx.Node:
-        known = next((name for name, child in self.root.named_children() if child is body), None)
-        name = known or f"body_{len(list(self.root.children()))}"
-        self.root.add_module(name, body)
+    def _branch(self, body: Program) -> torch.fx.Node:
+        name = self._branches.setdefault(body, f"body_{len(self._branches)}")
+        if not hasattr(self.root, name):
+            self.root.add_module(name, body.graph_module())
         return self.graph.create_node("get_attr", name, name=name)
 
     def _cut(self, piece: Piece, node: torch.fx.Node) -> None:
@@ -161,7 +165,7 @@ class Whole:
         function = self._function_of(node)
         callee = self._bodies.get(function)
         if callee is None:
-            callee = self._bodies[function] = Piece(function, function.graph_module)
+            callee = self._bodies[function] = Piece(function, function.program)
             self._add(callee)
         operands = [self._map(piece, a) for a in node.args[2:]]
         callee.fits_all &= list(map(_kind, operands)) == list(map(_kind, callee.inputs))

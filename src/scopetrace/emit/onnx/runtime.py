@@ -40,7 +40,12 @@ class Session:
 
 
 def _refused(error: Exception) -> OnnxVerificationError:
-    return OnnxVerificationError(f"ONNX Runtime: {(str(error).strip().splitlines() or [type(error).__name__])[0]}")
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    instead = "; it has no kernel for this on the CPU: verify a float32 copy of the model" if _NO_KERNEL in said else ""
+    return OnnxVerificationError(f"ONNX Runtime: {said}{instead}")
+
+
+_NO_KERNEL = "NOT_IMPLEMENTED"
 
 
 def _to_runtime(tensor: torch.Tensor) -> Any:

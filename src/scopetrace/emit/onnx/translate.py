@@ -73,12 +73,12 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
         return OnnxOpError(list(dict.fromkeys((_op(n), meta.scope_path(n), _source(n)) for n in missing)))
     said = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0]
     node = next((n for n in program.graph.nodes if _is_in(n, str(causes[-1]))), None)
-    where = ", ".join(filter(None, (_op(node), meta.scope_path(node), _source(node)))) if node is not None else name
+    where = ", ".join(filter(None, (meta.scope_path(node), _source(node)))) if node is not None else name
     return OnnxExportError(f"torch.onnx failed{f' at {where}' if where else ''}: {type(causes[-1]).__name__}: {said}")
 
 
 def _is_in(node: torch.fx.Node, text: str) -> bool:
-    """Whether an error quotes the source of a node."""
+    """Whether an error quotes the source of a node; several ops may have the same."""
     source = (node.meta.get("stack_trace") or "").strip()
     return bool(source) and source in text
 
