@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import Dim, ShapesCollection
 
 import scopetrace as st
+from scopetrace.cli.torchvision_ops import declare_missing_ops
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 from scopetrace.passes.write_back import resolved
 from scopetrace.record.tape import values_in
@@ -387,6 +388,43 @@ def test_sizes_in_a_dataclass():
         tr(Pair(torch.randn(3, 5), torch.randn(3, 2)))
 
 
+def test_a_cache_of_transformers_with_a_growing_length():
+    """One token more, for any number of rows and of tokens before it."""
+    pytest.importorskip("transformers")
+    declare_missing_ops()
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+    from transformers.exporters.exporter_dynamo import register_pytree_node
+
+    if DynamicCache not in torch.utils._pytree.SUPPORTED_NODES:
+        register_pytree_node(DynamicCache)
+    config = LlamaConfig(
+        **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 30},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2},
+    )
+    model = LlamaForCausalLM(config).eval()
+
+    def step(batch, past):
+        torch.manual_seed(past)
+        cache = DynamicCache(config=config)
+        for layer in range(2):
+            cache.update(*torch.randn(2, batch, 2, past, 4), layer)
+        mask = torch.ones(batch, past + 1, dtype=torch.long)
+        return {"input_ids": torch.randint(30, (batch, 1)), "attention_mask": mask, "past_key_values": cache}
+
+    batch, past = Dim("batch", min=1), Dim("past", min=1)
+    shapes = {"input_ids": {0: batch}, "attention_mask": {0: batch, 1: past + 1}}
+    shapes["past_key_values"] = [{0: batch, 2: past}] * 4  # keys and values of each layer
+    tr = st.trace(model, (), step(3, 7), dynamic_shapes=shapes)
+    for sizes in ((2, 5), (1, 9), (5, 3), (4, 20)):
+        actual, expected = tr(**step(*sizes)), model(**step(*sizes))
+        torch.testing.assert_close(actual.logits, expected.logits)
+        for mine, theirs in zip(actual.past_key_values.layers, expected.past_key_values.layers, strict=True):
+            torch.testing.assert_close((mine.keys, mine.values), (theirs.keys, theirs.values))
+            assert mine.keys.shape[2] == sizes[1] + 1
+    with pytest.raises(InputMismatchError, match="attention_mask: dimension 1 is 6 and must be past \\+ 1 = 7"):
+        tr(**step(2, 6) | {"attention_mask": torch.ones(2, 6, dtype=torch.long)})
+
+
 # ---------------------------------------------------------------- rules of common ops
 
 
@@ -449,6 +487,7 @@ LENGTH_OPS = {
     ),
     "largest": lambda x: (*x.topk(2), *x.max(1, keepdim=True), *x.sort(1), x.gather(2, x.argsort(2)[:, :, :3])),
     "sums": lambda x: (torch.einsum("bcl,bdl->bcd", x, x), torch.einsum("...cl,...dl->...ld", x, x), x @ x.mT[:, None]),
+    "pooled": lambda x: F.max_pool1d(F.max_pool1d(x, 3, padding=1), 2, stride=1),
     "made": lambda x: (torch.zeros(x.shape[2], 2), torch.arange(2, x.shape[2]), x.new_ones(x.shape[::-1]), x.tril()),
     "repeated": lambda x: x.repeat_interleave(2, 1).masked_fill(x[:, :1] > 0, 0.0),
     "resized": lambda x: F.interpolate(x[:, :, None], size=(3, x.shape[2] + 1)),

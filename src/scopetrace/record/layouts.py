@@ -21,7 +21,7 @@ Sizes = Sequence[Any]
 def gapless_strides(t: torch.Tensor) -> tuple[Any, ...] | None:
     """The strides of a tensor that is laid out without gaps, as products of its sizes; None for other layouts."""
     strides: list[Any] = list(t.stride())
-    left = [d for d, n in enumerate(t.size()) if not (type(n) is int and n == 1)]
+    left = [d for d, n in enumerate(t.size()) if not _is_one(n)]
     given = _strides(t)
     reach: Any = 1
     while left:
@@ -39,7 +39,7 @@ def keeps_order(t: torch.Tensor) -> bool:
     if is_static(t.stride()) or gapless_strides(t) is not None:
         return True
     given = _strides(t)
-    order = [d for d, n in enumerate(t.size()) if not (type(n) is int and n == 1) and not _is_zero(given[d])]
+    order = [d for d, n in enumerate(t.size()) if not _is_one(n) and not _is_zero(given[d])]
     order.sort(key=lambda d: (example(t.stride(d)), -d))
     return all(_holds(given[outer], given[inner], t.size(inner)) for inner, outer in itertools.pairwise(order))
 
@@ -71,35 +71,65 @@ def view_strides(t: torch.Tensor, shape: Sizes) -> list[Any] | Literal[False] | 
     False where it cannot be seen so at any size, None where that is not sure. As in torch's `computeStride`, the
     dimensions fall into groups with equal products, each without gaps inside.
     """
-    size, stride = list(t.size()), list(t.stride())
     if _contiguous(t):
         return list(itertools.accumulate(reversed(shape[1:]), operator.mul, initial=1))[::-1][: len(shape)]
-    found: list[Any] = [1] * len(shape)
-    old, new = len(size) - 1, len(shape) - 1
-    given = _strides(t)
-    while new >= 0:
-        if type(shape[new]) is int and shape[new] == 1:
-            found[new] = found[new + 1] * shape[new + 1] if new + 1 < len(shape) else stride[-1]
-            new -= 1
-            continue
-        while old >= 0 and type(size[old]) is int and size[old] == 1:
-            old -= 1
-        if old < 0:
-            return None
-        base, reach, wanted = stride[old], size[old], shape[new]
-        found[new] = base
-        old, new = old - 1, new - 1
+    return _Regrouped(t, shape).strides()
+
+
+class _Regrouped:
+    """Walks through the dimensions of a tensor and those of a shape, from the last to the first."""
+
+    def __init__(self, t: torch.Tensor, shape: Sizes) -> None:
+        self.size, self.stride, self.shape = list(t.size()), list(t.stride()), shape
+        self.given = _strides(t)
+        self.found: list[Any] = [1] * len(shape)
+        self.old, self.new = len(self.size) - 1, len(shape) - 1
+        self.by_the_rest = False  # whether one group is as large as it must be if all others are
+
+    def strides(self) -> list[Any] | Literal[False] | None:
+        """The strides of the shape, as `view_strides` gives them."""
+        while self.new >= 0:
+            self._skip_ones()
+            if _is_one(self.shape[self.new]):
+                self.found[self.new] = self._beside(self.new)
+                self.new -= 1
+                continue
+            fits = self._group() if self.old >= 0 else None
+            if fits is None or not fits:
+                return None if fits is None else False
+        self._skip_ones()
+        return self.found if self.old < 0 else None
+
+    def _skip_ones(self) -> None:
+        while self.old >= 0 and _is_one(self.size[self.old]):
+            self.old -= 1
+
+    def _beside(self, d: int) -> Any:
+        return self.found[d + 1] * self.shape[d + 1] if d + 1 < len(self.shape) else self.stride[-1]
+
+    def _group(self) -> bool | None:
+        """Take the next dimensions of both that have the same product."""
+        base, reach, wanted = self.stride[self.old], self.size[self.old], self.shape[self.new]
+        self.found[self.new] = base
+        self.old, self.new = self.old - 1, self.new - 1
         while not surely_equal(reach, wanted):
-            if old >= 0 and quotient(bare(wanted), bare(reach)) is not None:  # the new one takes in one more old one
-                if not surely_equal(given[old], bare(base) * bare(reach)):
-                    return False if _differ(given[old], bare(base) * bare(reach)) else None
-                reach, old = reach * size[old], old - 1
-            elif new >= 0 and quotient(bare(reach), bare(wanted)) is not None:  # the old one takes in one more new one
-                found[new] = base * wanted
-                wanted, new = wanted * shape[new], new - 1
+            if self.old >= 0 and quotient(bare(wanted), bare(reach)) is not None:
+                gap = self.given[self.old], bare(base) * bare(reach)
+                if not surely_equal(*gap):
+                    return False if _differ(*gap) else None
+                reach, self.old = reach * self.size[self.old], self.old - 1
+            elif self.new >= 0 and example(reach) >= example(wanted * self.shape[self.new]):
+                self.found[self.new] = base * wanted
+                wanted, self.new = wanted * self.shape[self.new], self.new - 1
             else:
-                return None
-    return found if all(type(n) is int and n == 1 for n in size[: old + 1]) else None
+                sure = not self.by_the_rest and example(reach) == example(wanted)
+                self.by_the_rest = True
+                return sure or None
+        return True
+
+
+def _is_one(n: Any) -> bool:
+    return type(n) is int and n == 1
 
 
 def _differ(a: Any, b: Any) -> bool:
@@ -110,7 +140,7 @@ def _differ(a: Any, b: Any) -> bool:
 def _contiguous(t: torch.Tensor) -> bool:
     found, reach = gapless_strides(t), 1
     for n, stride in zip(reversed(t.size()), reversed(found or ()), strict=False):
-        if not surely_equal(stride, reach) and not (type(n) is int and n == 1):
+        if not surely_equal(stride, reach) and not _is_one(n):
             return False
         reach = reach * n
     return found is not None

@@ -97,10 +97,18 @@ def _convolution(
         return None
     if is_static(size[1:]):
         return _batched(x)
-    if isinstance(padding, str) or not is_static(flat((stride, padding, dilation))):
+    if isinstance(padding, str):
         return None
-    each = zip(size[2:], kernel[2:], *(_one_each(n, len(size) - 2) for n in (stride, padding, dilation)), strict=True)
-    return (size[0], None, *[(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in each])
+    found = _windows(size[2:], kernel[2:], stride, padding, dilation)
+    return None if found is None else (size[0], None, *found)
+
+
+def _windows(sizes: Sizes, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Sizes | None:
+    """How often a window fits into each of these dimensions."""
+    if not is_static(flat((kernel, stride, padding, dilation))):
+        return None
+    each = zip(sizes, *(_one_each(n, len(sizes)) for n in (kernel, stride, padding, dilation)), strict=True)
+    return [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in each]
 
 
 def _one_each(n: Any, count: int) -> Sequence[int]:
@@ -135,6 +143,14 @@ def _flattened(x: Value, start: int = 0, stop: int = -1) -> Sizes | None:
 
 def _pool2d(x: Value, *args: Any, **kwargs: Any) -> Sizes | None:
     return _batched(x) if x.fake.dim() == 4 else None
+
+
+def _max_pool1d(
+    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
+) -> Sizes | None:
+    size = x.fake.size()
+    found = None if ceil or len(size) < 2 else _windows(size[-1:], kernel, stride or kernel, padding, dilation)
+    return None if found is None else (*size[:-1], *found)
 
 
 def _reduced(x: Value, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> Sizes | None:
@@ -314,6 +330,7 @@ _RULES: dict[Any, Rule] = {
     **_for(_convolution, _aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default),
     **_for(_convolution, _aten.conv1d.padding, _aten.conv2d.padding, _aten.conv3d.padding),
     **_for(_pool2d, _aten.max_pool2d.default, _aten.avg_pool2d.default, _aten.adaptive_avg_pool2d.default),
+    **_for(_max_pool1d, _aten.max_pool1d.default),
     **_for(_reduced, _aten.mean.dim, _aten.sum.dim_IntList, _aten.amax.default, _aten.amin.default),
     **_for(_resized, _aten.upsample_nearest2d.vec, _aten.upsample_bilinear2d.vec, _aten.upsample_bicubic2d.vec),
     **_for(_padded, _aten.pad.default, _aten.constant_pad_nd.default),
