@@ -649,3 +649,15 @@ def test_leaf_modules_are_refused():
     trace = st.trace(nn.Sequential(Block(), Scaled(1.0)), (X,), leaves=Scaled)
     with pytest.raises(st.OnnxExportError, match=r"Sequential/Scaled\[1\]: a leaf module .* plugins="):
         trace.to_onnx()
+
+
+class Windows(nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_ops_that_torch_refuses_are_named_with_module_and_source():
+    """torch.onnx has attention of 4 dimensions only."""
+    message = r"at scaled_dot_product_attention, Sequential/Windows\[0\], File .*: return F\..*only 4D"
+    with pytest.raises(st.OnnxExportError, match=message):
+        st.trace(nn.Sequential(Windows()), (torch.randn(1, 2, 3, 4, 8),)).to_onnx()

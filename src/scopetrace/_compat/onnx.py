@@ -14,8 +14,10 @@ from onnxscript.rewriter.rules.common import _no_op
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
 
 
-def untranslatable(program: torch.export.ExportedProgram, opset_version: int | None, table: Mapping[Any, Any]) -> Any:
-    """The nodes of a program, decomposed as torch.onnx does, whose ops it has no form for.
+def decomposed(
+    program: torch.export.ExportedProgram, opset_version: int | None, table: Mapping[Any, Any]
+) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
+    """The ops of a program as torch.onnx decomposes it, and those among them that it has no form for.
 
     Raises what decomposing raises.
     """
@@ -23,14 +25,12 @@ def untranslatable(program: torch.export.ExportedProgram, opset_version: int | N
     registry = _registration.ONNXRegistry.from_torchlib(opset_version=version)
     for op, form in table.items():
         registry.register_op(op, form, is_complex=False)
-    decomposed = _core._prepare_exported_program_for_export(program, registry=registry)
-    calls = [n for n in decomposed.graph.nodes if n.op in ("call_function", "call_module")]
-    return [n for n in calls if _has_no_form(n, registry)]
+    found = _core._prepare_exported_program_for_export(program, registry=registry)
+    calls = [n for n in found.graph.nodes if n.op == "call_function"]
+    return calls, [n for n in calls if _has_no_form(n, registry)]
 
 
 def _has_no_form(node: torch.fx.Node, registry: Any) -> bool:
-    if node.op == "call_module":
-        return True
     if getattr(node.target, "__name__", "") == "getitem" or _core._is_onnx_op(node.target):
         return False
     return _dispatching.dispatch(node, registry)[0] is None

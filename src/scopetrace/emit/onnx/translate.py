@@ -13,7 +13,7 @@ import torch.fx
 from torch.export import ExportedProgram
 
 from scopetrace import meta
-from scopetrace._compat.onnx import node_in_error, untranslatable
+from scopetrace._compat.onnx import decomposed, node_in_error
 from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 
@@ -68,12 +68,12 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
     name = node_in_error(causes)
-    missing = untranslatable(program, opset_version, table) if name is not None else []
+    ops, missing = (list(program.graph.nodes), []) if name is None else decomposed(program, opset_version, table)
     if missing:
         return OnnxOpError(list(dict.fromkeys((_op(n), meta.scope_path(n), _source(n)) for n in missing)))
     said = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0]
-    node = next((n for n in program.graph.nodes if _is_in(n, str(causes[-1]))), None)
-    where = ", ".join(filter(None, (meta.scope_path(node), _source(node)))) if node is not None else name
+    node = next((n for n in ops if n.name == name or (name is None and _is_in(n, str(causes[-1])))), None)
+    where = ", ".join(filter(None, (name, meta.scope_path(node), _source(node)))) if node is not None else name
     return OnnxExportError(f"torch.onnx failed{f' at {where}' if where else ''}: {type(causes[-1]).__name__}: {said}")
 
 
