@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as engine
 
 import scopetrace as st
@@ -185,6 +186,23 @@ def disagree():
     st.distributed.plan(model, order, classes=Layer).apply(dist.device_mesh.init_device_mesh("cpu", (2,)))
 
 
+def plans():
+    """Rank 1 makes another plan of the same order."""
+    model = Llama()
+    order = st.trace(model, (torch.zeros(1, 4, dtype=torch.int64),)).order
+    options = dict(classes=Layer, prefetch=0) if dist.get_rank() == 0 else dict(target_bytes=2200, prefetch=0)
+    st.distributed.plan(model, order, **options).apply()
+
+
+def twice(mesh):
+    """A layer that is sharded already."""
+    model = Llama()
+    order = st.trace(model, (torch.zeros(1, 4, dtype=torch.int64),)).order
+    planned = st.distributed.plan(model, order, classes=Layer)
+    fully_shard(model.layers[0], mesh=mesh)
+    planned.apply(mesh)
+
+
 def fail(mesh):
     """Rank 1 raises in the second layer, while rank 0 waits for it in an all-gather."""
     model = Llama()
@@ -204,7 +222,7 @@ def run(job):
         return {
             f"{name}, {b}": pipeline(make, b) for name, make in models.items() for b in ("params", "flops", "bytes")
         }
-    return disagree() if job == "disagree" else fail(mesh)
+    return {"disagree": disagree, "plans": plans, "twice": lambda: twice(mesh), "fail": lambda: fail(mesh)}[job]()
 
 
 if __name__ == "__main__":
