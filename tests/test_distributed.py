@@ -361,23 +361,46 @@ CANNOT_SPLIT = {
 }
 
 
-def test_an_input_that_every_stage_reads_is_sent_on_when_it_is_cloned():
-    class Scaled(nn.Module):
-        def __init__(self, clone):
-            super().__init__()
-            self.layers, self.clone = nn.ModuleList(four().values()), clone
+class Scaled(nn.Module):
+    """Each layer's result is scaled by the second input."""
 
-        def forward(self, x, scale):
-            scale = scale.clone() if self.clone else scale
-            for layer in self.layers:
-                x = layer(x) * scale
-            return x
+    def __init__(self, clone=False, first="x"):
+        super().__init__()
+        self.layers, self.clone, self.first = nn.ModuleList(four().values()), clone, first
 
+    def forward(self, x, scale):
+        if self.clone:
+            x, scale = x.clone(), scale.clone()
+        if self.first == "scale":
+            scale = scale * 2
+        for layer in self.layers:
+            x = layer(x) * scale
+        return x
+
+
+def test_inputs_that_all_stages_read_are_sent_on_when_they_are_cloned():
     args = torch.ones(2, 6), torch.ones(2, 1)
-    with pytest.raises(st.PlanError, match=r"scale is used later: begin the forward with scale = scale.clone\(\)"):
-        st.distributed.split_points(st.trace(Scaled(False), args), 2)
-    points = st.distributed.split_points(st.trace(Scaled(True), args), 2)
+    with pytest.raises(st.PlanError, match="scale is used later: begin the forward with x, scale = "):
+        st.distributed.split_points(st.trace(Scaled(), args), 2)
+    points = st.distributed.split_points(st.trace(Scaled(clone=True), args), 2)
     assert [cut.shapes for cut in points.cuts] == [((2, 6), (2, 1))]
+
+
+def through_stages(model, args):
+    """The model's result by two stages, each called with what torch's schedules give it."""
+    points = {"layers.2": SplitPoint.BEGINNING}
+    pipe = pipelining.pipeline(model, args, split_spec=points)
+    return pipe.get_stage_module(1)(*pipe.get_stage_module(0)(*args))
+
+
+def test_inputs_that_are_read_in_another_order_are_refused():
+    """torch gives the first stage its inputs in the order in which it reads them, mixed up."""
+    args = torch.rand(2, 6), torch.rand(2, 6)
+    with pytest.raises(st.PlanError, match=r"reads them, which here is scale, x: begin the forward with x, scale = "):
+        st.distributed.split_points(st.trace(Scaled(first="scale"), args), 2)
+    cloned = Scaled(clone=True, first="scale")
+    torch.testing.assert_close(through_stages(cloned, args), cloned(*args))
+    assert len(st.distributed.split_points(st.trace(cloned, args), 2)) == 1
 
 
 @pytest.mark.parametrize(("options", "message"), CANNOT_SPLIT.values(), ids=CANNOT_SPLIT)

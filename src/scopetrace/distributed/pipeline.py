@@ -87,10 +87,11 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
             `torch.utils.flop_counter` counts them; `bytes` of parameters and of all that is computed.
         tolerance: how much more than in the most even way the largest stage may have, so that fewer bytes cross.
 
-    torch hands the inputs of the model to the first stage alone, and returns what the last one returns. So no cut lies
-    between an input and its last use, nor between a result and the end.
+    torch hands the inputs of the model to the first stage alone, in the order in which it reads them, and returns what
+    the last one returns. So no cut lies between an input and its last use, nor between a result and the end.
 
-    Raises PlanError where the trace has too few modules to cut at, and says what is in the way, or dynamic sizes.
+    Raises PlanError where the trace has too few modules to cut at, and says what is in the way; where it reads its
+    inputs in another order than it takes them; for dynamic sizes.
     """
     if balance not in _COSTS:
         raise PlanError(f"balance={balance!r}: write one of {', '.join(map(repr, _COSTS))}")
@@ -99,6 +100,7 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
     tape = tr.pure().tape
     if tape.sizes is not None:
         raise PlanError("the trace has dynamic sizes: trace with the sizes of one micro-batch")
+    _refuse_order_of_inputs(tape)
     alive = _alive(tape)
     cuts = _possible_cuts(tape, alive)
     _refuse_few(tape, alive, cuts, stages)
@@ -111,6 +113,28 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
 
 
 # ---------------------------------------------------------------- the possible cuts
+
+
+def _inputs(tape: Tape) -> list[Value]:
+    """The inputs that ops read, in the order of the signature."""
+    read = {v for op in tape.ops for v in op.inputs()}
+    return [v for op in tape.ops if op.kind == "placeholder" for v in op.values() if v in read]
+
+
+def _refuse_order_of_inputs(tape: Tape) -> None:
+    """torch takes the inputs of the first stage for those that it reads, in that order, and mixes them up."""
+    inputs = _inputs(tape)
+    by_use = list(dict.fromkeys(v for op in tape.ops for v in op.inputs() if v.op.kind == "placeholder"))
+    if by_use != inputs:
+        raise PlanError(
+            "torch.distributed.pipelining gives a stage its inputs in the order in which it reads them, which here is "
+            f"{', '.join(v.op.target for v in by_use)}: {_cloned(inputs)}"
+        )
+
+
+def _cloned(inputs: Sequence[Value]) -> str:
+    names = [str(v.op.target) for v in inputs]
+    return f"begin the forward with {', '.join(names)} = {', '.join(f'{name}.clone()' for name in names)}"
 
 
 def _refuse_few(tape: Tape, alive: Alive, cuts: Sequence[Cut], stages: int) -> None:
@@ -126,8 +150,8 @@ def _refuse_few(tape: Tape, alive: Alive, cuts: Sequence[Cut], stages: int) -> N
     reasons = []
     if late:
         reasons.append(
-            f"torch hands inputs to the first stage alone, and {', '.join(late)} is used later: begin the forward with "
-            f"{late[0]} = {late[0]}.clone(), which is sent on"
+            f"torch hands inputs to the first stage alone, and {', '.join(late)} is used later: "
+            f"{_cloned(_inputs(tape))}, which are sent on"
         )
     if early:
         made = ", ".join(dict.fromkeys((op.call and op.call.fqn) or "the root" for op in early))
