@@ -86,6 +86,51 @@ class Borrowed(nn.Module):
         return self.head(F.linear(torch.tanh(x), self.b.weight, self.b.bias) + x)
 
 
+class Given(nn.Module):
+    """Gives a weight of one module to another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), Head()
+
+    def forward(self, ids):
+        return self.head(self.embed(ids), self.embed.weight)
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x, weight):
+        return F.linear(self.fc(x), weight)
+
+
+class Swapped(nn.Module):
+    """Calls a layer with a weight of its own in the place of the layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.a, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+        self.weight = nn.Parameter(torch.rand(16, 16))
+
+    def forward(self, ids):
+        return self.head(torch.func.functional_call(self.a, {"weight": self.weight}, self.embed(ids)))
+
+
+class Branches(nn.Module):
+    """Two layers in the branches of a `torch.cond`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.a, self.b = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(torch.cond(x.sum() < 1e9, self.a, self.b, (x,)))
+
+
 MODELS = {
     "llama": (Llama, dict(classes=Layer)),
     "llama, two ahead": (Llama, dict(classes=Layer, prefetch=2)),
@@ -97,6 +142,9 @@ MODELS = {
     "called twice, two ahead": (lambda: Llama(order=(3, 1, 0, 1, 2)), dict(classes=Layer, prefetch=2)),
     "nested": (Llama, dict(classes=(Layer, SwiGLU))),
     "borrowed": (Borrowed, dict(classes=nn.Linear)),
+    "given": (Given, dict(classes=(nn.Embedding, Head))),
+    "swapped": (Swapped, dict(classes=nn.Linear)),
+    "branches": (Branches, dict(target_bytes=2200)),
 }
 
 

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import SplitPoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import scopetrace as st
-from tests.ranks import MODELS, Borrowed, Layer, Llama, SwiGLU
+from tests.ranks import MODELS, Borrowed, Branches, Given, Head, Layer, Llama, Swapped, SwiGLU
 
 F = nn.functional
 IDS = torch.zeros(2, 8, dtype=torch.int64)
@@ -160,6 +160,32 @@ def test_forward_called_without_hooks_leaves_the_parameters_to_the_group_around(
     assert found.groups[0].params == ("a.weight", "a.bias")
 
 
+def test_a_parameter_that_is_an_argument_is_gathered_where_the_call_is_made():
+    assert groups(plan(Given(), classes=(nn.Embedding, Head))) == ["(root)", "head"]
+
+
+def test_parameters_that_others_take_the_place_of_are_the_root_s():
+    """To gather is to put parameters in their place."""
+    found = plan(Swapped(), classes=nn.Linear)
+    assert groups(found) == ["(root)", "embed", "head"]
+    assert found.groups[0].params == ("a.weight", "a.bias", "weight")
+
+
+def test_layers_in_branches_belong_to_the_group_around():
+    """Ranks may take different branches, and torch.cond compiles them, without FSDP2's hooks."""
+    assert groups(plan(Branches(), classes=nn.Linear)) == ["(root)", "embed", "head"]
+
+
+def test_a_module_that_changes_its_input_is_cut_open():
+    """FSDP2 gives a module views of its inputs, which autograd does not let it change."""
+    block = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
+    assert groups(plan(nn.Sequential(nn.Linear(8, 8), block), torch.ones(2, 8), target_bytes=300)) == [
+        "(root)",
+        "0",
+        "1.1",
+    ]
+
+
 def raises_inside(m, x):
     try:
         m.bad(x)
@@ -224,6 +250,11 @@ REFUSED = {
         lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 8))),
         dict(target_bytes=9),
         "FSDP2 sets no hooks on scripted modules: '0' is one",
+    ),
+    "in place": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))),
+        dict(classes=nn.Sequential),
+        "Sequential '1' changes its input in place",
     ),
     "raises": (
         lambda: Net(raises_inside, bad=Net(bad, fc=nn.Identity(), w=weight(2)), good=nn.Linear(8, 8)),

@@ -119,7 +119,15 @@ def _refuse_uncallable(order: ExecutionOrder, units: set[str]) -> None:
         if not order.registered.modules[name].has_forward:
             raise PlanError(f"{kind} {name!r} has no forward, so that no hook gathers it: name the class of its items")
     for call in order.calls:
-        if call.raised and call.fqn and order.registered.module(call.fqn) in units:
+        if not call.fqn or order.registered.module(call.fqn) not in units:
+            continue
+        if call.writes_input:
+            raise PlanError(
+                f"{call.type_name} {call.fqn!r} changes its input in place; FSDP2 gives it a view, which autograd does "
+                "not let it change: use the op that is not in place (inplace=False), or name a class around it or "
+                "inside it"
+            )
+        if call.raised:
             raise PlanError(
                 f"a call of {call.type_name} {call.fqn!r} ends with an exception that its caller catches; FSDP2 would "
                 "not free its parameters, and the next call fails: name a class around it or inside it"
@@ -217,7 +225,7 @@ def _dtypes(registered: Registered) -> dict[str | None, set[torch.dtype]]:
 
 def called_modules(order: ExecutionOrder) -> set[str]:
     """The modules that are called so that all hooks run, those before the call and those after it."""
-    calls = [(order.registered.module(c.fqn), c.direct or c.raised) for c in order.calls if c.fqn is not None]
+    calls = [(order.registered.module(c.fqn), not c.hooked or c.writes_input) for c in order.calls if c.fqn is not None]
     return {name for name, _ in calls if name} - {name for name, is_odd in calls if is_odd and name}
 
 
