@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import pipelining
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as engine
 
 import scopetrace as st
@@ -85,6 +86,51 @@ class Borrowed(nn.Module):
         return self.head(F.linear(torch.tanh(x), self.b.weight, self.b.bias) + x)
 
 
+class Given(nn.Module):
+    """Gives a weight of one module to another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), Head()
+
+    def forward(self, ids):
+        return self.head(self.embed(ids), self.embed.weight)
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x, weight):
+        return F.linear(self.fc(x), weight)
+
+
+class Swapped(nn.Module):
+    """Calls a layer with a weight of its own in the place of the layer's."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.a, self.head = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 32)
+        self.weight = nn.Parameter(torch.rand(16, 16))
+
+    def forward(self, ids):
+        return self.head(torch.func.functional_call(self.a, {"weight": self.weight}, self.embed(ids)))
+
+
+class Branches(nn.Module):
+    """Two layers in the branches of a `torch.cond`."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.a, self.b = nn.Embedding(32, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        return self.head(torch.cond(x.sum() < 1e9, self.a, self.b, (x,)))
+
+
 MODELS = {
     "llama": (Llama, dict(classes=Layer)),
     "llama, two ahead": (Llama, dict(classes=Layer, prefetch=2)),
@@ -96,6 +142,9 @@ MODELS = {
     "called twice, two ahead": (lambda: Llama(order=(3, 1, 0, 1, 2)), dict(classes=Layer, prefetch=2)),
     "nested": (Llama, dict(classes=(Layer, SwiGLU))),
     "borrowed": (Borrowed, dict(classes=nn.Linear)),
+    "given": (Given, dict(classes=(nn.Embedding, Head))),
+    "swapped": (Swapped, dict(classes=nn.Linear)),
+    "branches": (Branches, dict(target_bytes=2200)),
 }
 
 
@@ -185,6 +234,23 @@ def disagree():
     st.distributed.plan(model, order, classes=Layer).apply(dist.device_mesh.init_device_mesh("cpu", (2,)))
 
 
+def plans():
+    """Rank 1 makes another plan of the same order."""
+    model = Llama()
+    order = st.trace(model, (torch.zeros(1, 4, dtype=torch.int64),)).order
+    options = dict(classes=Layer, prefetch=0) if dist.get_rank() == 0 else dict(target_bytes=2200, prefetch=0)
+    st.distributed.plan(model, order, **options).apply()
+
+
+def twice(mesh):
+    """A layer that is sharded already."""
+    model = Llama()
+    order = st.trace(model, (torch.zeros(1, 4, dtype=torch.int64),)).order
+    planned = st.distributed.plan(model, order, classes=Layer)
+    fully_shard(model.layers[0], mesh=mesh)
+    planned.apply(mesh)
+
+
 def fail(mesh):
     """Rank 1 raises in the second layer, while rank 0 waits for it in an all-gather."""
     model = Llama()
@@ -204,7 +270,7 @@ def run(job):
         return {
             f"{name}, {b}": pipeline(make, b) for name, make in models.items() for b in ("params", "flops", "bytes")
         }
-    return disagree() if job == "disagree" else fail(mesh)
+    return {"disagree": disagree, "plans": plans, "twice": lambda: twice(mesh), "fail": lambda: fail(mesh)}[job]()
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.distributed import pipelining
 from torch.distributed.pipelining import SplitPoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import scopetrace as st
-from tests.ranks import MODELS, Borrowed, Layer, Llama, SwiGLU
+from tests.ranks import MODELS, Borrowed, Branches, Given, Head, Layer, Llama, Swapped, SwiGLU
 
 F = nn.functional
 IDS = torch.zeros(2, 8, dtype=torch.int64)
@@ -159,6 +160,32 @@ def test_forward_called_without_hooks_leaves_the_parameters_to_the_group_around(
     assert found.groups[0].params == ("a.weight", "a.bias")
 
 
+def test_a_parameter_that_is_an_argument_is_gathered_where_the_call_is_made():
+    assert groups(plan(Given(), classes=(nn.Embedding, Head))) == ["(root)", "head"]
+
+
+def test_parameters_that_others_take_the_place_of_are_the_root_s():
+    """To gather is to put parameters in their place."""
+    found = plan(Swapped(), classes=nn.Linear)
+    assert groups(found) == ["(root)", "embed", "head"]
+    assert found.groups[0].params == ("a.weight", "a.bias", "weight")
+
+
+def test_layers_in_branches_belong_to_the_group_around():
+    """Ranks may take different branches, and torch.cond compiles them, without FSDP2's hooks."""
+    assert groups(plan(Branches(), classes=nn.Linear)) == ["(root)", "embed", "head"]
+
+
+def test_a_module_that_changes_its_input_is_cut_open():
+    """FSDP2 gives a module views of its inputs, which autograd does not let it change."""
+    block = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))
+    assert groups(plan(nn.Sequential(nn.Linear(8, 8), block), torch.ones(2, 8), target_bytes=300)) == [
+        "(root)",
+        "0",
+        "1.1",
+    ]
+
+
 def raises_inside(m, x):
     try:
         m.bad(x)
@@ -169,6 +196,12 @@ def raises_inside(m, x):
 def bad(m, x):
     m.fc(x)
     raise ValueError
+
+
+def keeps_its_weight(fc):
+    net = Net(lambda m, x: x @ m.kept[0], fc=fc)
+    net.kept = [fc.weight]
+    return net
 
 
 REFUSED = {
@@ -196,6 +229,33 @@ REFUSED = {
         dict(target_bytes=9),
         "the forward changes w in place",
     ),
+    "empty": (
+        lambda: Net(lambda m, x: x + m.w.sum(), w=weight(0, 8)),
+        dict(target_bytes=9),
+        "FSDP2 reduces no empty gradients: name w, (0, 8), in ignored_params=",
+    ),
+    "two dtypes": (
+        lambda: nn.Sequential(
+            Net(lambda m, x: m.fc(x) * m.w.float(), fc=nn.Linear(8, 8), w=nn.Parameter(torch.ones(8).double()))
+        ),
+        dict(classes=Net),
+        "in the group of 0 0.fc.weight is float32, 0.w is float64: name the class of the modules that differ",
+    ),
+    "kept in a list": (
+        lambda: keeps_its_weight(nn.Linear(8, 8)),
+        dict(target_bytes=9),
+        "Net (root) keeps fc.weight in its attribute 'kept' too",
+    ),
+    "scripted": (
+        lambda: nn.Sequential(torch.jit.script(nn.Linear(8, 8))),
+        dict(target_bytes=9),
+        "FSDP2 sets no hooks on scripted modules: '0' is one",
+    ),
+    "in place": (
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8))),
+        dict(classes=nn.Sequential),
+        "Sequential '1' changes its input in place",
+    ),
     "raises": (
         lambda: Net(raises_inside, bad=Net(bad, fc=nn.Identity(), w=weight(2)), good=nn.Linear(8, 8)),
         dict(classes=Net),
@@ -211,6 +271,19 @@ def test_plans_that_would_fail_are_refused(make, options, message):
     with pytest.raises(st.PlanError) as error:
         plan(model, x, **options)
     assert message in str(error.value)
+
+
+def test_groups_are_of_one_dtype():
+    """FSDP2 reduces the gradients of a group in one tensor."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8).bfloat16(), nn.Linear(8, 8))
+    model[1].forward = lambda x: F.layer_norm(x.bfloat16(), (8,), model[1].weight).float()
+    for options in dict(target_bytes=10**6), dict(classes=nn.LayerNorm):
+        assert groups(plan(model, torch.ones(2, 8), **options)) == ["(root)", "0", "1", "2"]
+
+
+def test_recurrent_modules_renew_the_list_of_their_parameters():
+    model = Net(lambda m, x: m.lstm(x)[0], lstm=nn.LSTM(8, 8))
+    assert groups(plan(model, torch.ones(2, 3, 8), classes=nn.LSTM)) == ["(root)", "lstm"]
 
 
 def test_ignored_parameters_are_in_no_group():
@@ -251,11 +324,32 @@ stage  begins with  params  bytes in  tensors in
     )
 
 
-def test_a_skip_connection_crosses_with_the_rest():
-    net = Net(lambda m, x: m.c(m.b(m.a(x))) + x, a=nn.Linear(6, 6), b=nn.Linear(6, 6), c=nn.Linear(6, 6))
-    points = st.distributed.split_points(st.trace(net, (torch.ones(2, 6),)), 2, tolerance=1)
-    assert [cut.shapes for cut in points.cuts] == [((2, 6), (2, 6))]
-    assert points.crossing_bytes == [2 * 2 * 6 * 4]
+def skips(m, x):
+    y = m.a(x)
+    return m.d(m.c(m.b(y))) + y
+
+
+def four():
+    return {name: nn.Linear(6, 6) for name in "abcd"}
+
+
+@pytest.mark.parametrize(("stages", "sent"), [(2, [96]), (3, [48, 96]), (4, [48, 48, 96])])
+def test_a_stage_is_sent_what_pipelining_gives_it(stages, sent):
+    """A skip connection passes the stages between by."""
+    net, x = Net(skips, **four()), torch.ones(2, 6)
+    points = st.distributed.split_points(st.trace(net, (x,)), stages)
+    pipe = pipelining.pipeline(net, (x,), split_spec=points)
+    inputs = [pipe.get_stage_module(i).graph.find_nodes(op="placeholder") for i in range(1, stages)]
+    assert points.crossing_bytes == [sum(node.meta["val"].nbytes for node in nodes) for nodes in inputs] == sent
+
+
+def test_inputs_go_to_the_first_stage_and_results_come_from_the_last():
+    """torch.distributed.pipelining sends activations alone."""
+    net = Net(lambda m, x: m.d(m.c(m.b(m.a(x)) + x)), **four())
+    assert list(st.distributed.split_points(st.trace(net, (torch.ones(2, 6),)), 2)) == ["c"]
+    net = Net(lambda m, x: (y := m.b(m.a(x)), m.d(m.c(y)))[::-1], **four())
+    with pytest.raises(st.PlanError, match="a result is made before it, in b: end the forward with a clone"):
+        st.distributed.split_points(st.trace(net, (torch.ones(2, 6),)), 3)
 
 
 def test_narrow_places_are_preferred_within_the_tolerance():
@@ -296,6 +390,48 @@ CANNOT_SPLIT = {
     "one": (dict(stages=1), "stages=1: write 2 or more"),
     "balance": (dict(stages=2, balance="time"), "balance='time': write one of 'params', 'flops', 'bytes'"),
 }
+
+
+class Scaled(nn.Module):
+    """Each layer's result is scaled by the second input."""
+
+    def __init__(self, clone=False, first="x"):
+        super().__init__()
+        self.layers, self.clone, self.first = nn.ModuleList(four().values()), clone, first
+
+    def forward(self, x, scale):
+        if self.clone:
+            x, scale = x.clone(), scale.clone()
+        if self.first == "scale":
+            scale = scale * 2
+        for layer in self.layers:
+            x = layer(x) * scale
+        return x
+
+
+def test_inputs_that_all_stages_read_are_sent_on_when_they_are_cloned():
+    args = torch.ones(2, 6), torch.ones(2, 1)
+    with pytest.raises(st.PlanError, match="scale is used later: begin the forward with x, scale = "):
+        st.distributed.split_points(st.trace(Scaled(), args), 2)
+    points = st.distributed.split_points(st.trace(Scaled(clone=True), args), 2)
+    assert [cut.shapes for cut in points.cuts] == [((2, 6), (2, 1))]
+
+
+def through_stages(model, args):
+    """The model's result by two stages, each called with what torch's schedules give it."""
+    points = {"layers.2": SplitPoint.BEGINNING}
+    pipe = pipelining.pipeline(model, args, split_spec=points)
+    return pipe.get_stage_module(1)(*pipe.get_stage_module(0)(*args))
+
+
+def test_inputs_that_are_read_in_another_order_are_refused():
+    """torch gives the first stage its inputs in the order in which it reads them, mixed up."""
+    args = torch.rand(2, 6), torch.rand(2, 6)
+    with pytest.raises(st.PlanError, match=r"reads them, which here is scale, x: begin the forward with x, scale = "):
+        st.distributed.split_points(st.trace(Scaled(first="scale"), args), 2)
+    cloned = Scaled(clone=True, first="scale")
+    torch.testing.assert_close(through_stages(cloned, args), cloned(*args))
+    assert len(st.distributed.split_points(st.trace(cloned, args), 2)) == 1
 
 
 @pytest.mark.parametrize(("options", "message"), CANNOT_SPLIT.values(), ids=CANNOT_SPLIT)
@@ -409,6 +545,18 @@ def test_ranks_that_disagree_end_with_the_first_difference():
     ran = torchrun("disagree")
     assert ran.returncode != 0
     assert "ranks 0 and 1 run in different orders: step 4, after return of Embedding[embed]" in ran.stderr
+
+
+def test_ranks_with_different_plans_end_with_the_first_group_that_differs():
+    ran = torchrun("plans")
+    assert ran.returncode != 0
+    assert "ranks 0 and 1 have different plans: group 1 is embed, in the other embed, layers.0.norm1" in ran.stderr
+
+
+def test_a_model_is_sharded_once():
+    ran = torchrun("twice")
+    assert ran.returncode != 0
+    assert "PlanError: layers.0 is sharded already: plan, and apply once, before fully_shard" in ran.stderr
 
 
 def test_a_rank_that_fails_ends_the_run_with_its_error():

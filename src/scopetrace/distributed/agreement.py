@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 from scopetrace.errors import OrderMismatchError
@@ -30,3 +32,19 @@ def check_order(order: ExecutionOrder, group: Any = None) -> None:
     raise OrderMismatchError(
         f"ranks 0 and {other} run in different orders: {orders[0].first_difference(orders[other])}"
     )
+
+
+def check_groups(groups: Sequence[Any], group: Any = None) -> None:
+    """The same for the groups of a plan: modules, parameters and prefetch lists."""
+    import torch.distributed as dist
+
+    plans: list[Sequence[Any]] = [()] * dist.get_world_size(group)
+    dist.all_gather_object(plans, list(groups), group)
+    for rank, other in enumerate(plans):
+        for i, (mine, theirs) in enumerate(itertools.zip_longest(plans[0], other)):
+            if mine != theirs:
+                here, there = (", ".join(x[0]) or "the root's" if x else "missing" for x in (mine, theirs))
+                raise OrderMismatchError(
+                    f"ranks 0 and {rank} have different plans: group {i} is {here}, in the other {there}"
+                    + (" with other parameters or prefetch lists" if here == there else "")
+                )

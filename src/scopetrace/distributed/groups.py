@@ -13,6 +13,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 
+import torch
+
 from scopetrace.errors import PlanError
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.record.registered import Registered
@@ -93,14 +95,16 @@ def by_classes(order: ExecutionOrder, chosen: Callable[[str], bool]) -> Grouping
     units = {name for name in registered.modules if name and chosen(name)}
     _refuse_uncallable(order, units)
 
+    dtypes = _dtypes(registered)
+
     def is_apart(name: str) -> bool:
-        return not any(contains(registered, name, unit) for unit in units)
+        return len(dtypes[name]) == 1 and not any(contains(registered, name, unit) for unit in units)
 
     rest = [m for m in _cut(order, is_apart) if m not in units and not any(contains(registered, u, m) for u in units)]
     groups: list[list[str]] = []
     last_is_open = False
     for module in sorted([*units, *rest], key=first_call(order).__getitem__):
-        if last_is_open and module not in units:
+        if last_is_open and module not in units and dtypes[groups[-1][0]] == dtypes[module]:
             groups[-1].append(module)
         else:
             groups.append([module])
@@ -115,7 +119,15 @@ def _refuse_uncallable(order: ExecutionOrder, units: set[str]) -> None:
         if not order.registered.modules[name].has_forward:
             raise PlanError(f"{kind} {name!r} has no forward, so that no hook gathers it: name the class of its items")
     for call in order.calls:
-        if call.raised and call.fqn and order.registered.module(call.fqn) in units:
+        if not call.fqn or order.registered.module(call.fqn) not in units:
+            continue
+        if call.writes_input:
+            raise PlanError(
+                f"{call.type_name} {call.fqn!r} changes its input in place; FSDP2 gives it a view, which autograd does "
+                "not let it change: use the op that is not in place (inplace=False), or name a class around it or "
+                "inside it"
+            )
+        if call.raised:
             raise PlanError(
                 f"a call of {call.type_name} {call.fqn!r} ends with an exception that its caller catches; FSDP2 would "
                 "not free its parameters, and the next call fails: name a class around it or inside it"
@@ -133,7 +145,9 @@ def by_bytes(order: ExecutionOrder, target_bytes: int) -> Grouping:
     """
     registered = order.registered
     sizes = {name: sum(registered.params[p].nbytes for p in registered.inside(name)) for name in registered.modules}
-    parts = Grouping((*((p,) for p in _cut(order, lambda name: sizes[name] <= target_bytes)), ROOT), registered)
+    dtypes = _dtypes(registered)
+    fits = [(name,) for name in _cut(order, lambda m: sizes[m] <= target_bytes and len(dtypes[m]) == 1)]
+    parts = Grouping((*fits, ROOT), registered)
     first = first_call(order)
     groups: list[list[str]] = []
     filled = target_bytes
@@ -142,7 +156,8 @@ def by_bytes(order: ExecutionOrder, target_bytes: int) -> Grouping:
             groups.append([*part])
             filled = target_bytes
         elif part != ROOT:
-            if not groups or filled + sizes[part[0]] > target_bytes:
+            is_full = filled + sizes[part[0]] > target_bytes
+            if not groups or is_full or dtypes[groups[-1][0]] != dtypes[part[0]]:
                 groups.append([])
                 filled = 0
             groups[-1] += part
@@ -197,9 +212,20 @@ def disjoint(grouping: Grouping) -> dict[Group, list[str]]:
     return {group: [part for name in group for part in parts(name)] for group in grouping.groups}
 
 
+def _dtypes(registered: Registered) -> dict[str | None, set[torch.dtype]]:
+    """By module, the dtypes of its parameters: FSDP2 reduces those of a group in one tensor of one dtype."""
+    found: dict[str | None, set[torch.dtype]] = {name: set() for name in registered.modules}
+    for param in registered.params.values():
+        for name in param.names:
+            while name:
+                name = name.rpartition(".")[0]
+                found[registered.module(name)].add(param.dtype)
+    return found
+
+
 def called_modules(order: ExecutionOrder) -> set[str]:
     """The modules that are called so that all hooks run, those before the call and those after it."""
-    calls = [(order.registered.module(c.fqn), c.direct or c.raised) for c in order.calls if c.fqn is not None]
+    calls = [(order.registered.module(c.fqn), not c.hooked or c.writes_input) for c in order.calls if c.fqn is not None]
     return {name for name, _ in calls if name} - {name for name, is_odd in calls if is_odd and name}
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
 
 Balance = Literal["params", "flops", "bytes"]
+Alive = dict[Value, tuple[int, int]]
 _COSTS = {"params": op_params, "flops": op_flops, "bytes": op_bytes}
 
 
@@ -39,7 +40,7 @@ class Cut:
     depth: int
     """How many module calls are around its own; the root's children have 1."""
     nbytes: int
-    """Bytes of the tensors that are made before and read after, for the example's sizes."""
+    """Bytes of the tensors that the later stage is sent, for the example's sizes: made before it, read in it."""
     shapes: tuple[tuple[int, ...], ...]
     """Their shapes."""
 
@@ -63,7 +64,7 @@ class SplitPoints(dict[str, "SplitPoint"]):
 
     @property
     def crossing_bytes(self) -> list[int]:
-        """The bytes that cross each cut."""
+        """The bytes that each stage but the first is sent."""
         return [cut.nbytes for cut in self.cuts]
 
     def __str__(self) -> str:
@@ -86,7 +87,11 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
             `torch.utils.flop_counter` counts them; `bytes` of parameters and of all that is computed.
         tolerance: how much more than in the most even way the largest stage may have, so that fewer bytes cross.
 
-    Raises PlanError where the trace has too few modules that are called once, or dynamic sizes.
+    torch hands the inputs of the model to the first stage alone, in the order in which it reads them, and returns what
+    the last one returns. So no cut lies between an input and its last use, nor between a result and the end.
+
+    Raises PlanError where the trace has too few modules to cut at, and says what is in the way; where it reads its
+    inputs in another order than it takes them; for dynamic sizes.
     """
     if balance not in _COSTS:
         raise PlanError(f"balance={balance!r}: write one of {', '.join(map(repr, _COSTS))}")
@@ -95,13 +100,14 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
     tape = tr.pure().tape
     if tape.sizes is not None:
         raise PlanError("the trace has dynamic sizes: trace with the sizes of one micro-batch")
-    cuts = _possible_cuts(tape)
-    if len(cuts) < stages - 1:
-        raise PlanError(f"{stages} stages need {stages - 1} cuts; there are {len(cuts)} modules that are called once")
+    _refuse_order_of_inputs(tape)
+    alive = _alive(tape)
+    cuts = _possible_cuts(tape, alive)
+    _refuse_few(tape, alive, cuts, stages)
     before = [0, *itertools.accumulate(_COSTS[balance](tape))]
     at = [0, *(before[cut.at] for cut in cuts), before[-1]]
     chosen = _cheapest(at, cuts, stages, _most_even(at, stages) * (1 + tolerance))
-    picked = [cuts[i] for i in chosen]
+    picked = _with_what_is_sent(tape, alive, [cuts[i] for i in chosen])
     bounds = [0, *(before[cut.at] for cut in picked), before[-1]]
     return SplitPoints(picked, [b - a for a, b in itertools.pairwise(bounds)], balance, _shared(tape, picked))
 
@@ -109,8 +115,71 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
 # ---------------------------------------------------------------- the possible cuts
 
 
-def _possible_cuts(tape: Tape) -> list[Cut]:
+def _inputs(tape: Tape) -> list[Value]:
+    """The inputs that ops read, in the order of the signature."""
+    read = {v for op in tape.ops for v in op.inputs()}
+    return [v for op in tape.ops if op.kind == "placeholder" for v in op.values() if v in read]
+
+
+def _refuse_order_of_inputs(tape: Tape) -> None:
+    """torch takes the inputs of the first stage for those that it reads, in that order, and mixes them up."""
+    inputs = _inputs(tape)
+    by_use = list(dict.fromkeys(v for op in tape.ops for v in op.inputs() if v.op.kind == "placeholder"))
+    if by_use != inputs:
+        raise PlanError(
+            "torch.distributed.pipelining gives a stage its inputs in the order in which it reads them, which here is "
+            f"{', '.join(v.op.target for v in by_use)}: {_cloned(inputs)}"
+        )
+
+
+def _cloned(inputs: Sequence[Value]) -> str:
+    names = [str(v.op.target) for v in inputs]
+    return f"begin the forward with {', '.join(names)} = {', '.join(f'{name}.clone()' for name in names)}"
+
+
+def _refuse_few(tape: Tape, alive: Alive, cuts: Sequence[Cut], stages: int) -> None:
+    if len(cuts) >= stages - 1:
+        return
+    places = _places(tape)
+    text = f"{stages} stages need {stages - 1} cuts; there are {len(cuts)} modules that are called once"
+    if len(places) < stages - 1:
+        raise PlanError(text)
+    last = max(places)
+    late = [v.op.target for v, (start, stop) in alive.items() if v.op.kind == "placeholder" and min(places) <= stop]
+    early = [v.op for v in leaves(tape.outputs, Value) if v in alive and alive[v][0] < last]
+    reasons = []
+    if late:
+        reasons.append(
+            f"torch hands inputs to the first stage alone, and {', '.join(late)} is used later: "
+            f"{_cloned(_inputs(tape))}, which are sent on"
+        )
+    if early:
+        made = ", ".join(dict.fromkeys((op.call and op.call.fqn) or "the root" for op in early))
+        reasons.append(
+            f"torch returns what the last stage returns, and a result is made before it, in {made}: end the forward "
+            "with a clone() of it"
+        )
+    raise PlanError(f"{text}, with all inputs used before and all results made after: " + "; ".join(reasons))
+
+
+def _possible_cuts(tape: Tape, alive: Alive) -> list[Cut]:
     """In order; where several modules begin with the same op, the outermost one."""
+    places = _places(tape)
+    crossing = _crossing(alive, sorted(places))
+    results = {id(v) for v in leaves(tape.outputs, Value)}
+    return [
+        _cut(*places[at], at, values)
+        for at, values in crossing.items()
+        if not any(v.op.kind == "placeholder" or id(v) in results for v in values)
+    ]
+
+
+def _cut(module: str, depth: int, at: int, values: Sequence[Value]) -> Cut:
+    return Cut(module, at, depth, sum(map(nbytes, values)), tuple(tuple(v.fake.shape) for v in values))
+
+
+def _places(tape: Tape) -> dict[int, tuple[str, int]]:
+    """By the op with which it begins, a module that is called once, and how deep it is."""
     counts: dict[str, int] = {}
     for call in tape.calls:
         name = None if call.fqn is None else tape.registered.module(call.fqn)
@@ -122,11 +191,7 @@ def _possible_cuts(tape: Tape) -> list[Cut]:
         name = None if call.fqn is None else tape.registered.module(call.fqn)
         if name and counts[name] == 1 and begins.get(call.position, 0) > _first_computation(tape):
             outermost.setdefault(begins[call.position], (name, _depth(call)))
-    crossing = _crossing(tape, sorted(outermost))
-    return [
-        Cut(outermost[i][0], i, outermost[i][1], sum(map(nbytes, values)), tuple(tuple(v.fake.shape) for v in values))
-        for i, values in crossing.items()
-    ]
+    return outermost
 
 
 def _depth(call: Call) -> int:
@@ -148,18 +213,34 @@ def _first_ops(tape: Tape) -> dict[int, int]:
     return first
 
 
-def _crossing(tape: Tape, places: list[int]) -> dict[int, list[Value]]:
-    """For each place, the values made before it and read from it on; not parameters, buffers and constants."""
+def _alive(tape: Tape) -> Alive:
+    """By value, the op that makes it and the last one that reads it; not parameters, buffers and constants."""
     made = {v: i for i, op in enumerate(tape.ops) if op.kind != "get_attr" for v in op.values()}
     last = dict.fromkeys(made, -1)
     for i, op in enumerate(tape.ops):
         last |= {v: i for v in op.inputs() if v in last}
     last |= {v: len(tape.ops) for v in leaves(tape.outputs, Value) if v in last}
+    return {v: (start, last[v]) for v, start in made.items()}
+
+
+def _crossing(alive: Alive, places: Sequence[int]) -> dict[int, list[Value]]:
+    """For each place, the values made before it and read from it on."""
     found: dict[int, list[Value]] = {place: [] for place in places}
-    for value, start in made.items():
-        for place in places[bisect.bisect_right(places, start) : bisect.bisect_right(places, last[value])]:
+    for value, (start, stop) in alive.items():
+        for place in places[bisect.bisect_right(places, start) : bisect.bisect_right(places, stop)]:
             found[place].append(value)
     return found
+
+
+def _with_what_is_sent(tape: Tape, alive: Alive, cuts: Sequence[Cut]) -> list[Cut]:
+    """With the tensors of each stage: torch sends a tensor to the stages that read it, past those between."""
+    places = [cut.at for cut in cuts]
+    read: list[dict[Value, None]] = [{} for _ in cuts]
+    for i, op in enumerate(tape.ops):
+        stage = bisect.bisect_right(places, i)
+        if stage:
+            read[stage - 1] |= {v: None for v in op.inputs() if v in alive and alive[v][0] < places[stage - 1]}
+    return [_cut(cut.module, cut.depth, cut.at, list(values)) for cut, values in zip(cuts, read, strict=True)]
 
 
 def _shared(tape: Tape, cuts: list[Cut]) -> dict[str, list[int]]:

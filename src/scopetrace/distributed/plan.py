@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from scopetrace.distributed.agreement import check_order
+from scopetrace.distributed.agreement import check_groups, check_order
 from scopetrace.distributed.groups import ROOT, Group, Grouping, contains, disjoint, first_call
 from scopetrace.distributed.schedule import Schedule, backward_gathers, forward_schedule
 from scopetrace.errors import PlanError
@@ -103,7 +103,7 @@ class Plan:
         buckets = [sorted(parts[g.modules], key=lambda name: (rank[name], registered[name])) for g in self.groups]
         return sorted(filter(None, buckets), key=lambda names: (rank[names[0]], registered[names[0]]))
 
-    def apply(self, mesh: DeviceMesh, **fully_shard_kwargs: Any) -> torch.nn.Module:
+    def apply(self, mesh: DeviceMesh | None = None, **fully_shard_kwargs: Any) -> torch.nn.Module:
         """Call `fully_shard` for each group, innermost first, and set the prefetch lists. Returns the model.
 
         Args:
@@ -111,16 +111,18 @@ class Plan:
 
         Every rank of the mesh must call it.
 
-        Raises PlanError when the model's modules or parameters are no longer those of the plan, OrderMismatchError on
-        all ranks when the plans of two of them come from different orders.
+        Raises PlanError when the model's modules or parameters are no longer those of the plan, or are sharded already;
+        OrderMismatchError on all ranks when two of them have different orders or different plans.
         """
         from torch.distributed.fsdp import fully_shard
 
+        refuse_sharded(self.model)
         refuse_another_model(
             self.model, self.order, self.ignored, "the model has changed since the plan was made: plan again"
         )
-        for group in mesh.get_all_groups():
+        for group in [None] if mesh is None else mesh.get_all_groups():
             check_order(self.order, group)
+            check_groups([(g.modules, g.params, g.prefetch) for g in self.groups], group)
         if self.ignored:
             fully_shard_kwargs["ignored_params"] = {self.model.get_parameter(name) for name in self.ignored}
         registered = self.order.registered
@@ -153,6 +155,15 @@ class Plan:
 def _names(group: Group) -> str:
     names = [name or "(root)" for name in group]
     return ", ".join(names if len(names) <= 4 else [*names[:2], f"… {len(names) - 3} more", names[-1]])
+
+
+def refuse_sharded(model: torch.nn.Module) -> None:
+    """Raise PlanError where a part of the model is sharded already."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            raise PlanError(f"{name or 'the model'} is sharded already: plan, and apply once, before fully_shard")
 
 
 def refuse_another_model(model: torch.nn.Module, order: ExecutionOrder, ignored: Sequence[str], what: str) -> None:

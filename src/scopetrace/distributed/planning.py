@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
+from torch.utils import _pytree as pytree
 
 from scopetrace.distributed.groups import ROOT, Group, Grouping, by_bytes, by_classes, first_call, without_ties
-from scopetrace.distributed.plan import Plan, ShardGroup, refuse_another_model
+from scopetrace.distributed.plan import Plan, ShardGroup, refuse_another_model, refuse_sharded
 from scopetrace.distributed.schedule import forward_schedule
 from scopetrace.errors import PlanError
 from scopetrace.order.execution import ExecutionOrder
@@ -45,6 +46,7 @@ def plan(
         raise PlanError("give one of target_bytes= and classes=")
     if prefetch < 0 or (target_bytes is not None and target_bytes <= 0):
         raise PlanError(f"prefetch={prefetch} must not be negative, target_bytes={target_bytes} must be positive")
+    refuse_sharded(model)
     ids = {id(p) for p in ignored_params}
     ignored = tuple(name for name, p in model.named_parameters() if id(p) in ids)
     order = order.without(ignored)
@@ -54,7 +56,9 @@ def plan(
         grouping = by_bytes(order, target_bytes)
     else:
         grouping = by_classes(order, _chosen(model, classes or ()))
-    return Plan(_groups(model, order, _joined(order, grouping), prefetch), order, model, ignored)
+    groups = _groups(model, order, _joined(order, grouping), prefetch)
+    _refuse_dtypes(model, groups)
+    return Plan(groups, order, model, ignored)
 
 
 def _chosen(model: torch.nn.Module, classes: Classes) -> Callable[[str], bool]:
@@ -73,13 +77,51 @@ def _refuse_params(model: torch.nn.Module, order: ExecutionOrder) -> None:
             f"the forward changes {', '.join(order.written_params)} in place; FSDP2 frees what it gathered, and the "
             "change with it: change parameters outside the forward, or make them buffers"
         )
-    for name, param in model.named_parameters():
-        if name not in order.registered.params:
-            continue
+    sharded = {name: p for name, p in model.named_parameters() if name in order.registered.params}
+    for name, param in sharded.items():
         if not param.dim():
             raise PlanError(f"FSDP2 does not shard scalars: give {name} the shape (1,), or name it in ignored_params=")
         if not param.is_contiguous():
             raise PlanError(f"FSDP2 shards contiguous parameters only: {name} has the strides {param.stride()}")
+        if not param.numel() and param.requires_grad:
+            raise PlanError(f"FSDP2 reduces no empty gradients: name {name}, {tuple(param.shape)}, in ignored_params=")
+    known = {id(param): name for name, param in sharded.items()}
+    for fqn, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule) and any(id(p) in known for p in module.parameters()):
+            raise PlanError(f"FSDP2 sets no hooks on scripted modules: {fqn!r} is one; script nothing that is sharded")
+        kept = [(attribute, known[id(t)]) for attribute, t in _held_plainly(module) if id(t) in known]
+        for attribute, name in kept:
+            raise PlanError(
+                f"{type(module).__name__} {fqn or '(root)'} keeps {name} in its attribute {attribute!r} too; FSDP2 "
+                "puts a sharded parameter in its place, and what is kept there would stay as it is: keep the module "
+                "that has it, or its name"
+            )
+
+
+def _held_plainly(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
+    """The tensors in attributes that are no registered ones, with the attribute's name."""
+    for attribute, value in vars(module).items():
+        # nn.RNNBase renews its list when a parameter is set
+        is_renewed = attribute == "_flat_weights" and isinstance(module, torch.nn.RNNBase)
+        if attribute not in ("_parameters", "_buffers", "_modules") and not is_renewed:
+            yield from ((attribute, leaf) for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+
+
+def _refuse_dtypes(model: torch.nn.Module, groups: Iterable[ShardGroup]) -> None:
+    """FSDP2 reduces the gradients of a group in one tensor."""
+    for group in groups:
+        first: dict[torch.dtype, str] = {}
+        for name in group.params:
+            param = model.get_parameter(name)
+            if param.requires_grad:
+                first.setdefault(param.dtype, name)
+        if len(first) > 1:
+            found = ", ".join(f"{name} is {str(dtype).removeprefix('torch.')}" for dtype, name in first.items())
+            raise PlanError(
+                f"FSDP2 shards parameters of one dtype together, but in the group of {group.modules[0] or 'the root'} "
+                f"{found}: name the class of the modules that differ in classes= too, or the parameters in "
+                "ignored_params="
+            )
 
 
 def _joined(order: ExecutionOrder, grouping: Grouping) -> Grouping:

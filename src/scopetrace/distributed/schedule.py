@@ -74,8 +74,12 @@ class _Forward:
                 self._use(step)
                 if self.schedule.missing is not None:
                     return self.schedule
-            elif group is not None and step.kind == "call":
-                self._enter(group, i)
+            elif step.kind == "call":
+                self._arguments(step)
+                if self.schedule.missing is not None:
+                    return self.schedule
+                if group is not None:
+                    self._enter(group, i)
             elif group is not None:
                 self._leave(group, str(self._module(step)), i)
         for group in [g for g in self.grouping.groups if g in self.ready]:  # modules of them never ran
@@ -84,7 +88,8 @@ class _Forward:
 
     def _module(self, step: Step) -> str | None:
         call = self.order.calls[step.call]
-        return None if call.fqn is None or call.direct else self.order.registered.module(call.fqn)
+        unseen = call.fqn is None or call.direct or call.in_op
+        return None if unseen else self.order.registered.module(str(call.fqn))
 
     def _group(self, step: Step) -> Group | None:
         module = self._module(step)
@@ -115,6 +120,17 @@ class _Forward:
         self.schedule.passes.append(Pass(group, self.ready.pop(group), at))
         if group != ROOT:
             self.gathered.discard(group)
+
+    def _arguments(self, step: Step) -> None:
+        """What a call is given was read before it. Tensors in the place of parameters stay there only if these were
+        gathered before: to gather is to put them there."""
+        call = self.order.calls[step.call]
+        for param in call.replaced:
+            group = self.grouping.managers(param)[0]
+            if group != ROOT:
+                self.schedule.missing = Missing(param, group, ROOT, step)
+        if self.open:
+            self._use(step._replace(params=tuple(name for name in call.given if name in self.manager)))
 
     def _use(self, step: Step) -> None:
         for param in step.params:

@@ -50,6 +50,19 @@ class CallUsage:
     """Whether `module.forward(...)` was called in place of the module, so that no hook ran."""
     raised: bool = False
     """Whether an exception ended it, that an outer module caught."""
+    given: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """The parameters among its arguments: its caller read them, and it, or a module that it calls, may use them."""
+    replaced: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
+    in_op: bool = dataclasses.field(default=False, compare=False)
+    """Whether an op runs it, as `torch.cond` its branches."""
+    writes_input: bool = dataclasses.field(default=False, compare=False)
+    """Whether it changes in place what it was given, and that requires grad."""
+
+    @property
+    def hooked(self) -> bool:
+        """Whether all hooks of the module run, before and after it."""
+        return not (self.direct or self.raised or self.in_op)
 
 
 class Step(NamedTuple):
@@ -219,12 +232,22 @@ class ExecutionOrder:
     def without(self, params: Collection[str]) -> ExecutionOrder:
         """The same order as if these parameters were none."""
 
-        def kept(step: tuple[str, ...] | int) -> tuple[str, ...] | int:
-            return step if isinstance(step, int) else tuple(name for name in step if name not in params)
+        def rest(names: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name for name in names if name not in params)
 
-        calls = [dataclasses.replace(c, steps=tuple(s for s in map(kept, c.steps) if s != ())) for c in self.calls]
-        written = tuple(name for name in self.written_params if name not in params)
-        return ExecutionOrder(tuple(calls), self.registered.without(params), written)
+        def kept(step: tuple[str, ...] | int) -> tuple[str, ...] | int:
+            return step if isinstance(step, int) else rest(step)
+
+        calls = [
+            dataclasses.replace(
+                c,
+                steps=tuple(s for s in map(kept, c.steps) if s != ()),
+                given=rest(c.given),
+                replaced=rest(c.replaced),
+            )
+            for c in self.calls
+        ]
+        return ExecutionOrder(tuple(calls), self.registered.without(params), rest(self.written_params))
 
     # ---------------------------------------------------------------- comparison
 

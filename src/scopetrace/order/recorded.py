@@ -11,7 +11,7 @@ from scopetrace.order.execution import CallUsage, ExecutionOrder
 from scopetrace.record.bodies import FORMS
 from scopetrace.record.registered import Registered
 from scopetrace.record.structure import leaves
-from scopetrace.record.tape import Call, Op, Tape, Value
+from scopetrace.record.tape import Call, Op, Tape, Value, values_in
 
 
 def execution_order(tape: Tape) -> ExecutionOrder:
@@ -21,7 +21,22 @@ def execution_order(tape: Tape) -> ExecutionOrder:
     reader.use(tape.calls[0], [v for v in leaves(tape.outputs, Value) if v in params.names], params)
     changed = {v.storage for part in tape.walk() for op in part.ops for v in op.writes}
     written = dict.fromkeys(name for value, name in params.names.items() if value.storage in changed)
-    return ExecutionOrder(tuple(map(_usage, reader.begun)), tape.registered, tuple(written))
+    writers = _writers(tape)
+    calls = tuple(_usage(begun, tape.registered, begun.call in writers) for begun in reader.begun)
+    return ExecutionOrder(calls, tape.registered, tuple(written))
+
+
+def _writers(tape: Tape) -> set[Call]:
+    """The calls that change in place what they were given, and that requires grad."""
+    found: set[Call] = set()
+    for op in [op for part in tape.walk() for op in part.ops if op.writes]:
+        storages = {v.storage for v in op.writes}
+        call = op.call
+        while call is not None:
+            if any(v.requires_grad and v.storage in storages for v in values_in((call.args, call.kwargs))):
+                found.add(call)
+            call = call.parent
+    return found
 
 
 @dataclasses.dataclass(slots=True)
@@ -33,6 +48,8 @@ class _Begun:
     index: int
     parent: int | None
     steps: list[tuple[str, ...] | int] = dataclasses.field(default_factory=list)
+    given: tuple[str, ...] = ()
+    in_op: bool = False
 
 
 class _Params:
@@ -61,22 +78,26 @@ class _Reader:
         self._latest: dict[Call, _Begun] = {}  # a body that two ops share runs twice, with the same records
         self._counts: dict[Any, int] = {}
         self._used: list[str] = []
+        self._bodies = 0  # how many are open
 
     def read(self, tape: Tape, params: _Params) -> None:
         """The ops of a program; `params` knows its placeholders, where it is a body."""
         coming = collections.deque(tape.calls)
         for i, op in enumerate(tape.ops):
             while coming and coming[0].start <= i:
-                self._begin(coming.popleft())
+                self._begin(coming.popleft(), params)
             self._op(op, params)
         for call in coming:
-            self._begin(call)
+            self._begin(call, params)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: Call, params: _Params) -> None:
         parent = None if call.parent is None else self._latest[call.parent]
         key = self.registered.module(call.fqn) if call.fqn is not None else id(call.module)
         index = self._counts[key] = self._counts.get(key, -1) + 1
         begun = _Begun(call, len(self.begun), index, None if parent is None else parent.number)
+        given = values_in((call.args, call.kwargs))
+        begun.given = tuple(dict.fromkeys(params.names[v] for v in given if v in params.names))
+        begun.in_op = self._bodies > 0
         self.begun.append(begun)
         self._latest[call] = begun
         if parent is not None:
@@ -116,14 +137,27 @@ class _Reader:
             for inner, x in zip([o.outputs for o in body.ops if o.kind == "placeholder"], operands, strict=False):
                 for name in params.of(x) if isinstance(x, Value) else ():
                     inside.add(inner, name)
+            self._bodies += 1
             self.read(body, inside)
+            self._bodies -= 1
         used = self._used[start:]
         self.use(op.call, [v for v in op.inputs() if not set(params.of(v)) <= set(used)], params)
 
 
-def _usage(begun: _Begun) -> CallUsage:
+def _usage(begun: _Begun, registered: Registered, writes_input: bool) -> CallUsage:
     call = begun.call
     kind = call.module_type.__name__ if call.module_type else call.scope.type_name or "function"
+    replaced = (registered.param(name) for name in call.replaced)
     return CallUsage(
-        call.fqn, begun.index, kind, begun.parent, tuple(begun.steps), call.direct, call.raised is not None
+        call.fqn,
+        begun.index,
+        kind,
+        begun.parent,
+        tuple(begun.steps),
+        call.direct,
+        call.raised is not None,
+        begun.given,
+        tuple(name for name in replaced if name is not None),
+        begun.in_op,
+        writes_input,
     )

@@ -30,7 +30,7 @@ class Model:
         self.names: dict[int, list[str]] = {}
         self.modules: list[torch.nn.Module] = []
         self._tensors: dict[int, tuple[str, torch.nn.Module, str]] = {}
-        self._saved: list[_Saved] = []
+        self._saved: dict[int, _Saved] = {}
         if self.root is not None:
             self._visit("", self.root, set())
         else:
@@ -43,7 +43,7 @@ class Model:
         prefix = f"{fqn}." if fqn else ""
         if len(known) == 1:
             self.modules.append(module)
-            self._saved.append(_Saved(fqn, module))
+            self._saved[id(module)] = _Saved(fqn, module)
             tables = (module.__dict__.get("_parameters", {}), module.__dict__.get("_buffers", {}), module.__dict__)
             for table in tables:
                 for name, t in table.items():
@@ -80,12 +80,17 @@ class Model:
         found = {names[i][0]: RegisteredParam(tuple(names[i]), tuple(p.shape), p.dtype) for i, p in params.items()}
         return Registered(modules, found)
 
+    def replaced(self, module: torch.nn.Module) -> tuple[str, ...]:
+        """The parameters of a module in whose place it has other tensors now, as in `torch.func.functional_call`."""
+        saved = self._saved.get(id(module))
+        return saved.replaced() if saved is not None else ()
+
     def restore(self, values: Callable[[torch.Tensor], Value | None]) -> list[AttributeWrite]:
         """Put every module back as it was, and say which attributes the forward bound to tensors of the trace.
 
         `values` gives the tape value of a tensor, or None for tensors that the trace did not make.
         """
-        return [write for saved in self._saved for write in saved.restore(values)]
+        return [write for saved in self._saved.values() for write in saved.restore(values)]
 
 
 def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
@@ -114,6 +119,14 @@ class _Saved:
         for item in container.values() if type(container) is dict else container:
             if type(item) in _CONTAINERS and all(item is not known for known, _ in self.containers):
                 self._save_container(item)
+
+    def replaced(self) -> tuple[str, ...]:
+        now = self.module.__dict__.get("_parameters")
+        if not isinstance(now, dict):  # a scripted module makes them anew each time
+            return ()
+        prefix = f"{self.fqn}." if self.fqn else ""
+        old = self.tables["_parameters"]
+        return tuple([prefix + name for name, p in old.items() if p is not None and now.get(name) is not p])
 
     def restore(self, values: Callable[[torch.Tensor], Value | None]) -> Iterator[AttributeWrite]:
         now = self.module.__dict__

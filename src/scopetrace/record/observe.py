@@ -137,6 +137,7 @@ class CallObserver:
             attributes=_plain_attributes(module) if module is not None else {},
             position=next(recorder.positions),
             module_type=type(module) if module is not None else None,
+            replaced=recorder.model.replaced(module) if module is not None else (),
         )
         recorder.tape.calls.append(call)
         return call

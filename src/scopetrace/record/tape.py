@@ -142,6 +142,8 @@ class Call:
     mutated: Any = None
     """In a tape without mutation: (args, kwargs, held), what was changed as its new value, all else None."""
     module_type: type | None = None
+    replaced: tuple[str, ...] = ()
+    """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
