@@ -203,6 +203,22 @@ def test_custom_autograd_functions_are_refused_where_gradients_count():
         pure(lambda x: Straight.apply(x * 2), x)
 
 
+def test_custom_ops_with_a_registered_backward_keep_it():
+    @torch.library.custom_op("scopetrace_tests::rounded", mutates_args=())
+    def rounded(x: torch.Tensor) -> torch.Tensor:
+        return x.round()
+
+    rounded.register_fake(torch.empty_like)
+    rounded.register_autograd(lambda ctx, g: g * 3)
+
+    def run(x):
+        return rounded(x * 2)
+
+    tr = pure(run, torch.randn(3, requires_grad=True))
+    assert "scopetrace_tests.rounded.default" in targets(tr)
+    assert_same_gradients(run, tr, (torch.randn(3, requires_grad=True),))
+
+
 def test_an_input_copied_into_another_is_copied_as_it_was():
     def f(x, y, z):
         y[...] = x

@@ -206,7 +206,8 @@ def _custom_functions_reported(observer: Observer, mine: Callable[[], bool]) -> 
         if mine():
             if cls is torch.utils.checkpoint.CheckpointFunction:
                 return args[0](*args[2:])
-            observer.on_custom_function(cls, args)
+            if cls.__module__ != "torch._library.autograd":  # that of a custom op, which is itself recorded
+                observer.on_custom_function(cls, args)
         return outer.__get__(None, cls)(*args, **kwargs)
 
     torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
