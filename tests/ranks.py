@@ -170,6 +170,14 @@ def gathers_noted(into):
         engine.FSDPParamGroup.unshard = issue
 
 
+def traced_again(model, ids):
+    """What a trace of a sharded model says."""
+    try:
+        st.trace(model, (ids,))
+    except st.UnsupportedOpError as error:
+        return str(error)
+
+
 def train(name, mesh):
     """Three steps by plan and in one process: the largest differences, and the all-gathers."""
     make, options = MODELS[name]
@@ -185,7 +193,7 @@ def train(name, mesh):
     )
     plan.apply(mesh)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone)]
-    result = {"loss": 0.0, "grad": 0.0, "gathers": []}
+    result = {"loss": 0.0, "grad": 0.0, "gathers": [], "traced": traced_again(model, mine[0][:, :-1])}
     for step in range(3):
         seen = []
         with gathers_noted(seen):

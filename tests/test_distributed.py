@@ -531,6 +531,12 @@ def test_three_steps_by_plan_equal_one_process(training, name):
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_a_sharded_model_is_not_traced(training, name):
+    assert "the model is sharded by fully_shard" in training[name]["traced"]
+    assert "trace it before it is sharded" in training[name]["traced"]
+
+
+@pytest.mark.parametrize("name", MODELS)
 def test_the_all_gathers_are_those_of_the_plan(training, name):
     assert training[name]["gathers"] == [training[name]["planned"]] * 3
 

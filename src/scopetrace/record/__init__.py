@@ -6,6 +6,7 @@ Traces of several threads take turns: the flags and methods that a trace changes
 from __future__ import annotations
 
 import inspect
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -16,7 +17,7 @@ from scopetrace import scopes
 from scopetrace._compat.dispatch import dispatching_to
 from scopetrace._compat.fake import FakeTensor
 from scopetrace._compat.patches import observing, python_random_state_kept
-from scopetrace.errors import ControlFlowError
+from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.record.explain import explained
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
@@ -47,12 +48,27 @@ def record(
 
     def attempt(exact_autograd: bool) -> Tape:
         model = Model(fn)
+        _refuse_sharded(model)
         root = scopes.Scope("", model.type_name)
         recorder = Recorder(model, root, exact_autograd=exact_autograd, specialize=specialize)
         observer = CallObserver(recorder, leaf_rule(leaves, model), progress)
         return run_recorded(observer, fn, model.forward, args, kwargs, dynamic_shapes)
 
     return until_exact_enough(attempt)
+
+
+def _refuse_sharded(model: Model) -> None:
+    """FSDP2's hooks would gather in the trace, for real and into its own tensors."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # where it was never imported, nothing is sharded
+        return
+    for module in model.modules:
+        if isinstance(module, fsdp.FSDPModule):
+            raise UnsupportedOpError(
+                "the model is sharded by fully_shard",
+                module=f"{model.type_name}, {model.names[id(module)][0] or 'the root'}",
+                hint="trace it before it is sharded; a model of the same config on the meta device does as well",
+            )
 
 
 def until_exact_enough(attempt: Callable[[bool], T]) -> T:
