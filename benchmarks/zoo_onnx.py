@@ -22,6 +22,7 @@ import gc
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import tempfile
@@ -65,7 +66,8 @@ def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.
 def said(error: Exception) -> str:
     """The error in a line; of ops without an ONNX form, all of them."""
     ops = list(dict.fromkeys(op for op, _, _ in getattr(error, "ops", [])))
-    return f"no ONNX form of {', '.join(ops)}" if ops else checks.first_line(error)
+    text = f"no ONNX form of {', '.join(ops)}" if ops else checks.first_line(error)
+    return re.sub(r'File "\S*/site-packages/', 'File "', text)
 
 
 @contextlib.contextmanager
@@ -112,7 +114,7 @@ def cells(row: Row) -> list[str]:
     """A line of the table."""
     mine, other = row["ours"], row.get("peer", {})
     error = mine.get("error")
-    said = f"{error:.1e}" if error is not None else mine.get("failed", "")[:90]
+    said = f"{error:.1e}" if error is not None else mine.get("failed", "")[:240]
     seconds = [f"{x['seconds']:.1f}" if "seconds" in x else "-" for x in (mine, other)]
     counts = [str(mine.get(key, "-")) for key in ("functions", "main", "nodes")]
     return [row["model"], *seconds, *counts, str(other.get("nodes", "-")), said]
@@ -161,6 +163,18 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def run_all(st: Any, rows: dict[str, Row], options: argparse.Namespace) -> None:
+    """Convert the models that have no row yet; adds to `rows` and to the file."""
+    zoo = load_zoo(options.zoo.resolve())
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    with options.out.open("a" if rows else "w") as file:
+        for name in [n for n in choice.wanted(options) if n not in rows]:
+            rows[name] = check(st, name, lambda name=name: zoo.build(name), options)
+            print("  ".join(cells(rows[name])), flush=True)
+            print(json.dumps(rows[name]), file=file, flush=True)
+            gc.collect()
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run it."""
     options = parse(argv)
@@ -169,18 +183,12 @@ def main(argv: list[str] | None = None) -> int:
     if options.llama:
         llama(st, options)
         return 0
-    if not (options.zoo / "zoo.py").exists():
-        print(f"zoo not present: no zoo.py in {options.zoo} (give its folder with --zoo)")
-        return 0
     rows = choice.kept_rows(options)
-    zoo = load_zoo(options.zoo.resolve())
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("a" if rows else "w") as file:
-        for name in [] if options.report_only else [n for n in choice.wanted(options) if n not in rows]:
-            rows[name] = check(st, name, lambda name=name: zoo.build(name), options)
-            print("  ".join(cells(rows[name])), flush=True)
-            print(json.dumps(rows[name]), file=file, flush=True)
-            gc.collect()
+    if not options.report_only:
+        if not (options.zoo / "zoo.py").exists():
+            print(f"zoo not present: no zoo.py in {options.zoo} (give its folder with --zoo)")
+            return 0
+        run_all(st, rows, options)
     print("\n" + table(list(rows.values())))
     return 0
 
