@@ -337,6 +337,24 @@ def test_the_first_difference_has_a_name():
     )
 
 
+def test_a_call_that_raises_is_another_one_than_one_that_returns():
+    def forward(m, x, fails):
+        with contextlib.suppress(ValueError):
+            m.part(x, fails)
+        return x + 1
+
+    def part(m, x, fails):
+        if fails:
+            raise ValueError
+
+    model = Net(forward, part=Net(part))
+    one, two = (st.trace(model, (X, fails)).order for fails in (False, True))
+    assert one != two
+    assert str(one.first_difference(two)) == (
+        "step 2, after call of Net[part]: return of Net[part], in the other return of Net[part], raised"
+    )
+
+
 def test_the_digest_is_the_same_in_another_process():
     code = "import torch, scopetrace as st; m = torch.nn.Sequential(torch.nn.Linear(2, 2))\n"
     code += "print(st.trace(m, (torch.ones(1, 2),)).order.digest)"

@@ -116,7 +116,7 @@ def simulate(
     link = _Link(sizes, bandwidth * ranks / max(ranks - 1, 1), latency)
     forward = _run_forward(plan, clock, link)
     backward = _run_backward(plan, clock, link)
-    exact = sum(plan_bytes(plan, g, param_dtype) for g in plan.groups)
+    exact = sum(_exact_bytes(plan, g, param_dtype) for g in plan.groups)
     padding = 1 - exact / max(sum(sizes.values()), 1)
     memory = _memory(plan, tr, ranks, sizes, optimizer_bytes)
     return Simulation(ranks, tuple(link.transfers), clock.computed, forward, backward, memory, padding)
@@ -125,7 +125,7 @@ def simulate(
 # ---------------------------------------------------------------- sizes
 
 
-def plan_bytes(plan: Plan, group: ShardGroup, dtype: torch.dtype | None) -> int:
+def _exact_bytes(plan: Plan, group: ShardGroup, dtype: torch.dtype | None) -> int:
     """The bytes of a group's parameters, without padding."""
     params = (plan.order.registered.params[name] for name in group.params)
     return sum(torch.Size(p.shape).numel() * (dtype or p.dtype).itemsize for p in params)

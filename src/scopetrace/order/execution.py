@@ -99,7 +99,7 @@ class ExecutionOrder:
     """Every module call in forward order, the root first."""
     registered: Registered = dataclasses.field(compare=False)
     """The model's modules and parameters in the order of registration, with all their names and sizes."""
-    written_params: tuple[str, ...] = ()
+    written_params: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """The parameters that the forward changes in place."""
 
     @functools.cached_property
@@ -279,7 +279,8 @@ class ExecutionOrder:
         if step.kind == "use":
             return f"{who} uses {', '.join(step.params)}"
         how = f"{who}.forward" if call.direct else who
-        return f"{step.kind} of {how}"
+        end = ", raised" if step.kind == "return" and call.raised else ""
+        return f"{step.kind} of {how}{end}"
 
     def __str__(self) -> str:
         """A table of the parameters in the order of use, and what is odd."""

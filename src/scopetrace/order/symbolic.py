@@ -125,7 +125,7 @@ class ExecutionInfo:
         call = self._open[-1]
         try:
             yield
-        except BaseException:
+        except BaseException:  # whatever ends the call is noted, and goes on
             self._calls[call] = dataclasses.replace(self._calls[call], raised=True)
             raise
         finally:
