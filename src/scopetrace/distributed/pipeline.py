@@ -141,9 +141,10 @@ def _refuse_few(tape: Tape, alive: Alive, cuts: Sequence[Cut], stages: int) -> N
     if len(cuts) >= stages - 1:
         return
     places = _places(tape)
-    text = f"{stages} stages need {stages - 1} cuts; there are {len(cuts)} modules that are called once"
+    need = f"{stages} stages need {stages - 1} cuts; there are"
     if len(places) < stages - 1:
-        raise PlanError(text)
+        raise PlanError(f"{need} {len(places)} modules that are called once, and begin after others: take fewer stages")
+    text = f"{need} {len(cuts)} modules that are called once"
     last = max(places)
     late = [v.op.target for v, (start, stop) in alive.items() if v.op.kind == "placeholder" and min(places) <= stop]
     early = [v.op for v in leaves(tape.outputs, Value) if v in alive and alive[v][0] < last]

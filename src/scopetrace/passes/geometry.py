@@ -7,6 +7,7 @@ positions.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -72,16 +73,16 @@ class Geometry:
         return self.offset, self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
 
 
-class Relation:
+class Relation(abc.ABC):
     """A way from a base to its view and back. `base_size` and `view_size` are the sizes of the two."""
 
+    @abc.abstractmethod
     def take(self, emit: Emit, base: Any) -> Any:
         """The view's value, from the base's."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def put(self, emit: Emit, base: Any, new: Any) -> Any:
         """The base's value with `new` in the place of the view."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

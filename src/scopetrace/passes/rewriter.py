@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any
 
@@ -29,7 +30,7 @@ _SIZED_BY_OTHER = {
 }
 
 
-class Rewriter:
+class Rewriter(abc.ABC):
     """Goes along the old tape, and puts what it says on the new one. Subclasses say what becomes of writes."""
 
     def __init__(self, old: Tape) -> None:
@@ -336,11 +337,13 @@ class Rewriter:
             return Link(around, op.target, (list(value.fake.size()), list(value.fake.stride()), value.offset))
         return _link(op, parent, value, slot)
 
+    @abc.abstractmethod
     def _write(self, op: Op) -> None:
-        raise NotImplementedError
+        """An op that writes."""
 
+    @abc.abstractmethod
     def _assign(self, op: Op, target: Value, new: Value) -> None:
-        raise NotImplementedError
+        """`target` gets the elements of `new`."""
 
 
 def writes(tape: Tape) -> bool:
