@@ -15,6 +15,7 @@ from torch.distributed.pipelining import SplitPoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import scopetrace as st
+from tests.nets import Net, weight
 from tests.ranks import MODELS, Borrowed, Branches, Given, Head, Layer, Llama, Swapped, SwiGLU
 
 F = nn.functional
@@ -28,17 +29,6 @@ def plan(model, *args, **options):
 
 def groups(found):
     return [" ".join(name or "(root)" for name in group.modules) for group in found.groups]
-
-
-class Net(nn.Module):
-    def __init__(self, forward, **parts):
-        super().__init__()
-        self._forward = forward
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, x):
-        return self._forward(self, x)
 
 
 # FSDP2, on paper -----------------------------------------------------------------------------------------------------
@@ -106,10 +96,6 @@ def test_bucket_plans_are_disjoint_and_name_all_that_can_be_named():
     assert [names[0] for names in nested.bucket_plan("registration")] == [
         *("embed", "layers.0.norm1", "layers.0.mlp", "layers.1.norm1", "layers.1.mlp", "norm"),
     ]
-
-
-def weight(*shape):
-    return nn.Parameter(torch.randn(shape))
 
 
 def test_tied_weights_are_in_one_group():

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import _trace_utils
 import scopetrace as st
 from benchmarks import order_oracle
 from scopetrace.order.text import steps_text
+from tests.nets import Net, weight
 
 F = nn.functional
 X = torch.randn(2, 6)
@@ -43,23 +44,6 @@ class Layers(nn.Module):
             z = z @ self.weight2
             z = self.relu(self.layer0(x))
         return z
-
-
-class Net(nn.Module):
-    """A forward given as a function of the module; what `parts` holds are its attributes."""
-
-    def __init__(self, forward, **parts):
-        super().__init__()
-        self._forward = forward
-        for name, part in parts.items():
-            setattr(self, name, part)
-
-    def forward(self, *args):
-        return self._forward(self, *args)
-
-
-def weight(*shape):
-    return nn.Parameter(torch.randn(*shape))
 
 
 def uses(order):
