@@ -18,7 +18,6 @@ from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops, _pop_
 from torch._ops import _set_mode_pre_dispatch as _put_mode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 OnOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 OnHigherOrderOp = Callable[[HigherOrderOperator, tuple[Any, ...], dict[str, Any]], Any]
@@ -117,26 +116,6 @@ def eager() -> Iterator[None]:
     no_transforms, no_autocast = torch._C._DisableFuncTorch(), torch._C._DisableAutocast()
     with _disable_current_modes(), torch._C._DisablePythonDispatcher(), no_transforms, no_autocast, torch.no_grad():
         yield
-
-
-def run_op(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op on fake tensors as eager would run it.
-
-    The Python dispatcher has decompositions of composite ops for symbolic sizes. They are not needed for others, and do
-    not alias as the real ones do (`dropout` in eval mode returns a copy there).
-    """
-    if any(isinstance(a, _Symbolic) for a in tree_leaves((args, kwargs))) or _has_symbolic_sizes(args):
-        return func(*args, **kwargs)
-    with torch._C._DisablePythonDispatcher():
-        return func(*args, **kwargs)
-
-
-_Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
-
-
-def _has_symbolic_sizes(args: Any) -> bool:
-    tensors = [a for a in tree_leaves(args) if isinstance(a, torch.Tensor)]
-    return any(t._has_symbolic_sizes_strides for t in tensors)
 
 
 def in_transform() -> bool:

@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import (
     GuardOnDataDependentSymNode,
     compute_unbacked_bindings,
 )
+from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.shape_env import WatchedShapeEnv
 
@@ -206,17 +207,30 @@ def storage_id(x: torch.Tensor) -> int:
     return -id(x)
 
 
-def run_static(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """As `run_fake`, for sizes that are plain numbers: with torch's cache, which is off where sizes are symbolic."""
+def run_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op returns for fake tensors, without autograd. Raises what the op raises."""
+    with mode, torch.no_grad():
+        return run_op(mode, func, args, kwargs)
+
+
+def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op on fake tensors of `mode` as eager would run it.
+
+    Where sizes are symbolic, torch's cache of results is off (see `FakeFactory.symbolic`), and the Python dispatcher
+    takes composite ops apart. Other ops in such a trace need neither; and the parts do not alias as the op does
+    (`dropout` in eval mode returns a copy there).
+    """
+    if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
+        return func(*args, **kwargs)
     before, mode.cache_enabled = mode.cache_enabled, torch._dynamo.config.fake_tensor_cache_enabled
     try:
         with torch._C._DisablePythonDispatcher():
-            return run_fake(mode, func, args, kwargs)
+            return func(*args, **kwargs)
     finally:
         mode.cache_enabled = before
 
 
-def run_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """What an op returns for fake tensors, without autograd. Raises what the op raises."""
-    with mode, torch.no_grad():
-        return func(*args, **kwargs)
+def _is_symbolic(x: Any) -> bool:
+    if isinstance(x, torch.Tensor):
+        return x._has_symbolic_sizes_strides
+    return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))

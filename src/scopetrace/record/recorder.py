@@ -20,7 +20,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat import dispatch
-from scopetrace._compat.fake import FakeTensor, storage_id, without_dispatch
+from scopetrace._compat.fake import FakeTensor, run_op, storage_id, without_dispatch
 from scopetrace._compat.symbols import bare, has_unbacked
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.record import results, rules
@@ -56,6 +56,7 @@ class _OpFacts:
         "instead",
         "may_lie",
         "positions",
+        "quiet",
         "reads",
         "recipes",
         "repeatable",
@@ -78,6 +79,7 @@ class _OpFacts:
         self.squeezes = func._schema.name.startswith("aten::squeeze")
         self.may_lie = any(name in WRITTEN_IN_SECRET for _, name in self.positions)
         self.recipes: dict[Any, results.Recipe] = {}
+        self.quiet: dict[Any, bool] = {}  # whether the op in place changes values alone
 
 
 class Recorder(ReadingWriter):
@@ -117,7 +119,7 @@ class Recorder(ReadingWriter):
             return facts.instead(self, *args, **kwargs)
         if facts.reshapes and isinstance(args[0], FakeTensor):
             self.set_apart(args[0])
-        self._repeatable = facts.repeatable
+        self._repeatable = True
         inputs: list[Value] = []
         key: list[Any] = []
         given = (args, kwargs)
@@ -142,7 +144,7 @@ class Recorder(ReadingWriter):
 
     def _predict(self, facts: _OpFacts, args: Any, kwargs: Any, inputs: list[Value], key: Any) -> results.Recipe | None:
         """The recipe of an op met for the first time, where a rule for symbolic sizes gives it."""
-        if facts.may_lie and writes_in_secret(facts.func, args, kwargs):
+        if not facts.repeatable or (facts.may_lie and writes_in_secret(facts.func, args, kwargs)):
             return None
         recipe = rules.predict(self.factory, self._keys, facts.func, args, kwargs, inputs)
         if recipe is not None:
@@ -195,7 +197,7 @@ class Recorder(ReadingWriter):
         versions = [_version(t) for t in objects]
         tracked = [v for v, t in zip(inputs, objects, strict=True) if t.requires_grad] if facts.written else []
         shapes = [(v, geometry_key(v.fake), _layout(v.fake)) for v in _pick(facts.written, args, kwargs)]
-        out = self._execute(facts, given_args, given_kwargs, (args, kwargs), inputs)
+        out = self._execute(facts, given_args, given_kwargs, (args, kwargs), inputs, key)
         if facts.squeezes and inputs[0].fake._has_symbolic_sizes_strides:
             self._watch_squeeze(inputs[0].fake, args[1:])
         for value, old, layout in shapes:
@@ -203,7 +205,7 @@ class Recorder(ReadingWriter):
                 self._freeze(value, *layout)
         written = self._written(facts, args, kwargs, secret, zip(inputs, objects, versions, strict=True))
         unbacked = self.factory.unbacked_bindings(out)
-        if key is not None and not written and unbacked is None:
+        if key is not None and facts.repeatable and not written and unbacked is None:
             recipe = results.learn(self._keys, inputs, out)
             if recipe is not None:
                 facts.recipes[key] = recipe
@@ -218,18 +220,20 @@ class Recorder(ReadingWriter):
         op.outputs = self._register(out, op)
         return out
 
-    def _execute(self, facts: _OpFacts, args: Any, kwargs: Any, lifted: Any, inputs: list[Value]) -> Any:
+    def _execute(self, facts: _OpFacts, args: Any, kwargs: Any, lifted: Any, inputs: list[Value], key: Any) -> Any:
         """What torch returns for fake tensors."""
-        if facts.in_place and self._only_values_change(facts, args[0], lifted, inputs):
+        if facts.in_place and self._only_values_change(facts, args[0], lifted, inputs, key):
             torch.autograd.graph.increment_version(args[0])
             return args[0]
         self.running = facts.func
         with self.factory.shape_env.suppress_guards() if facts.convolves else contextlib.nullcontext():
-            out = dispatch.run_op(facts.func, args, kwargs)
+            out = run_op(self.factory.mode, facts.func, args, kwargs)
         self.running = None
         return out
 
-    def _only_values_change(self, facts: _OpFacts, t: torch.Tensor, lifted: Any, inputs: list[Value]) -> bool:
+    def _only_values_change(
+        self, facts: _OpFacts, t: torch.Tensor, lifted: Any, inputs: list[Value], key: Any
+    ) -> bool:
         """Whether an op in place leaves no trace on the fake tensor that it writes but in its version counter."""
         if t.is_inference():
             return False
@@ -237,8 +241,15 @@ class Recorder(ReadingWriter):
             return t.is_floating_point() and not (t.requires_grad and _grad_enabled() and (self.exact or t.is_leaf))
         if _grad_enabled() and any(v.fake.requires_grad for v in inputs):
             return False
-        lifted_args, lifted_kwargs = lifted
-        return rules.changes_only_values(self.factory, facts.func, lifted_args, lifted_kwargs, inputs)
+        args, kwargs = lifted
+        if any(v.storage == args[0].storage and v is not args[0] for v in inputs):
+            return False  # they may overlap
+        quiet = facts.quiet.get(key)
+        if quiet is None:
+            quiet = rules.changes_only_values(self.factory, facts.func, args, kwargs, inputs)
+            if key is not None:
+                facts.quiet[key] = quiet
+        return quiet
 
     def _written(self, facts: _OpFacts, args: Any, kwargs: Any, secret: tuple[str, ...], read: Any) -> list[Value]:
         """What the op wrote: by its schema, by what is known of it, and by the version counters of what it read."""

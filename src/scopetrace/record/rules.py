@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.fake import FakeMaker, FakeTensor, run_static, storage_id, without_dispatch
+from scopetrace._compat.fake import FakeMaker, FakeTensor, run_fake, storage_id, without_dispatch
 from scopetrace._compat.symbols import example, surely_equal
 from scopetrace.record.layouts import Sizes, dense_strides, gapless_strides, keeps_order, view_strides
 from scopetrace.record.results import Fresh, Keys, Recipe, Same, View
@@ -55,13 +55,14 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
 
 
 def changes_only_values(factory: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> bool:
-    """Whether an op that writes its first argument in place, element by element, leaves its sizes as they are."""
+    """Whether an op that writes its first argument in place, element by element, leaves its sizes as they are.
+
+    The first argument shares memory with no other one.
+    """
     fakes = [v.fake for v in inputs]
-    if not any(t._has_symbolic_sizes_strides for t in fakes) or any(v.key is None for v in inputs):
+    if any(v.key is None for v in inputs):
         return False
     target = args[0]
-    if any(v.storage == target.storage and v is not target for v in inputs):
-        return False  # they may overlap
     size = broadcast([t.size() for t in fakes])
     if size is None or len(size) != target.fake.dim() or not all(map(surely_equal, size, target.fake.size())):
         return False
@@ -72,7 +73,7 @@ def changes_only_values(factory: FakeMaker, func: Any, args: Any, kwargs: Any, i
 def _on_stand_ins(factory: FakeMaker, func: Any, args: Any, kwargs: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
     """What the op returns for the sizes of the example; None where it raises."""
     try:
-        return run_static(factory.mode, func, _with_examples(args, stand_ins), _with_examples(kwargs, stand_ins))
+        return run_fake(factory.mode, func, _with_examples(args, stand_ins), _with_examples(kwargs, stand_ins))
     except Exception:  # torch's own way raises it, with symbols in its words
         return None
 
@@ -148,9 +149,7 @@ def _seen_again(func: Any, i: int, base: torch.Tensor, out: torch.Tensor, size: 
 
 
 def _stand_in(factory: FakeMaker, t: torch.Tensor) -> torch.Tensor:
-    """The same tensor with the sizes of the example."""
-    if not t._has_symbolic_sizes_strides:
-        return t
+    """The same tensor with the sizes of the example, in memory of its own."""
     size, stride = ([example(n) for n in numbers] for numbers in (t.size(), t.stride()))
     with without_dispatch(), torch.no_grad():
         return factory.fresh(size, stride, t.dtype, t.device, t.requires_grad)
