@@ -130,6 +130,24 @@ def test_gradients_flow_through_copies_into_views():
     assert_same_gradients(run, tr, (torch.tensor([1.0, 2.0, 3.0], requires_grad=True),))
 
 
+@pytest.mark.parametrize("dynamic", [None, ({0: torch.export.Dim("batch")},)])
+def test_writes_into_views_of_what_carries_gradients_are_seen_in_one_run(dynamic):
+    runs = 0
+
+    def ghost(x):  # as in GhostNet: two halves side by side, of which one gets a shortcut
+        nonlocal runs
+        runs += 1
+        both = torch.cat([x.sin(), x.cos()], 1)
+        half = both[:, :3]
+        half += x.exp()
+        both[:, 2:5].mul_(2)
+        return (both * half.sum()).sum(1)
+
+    tr = st.trace(ghost, (torch.randn(2, 3, requires_grad=True),), dynamic_shapes=dynamic)
+    assert runs == 1
+    assert_same_gradients(lambda x: ghost(x).sum(), lambda x: tr(x).sum(), (torch.randn(2, 3, requires_grad=True),))
+
+
 def test_custom_ops_that_say_what_they_mutate():
     @torch.library.custom_op("scopetrace_tests::accumulate", mutates_args={"total"})
     def accumulate(total: torch.Tensor, x: torch.Tensor) -> torch.Tensor:

@@ -247,12 +247,20 @@ def test_autograd_inside_the_forward():
         torch.testing.assert_close(a, b)
 
 
+def without_grad(run, x):
+    with torch.no_grad():
+        return run(x)
+
+
 @pytest.mark.parametrize(
     "run",
     [
         lambda x, w: x.mul(1).unbind(0)[0].add_(1) + w,
         lambda x, w: x.mul(w).view(-1).add_(1),
         lambda x, w: w.add_(1),
+        lambda x, w: (x * w).chunk(2)[0][:1].add_(1),
+        lambda x, w: without_grad(lambda y: y[:1], x * w).add_(1),
+        lambda x, w: (x * w)[0].add_(w[0]),
     ],
 )
 def test_where_autograd_makes_eager_raise_so_does_the_trace(run):

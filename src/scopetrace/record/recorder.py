@@ -187,8 +187,7 @@ class Recorder(ReadingWriter):
 
     def _run(self, facts: _OpFacts, given: Any, args: Any, kwargs: Any, inputs: list[Value], key: Any) -> Any:
         """Let torch run the op on the fake tensors that it was given."""
-        if facts.written and not self.exact and _grad_enabled():
-            self._prepare_write(facts, args, kwargs, inputs)
+        unseen = bool(facts.written) and self._prepare_write(facts, args, kwargs, inputs)
         secret = writes_in_secret(facts.func, args, kwargs) if facts.may_lie else ()
         if secret and hidden_writes(facts.func, args, kwargs) is None and facts.func._can_decompose():
             return dispatch.decomposed(self.mode, facts.func, *given)  # instance_norm: its parts say what they write
@@ -197,7 +196,8 @@ class Recorder(ReadingWriter):
         versions = [_version(t) for t in objects]
         tracked = [v for v, t in zip(inputs, objects, strict=True) if t.requires_grad] if facts.written else []
         shapes = [(v, geometry_key(v.fake), _layout(v.fake)) for v in _pick(facts.written, args, kwargs)]
-        out = self._execute(facts, given_args, given_kwargs, (args, kwargs), inputs, key)
+        with torch.no_grad() if unseen else contextlib.nullcontext():
+            out = self._execute(facts, given_args, given_kwargs, (args, kwargs), inputs, key)
         if facts.squeezes and inputs[0].fake._has_symbolic_sizes_strides:
             self._watch_squeeze(inputs[0].fake, args[1:])
         for value, old, layout in shapes:
@@ -231,9 +231,7 @@ class Recorder(ReadingWriter):
         self.running = None
         return out
 
-    def _only_values_change(
-        self, facts: _OpFacts, t: torch.Tensor, lifted: Any, inputs: list[Value], key: Any
-    ) -> bool:
+    def _only_values_change(self, facts: _OpFacts, t: torch.Tensor, lifted: Any, inputs: list[Value], key: Any) -> bool:
         """Whether an op in place leaves no trace on the fake tensor that it writes but in its version counter."""
         if t.is_inference():
             return False
@@ -314,11 +312,17 @@ class Recorder(ReadingWriter):
         op.outputs = container(values)
         return container([v.fake for v in values])
 
-    def _prepare_write(self, facts: _OpFacts, args: Any, kwargs: Any, inputs: list[Value]) -> None:
-        """Before autograd sees a write: give results made from recipes the history that it expects."""
-        if not any(v.fake.requires_grad for v in inputs):
-            return
-        for value in _pick(facts.written, args, kwargs):
+    def _prepare_write(self, facts: _OpFacts, args: Any, kwargs: Any, inputs: list[Value]) -> bool:
+        """Before autograd sees a write: give results made from recipes the history that it expects.
+
+        True where autograd needs not see it: all tensors in the memory have a history before and after.
+        """
+        if self.exact or not _grad_enabled() or not any(v.fake.requires_grad for v in inputs):
+            return False
+        written = _pick(facts.written, args, kwargs)
+        if facts.in_place and all(_has_history(v) for w in written for v in self._by_storage.get(w.storage, ())):
+            return True
+        for value in written:
             same_memory = self._by_storage.get(value.storage, ())
             if any(v.fake is not value.fake for v in same_memory):
                 raise NeedsAutograd
@@ -326,6 +330,7 @@ class Recorder(ReadingWriter):
                 self.factory.give_history(value.fake)
             for v in same_memory:
                 v.stand_in = False
+        return False
 
     def resize_storage(self, storage: torch.UntypedStorage, size: int) -> bool:
         """Give the memory of a known tensor another size in bytes; False where no known tensor lies in it."""
@@ -360,10 +365,6 @@ class Recorder(ReadingWriter):
         return "cpu"
 
 
-def _run_graph(gm: torch.fx.GraphModule, args: Any) -> Any:
-    return torch.fx.Interpreter(gm).run(*args)
-
-
 def _layout(t: torch.Tensor) -> tuple[Any, ...]:
     return (
         (t.storage_offset(), t.size(), t.stride(), t.dtype) if t.layout is torch.strided else (0, t.size(), (), t.dtype)
@@ -372,6 +373,13 @@ def _layout(t: torch.Tensor) -> tuple[Any, ...]:
 
 def _version(t: torch.Tensor) -> int:
     return -1 if t.is_inference() else t._version
+
+
+def _has_history(value: Value) -> bool:
+    """Whether autograd would let eager write to this result of an op, and it requires grad already."""
+    op = value.op
+    single = not isinstance(op.outputs, (list, tuple))  # it refuses writes to one of several views
+    return value.fake.requires_grad and op.kind == "call_function" and op.grad and single
 
 
 def _pick(written: tuple[tuple[int, str], ...], args: Any, kwargs: Any) -> list[Value]:
