@@ -77,12 +77,28 @@ class Keys:
         if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg() or type(fake) is not FakeTensor:
             return None
         size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
-        nbytes = bare(fake.untyped_storage().nbytes())  # a static view may lie in memory of symbolic size
         if fake._has_symbolic_sizes_strides:
-            size, stride, offset, nbytes = bare(size), bare(stride), bare(offset), self._expanded(nbytes)
-            if any(has_unbacked(n) for n in (*size, *stride, offset)):
+            size, stride, offset = bare(size), bare(stride), bare(offset)
+        nbytes = fake.untyped_storage().nbytes()  # symbolic, too, where a static view lies in such memory
+        return self._number(size, stride, offset, (fake.dtype, fake.device, fake.requires_grad), nbytes)
+
+    def of_recipe(self, recipe: Fresh | View, inputs: Sequence[torch.Tensor]) -> int | None:
+        """The key of what a recipe makes, which `of` would give."""
+        if isinstance(recipe, Fresh):
+            offset, dtype, nbytes = 0, recipe.dtype, bare(recipe.numel) * recipe.dtype.itemsize
+        else:
+            base = inputs[recipe.base]
+            if base.is_conj() or base.is_neg():
                 return None
-        facts = (size, stride, offset, fake.dtype, fake.device, fake.requires_grad, nbytes)
+            offset, dtype = bare(base.storage_offset() + recipe.offset), base.dtype
+            nbytes = base.untyped_storage().nbytes()
+        rest = dtype, recipe.device, recipe.requires_grad
+        return self._number(bare(recipe.size), bare(recipe.stride), offset, rest, nbytes)
+
+    def _number(self, size: Any, stride: Any, offset: Any, rest: Any, nbytes: Any) -> int | None:
+        if any(has_unbacked(n) for n in (*size, *stride, offset)):
+            return None
+        facts = (size, stride, offset, *rest, self._expanded(bare(nbytes)))
         return self._numbers.setdefault(facts, len(self._numbers))
 
     def _expanded(self, number: Any) -> Any:

@@ -30,7 +30,7 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
     if not any(v.fake._has_symbolic_sizes_strides for v in inputs) and not _has_symbols(args):
         return None
     if func in VIEWS:
-        return _predict_view(factory, keys, VIEWS[func], args, kwargs, inputs)
+        return _predict_view(keys, VIEWS[func], args, kwargs, inputs)
     rule = rule_of(func)
     if rule is None or not all(type(v.fake) is FakeTensor and keeps_order(v.fake) for v in inputs):
         return None
@@ -43,7 +43,7 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
     bases = [stand_ins[id(v)] for v in inputs]
     if type(out) is FakeTensor:
         recipe = _recipe(func, out, said, grad, bases, inputs)
-        return None if recipe is None else _with_keys(factory, keys, None, [recipe], inputs)
+        return None if recipe is None else _with_keys(keys, None, [recipe], inputs)
     if type(out) not in (tuple, list) or any(type(t) is not FakeTensor for t in out):
         return None
     if len(out) != len(said) or not all(isinstance(sizes, (list, tuple)) for sizes in said):
@@ -51,7 +51,7 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
     recipes = [_recipe(func, t, sizes, grad, bases, inputs) for t, sizes in zip(out, said, strict=True)]
     if not all(isinstance(r, Fresh) for r in recipes) or len({storage_id(t) for t in out}) < len(out):
         return None
-    return _with_keys(factory, keys, type(out), recipes, inputs)
+    return _with_keys(keys, type(out), recipes, inputs)
 
 
 def changes_only_values(factory: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> bool:
@@ -82,9 +82,7 @@ def _has_symbols(args: Any) -> bool:
     return any(isinstance(a, torch.SymInt) for a in flat(args))
 
 
-def _predict_view(
-    factory: FakeMaker, keys: Keys, rule: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]
-) -> Recipe | None:
+def _predict_view(keys: Keys, rule: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> Recipe | None:
     if kwargs or len(inputs) != 1 or type(inputs[0].fake) is not FakeTensor:
         return None
     base = inputs[0].fake
@@ -96,17 +94,14 @@ def _predict_view(
         View(0, tuple(size), tuple(stride), offset, base.device, base.requires_grad, 0)
         for size, stride, offset in (found if several else [found])
     ]
-    return _with_keys(factory, keys, list if several else None, recipes, inputs)
+    return _with_keys(keys, list if several else None, recipes, inputs)
 
 
-def _with_keys(
-    factory: FakeMaker, keys: Keys, container: type | None, recipes: Sequence[Any], inputs: list[Value]
-) -> Recipe | None:
+def _with_keys(keys: Keys, container: type | None, recipes: Sequence[Any], inputs: list[Value]) -> Recipe | None:
     found: list[Fresh | View | Same] = []
     for recipe in recipes:
         if not isinstance(recipe, Same):
-            with without_dispatch(), torch.no_grad():
-                key = keys.of(recipe.make(factory, [v.fake for v in inputs]))
+            key = keys.of_recipe(recipe, [v.fake for v in inputs])
             if key is None:
                 return None
             recipe = recipe._replace(key=key)
