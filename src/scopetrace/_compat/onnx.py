@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import re
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -12,6 +15,22 @@ from onnxscript import rewriter
 from onnxscript.rewriter import pattern
 from onnxscript.rewriter.rules.common import _no_op
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
+
+_one_at_a_time = threading.RLock()
+_read_op_library = functools.cache(lambda: _registration.onnxscript_apis.get_torchlib_ops())
+
+
+@contextlib.contextmanager
+def op_library_read_once() -> Iterator[None]:
+    """Exports inside take turns, and find onnxscript's op library as it was read the first time.
+
+    torch reads it for each export, and onnxscript parses the sources of its 500 functions each time: a second on a
+    slow machine. They are what onnxscript came with, so that they cannot change.
+    """
+    with _one_at_a_time:
+        library = _read_op_library()
+        with mock.patch.object(_registration.onnxscript_apis, "get_torchlib_ops", lambda: library):
+            yield
 
 
 def decomposed(

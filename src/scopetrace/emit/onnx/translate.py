@@ -13,7 +13,7 @@ import torch.fx
 from torch.export import ExportedProgram
 
 from scopetrace import meta
-from scopetrace._compat.onnx import decomposed, node_in_error
+from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once
 from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 
@@ -28,7 +28,7 @@ def translate(
     Raises OnnxOpError with all ops that have no ONNX form, OnnxExportError where torch.onnx fails otherwise.
     """
     try:
-        with _quiet():
+        with op_library_read_once(), _quiet():
             result = torch.onnx.export(
                 program,
                 verbose=False,
