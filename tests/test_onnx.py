@@ -455,6 +455,30 @@ def test_verify_finds_a_wrong_translation():
         st.trace(blocks(1), (X,)).to_onnx(opset_version=20, custom_translation_table=table, verify=True)
 
 
+@pytest.mark.parametrize("scale", [1.0, 1e-3, 1e-6])
+def test_verify_looks_at_small_outputs_too(scale):
+    onnxscript = pytest.importorskip("onnxscript")
+
+    class Small(nn.Module):
+        def forward(self, x):
+            return torch.sin(x) * scale
+
+    traced = st.trace(Small(), (X,))
+    traced.to_onnx(verify=True)
+    table = {torch.ops.aten.sin.default: lambda self: onnxscript.opset20.Cos(self)}
+    with pytest.raises(st.OnnxVerificationError, match="differs"):
+        traced.to_onnx(opset_version=20, custom_translation_table=table, verify=True)
+
+
+def test_verify_lets_rounding_errors_be_where_values_cancel():
+    class Cancelling(nn.Module):
+        def forward(self, x):
+            x = x.sin()
+            return (x - x.mean(-1, keepdim=True)).mean(-1) * 1e-3
+
+    st.trace(Cancelling(), (X,)).to_onnx(verify=True)
+
+
 def test_verify_says_that_a_model_draws_random_numbers():
     with pytest.raises(st.OnnxVerificationError, match="draws random numbers"):
         st.trace(nn.Dropout(0.5).train(), (X,)).to_onnx(verify=True)
