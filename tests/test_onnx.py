@@ -479,6 +479,31 @@ def test_verify_lets_rounding_errors_be_where_values_cancel():
     st.trace(Cancelling(), (X,)).to_onnx(verify=True)
 
 
+class Guarded(nn.Module):
+    """Two ways, of which neither computes anything on the first."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.limit = limit
+
+    def forward(self, x):
+        return x.tanh() if x.sum() > self.limit else x
+
+
+def test_a_layer_of_which_only_a_decision_is_left():
+    net = nn.Sequential(Guarded(1e6), nn.Linear(4, 4))
+    model = st.trace(net, (X,), specialize=True).to_onnx(functions=[Guarded], verify=True)
+    assert [(f.name, [n.op_type for n in f]) for f in model.functions.values()] == [("Guarded", ["Identity"])]
+
+
+def test_verify_skips_inputs_that_go_another_way():
+    always, never = (X * 0 + sign for sign in (1.0, -1e7))
+    st.trace(Guarded(0.0), (always,), specialize=True).to_onnx(verify=True)  # some sums are above 0, some below
+    traced = st.trace(Guarded(-1e6), (never,), specialize=True)
+    with pytest.raises(st.OnnxVerificationError, match=r"no random inputs.*was (True|False).*verify=False"):
+        traced.to_onnx(verify=True)
+
+
 def test_verify_says_that_a_model_draws_random_numbers():
     with pytest.raises(st.OnnxVerificationError, match="draws random numbers"):
         st.trace(nn.Dropout(0.5).train(), (X,)).to_onnx(verify=True)

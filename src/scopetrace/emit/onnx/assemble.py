@@ -110,8 +110,8 @@ class Assembler:
         inputs = [*piece.inputs, *piece.held.values(), *holes]
         wanted = [x for x in (*piece.outputs, *(o for s in piece.sites for o in s.operands)) if x in self._original]
         outputs = [x for x in dict.fromkeys(wanted) if x.op != "placeholder"]
-        read = [n for n in inputs if n in self._original]
-        values = {n: self._parts.sizes.new_value(meta.value(n)) for n in inputs if n not in self._original}
+        read = [n for n in inputs if n in self._original] if outputs else []
+        values = {n: self._parts.sizes.new_value(meta.value(n)) for n in inputs if n not in read}
         if outputs:
             graph = ir.convenience.extract(
                 self._translated.graph, [self._original[n] for n in read], [self._original[n] for n in outputs]
