@@ -98,6 +98,22 @@ def test_the_trace_reads_buffers_that_the_model_bound_anew():
     torch.testing.assert_close(tr(x), net(x))
 
 
+def test_a_check_puts_back_parameters_that_the_forward_changes():
+    class Decaying(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w = nn.Parameter(torch.ones(3))
+
+        def forward(self, x):
+            with torch.no_grad():
+                self.w.mul_(0.5)
+            return x * self.w
+
+    net, x = Decaying(), torch.randn(2, 3)
+    st.trace(net, (x,)).check((x,))
+    assert net.w.tolist() == [1.0, 1.0, 1.0]
+
+
 def test_threads_started_in_forward_are_refused():
     import threading
 

@@ -78,7 +78,7 @@ class _State:
                 if buffer is not None:
                     self._places.append((module, name, buffer))
                     self._tensors[f"buffer {name} of module {i}"] = buffer
-        written = {v.storage for op in tape.ops for v in op.writes}
+        written = {v.storage for op in tape.ops for v in op.writes} | tape.written
         for op in tape.ops:
             if op.kind == "get_attr" and op.outputs.storage in written:
                 self._tensors[f"attribute {op.target}"] = tape.attributes[op.target]

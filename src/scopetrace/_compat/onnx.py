@@ -14,10 +14,11 @@ import torch.fx
 from onnxscript import rewriter
 from onnxscript.rewriter import pattern
 from onnxscript.rewriter.rules.common import _no_op
+from torch._decomp import get_decompositions
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
 
 _one_at_a_time = threading.RLock()
-_read_op_library = functools.cache(lambda: _registration.onnxscript_apis.get_torchlib_ops())
+_read_op_library = functools.cache(lambda: _registration.onnxscript_apis.get_torchlib_ops())  # type: ignore[attr-defined]
 
 
 @contextlib.contextmanager
@@ -29,8 +30,17 @@ def op_library_read_once() -> Iterator[None]:
     """
     with _one_at_a_time:
         library = _read_op_library()
-        with mock.patch.object(_registration.onnxscript_apis, "get_torchlib_ops", lambda: library):
+        apis = _registration.onnxscript_apis  # type: ignore[attr-defined]
+        with mock.patch.object(apis, "get_torchlib_ops", lambda: library):
             yield
+
+
+def with_batch_statistics(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """The program with batch norm in training mode as its parts: torch.onnx translates it as in eval mode."""
+    norm = torch.ops.aten._native_batch_norm_legit_functional.default
+    if not any(node.target is norm and node.args[5] for node in program.graph.nodes):
+        return program
+    return program.run_decompositions(get_decompositions([norm]))
 
 
 def decomposed(

@@ -14,7 +14,7 @@ from scopetrace import meta
 from scopetrace.emit.onnx.equality import body_key
 from scopetrace.emit.onnx.naming import FunctionNames, Labels, output_names
 from scopetrace.emit.onnx.pieces import Piece, Site, Whole
-from scopetrace.emit.onnx.sizes import SizeNames
+from scopetrace.emit.onnx.sizes import SizeNames, forget_sizes_made_inside
 from scopetrace.emit.onnx.weights import onnx_tensor
 
 IR_VERSION = 10
@@ -75,10 +75,12 @@ class Assembler:
         function = piece.function
         body = _Body(self, piece)
         names = dict(zip(body.graph.inputs, (i.name for i in function.inputs), strict=True))
-        key = (function.module_type, self._parts.names.base(function), body_key(body.graph))
+        what = function.identifier if piece.unknown else body_key(body.graph)
+        key = (function.module_type, self._parts.names.base(function), what)
         if key in known:
             self.functions[piece] = _without_shapes(known[key])
             return
+        forget_sizes_made_inside(body.graph)
         self._parts.labels.write(piece, body.graph)
         self._parts.labels.name_values(
             body.graph, names, dict(zip(body.graph.outputs, output_names(function.outputs), strict=True))
@@ -107,7 +109,7 @@ class Assembler:
     def cut_out(self, piece: Piece) -> tuple[ir.Graph, dict[torch.fx.Node, ir.Value]]:
         """A copy of a piece's nodes as a graph of its own, and its values by the nodes of the whole."""
         holes = [result for site in piece.sites for result in site.results]
-        inputs = [*piece.inputs, *piece.held.values(), *holes]
+        inputs = [*piece.inputs, *piece.held.values(), *piece.unknown, *holes]
         wanted = [x for x in (*piece.outputs, *(o for s in piece.sites for o in s.operands)) if x in self._original]
         outputs = [x for x in dict.fromkeys(wanted) if x.op != "placeholder"]
         read = [n for n in inputs if n in self._original] if outputs else []
@@ -157,6 +159,7 @@ class _Body:
         for site in piece.sites:
             self._insert_call(assembler, site)
         self._set_inputs()
+        self._stand_for_unknown()
         self.graph.outputs.extend(self._outputs())
         self.graph.sort()
 
@@ -214,6 +217,16 @@ class _Body:
             self._replace(self._values[node], self._constant(onnx_tensor(self.piece.tensor(name))))
         given = iter(own)
         self.graph.inputs[:] = [ir.Value() if i.kind == "absent" else next(given) for i in self.piece.function.inputs]
+
+    def _stand_for_unknown(self) -> None:
+        """One node in the place of a body that is left out, so that its outputs come from somewhere."""
+        if self.piece.unknown:
+            node = ir.node("Unknown", self.graph.inputs, num_outputs=len(self.piece.unknown))
+            self.graph.append(node)
+            for placeholder, new in zip(self.piece.unknown, node.outputs, strict=True):
+                old = self._values[placeholder]
+                new.type, new.shape = old.type, old.shape
+                self._values[placeholder] = new
 
     def _outputs(self) -> list[ir.Value]:
         """ONNX has no output that is an input, and no two that are the same value."""

@@ -9,8 +9,12 @@ import onnx_ir as ir
 
 
 def body_key(graph: ir.Graph) -> Hashable:
-    """Equal for graphs that compute the same in the same way. Names, shapes and metadata do not count."""
-    return _graph_key(graph, {})
+    """Equal for graphs that compute the same in the same way, of inputs of equal types and ranks.
+
+    Names, sizes and metadata do not count.
+    """
+    kinds = tuple((str(value.dtype), None if value.shape is None else len(value.shape)) for value in graph.inputs)
+    return kinds, _graph_key(graph, {})
 
 
 def _graph_key(graph: ir.Graph, numbers: dict[ir.Value, int]) -> Hashable:

@@ -21,7 +21,8 @@ from scopetrace.emit.onnx.results import Results
 from scopetrace.emit.onnx.sizes import SizeNames
 from scopetrace.emit.onnx.translate import Table, translate
 from scopetrace.emit.onnx.weights import attach
-from scopetrace.outlined import Outlined, is_named
+from scopetrace.errors import OnnxOpError, OnnxOptionError
+from scopetrace.outlined import Function, Outlined, is_named
 
 if TYPE_CHECKING:
     from scopetrace.trace import Trace
@@ -52,6 +53,8 @@ class Exported:
     """All functions, callees first, with those whose bodies the model leaves out."""
     plugins: list[ir.Function]
     """Those whose bodies it leaves out."""
+    without_form: list[str]
+    """The names of those whose bodies are not known in ONNX at all."""
     classes: dict[tuple[str, str], type | None]
     """By domain and name, the class of the modules that a function stands for."""
     results: Results
@@ -86,14 +89,21 @@ def export(trace: Trace, options: Options, say: Say) -> Exported:
     input_names = read_names(options.input_names, _input_names(main.program.graph), "input_names")
     output_names = read_names(options.output_names, results.names(), "output_names")
 
-    whole = Whole(main.program, _function_of(outlined), results.values)
-    say(f"translating {len(whole.graph.nodes):,} nodes")
-    translated, source = translate(
-        exported_program(whole.root, whole.graph),
-        opset_version=options.opset_version,
-        optimize=options.optimize,
-        table=options.custom_translation_table,
-    )
+    def convert(is_left_out: Callable[[Any], bool]) -> tuple[Whole, ir.Model, torch.fx.Graph]:
+        whole = Whole(main.program, _function_of(outlined), results.values, is_left_out)
+        say(f"translating {len(whole.graph.nodes):,} nodes")
+        program, table = exported_program(whole.root, whole.graph), options.custom_translation_table
+        return whole, *translate(program, opset_version=options.opset_version, optimize=options.optimize, table=table)
+
+    def is_plugin(function: Function) -> bool:
+        return _is_plugin(function, plugins)
+
+    try:
+        whole, translated, source = convert(lambda function: False)
+    except OnnxOpError:
+        if not plugins:
+            raise
+        whole, translated, source = convert(is_plugin)  # it may be their bodies that have no ONNX form
     say("assembling")
     sizes = SizeNames(main.tape.sizes)
     sizes.rename(translated.graph, whole.fakes.origins)
@@ -102,7 +112,7 @@ def export(trace: Trace, options: Options, say: Say) -> Exported:
         Labels(source),
         _Attributes(trace, main, options.attributes).of,
         sizes,
-        lambda piece: not any(is_named(call, target) for call in piece.function.calls for target in plugins),
+        lambda piece: not is_plugin(piece.function),
     )
     assembler = Assembler(translated, whole, parts)
     model = assembler.model(input_names, output_names)
@@ -111,10 +121,22 @@ def export(trace: Trace, options: Options, say: Say) -> Exported:
         model,
         list(dict.fromkeys(assembler.functions.values())),
         assembler.plugins,
+        sorted({f.name for piece, f in assembler.functions.items() if piece.unknown}),
         {(f.domain, f.name): piece.function.module_type for piece, f in assembler.functions.items()},
         results,
         Counter() if outlined is None else Counter(call.module_type for call in outlined.chosen),
     )
+
+
+def _is_plugin(function: Function, plugins: Sequence[Any]) -> bool:
+    """Whether `plugins=` names the calls of a function. Raises OnnxOptionError where it names some of them."""
+    named = [any(is_named(call, target) for target in plugins) for call in function.calls]
+    if any(named) and not all(named):
+        one, other = (function.calls[named.index(which)].fqn for which in (True, False))
+        raise OnnxOptionError(
+            f"{one} and {other} are equal layers with one function, and plugins= names the first alone: name both"
+        )
+    return any(named)
 
 
 def _input_names(graph: torch.fx.Graph) -> list[str]:

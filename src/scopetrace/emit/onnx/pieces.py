@@ -22,6 +22,7 @@ from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.symbols import Symbolic, bare
 from scopetrace.errors import OnnxExportError
 from scopetrace.graph import Program
+from scopetrace.passes.overwrite import OVERWRITE
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
@@ -55,6 +56,8 @@ class Piece:
     sites: list[Site] = dataclasses.field(default_factory=list)
     outputs: list[Any] = dataclasses.field(default_factory=list)
     """Nodes of the whole, or plain numbers."""
+    unknown: list[torch.fx.Node] = dataclasses.field(default_factory=list)
+    """Placeholders of the whole for what a body that is left out gives."""
     fits_all: bool = True
     """Whether the sizes in it are those of every call, by name too."""
 
@@ -67,7 +70,7 @@ class Whole:
     """All pieces in one graph: first the placeholders, then the ops, then one output with what leaves the pieces.
 
     `function_of` gives the function that an `invoke_subgraph` node calls; `finish` the outputs of the main program from
-    the values of its output node, as `Results.values` does.
+    the values of its output node, as `Results.values` does. Functions that `is_left_out` have no ops here.
     """
 
     def __init__(
@@ -75,12 +78,14 @@ class Whole:
         main: Program,
         function_of: Callable[[torch.fx.Node], Any],
         finish: Callable[[Sequence[Any], Sequence[Any], Callable[[str], Any]], list[Any]],
+        is_left_out: Callable[[Any], bool],
     ) -> None:
         self.graph = torch.fx.Graph()
         self.root = torch.nn.Module()
         self.pieces: list[Piece] = []
         """Callees before their callers; the main program last."""
         self._function_of = function_of
+        self._is_left_out = is_left_out
         self._bodies: dict[Any, Piece] = {}
         self._nodes: dict[tuple[Piece, torch.fx.Node], Any] = {}
         self._tensors: dict[Any, str] = {}
@@ -103,9 +108,18 @@ class Whole:
     # ---------------------------------------------------------------- pieces
 
     def _add(self, piece: Piece) -> None:
-        for node in piece.program.graph.nodes:
-            self._copy(piece, node)
+        if piece.function is not None and self._is_left_out(piece.function):
+            self._leave_out(piece)
+        else:
+            for node in piece.program.graph.nodes:
+                self._copy(piece, node)
         self.pieces.append(piece)
+
+    def _leave_out(self, piece: Piece) -> None:
+        nodes = piece.program.graph.nodes
+        piece.inputs = [self._input(piece, meta.value(n)) for n in nodes if n.op == "placeholder"]
+        given = _flat(next(n for n in nodes if n.op == "output").args[0])
+        piece.outputs = piece.unknown = [self._input(piece, meta.value(n)) for n in given]
 
     def _copy(self, piece: Piece, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
@@ -123,6 +137,8 @@ class Whole:
             self._cut(piece, node)
         elif node.target in _SQUEEZES and _kind(node) == _kind(node.args[0]):
             self._nodes[piece, node] = self._map(piece, node.args[0])
+        elif node.target is OVERWRITE:  # the second, but for gradients
+            self._nodes[piece, node] = self._map(piece, node.args[1])
         elif node.target is not set_grad_enabled and (piece, node) not in self._nodes:
             args, kwargs = self._map(piece, node.args), self._map(piece, node.kwargs)
             new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
@@ -190,7 +206,7 @@ class Whole:
         nodes = list(dict.fromkeys(x for x in leaving if isinstance(x, torch.fx.Node) and x.op != "placeholder"))
         self.graph.erase_node(self._start)
         for node in self.inputs:
-            if node.users:
+            if node.users or not nodes:  # torch.onnx takes no empty graph
                 meta.set_value(node, self.fakes.like(self._piece_of[node], meta.value(node)))
             else:
                 self.graph.erase_node(node)

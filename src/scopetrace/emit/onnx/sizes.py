@@ -12,6 +12,28 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from scopetrace._compat.symbols import bare, expression_text
 
+_NAME = re.compile(r"[^\W\d]\w*")
+
+
+def forget_sizes_made_inside(body: ir.Graph) -> None:
+    """Of the sizes in a body keep those that its inputs have: a size that depends on data is another in each call.
+
+    A runtime that inlines the calls would take what has one name for one size.
+    """
+    known = {name for value in body.inputs for name in _names(value)}
+    for node in ir.traversal.RecursiveGraphIterator(body):
+        for value in node.outputs:
+            if value.shape is not None and not known.issuperset(_names(value)):
+                value.shape = ir.Shape([dim if known.issuperset(_names_in(dim)) else None for dim in value.shape])
+
+
+def _names(value: ir.Value) -> list[str]:
+    return [] if value.shape is None else [name for dim in value.shape for name in _names_in(dim)]
+
+
+def _names_in(dim: Any) -> list[str]:
+    return [] if isinstance(dim, int) or dim.value is None else _NAME.findall(dim.value)
+
 
 class SizeNames:
     """The names of symbols. `rules` are those of the trace, None where nothing is dynamic."""

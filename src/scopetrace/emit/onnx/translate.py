@@ -13,7 +13,7 @@ import torch.fx
 from torch.export import ExportedProgram
 
 from scopetrace import meta
-from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once
+from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once, with_batch_statistics
 from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 
@@ -30,7 +30,7 @@ def translate(
     try:
         with op_library_read_once(), _quiet():
             result = torch.onnx.export(
-                program,
+                with_batch_statistics(program),
                 verbose=False,
                 optimize=False,
                 opset_version=opset_version,
