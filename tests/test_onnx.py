@@ -126,6 +126,8 @@ def test_names_of_functions_inputs_and_outputs():
     [
         ({"functions": {Block: "Cell"}}, "write 'my.domain::Block'"),
         ({"functions": {"0": "a::B"}}, "a dict names classes"),
+        ({"functions": {Block: "ai.onnx::Gemm"}}, "a domain of ops that runtimes have"),
+        ({"input_names": ["0.fc.weight"]}, "input_names: 0.fc.weight is a tensor of the model"),
         ({"input_names": ["a", "b"]}, "input_names has 2 names for 1: input"),
         ({"output_names": "abc"}, "output_names has 3 names for 1"),
         ({"attributes": "eps"}, r"write attributes=\['eps'\]"),
@@ -610,6 +612,19 @@ def test_verify_skips_inputs_that_go_another_way():
     traced = st.trace(Guarded(-1e6), (never,), specialize=True)
     with pytest.raises(st.OnnxVerificationError, match=r"no random inputs.*was (True|False).*verify=False"):
         traced.to_onnx(verify=True)
+
+
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4, dtype=torch.float16)
+
+    def forward(self, x):
+        return self.fc(x.half()).float()
+
+
+def test_verify_expects_of_float16_inside_what_float16_can_do():
+    st.trace(nn.Sequential(*[Half() for _ in range(6)]), (X,)).to_onnx(functions=Half, verify=True)
 
 
 def test_verify_says_that_a_model_draws_random_numbers():

@@ -85,9 +85,9 @@ def export(trace: Trace, options: Options, say: Say) -> Exported:
         say("outlining")
         outlined = trace.outline(*functions, *plugins)
     main = trace if outlined is None else outlined.traced
-    results = Results(main.tape, main.write_back)
-    input_names = read_names(options.input_names, _input_names(main.program.graph), "input_names")
-    output_names = read_names(options.output_names, results.names(), "output_names")
+    results, held = Results(main.tape, main.write_back), main.tape.attributes
+    input_names = read_names(options.input_names, _input_names(main.program.graph), "input_names", held)
+    output_names = read_names(options.output_names, results.names(), "output_names", held)
 
     def convert(is_left_out: Callable[[Any], bool]) -> tuple[Whole, ir.Model, torch.fx.Graph]:
         whole = Whole(main.program, _function_of(outlined), results.values, is_left_out)

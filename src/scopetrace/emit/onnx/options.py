@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 from scopetrace.errors import OnnxOptionError
@@ -12,6 +12,8 @@ Targets = Any
 """Targets of `Trace.outline` (one, or several in a list, tuple or set), or a dict from classes to `"domain::Name"`."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
+
+_OF_RUNTIMES = frozenset({"ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft"})
 
 
 def read_targets(targets: Targets, where: str) -> tuple[list[Any], dict[type, str]]:
@@ -24,6 +26,11 @@ def read_targets(targets: Targets, where: str) -> tuple[list[Any], dict[type, st
                 )
             if not isinstance(name, str) or not _NAME.fullmatch(name):
                 raise OnnxOptionError(f"{where}: {name!r} is no name of a function; write 'my.domain::{cls.__name__}'")
+            if where == "functions" and name.partition("::")[0] in _OF_RUNTIMES:
+                raise OnnxOptionError(
+                    f"{where}: {name!r} is in a domain of ops that runtimes have, and these win over a function: "
+                    f"write 'my.domain::{cls.__name__}', or name it in plugins="
+                )
         return list(targets), dict(targets)
     if isinstance(targets, (list, tuple, set, frozenset)):
         return list(targets), {}
@@ -35,14 +42,20 @@ def chosen_name(names: Mapping[type, str], cls: type | None) -> str | None:
     return next((names[base] for base in (cls.__mro__ if cls is not None else ()) if base in names), None)
 
 
-def read_names(given: Sequence[str] | None, own: Sequence[str], where: str) -> list[str]:
-    """The names of inputs or outputs: those given for the first ones, the model's own for the rest."""
+def read_names(given: Sequence[str] | None, own: Sequence[str], where: str, taken: Container[str]) -> list[str]:
+    """The names of inputs or outputs: those given for the first ones, the model's own for the rest.
+
+    Raises OnnxOptionError for names that are `taken` by tensors of the model, as well.
+    """
     if given is None:
         return list(own)
     if isinstance(given, str) or len(given) > len(own):
         raise OnnxOptionError(f"{where} has {len(given)} names for {len(own)}: {', '.join(own)}")
     if len(set(given)) != len(given):
         raise OnnxOptionError(f"{where} has a name twice; names of {where.split('_')[0]}s have to differ")
+    for name in given:
+        if name in taken:
+            raise OnnxOptionError(f"{where}: {name} is a tensor of the model, which has that name in the file")
     return [*given, *own[len(given) :]]
 
 

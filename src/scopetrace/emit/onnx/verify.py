@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import tempfile
 from collections import Counter
 from collections.abc import Callable
@@ -141,7 +142,7 @@ class _Comparison:
                     f"{where}: {name} is {b.dtype} {list(b.shape)}, and the model gives {a.dtype} {list(a.shape)}"
                 )
             error = _error(a, b)
-            if not _is_small(error, a):
+            if not self._is_small(error, a):
                 raise OnnxVerificationError(
                     f"{where}: {name} differs from the model's by {error:.3g}{self._why(inputs)}"
                 )
@@ -153,12 +154,21 @@ class _Comparison:
         if any(_error(a, b) for a, b in zip(*runs, strict=True)):
             return "; the model draws random numbers: trace it in eval mode"
         found = map(_plain, Session(self.modular, optimized=False).run(inputs.feed))
-        if all(_is_small(_error(a, b), a) for a, b in zip(runs[0], found, strict=True)):
+        if all(self._is_small(_error(a, b), a) for a, b in zip(runs[0], found, strict=True)):
             return (
                 "; the file is right, and so is ONNX Runtime without its graph optimizations, which make this error: "
                 "set graph_optimization_level=ORT_DISABLE_ALL in its SessionOptions"
             )
         return ""
+
+    def _is_small(self, error: float, like: torch.Tensor) -> bool:
+        return _is_small(error, like, self._limit)
+
+    @functools.cached_property
+    def _limit(self) -> float:
+        """That of the least exact dtype in the program: what is computed in it does not become exact again."""
+        dtypes = {v.fake.dtype for op in self.trace.tape.ops for v in op.values()}
+        return max(TOLERANCE.get(dtype, _TOLERANCE) for dtype in (*dtypes, torch.float32))
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -176,7 +186,6 @@ def _error(a: torch.Tensor, b: torch.Tensor) -> float:
     return 0.0 if x.numel() == 0 else float((x - y).abs().max() / max(1.0, float(x.abs().max())))
 
 
-def _is_small(error: float, like: torch.Tensor) -> bool:
-    limit = TOLERANCE.get(like.dtype, _TOLERANCE)
+def _is_small(error: float, like: torch.Tensor, limit: float) -> bool:
     largest = float(like.double().nan_to_num(0, 0, 0).abs().max()) if like.numel() else 0.0
     return error <= limit * min(1.0, max(100 * largest, _ROUNDING))
