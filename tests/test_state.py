@@ -5,6 +5,8 @@ import random
 import numpy
 import pytest
 import torch
+from compare import sharing
+from nets import Net
 from torch import nn
 
 import scopetrace as st
@@ -96,6 +98,87 @@ def test_the_trace_reads_buffers_that_the_model_bound_anew():
     net.running_mean = torch.full((2,), 5.0)
     x = torch.randn(3, 2)
     torch.testing.assert_close(tr(x), net(x))
+
+
+def set_after_a_view(m, x):
+    row = m.a[0]
+    m.a.set_(x * 2)
+    return row + m.a
+
+
+def set_before_a_view(m, x):
+    m.a.set_(x * 2)
+    m.a[0].add_(1)
+    return x + m.a
+
+
+def set_twice(m, x):
+    m.a.set_(x + 1)
+    m.a.set_(m.a * 2)
+    return m.a
+
+
+def set_to_what_is_written(m, x):
+    y = x * 2
+    m.a.set_(y)
+    y.add_(1)
+    return x + m.a
+
+
+def set_to_another(m, x):
+    m.a.set_(m.c)
+    m.a.add_(1)
+    return x + m.c
+
+
+OTHER_MEMORY = [
+    lambda m, x: (m.a.set_(x[:]), x + m.a)[1],
+    lambda m, x: (m.a.set_(x.clone()), m.a)[1],
+    lambda m, x: (x.set_(x + 1), x.set_(x * 2), x + 1)[2],
+    set_after_a_view,
+    set_before_a_view,
+    set_twice,
+    set_to_what_is_written,
+    set_to_another,
+]
+
+
+@pytest.mark.parametrize("functional", [True, False])
+@pytest.mark.parametrize("run", OTHER_MEMORY)
+def test_tensors_of_the_model_that_get_other_memory(run, functional):
+    def state(m, x):
+        return x, m.a, m.c
+
+    eager, traced = (Net(run, a=nn.Buffer(torch.zeros(2, 2)), c=torch.ones(2, 2)) for _ in range(2))
+    tr = st.trace(traced, (torch.ones(2, 2),), functional=functional)
+    for value in (3.0, 4.0):
+        x, y = torch.full((2, 2), value), torch.full((2, 2), value)
+        expected, actual = eager(x), tr(y)
+        torch.testing.assert_close((actual, state(traced, y)), (expected, state(eager, x)))
+        assert sharing(actual, state(traced, y)) == sharing(expected, state(eager, x))
+
+
+def test_the_new_value_of_a_call_that_changed_memory():
+    net = Net(lambda m, x: (m.a.set_(x * 2), x + 1)[1], a=nn.Buffer(torch.zeros(2)))
+    tr = st.trace(net, (torch.ones(2),))
+    assert {name: str(node) for name, node in tr.calls[0].mutated.items()} == {"a": "mul"}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m, x: (m.a.t_(), x + m.a)[1],
+        lambda m, x: (m.a.unsqueeze_(0), x + m.a)[1],
+        lambda m, x: (m.a.resize_(4), x + m.a[0])[1],
+        lambda m, x: (m.a.set_(x[0]), x + m.a)[1],
+    ],
+)
+def test_tensors_of_the_model_that_get_other_sizes_in_place_are_refused(run):
+    net = Net(run, a=nn.Buffer(torch.zeros(2, 2)))
+    with pytest.raises(st.UnsupportedOpError, match="a, a tensor of the model, gets other sizes") as error:
+        st.trace(net, (torch.ones(2, 2),))
+    assert error.value.op and "lambda m, x" in error.value.source
+    assert net.a.shape == (2, 2)
 
 
 def test_threads_started_in_forward_are_refused():
