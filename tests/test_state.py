@@ -1,5 +1,6 @@
 """The user's model, process and random state are as they were."""
 
+import copy
 import random
 
 import numpy
@@ -100,6 +101,11 @@ def test_the_trace_reads_buffers_that_the_model_bound_anew():
     torch.testing.assert_close(tr(x), net(x))
 
 
+def state_bytes(m):
+    """Where the tensors of a model lie, and what they hold."""
+    return [(t.data_ptr(), t.device, t.tolist()) for t in (*m.parameters(), *m.buffers())]
+
+
 def set_after_a_view(m, x):
     row = m.a[0]
     m.a.set_(x * 2)
@@ -131,7 +137,28 @@ def set_to_another(m, x):
     return x + m.c
 
 
+def data_twice(m, x):
+    m.a.data = m.a.data + x
+    m.a.data = m.a.data * 2
+    return x + m.a.data[0], m.a
+
+
+def data_of_an_input(m, x):
+    row = x[0]
+    x.data = x * 2
+    return x + row
+
+
+def data_that_is_there(m, x):
+    m.a.data = m.a.data.to(x.dtype)
+    m.fc.to(x.device)
+    return m.fc(x) + m.a
+
+
 OTHER_MEMORY = [
+    data_twice,
+    data_of_an_input,
+    data_that_is_there,
     lambda m, x: (m.a.set_(x[:]), x + m.a)[1],
     lambda m, x: (m.a.set_(x.clone()), m.a)[1],
     lambda m, x: (x.set_(x + 1), x.set_(x * 2), x + 1)[2],
@@ -149,8 +176,12 @@ def test_tensors_of_the_model_that_get_other_memory(run, functional):
     def state(m, x):
         return x, m.a, m.c
 
-    eager, traced = (Net(run, a=nn.Buffer(torch.zeros(2, 2)), c=torch.ones(2, 2)) for _ in range(2))
+    torch.manual_seed(0)
+    eager = Net(run, a=nn.Buffer(torch.zeros(2, 2)), c=torch.ones(2, 2), fc=nn.Linear(2, 2))
+    traced = copy.deepcopy(eager)
+    before = state_bytes(traced)
     tr = st.trace(traced, (torch.ones(2, 2),), functional=functional)
+    assert state_bytes(traced) == before
     for value in (3.0, 4.0):
         x, y = torch.full((2, 2), value), torch.full((2, 2), value)
         expected, actual = eager(x), tr(y)
@@ -179,6 +210,35 @@ def test_tensors_of_the_model_that_get_other_sizes_in_place_are_refused(run):
         st.trace(net, (torch.ones(2, 2),))
     assert error.value.op and "lambda m, x" in error.value.source
     assert net.a.shape == (2, 2)
+
+
+@pytest.mark.parametrize("leaves", [(), [Net]])
+def test_data_of_another_dtype_or_in_a_leaf_is_refused_before_harm(leaves):
+    def run(m, x):
+        m.a.data = x if leaves else x.half()
+        return x + m.a
+
+    net = nn.Sequential(Net(run, a=nn.Buffer(torch.zeros(2, 2))))
+    before = state_bytes(net)
+    with pytest.raises(st.UnsupportedOpError, match=r"`\.data = \.\.\.` of a tensor of the model") as error:
+        st.trace(net, (torch.ones(2, 2),), leaves=leaves)
+    assert error.value.op == "Tensor.data" and "m.a.data = x" in error.value.source
+    assert state_bytes(net) == before and "data" not in torch.Tensor.__dict__
+
+
+def test_a_parameter_that_gets_other_data_keeps_its_gradient():
+    def run(m, x):
+        m.w.data = x * 2
+        return (x @ m.w * m.w).sum()
+
+    torch.manual_seed(0)
+    eager = Net(run, w=nn.Parameter(torch.randn(2, 2)))
+    traced, x = copy.deepcopy(eager), torch.randn(2, 2)
+    tr = st.trace(traced, (x,))
+    for net, program in ((eager, eager), (traced, tr)):
+        program(x).backward()
+        torch.testing.assert_close(net.w, eager.w)
+    torch.testing.assert_close(traced.w.grad, eager.w.grad)
 
 
 def test_threads_started_in_forward_are_refused():

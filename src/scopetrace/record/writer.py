@@ -40,6 +40,7 @@ class TapeWriter:
         self._keep: list[torch.Tensor] = []
         self._constants = 0
         self._inner: set[int] = set()  # the storages that bodies of higher-order ops made
+        self._given: set[int] = set()  # the ids of the inputs
         self._left: set[int] = set()  # the storages of tensors of the model that got other memory in place
         self.broken: str | None = None  # what a body did that the tape cannot say
         self.positions = itertools.count()  # of module calls
@@ -205,6 +206,23 @@ class TapeWriter:
         owner = self.model.owner(real)
         return owner[0] if owner is not None else "a constant"
 
+    def present(self, t: torch.Tensor) -> torch.Tensor:
+        """`t`; for a tensor of the model that got other memory in place, what it is now."""
+        if isinstance(t, FakeTensor) or not self._left:
+            return t
+        value = self._by_id.get(id(t))
+        return t if value is None or value.real is not None else value.fake
+
+    def is_outside(self, t: torch.Tensor) -> bool:
+        """Whether a tensor is an input, or real: of the model, or from a closure or global."""
+        t = unwrapped(t)
+        return not isinstance(t, FakeTensor) or id(t) in self._given or self.model.owner(t) is not None
+
+    def are_one(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether both are the same view of the same memory."""
+        first, second = self.value_of(a), self.value_of(b)
+        return first.storage == second.storage and geometry_key(first.fake) == geometry_key(second.fake)
+
     def known_value(self, t: torch.Tensor) -> Value | None:
         """The tape value of a tensor of this trace or of the model, else None."""
         if isinstance(t, FakeTensor) or self.model.owner(t) is None:
@@ -219,6 +237,7 @@ class TapeWriter:
         op = self._append("placeholder", name, (), {})
         value = Value(fake, op, 0, storage_id(fake), self._keys.of(fake))
         op.outputs = value
+        self._given.add(id(fake))
         self._by_id.setdefault(id(fake), value)
         self._by_storage.setdefault(value.storage, []).append(value)
         self.tape.inputs.append(value)
