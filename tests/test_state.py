@@ -241,6 +241,41 @@ def test_a_parameter_that_gets_other_data_keeps_its_gradient():
     torch.testing.assert_close(traced.w.grad, eager.w.grad)
 
 
+def fill_once(m, x):
+    if m.a is None:
+        m.a = x.sum(0)
+        m.seen.append(1)
+    return x + m.a
+
+
+BINDS = [
+    (fill_once, None),
+    (lambda m, x: (m.a.set_(x), x + m.a)[1], torch.zeros(2, 2)),
+    (lambda m, x: (setattr(m, "a", m.a + x), setattr(m, "last", x), x + m.a)[2], torch.zeros(2, 2)),
+]
+
+
+@pytest.mark.parametrize(("run", "first"), BINDS)
+def test_check_and_verify_put_bindings_and_memory_back(run, first):
+    net = Net(run, seen=[])
+    net.register_buffer("a", first)
+    tr, x = st.trace(net, (torch.ones(2, 2),)), torch.randn(2, 2)
+    tr.check((x,))
+    if first is None:
+        tr.to_onnx(verify=True)
+    assert net.a is first and net.seen == [] and not hasattr(net, "last")
+    assert first is None or state_bytes(net) == [(first.data_ptr(), first.device, [[0.0, 0.0], [0.0, 0.0]])]
+
+
+def test_check_names_a_buffer_that_stays_unbound():
+    net = Net(fill_once, seen=[])
+    net.register_buffer("a", None)
+    tr = st.trace(net, (torch.ones(2, 2),))
+    tr.tape.attribute_writes.clear()
+    with pytest.raises(st.CheckError, match=r"'bound buffer a of module 0'\]: Tensor became None"):
+        tr.check((torch.ones(2, 2),))
+
+
 def test_threads_started_in_forward_are_refused():
     import threading
 

@@ -275,7 +275,7 @@ def _storage_resizes_reported(observer: Observer, mine: Callable[[], bool]) -> I
 @contextlib.contextmanager
 def _data_reported(observer: Observer, here: Callable[[], bool], mine: Callable[[], bool]) -> Iterator[None]:
     """`x.data = y` is no op that a mode would see either, and would make a tensor of the model a fake one."""
-    data = torch._C.TensorBase.data
+    data: Any = torch._C.TensorBase.data
 
     def get_data(self: torch.Tensor) -> Any:
         return data.__get__(observer.on_data(self) if mine() else self)
