@@ -471,3 +471,30 @@ def test_numbers_made_inside_and_used_outside_are_refused():
 
 def test_repeated_leaves_out_calls_that_give_numbers():
     assert signatures(outlined(Counted(), (X,), "repeated")) == [("Layer(x) -> (result)", 2)]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_dynamic_number_among_the_arguments(grad):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, cache, n):
+            cache[n : n + 1] = 1.0
+            return self.fc(cache) * n, n + 1
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Scale(), Scale()
+
+        def forward(self, cache, n):
+            y, m = self.first(cache, n)
+            return y + self.second(cache, m)[0]
+
+    net = Twice()
+    dynamic = {"cache": None, "n": Dim.DYNAMIC}
+    found = st.trace(net, (torch.zeros(8, 4), 3), dynamic_shapes=dynamic).outline(Scale)
+    with torch.set_grad_enabled(grad):
+        assert_like_eager(net, found, (torch.zeros(8, 4), 5))
