@@ -471,3 +471,62 @@ def test_numbers_made_inside_and_used_outside_are_refused():
 
 def test_repeated_leaves_out_calls_that_give_numbers():
     assert signatures(outlined(Counted(), (X,), "repeated")) == [("Layer(x) -> (result)", 2)]
+
+
+@pytest.mark.parametrize("grad", [True, False])
+def test_a_dynamic_number_among_the_arguments(grad):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def forward(self, cache, n):
+            cache[n : n + 1] = 1.0
+            return self.fc(cache) * n, n + 1
+
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = Scale(), Scale()
+
+        def forward(self, cache, n):
+            y, m = self.first(cache, n)
+            return y + self.second(cache, m)[0]
+
+    net = Twice()
+    dynamic = {"cache": None, "n": Dim.DYNAMIC}
+    found = st.trace(net, (torch.zeros(8, 4), 3), dynamic_shapes=dynamic).outline(Scale)
+    with torch.set_grad_enabled(grad):
+        assert_like_eager(net, found, (torch.zeros(8, 4), 5))
+
+
+SIZES = [
+    lambda x, skip: nn.functional.interpolate(x, size=skip.shape[-2:]) + skip,
+    lambda x, skip: nn.functional.interpolate(x, size=(x.shape[-2] * 2, x.shape[-1] * 2)),
+    lambda x, skip: x.view(-1, x.shape[-2] * x.shape[-1]),
+    lambda x, skip: torch.arange(x.shape[-1] + 2 * skip.shape[-1]) + x.sum(),
+]
+
+
+@pytest.mark.parametrize("run", SIZES)
+@pytest.mark.parametrize("factor", [1, 2, 4])
+def test_sizes_that_are_floor_divisions_are_read_off_the_operands(run, factor):
+    class Up(nn.Module):
+        def forward(self, x, skip):
+            return run(x, skip)
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up = Up()
+
+        def forward(self, x):
+            half = nn.functional.max_pool2d(x, 2)
+            return self.up(nn.functional.max_pool2d(half, 2), half)
+
+    net = Net()
+    sizes = {dim + 2: factor * Dim(name, min=8 // factor, max=64) for dim, name in enumerate("hw")}
+    found = st.trace(net, (torch.randn(1, 2, 12, 16),), dynamic_shapes=(sizes,)).outline(Up)
+    assert [x.name for x in found.functions[0].inputs] == ["x", "skip"]
+    for size in ((20, 28), (36, 8)):
+        assert_like_eager(net, found, (torch.randn(1, 2, *size),))

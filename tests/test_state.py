@@ -1,10 +1,13 @@
 """The user's model, process and random state are as they were."""
 
+import copy
 import random
 
 import numpy
 import pytest
 import torch
+from compare import sharing
+from nets import Net
 from torch import nn
 
 import scopetrace as st
@@ -112,6 +115,181 @@ def test_a_check_puts_back_parameters_that_the_forward_changes():
     net, x = Decaying(), torch.randn(2, 3)
     st.trace(net, (x,)).check((x,))
     assert net.w.tolist() == [1.0, 1.0, 1.0]
+
+
+def state_bytes(m):
+    """Where the tensors of a model lie, and what they hold."""
+    return [(t.data_ptr(), t.device, t.tolist()) for t in (*m.parameters(), *m.buffers())]
+
+
+def set_after_a_view(m, x):
+    row = m.a[0]
+    m.a.set_(x * 2)
+    return row + m.a
+
+
+def set_before_a_view(m, x):
+    m.a.set_(x * 2)
+    m.a[0].add_(1)
+    return x + m.a
+
+
+def set_twice(m, x):
+    m.a.set_(x + 1)
+    m.a.set_(m.a * 2)
+    return m.a
+
+
+def set_to_what_is_written(m, x):
+    y = x * 2
+    m.a.set_(y)
+    y.add_(1)
+    return x + m.a
+
+
+def set_to_another(m, x):
+    m.a.set_(m.c)
+    m.a.add_(1)
+    return x + m.c
+
+
+def data_twice(m, x):
+    m.a.data = m.a.data + x
+    m.a.data = m.a.data * 2
+    return x + m.a.data[0], m.a
+
+
+def data_of_an_input(m, x):
+    row = x[0]
+    x.data = x * 2
+    return x + row
+
+
+def data_that_is_there(m, x):
+    m.a.data = m.a.data.to(x.dtype)
+    m.fc.to(x.device)
+    return m.fc(x) + m.a
+
+
+OTHER_MEMORY = [
+    data_twice,
+    data_of_an_input,
+    data_that_is_there,
+    lambda m, x: (m.a.set_(x[:]), x + m.a)[1],
+    lambda m, x: (m.a.set_(x.clone()), m.a)[1],
+    lambda m, x: (x.set_(x + 1), x.set_(x * 2), x + 1)[2],
+    set_after_a_view,
+    set_before_a_view,
+    set_twice,
+    set_to_what_is_written,
+    set_to_another,
+]
+
+
+@pytest.mark.parametrize("functional", [True, False])
+@pytest.mark.parametrize("run", OTHER_MEMORY)
+def test_tensors_of_the_model_that_get_other_memory(run, functional):
+    def state(m, x):
+        return x, m.a, m.c
+
+    torch.manual_seed(0)
+    eager = Net(run, a=nn.Buffer(torch.zeros(2, 2)), c=torch.ones(2, 2), fc=nn.Linear(2, 2))
+    traced = copy.deepcopy(eager)
+    before = state_bytes(traced)
+    tr = st.trace(traced, (torch.ones(2, 2),), functional=functional)
+    assert state_bytes(traced) == before
+    for value in (3.0, 4.0):
+        x, y = torch.full((2, 2), value), torch.full((2, 2), value)
+        expected, actual = eager(x), tr(y)
+        torch.testing.assert_close((actual, state(traced, y)), (expected, state(eager, x)))
+        assert sharing(actual, state(traced, y)) == sharing(expected, state(eager, x))
+
+
+def test_the_new_value_of_a_call_that_changed_memory():
+    net = Net(lambda m, x: (m.a.set_(x * 2), x + 1)[1], a=nn.Buffer(torch.zeros(2)))
+    tr = st.trace(net, (torch.ones(2),))
+    assert {name: str(node) for name, node in tr.calls[0].mutated.items()} == {"a": "mul"}
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda m, x: (m.a.t_(), x + m.a)[1],
+        lambda m, x: (m.a.unsqueeze_(0), x + m.a)[1],
+        lambda m, x: (m.a.resize_(4), x + m.a[0])[1],
+        lambda m, x: (m.a.set_(x[0]), x + m.a)[1],
+    ],
+)
+def test_tensors_of_the_model_that_get_other_sizes_in_place_are_refused(run):
+    net = Net(run, a=nn.Buffer(torch.zeros(2, 2)))
+    with pytest.raises(st.UnsupportedOpError, match="a, a tensor of the model, gets other sizes") as error:
+        st.trace(net, (torch.ones(2, 2),))
+    assert error.value.op and "lambda m, x" in error.value.source
+    assert net.a.shape == (2, 2)
+
+
+@pytest.mark.parametrize("leaves", [(), [Net]])
+def test_data_of_another_dtype_or_in_a_leaf_is_refused_before_harm(leaves):
+    def run(m, x):
+        m.a.data = x if leaves else x.half()
+        return x + m.a
+
+    net = nn.Sequential(Net(run, a=nn.Buffer(torch.zeros(2, 2))))
+    before = state_bytes(net)
+    with pytest.raises(st.UnsupportedOpError, match=r"`\.data = \.\.\.` of a tensor of the model") as error:
+        st.trace(net, (torch.ones(2, 2),), leaves=leaves)
+    assert error.value.op == "Tensor.data" and "m.a.data = x" in error.value.source
+    assert state_bytes(net) == before and "data" not in torch.Tensor.__dict__
+
+
+def test_a_parameter_that_gets_other_data_keeps_its_gradient():
+    def run(m, x):
+        m.w.data = x * 2
+        return (x @ m.w * m.w).sum()
+
+    torch.manual_seed(0)
+    eager = Net(run, w=nn.Parameter(torch.randn(2, 2)))
+    traced, x = copy.deepcopy(eager), torch.randn(2, 2)
+    tr = st.trace(traced, (x,))
+    for net, program in ((eager, eager), (traced, tr)):
+        program(x).backward()
+        torch.testing.assert_close(net.w, eager.w)
+    torch.testing.assert_close(traced.w.grad, eager.w.grad)
+
+
+def fill_once(m, x):
+    if m.a is None:
+        m.a = x.sum(0)
+        m.seen.append(1)
+    return x + m.a
+
+
+BINDS = [
+    (fill_once, None),
+    (lambda m, x: (m.a.set_(x), x + m.a)[1], torch.zeros(2, 2)),
+    (lambda m, x: (setattr(m, "a", m.a + x), setattr(m, "last", x), x + m.a)[2], torch.zeros(2, 2)),
+]
+
+
+@pytest.mark.parametrize(("run", "first"), BINDS)
+def test_check_and_verify_put_bindings_and_memory_back(run, first):
+    net = Net(run, seen=[])
+    net.register_buffer("a", first)
+    tr, x = st.trace(net, (torch.ones(2, 2),)), torch.randn(2, 2)
+    tr.check((x,))
+    if first is None:
+        tr.to_onnx(verify=True)
+    assert net.a is first and net.seen == [] and not hasattr(net, "last")
+    assert first is None or state_bytes(net) == [(first.data_ptr(), first.device, [[0.0, 0.0], [0.0, 0.0]])]
+
+
+def test_check_names_a_buffer_that_stays_unbound():
+    net = Net(fill_once, seen=[])
+    net.register_buffer("a", None)
+    tr = st.trace(net, (torch.ones(2, 2),))
+    tr.tape.attribute_writes.clear()
+    with pytest.raises(st.CheckError, match=r"'bound buffer a of module 0'\]: Tensor became None"):
+        tr.check((torch.ones(2, 2),))
 
 
 def test_threads_started_in_forward_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 import torch.fx
 
 from scopetrace.errors import CheckError
+from scopetrace.record.model import SavedModule
 from scopetrace.record.specialize import Specialization, decided_by
 from scopetrace.record.structure import leaves_with_path, match
 from scopetrace.record.tape import Tape, Value
@@ -34,7 +36,7 @@ def compare_with_model(
             raise CheckError("on these inputs the model goes another way:\n  " + "\n  ".join(map(str, differ)))
     expected = _run(model, args, kwargs, state)
     actual = _run(trace, args, kwargs, state)
-    problems = [p for key, old in expected.items() for p in _differences(key, old, actual[key])]
+    problems = [p for key, old in expected.items() for p in _differences(key, old, actual.get(key))]
     if problems:
         raise CheckError("the trace differs from the model:\n  " + "\n  ".join(problems))
 
@@ -67,38 +69,48 @@ class Decisions(torch.fx.Interpreter):
 
 
 class _State:
-    """The tensors that a run may change: the model's buffers, and what the trace writes to."""
+    """What a run may change: the attributes of the model's modules, its buffers, and what the trace writes to."""
 
     def __init__(self, tape: Tape, model: Callable[..., Any]) -> None:
-        self._tensors: dict[str, torch.Tensor] = {}
-        self._places: list[tuple[torch.nn.Module, str, torch.Tensor]] = []
-        modules = model.modules() if isinstance(model, torch.nn.Module) else [m for m, _ in tape.owners.values()]
-        for i, module in enumerate(modules):
-            for name, buffer in module._buffers.items():
-                if buffer is not None:
-                    self._places.append((module, name, buffer))
-                    self._tensors[f"buffer {name} of module {i}"] = buffer
+        modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
+        self._modules = [SavedModule("", module) for module in modules]
         written = {v.storage for op in tape.ops for v in op.writes} | tape.written
-        for op in tape.ops:
-            if op.kind == "get_attr" and op.outputs.storage in written:
-                self._tensors[f"attribute {op.target}"] = tape.attributes[op.target]
-        self._before = {name: t.detach().clone() for name, t in self._tensors.items()}
+        read = [op for op in tape.ops if op.kind == "get_attr" and op.outputs.storage in written]
+        tensors = {**self._buffers(), **{f"attribute {op.target}": tape.attributes[op.target] for op in read}}
+        self._tensors = {name: t for name, t in tensors.items() if t is not None}
+        self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
 
-    def now(self) -> dict[str, torch.Tensor]:
-        """Copies of the values after a run."""
-        found = {name: t.detach().clone() for name, t in self._tensors.items()}
-        for i, (module, name, _) in enumerate(self._places):
-            found[f"bound buffer {name} ({i})"] = module._buffers[name].detach().clone()  # type: ignore[union-attr]
-        return found
+    def _buffers(self) -> dict[str, torch.Tensor | None]:
+        """Those that the modules have now."""
+        return {
+            f"buffer {name} of module {i}": buffer
+            for i, saved in enumerate(self._modules)
+            for name, buffer in saved.module._buffers.items()
+        }
+
+    def now(self) -> dict[str, Any]:
+        """Copies of the values after a run: of the tensors that there were, and of the buffers that there are."""
+        bound = {f"bound {name}": t for name, t in self._buffers().items()}
+        return {name: None if t is None else t.detach().clone() for name, t in {**self._tensors, **bound}.items()}
 
     def restore(self) -> None:
-        """Put the values and the bindings back."""
+        """Put the bindings, the memory and the values back."""
+        for saved in self._modules:
+            collections.deque(saved.restore(lambda t: None), maxlen=0)
         with torch.no_grad():
-            for module, name, buffer in self._places:
-                module._buffers[name] = buffer
             for name, t in self._tensors.items():
-                if t.device.type != "meta":
-                    t.copy_(self._before[name])
+                memory, value = self._before[name]
+                if t.device.type == "meta":
+                    continue
+                if t.layout is torch.strided and not t.is_set_to(memory):
+                    t.data = memory
+                t.copy_(value)
+
+
+def _modules_of(tape: Tape) -> list[torch.nn.Module]:
+    """The modules that a trace of a function, or of a method, knows."""
+    called = [call.module for call in tape.calls if call.module is not None]
+    return list(dict.fromkeys([*called, *(module for module, _ in tape.owners.values())]))
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> dict[str, Any]:

@@ -163,12 +163,13 @@ class Outlined:
         """Run it: same results and same effects as the model. Raises InputMismatchError as the trace does."""
         return self._source.run(self._run_graph, *args, **kwargs)
 
-    def _run_graph(self, *tensors: torch.Tensor) -> Any:
+    def _run_graph(self, *inputs: Any) -> Any:
         graph = self.graph_module
         self._traced.boundary.state.refresh()
-        if torch.is_grad_enabled() and any(t.requires_grad for t in (*tensors, *graph.parameters())):
-            return self._source.graph_module(*tensors)  # torch has no eager backward of invoke_subgraph
-        return graph(*tensors)
+        tensors = [x for x in (*inputs, *graph.parameters()) if isinstance(x, torch.Tensor)]
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+            return self._source.graph_module(*inputs)  # torch has no eager backward of invoke_subgraph
+        return graph(*inputs)
 
     def inline(self) -> Trace:
         """The flat program: the trace that this one was made from."""

@@ -142,8 +142,9 @@ class Trace:
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call, with `graph` in the place of the graph: what a compiler or a pass made of it.
 
-        It gets the tensors among the inputs and returns the values of the graph's output node, as list or tuple. In
-        which memory and with which strides does not matter: what is not as in the graph is copied, or viewed again.
+        It gets the tensors among the inputs, then the dynamic numbers, and returns the values of the graph's output
+        node, as list or tuple. In which memory and with which strides does not matter: what is not as in the graph is
+        copied, or viewed again.
 
         Raises CompiledGraphError for values of other shapes or dtypes than the graph's.
         """

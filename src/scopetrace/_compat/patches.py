@@ -46,14 +46,23 @@ class Observer(Reader, Protocol):
     def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
         """The forward gives a storage `size` bytes. Returns whether that is done."""
 
+    def on_data(self, t: torch.Tensor) -> torch.Tensor:
+        """The forward reads `t.data`. Returns the tensor to take it from."""
+
+    def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
+        """The forward sets `t.data`, perhaps in a leaf module. Returns whether that is done."""
+
 
 @contextlib.contextmanager
 def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Tell `observer` of all module calls in this thread, and present the process to models as exporting."""
     thread = threading.get_ident()
 
+    def here() -> bool:
+        return threading.get_ident() == thread
+
     def mine() -> bool:
-        return threading.get_ident() == thread and not observer.paused
+        return here() and not observer.paused
 
     with contextlib.ExitStack() as stack:
         stack.callback(_set, torch.nn.Module, "_call_impl", torch.nn.Module._call_impl)
@@ -68,6 +77,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
         stack.enter_context(_seeding_reported(observer, mine))
         stack.enter_context(_storage_resizes_reported(observer, mine))
+        stack.enter_context(_data_reported(observer, here, mine))
         report_reads(stack, observer, mine)
         stack.enter_context(exporting())
         stack.enter_context(_not_compiling())
@@ -260,6 +270,29 @@ def _storage_resizes_reported(observer: Observer, mine: Callable[[], bool]) -> I
             del torch.UntypedStorage.resize_
         else:
             _set(torch.UntypedStorage, "resize_", own)
+
+
+@contextlib.contextmanager
+def _data_reported(observer: Observer, here: Callable[[], bool], mine: Callable[[], bool]) -> Iterator[None]:
+    """`x.data = y` is no op that a mode would see either, and would make a tensor of the model a fake one."""
+    data: Any = torch._C.TensorBase.data
+
+    def get_data(self: torch.Tensor) -> Any:
+        return data.__get__(observer.on_data(self) if mine() else self)
+
+    def set_data(self: torch.Tensor, new: Any) -> None:
+        if not (here() and observer.on_set_data(self, new)):
+            data.__set__(self, new)
+
+    own = torch.Tensor.__dict__.get("data")  # of an outer trace
+    _set(torch.Tensor, "data", property(get_data, set_data))
+    try:
+        yield
+    finally:
+        if own is None:
+            del torch.Tensor.data
+        else:
+            _set(torch.Tensor, "data", own)
 
 
 @contextlib.contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -97,7 +97,7 @@ class SymbolNodes:
         """
         for symbol in made:
             for fact in shape_env.deferred_runtime_asserts.get(symbol, ()):
-                if not all(s in self._nodes or s in self._sizes or s in self._made for s in fact.expr.free_symbols):
+                if not all(map(self._gives, fact.expr.free_symbols)):
                     continue  # of a symbol that an op used inside, and gave to nobody
                 condition = self._node(fact.expr)
                 said = f"Runtime assertion failed for expression {fact.expr} on node '{condition}'"
@@ -109,12 +109,25 @@ class SymbolNodes:
         if found is None and isinstance(expr, sympy.Ne) and sympy.Eq(*expr.args) in self._nodes:
             found = self._nodes[expr] = self._graph.call_function(torch.sym_not, (self._nodes[sympy.Eq(*expr.args)],))
         if found is None:
-            for symbol in sorted(expr.free_symbols, key=str):
+            parts = {} if all(map(self._gives, expr.free_symbols)) else stand_ins((*self._sizes, *self._nodes))
+            rest = expr.xreplace(parts)
+            nodes = {d: self._part(part) for part, d in parts.items() if d in rest.free_symbols}
+            for symbol in sorted(rest.free_symbols - nodes.keys(), key=str):
                 self._symbol(symbol)
-            proxies = {s: torch.fx.Proxy(self._nodes[s], self._tracer) for s in expr.free_symbols}
-            result = sympy_interp(_NodeArithmetic, proxies, expr)
+                nodes[symbol] = self._nodes[symbol]
+            proxies = {symbol: torch.fx.Proxy(node, self._tracer) for symbol, node in nodes.items()}
+            result = sympy_interp(_NodeArithmetic, proxies, rest)
             found = self._nodes[expr] = result.node
         return found
+
+    def _gives(self, symbol: sympy.Symbol) -> bool:
+        return symbol in self._nodes or symbol in self._sizes or symbol in self._made
+
+    def _part(self, expr: Any) -> torch.fx.Node:
+        """The node of an expression that is the size of something."""
+        if expr not in self._nodes:
+            self._nodes[expr] = self._size(*self._sizes[expr])
+        return self._nodes[expr]
 
     def _symbol(self, symbol: sympy.Symbol) -> None:
         if symbol in self._nodes:
@@ -129,7 +142,7 @@ class SymbolNodes:
 
     def _root(self, symbol: sympy.Symbol) -> torch.fx.Node:
         """The node of a symbol of which only `a * symbol + b` is the size of something, as derived dims have it."""
-        linear = (e for e in self._sizes if e.free_symbols == {symbol} and sympy.Poly(e, symbol).degree() == 1)
+        linear = (e for e in self._sizes if _is_linear(e, symbol))
         expr = next(linear, None)
         if expr is None:
             raise LookupError(f"nothing in this graph has or gives {symbol}")
@@ -145,6 +158,11 @@ class SymbolNodes:
         )
         node.meta["val"] = tensor.meta["val"].size(dim)
         return node
+
+
+def stand_ins(known: Iterable[Any]) -> dict[Any, sympy.Symbol]:
+    """A symbol for each of these whole numbers that is none itself, to put in their places in larger expressions."""
+    return {e: sympy.Dummy(integer=True) for e in known if getattr(e, "is_integer", False) and not e.is_Atom}
 
 
 def number_text(number: Any) -> str:
@@ -268,3 +286,9 @@ def symbols_of(number: Any) -> list[Any]:
         hint = env.backed_var_to_val.get(symbol)
         found.append(env.create_symintnode(symbol, hint=None if hint is None else int(hint)))
     return found
+
+
+def _is_linear(expr: Any, symbol: sympy.Symbol) -> bool:
+    """Whether it is `a * symbol + b` with whole numbers."""
+    found = expr.as_poly(symbol) if expr.free_symbols == {symbol} else None  # None for a floor division
+    return found is not None and found.degree() == 1 and all(c.is_Integer for c in found.all_coeffs())

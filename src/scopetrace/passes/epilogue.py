@@ -9,7 +9,7 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic, bare, has_unbacked
 from scopetrace.passes.refusal import refusal
-from scopetrace.passes.region import Region
+from scopetrace.passes.region import Region, became, last_of
 from scopetrace.passes.write_back import (
     ChangeShape,
     CopyInto,
@@ -73,18 +73,7 @@ class _Builder:
             if value.storage not in self.regions or id(last.fake) in done:
                 continue
             done.add(id(last.fake))
-            for before, after in zip(self._shapes(value), self._shapes(value)[1:], strict=False):
-                step = self.regions[before.storage].became(before)
-                assert step is not None
-                op = step[1]
-                if op.target is _aten.set_.source_Tensor:
-                    found.append(SetTo(target, self._source(op.args[1])))
-                elif op.target._schema.name.startswith("aten::resize"):
-                    sizes = self._numbers(list(after.fake.size()))
-                    found.append(ChangeShape(target, ViewStep(_aten.resize_.default, (sizes,), {}, None)))
-                else:
-                    args, kwargs = self._numbers((op.args[1:], op.kwargs))
-                    found.append(ChangeShape(target, ViewStep(op.target, args, kwargs, None)))
+            found += [self._change(target, op, after) for op, after in self._changes(value)]
             region = self.regions.get(last.storage)
             if region is not None and region.version and last.storage == value.storage:
                 grad = any(_is_seen(v, op) for v, op in region.written.items())
@@ -92,18 +81,25 @@ class _Builder:
                 found.append(CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, last))), grad))
         return found
 
-    def _shapes(self, value: Value) -> list[Value]:
-        """The value and what in-place changes of its shape or memory made of it."""
-        found = [value]
-        while (region := self.regions.get(found[-1].storage)) is not None:
-            step = region.became(found[-1])
-            if step is None:
-                break
-            found.append(step[0])
+    def _change(self, target: Given | Held, op: Op, after: Value) -> ChangeShape | SetTo:
+        if op.target is _aten.set_.source_Tensor:
+            return SetTo(target, self._source(op.args[1]))
+        if op.target._schema.name.startswith("aten::resize"):
+            sizes = self._numbers(list(after.fake.size()))
+            return ChangeShape(target, ViewStep(_aten.resize_.default, (sizes,), {}, None))
+        args, kwargs = self._numbers((op.args[1:], op.kwargs))
+        return ChangeShape(target, ViewStep(op.target, args, kwargs, None))
+
+    def _changes(self, value: Value) -> list[tuple[Op, Value]]:
+        """The in-place changes of its shape or memory, and what each made of it; `set_` undoes those before it."""
+        found: list[tuple[Op, Value]] = []
+        for after, op in became(self.regions, value):
+            found = [] if op.target is _aten.set_.source_Tensor else found
+            found.append((op, after))
         return found
 
     def _last(self, value: Value) -> Value:
-        return self._shapes(value)[-1]
+        return last_of(self.regions, value)
 
     # ---------------------------------------------------------------- results
 
@@ -119,6 +115,10 @@ class _Builder:
         for leaf in self._outputs:
             if isinstance(leaf, Value):  # a tensor that an input was set to counts as one more
                 seen.setdefault(leaf.storage, set()).add(id(leaf.fake))
+        for value in self.outside:
+            for op, _ in self._changes(value):
+                if op.target is _aten.set_.source_Tensor:
+                    seen.setdefault(op.args[1].storage, set()).add(id(op.args[1].fake))
         return {storage: len(objects) for storage, objects in seen.items()}
 
     def _result(self, i: int, leaf: Any) -> Source:

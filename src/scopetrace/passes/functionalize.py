@@ -202,12 +202,18 @@ class Functionalizer(Rewriter):
             raise refusal("set_ gives a tensor other memory", op)
         before, source = op.args
         after: Value = op.outputs
-        self.regions[before.storage].reshaped[self.regions[before.storage].same(before)] = (after, op)
-        region = self.regions.get(after.storage)
-        if region is None:
-            self.map[after] = self.read(source, op)
-        else:
+        left, region = self.regions[before.storage], self.regions.get(after.storage)
+        loses_gradient = self.grad and after.fake.requires_grad and not source.fake.requires_grad
+        if loses_gradient and (region is not None or bare(before.fake.size()) != bare(after.fake.size())):
+            raise refusal("a tensor that requires grad gets memory that is written, or of another size", op)
+        now = self.read(before, op)
+        left.reshaped[left.same(before)] = (after, op)
+        if region is not None:
             region.link(after, Link(source))
+        elif loses_gradient:
+            self.map[after] = left.overwritten(now, self.read(source, op), self._moved(op))
+        else:
+            self.map[after] = self.read(source, op)
 
     def _resize(self, op: Op) -> None:
         """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""

@@ -290,6 +290,20 @@ class Region:
             self._relations[root] = Positions((unique.numel(),), geometry_of(root).size, indices)
 
 
+def became(regions: dict[int, Region], value: Value) -> Iterator[tuple[Value, Op]]:
+    """What in-place changes of its shape or memory made of a value, one after the other, and the ops."""
+    while (region := regions.get(value.storage)) is not None and (step := region.became(value)) is not None:
+        yield step
+        value = step[0]
+
+
+def last_of(regions: dict[int, Region], value: Value) -> Value:
+    """What a value is after all in-place changes of its shape or memory."""
+    for after, _ in became(regions, value):
+        value = after
+    return value
+
+
 def geometry_of(value: Value) -> Geometry:
     """Where a value of the recorded tape lies in its storage."""
     fake = value.fake

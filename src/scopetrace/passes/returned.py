@@ -21,7 +21,7 @@ from scopetrace.record.tape import Tape, Value
 
 
 def as_the_graph_returns(
-    tape: Tape, promised: Sequence[Any], inputs: Sequence[torch.Tensor], values: Sequence[Any]
+    tape: Tape, promised: Sequence[Any], inputs: Sequence[Any], values: Sequence[Any]
 ) -> list[Any]:
     """`values`, each in such memory and with such strides as `promised`, what the graph of `tape` returns, has them.
 
@@ -35,7 +35,8 @@ def as_the_graph_returns(
             _check(i, promise.fake, value)
             groups.setdefault(promise.storage, []).append(i)
     found = list(values)
-    owners, attributes, taken = _owners(tape, inputs), _attributes(tape), _Ranges(inputs)
+    owners, attributes = _owners(tape, inputs), _attributes(tape)
+    taken = _Ranges(x for x in inputs if isinstance(x, torch.Tensor))  # the others are numbers
     for storage, places in groups.items():
         pairs = [(promised[i], values[i]) for i in places]
         if storage in owners:
@@ -64,7 +65,7 @@ def _check(i: int, fake: torch.Tensor, value: torch.Tensor) -> None:
         raise CompiledGraphError(f"the compiled graph returned {was} as value {i}, the graph has {wanted} there")
 
 
-def _owners(tape: Tape, inputs: Sequence[torch.Tensor]) -> dict[int, tuple[Value, torch.Tensor]]:
+def _owners(tape: Tape, inputs: Sequence[Any]) -> dict[int, tuple[Value, torch.Tensor]]:
     """By storage, the first input in it."""
     found: dict[int, tuple[Value, torch.Tensor]] = {}
     placeholders = [op.outputs for op in tape.ops if op.kind == "placeholder"]

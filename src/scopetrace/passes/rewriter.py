@@ -16,7 +16,7 @@ from scopetrace.passes.emitter import Emitter
 from scopetrace.passes.geometry import relate
 from scopetrace.passes.layout import in_order_of, is_random
 from scopetrace.passes.refusal import refusal
-from scopetrace.passes.region import Link, Region, geometry_of
+from scopetrace.passes.region import Link, Region, geometry_of, last_of
 from scopetrace.passes.verify import verify_pure
 from scopetrace.record.bodies import with_more_operands, written_inputs
 from scopetrace.record.structure import leaves, map_structure
@@ -169,7 +169,7 @@ class Rewriter(abc.ABC):
             return None
 
         def changed(v: Value) -> Value | None:
-            return self.read(v, op) if v.storage in written else None
+            return self.read(last_of(self.regions, v), op) if v.storage in written else None
 
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
         held = [value for storage in written for value in self._held.get(storage, ())]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import Symbolic, bare, symbols_of
+from scopetrace._compat.symbols import Symbolic, bare, stand_ins, symbols_of
 from scopetrace.record.names import identifier
 from scopetrace.record.structure import leaves, map_structure
 from scopetrace.record.tape import Call, Op, Tape, Value, flat
@@ -70,18 +70,36 @@ def _read(stretch: Stretch) -> Iterator[Value]:
 
 
 def free_symbols(stretch: Stretch, captured: list[Any]) -> Iterator[Any]:
-    """The symbols that the ops use, and that are no size or number inside."""
-    ops = stretch.kept()
-    values = [v for v in captured if isinstance(v, Value)] + [v for op in ops for v in op.values()]
-    numbers = [n for op in ops for n in flat(op.outputs) if isinstance(n, Symbolic)]
-    known = {bare(n) for n in numbers} | {bare(n) for v in values for n in v.fake.size() if isinstance(n, torch.SymInt)}
-    known |= {symbol for op in ops for symbol in (op.unbacked or ())}
-    used = [n for op in ops for n in flat((op.args, op.kwargs)) if isinstance(n, Symbolic)]
-    used += leaves([(call.args, call.kwargs, call.outputs) for call in stretch.calls], Symbolic)
-    used += [n for n in stretch.outputs if isinstance(n, Symbolic)]
-    for number in used:
-        if bare(number) not in known:
-            yield from (s for s in symbols_of(number) if bare(s) not in known)
+    """The symbols that the ops use, and that no size or number says which is known inside before."""
+    known = _Known()
+    known.learn(*captured)
+    for op in stretch.kept():
+        yield from known.lacks(flat((op.args, op.kwargs)))
+        known.learn(*flat(op.outputs), *(op.unbacked or ()))
+    yield from known.lacks(leaves([(call.args, call.kwargs, call.outputs) for call in stretch.calls], Symbolic))
+    yield from known.lacks(stretch.outputs)
+
+
+class _Known:
+    """The sizes and numbers that are known at a place of a program."""
+
+    def __init__(self) -> None:
+        self._expressions: set[Any] = set()
+        self._parts: dict[Any, Any] = {}
+
+    def learn(self, *found: Any) -> None:
+        """Values, of which the sizes are known, numbers and expressions."""
+        sizes = [n for x in found if isinstance(x, Value) for n in x.fake.size() if isinstance(n, torch.SymInt)]
+        new = {bare(x) for x in (*sizes, *found) if not isinstance(x, Value)} - self._expressions
+        self._expressions |= new
+        self._parts |= stand_ins(new)
+
+    def lacks(self, used: Iterable[Any]) -> Iterator[Any]:
+        """The symbols that it takes beside what is known."""
+        for number in used:
+            if isinstance(number, Symbolic) and bare(number) not in self._expressions:
+                rest = bare(number).xreplace(self._parts).free_symbols
+                yield from (s for s in symbols_of(number) if bare(s) in rest - self._expressions)
 
 
 def body_tape(tape: Tape, stretch: Stretch, captured: list[Any], names: list[str] | None = None) -> Tape:

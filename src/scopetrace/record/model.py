@@ -30,7 +30,7 @@ class Model:
         self.names: dict[int, list[str]] = {}
         self.modules: list[torch.nn.Module] = []
         self._tensors: dict[int, tuple[str, torch.nn.Module, str]] = {}
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, SavedModule] = {}
         if self.root is not None:
             self._visit("", self.root, set())
         else:
@@ -43,7 +43,7 @@ class Model:
         prefix = f"{fqn}." if fqn else ""
         if len(known) == 1:
             self.modules.append(module)
-            self._saved[id(module)] = _Saved(fqn, module)
+            self._saved[id(module)] = SavedModule(fqn, module)
             tables = (module.__dict__.get("_parameters", {}), module.__dict__.get("_buffers", {}), module.__dict__)
             for table in tables:
                 for name, t in table.items():
@@ -99,7 +99,7 @@ def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
     return RegisteredModule(tuple(names), type(module).__name__, has_forward)
 
 
-class _Saved:
+class SavedModule:
     """The attributes of one module, and the contents of the lists, dicts and sets among them."""
 
     __slots__ = ("attributes", "containers", "fqn", "module", "tables")
@@ -121,6 +121,7 @@ class _Saved:
                 self._save_container(item)
 
     def replaced(self) -> tuple[str, ...]:
+        """The parameters in whose place there are other tensors now."""
         now = self.module.__dict__.get("_parameters")
         if not isinstance(now, dict):  # a scripted module makes them anew each time
             return ()
@@ -129,6 +130,7 @@ class _Saved:
         return tuple([prefix + name for name, p in old.items() if p is not None and now.get(name) is not p])
 
     def restore(self, values: Callable[[torch.Tensor], Value | None]) -> Iterator[AttributeWrite]:
+        """As `Model.restore`; done when the last is taken."""
         now = self.module.__dict__
         changed = list(self._changes(now, self.attributes, values))
         for name, old in self.tables.items():

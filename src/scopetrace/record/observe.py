@@ -83,6 +83,28 @@ class CallObserver:
         """Recorded as the op that Dynamo writes for it."""
         return self.recorder.running is None and self.recorder.resize_storage(storage, size)
 
+    def on_data(self, t: torch.Tensor) -> torch.Tensor:
+        """The forward reads `t.data`."""
+        return self.recorder.present(t)
+
+    def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
+        """Recorded as `t.set_(new)` for tensors from outside; for others their memory says it."""
+        recorder = self.recorder
+        if recorder.running is not None or not isinstance(new, torch.Tensor) or not recorder.is_outside(t):
+            return False
+        if self.paused or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
+            raise UnsupportedOpError(
+                "`.data = ...` of a tensor of the model, or an input, "
+                + ("in a leaf module" if self.paused else f"that gives it {new.dtype} on {new.device}"),
+                op="Tensor.data",
+                **recorder.where(),
+                hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
+            )
+        if not recorder.are_one(t, new):
+            with torch.no_grad():
+                t.set_(new.detach())  # type: ignore[call-overload]
+        return True
+
     def on_number(self, x: Any) -> Any:
         """A tensor with one element, or a symbolic number, becomes text or a key: perhaps the name of a module."""
         return self.recorder.number_of(x)

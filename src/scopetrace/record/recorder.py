@@ -31,7 +31,7 @@ from scopetrace.record.size_rules import ACTIVATIONS, PLAIN_WRITES
 from scopetrace.record.tape import Value, flat
 from scopetrace.record.twins import WRITTEN_IN_SECRET, hidden_writes, writes_in_secret
 from scopetrace.record.values import reads_a_value
-from scopetrace.record.writer import geometry_key
+from scopetrace.record.writer import place_of
 from scopetrace.scopes import Scope
 
 _aten = torch.ops.aten
@@ -195,14 +195,14 @@ class Recorder(ReadingWriter):
         objects = [t for t in flat((given_args, given_kwargs)) if isinstance(t, torch.Tensor)]
         versions = [_version(t) for t in objects]
         tracked = [v for v, t in zip(inputs, objects, strict=True) if t.requires_grad] if facts.written else []
-        shapes = [(v, geometry_key(v.fake), _layout(v.fake)) for v in _pick(facts.written, args, kwargs)]
+        places = [(v, place_of(v.fake), _layout(v.fake)) for v in _pick(facts.written, args, kwargs)]
         with torch.no_grad() if unseen else contextlib.nullcontext():
             out = self._execute(facts, given_args, given_kwargs, (args, kwargs), inputs, key)
         if facts.squeezes and inputs[0].fake._has_symbolic_sizes_strides:
             self._watch_squeeze(inputs[0].fake, args[1:])
-        for value, old, layout in shapes:
-            if geometry_key(value.fake) != old or storage_id(value.fake) != value.storage:
-                self._freeze(value, *layout)
+        moved = [(value, layout) for value, old, layout in places if place_of(value.fake) != old]
+        for value, layout in moved:
+            self._freeze(value, *layout)
         written = self._written(facts, args, kwargs, secret, zip(inputs, objects, versions, strict=True))
         unbacked = self.factory.unbacked_bindings(out)
         if key is not None and facts.repeatable and not written and unbacked is None:
@@ -218,6 +218,8 @@ class Recorder(ReadingWriter):
         op.tracked = tuple(tracked)
         op.unbacked = unbacked
         op.outputs = self._register(out, op)
+        if moved:
+            self.follow([t for t in flat(given) if isinstance(t, torch.Tensor)], objects, str(facts.func))
         return out
 
     def _execute(self, facts: _OpFacts, args: Any, kwargs: Any, lifted: Any, inputs: list[Value], key: Any) -> Any:

@@ -40,6 +40,8 @@ class TapeWriter:
         self._keep: list[torch.Tensor] = []
         self._constants = 0
         self._inner: set[int] = set()  # the storages that bodies of higher-order ops made
+        self._given: set[int] = set()  # the ids of the inputs
+        self._left: set[int] = set()  # the storages of tensors of the model that got other memory in place
         self.broken: str | None = None  # what a body did that the tape cannot say
         self.positions = itertools.count()  # of module calls
 
@@ -92,6 +94,7 @@ class TapeWriter:
         """The value of a tensor that C++ wrapped anew, as factories and autograd do."""
         if t.fake_mode is not self.factory.mode:
             raise ForeignTensorError("a fake tensor of another trace was used", **self.where(), hint=_FOREIGN)
+        self._refuse_left(t)
         real = self.factory.real_of(t)
         if real is not None and storage_id(t) not in self._by_storage:
             self.value_of(real)
@@ -148,6 +151,8 @@ class TapeWriter:
             name = f"_tensor_constant{self._constants}"
             self._constants += 1
         fake = self.factory.from_real(real)
+        if owner is None:
+            self._refuse_left(fake)
         op = self._append("get_attr", name, (), {})
         self.tape.attributes[name] = real
         self._keep.append(real)
@@ -169,6 +174,55 @@ class TapeWriter:
         op.outputs = self._register_one(new, op, 0)
         return new
 
+    def follow(self, given: list[torch.Tensor], fakes: list[torch.Tensor], op: str) -> None:
+        """Some of `fakes` got other memory in place, or another shape; `given` has the model's own tensors for theirs.
+
+        Raises UnsupportedOpError where Python would go on to see the sizes and strides that a tensor had before.
+        """
+        for t, fake in zip(given, fakes, strict=True):
+            before, now = self._by_id[id(t)], self._by_id[id(fake)]
+            if t is fake or before is now:
+                continue
+            if (t.dtype, bare(t.size()), bare(t.stride())) != (fake.dtype, bare(fake.size()), bare(fake.stride())):
+                raise UnsupportedOpError(
+                    f"{self._name_of(t)}, a tensor of the model, gets other sizes or strides in place",
+                    op=op,
+                    **self.where(),
+                    hint="bind a new tensor: `self.name = self.name.t()`",
+                )
+            self._left.add(before.storage)
+            self._by_id[id(t)] = now
+
+    def _refuse_left(self, t: torch.Tensor) -> None:
+        """A tensor that Python made of one of the model's without an op lies in the memory that it had at first."""
+        if self._left and storage_id(t) in self._left:
+            raise UnsupportedOpError(
+                "a tensor of the model got other memory, and is read in a way that shows the memory before",
+                **self.where(),
+                hint="read the tensor itself, or its detach()",
+            )
+
+    def _name_of(self, real: torch.Tensor) -> str:
+        owner = self.model.owner(real)
+        return owner[0] if owner is not None else "a constant"
+
+    def present(self, t: torch.Tensor) -> torch.Tensor:
+        """`t`; for a tensor of the model that got other memory in place, what it is now."""
+        if isinstance(t, FakeTensor) or not self._left:
+            return t
+        value = self._by_id.get(id(t))
+        return t if value is None or value.real is not None else value.fake
+
+    def is_outside(self, t: torch.Tensor) -> bool:
+        """Whether a tensor is an input, or real: of the model, or from a closure or global."""
+        t = unwrapped(t)
+        return not isinstance(t, FakeTensor) or id(t) in self._given or self.model.owner(t) is not None
+
+    def are_one(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether both are the same view of the same memory."""
+        first, second = self.value_of(a), self.value_of(b)
+        return first.storage == second.storage and geometry_key(first.fake) == geometry_key(second.fake)
+
     def known_value(self, t: torch.Tensor) -> Value | None:
         """The tape value of a tensor of this trace or of the model, else None."""
         if isinstance(t, FakeTensor) or self.model.owner(t) is None:
@@ -183,6 +237,7 @@ class TapeWriter:
         op = self._append("placeholder", name, (), {})
         value = Value(fake, op, 0, storage_id(fake), self._keys.of(fake))
         op.outputs = value
+        self._given.add(id(fake))
         self._by_id.setdefault(id(fake), value)
         self._by_storage.setdefault(value.storage, []).append(value)
         self.tape.inputs.append(value)
@@ -239,6 +294,11 @@ class TapeWriter:
         """`module` and `source` for an error that is raised now."""
         found = self.frames() if frames is None else frames
         return {"module": str(self.state.current_scope), "source": source_of(found)}
+
+
+def place_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """Its memory, and where it lies in that."""
+    return storage_id(t), geometry_key(t)
 
 
 def geometry_key(t: torch.Tensor) -> tuple[Any, ...]:
