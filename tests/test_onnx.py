@@ -669,6 +669,37 @@ def test_control_flow_stays_in_the_graph():
     assert "If" in [n.op_type for n in model.graph]
 
 
+class Gate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: x * 2, (x,))
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        (Gate, ["Gate"]),
+        (nn.Linear, ["Linear"]),
+        ([Gate, nn.Linear], ["Gate", "Linear"]),
+        ("repeated", ["Gate", "Linear"]),
+    ],
+)
+def test_calls_in_a_branch_stay_inline(targets, names):
+    net = nn.Sequential(Gate(), Gate(), nn.Linear(4, 4), nn.Linear(4, 4))
+    model = st.trace(net, (X,)).to_onnx(functions=targets, verify=True)
+    assert [f.name for f in model.functions.values()] == names
+    called = [n.op_type for n in ir.traversal.RecursiveGraphIterator(model.graph)]
+    assert [called.count(name) for name in names] == [2] * len(names)
+
+
+def test_a_target_that_is_called_in_a_branch_only_is_refused():
+    with pytest.raises(st.OutlineError, match="Linear is called only in bodies"):
+        st.trace(Gate(), (X,)).to_onnx(functions=nn.Linear)
+
+
 def test_the_model_stays_as_it_was():
     model = blocks(2).train()
     before = {name: t.clone() for name, t in model.state_dict().items()}

@@ -205,10 +205,16 @@ def _named(source: Trace, targets: list[Any], numbers: Numbers) -> tuple[dict[Ca
     Raises OutlineError for a target that names none, or that names one that cannot be a function.
     """
     found: dict[Call, None] = {}
+    calls = _outside_bodies(source)
     for target in targets:
         if isinstance(target, str) and target == REPEATED:
             continue
-        matched = [call for call in source.calls if is_named(call, target)]
+        matched = [call for call in calls if is_named(call, target)]
+        if not matched and any(is_named(call, target) for call in source.calls):
+            raise OutlineError(
+                f"{_said(target)} is called only in bodies of torch.cond and its kind, whose calls stay inline; "
+                "leave it out of the targets"
+            )
         if not matched:
             raise OutlineError(f"{_said(target)} is no call of this trace; it has {_some(source.calls)}")
         found |= dict.fromkeys(call.record for call in matched if not call.is_leaf and call.raised is None)
@@ -223,10 +229,16 @@ def _named(source: Trace, targets: list[Any], numbers: Numbers) -> tuple[dict[Ca
     ) else []
 
 
+def _outside_bodies(source: Trace) -> list[ModuleCall]:
+    """The calls of the program itself. A body of `torch.cond` runs or not, and calls in it stay inline."""
+    own = set(source.tape.calls)
+    return [call for call in source.calls if call.record in own]
+
+
 def _perhaps_repeated(source: Trace, numbers: Numbers) -> list[Call]:
     """The calls of classes with several calls, without those that cannot be functions."""
-    calls = [call for call in source.calls if call.module_type is not None and not call.is_leaf and call.parent]
-    calls = [call for call in calls if call.raised is None and not numbers.lost(call.record)]
+    calls = [call for call in _outside_bodies(source) if call.module_type is not None and call.parent]
+    calls = [call for call in calls if not call.is_leaf and call.raised is None and not numbers.lost(call.record)]
     times = Counter(call.module_type for call in calls)
     return [call.record for call in calls if times[call.module_type] > 1]
 
