@@ -271,6 +271,91 @@ def test_what_is_read_outside_though_not_returned():
     assert [o.kind for o in found.functions[0].outputs] == ["result", "captured"]
 
 
+class Shelf:
+    """A cache of all layers, of a class that pytree does not know."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def grow(self, i, x):
+        self.rows[i] = x if self.rows[i] is None else torch.cat([self.rows[i], x])
+        return self.rows[i]
+
+    def write(self, i, x):
+        self.rows[i][1:2] = x
+        return self.rows[i]
+
+
+class Shelved(nn.Module):
+    class Layer(nn.Module):
+        def __init__(self, i, method):
+            super().__init__()
+            self.i, self.method, self.k = i, method, nn.Linear(4, 4)
+
+        def forward(self, x, shelf):
+            return x + getattr(shelf, self.method)(self.i, self.k(x)).sum(0)
+
+    def __init__(self, method):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(i, method) for i in range(3)])
+
+    def forward(self, x, shelf):
+        for layer in self.layers:
+            x = layer(x, shelf)
+        return x, shelf.rows
+
+
+@pytest.mark.parametrize(
+    ("method", "make_row", "signature"),
+    [
+        ("grow", lambda: torch.rand(3, 4), "x, shelf.rows[0], k.weight, k.bias) -> (result, captured_1)"),
+        ("grow", lambda: None, "x, k.weight, k.bias) -> (result, captured_1)"),
+        ("write", lambda: torch.rand(3, 4), "x, shelf.rows[0], k.weight, k.bias) -> (result, shelf.rows[0])"),
+    ],
+    ids=["filled", "empty", "static"],
+)
+def test_of_a_cache_of_all_layers_a_layer_takes_its_own(method, make_row, signature):
+    """Also where pytree does not know the class of the cache."""
+    args = (X[:1], Shelf([make_row() for _ in range(3)]))
+    found = st.trace(Shelved(method), args).outline(Shelved.Layer)
+    found.lint()
+    assert signatures(found) == [(f"Layer({signature}", 3)]
+    with torch.no_grad():
+        mine, theirs = copy.deepcopy(args), copy.deepcopy(args)
+        torch.testing.assert_close(found(*mine), found.inline()(*theirs))
+        torch.testing.assert_close(mine[1].rows, theirs[1].rows)
+
+
+def test_of_a_cache_that_a_layer_gives_back_it_gives_what_it_made():
+    class Layer(Shelved.Layer):
+        def forward(self, x, shelf):
+            return super().forward(x, shelf), shelf
+
+    def run(f, g, x, shelf):
+        x, shelf = f(x, shelf)
+        x, shelf = g(x, shelf)
+        return x, shelf.rows
+
+    model = nn.ModuleList([Layer(0, "grow"), Layer(1, "grow")])
+    model.forward = lambda x, shelf: run(*model, x, shelf)
+    found = st.trace(model, (X[:1], Shelf([X, X + 1]))).outline(Layer)
+    assert signatures(found) == [("Layer(x, shelf.rows[0], k.weight, k.bias) -> ([0], [1].rows[0])", 2)]
+    with torch.no_grad():
+        torch.testing.assert_close(found(X[:1], Shelf([X, X + 1])), run(*model, X[:1], Shelf([X, X + 1])))
+
+
+def test_keywords_and_keys_of_dicts_may_come_in_any_order():
+    class Keyed(nn.Module):
+        def forward(self, x, **kw):
+            return x * kw["a"] - kw["b"]["c"] * kw["b"]["d"]
+
+    def run(f, x, y):
+        return f(x, a=y, b={"c": x, "d": y}) + f(x, b={"d": y, "c": x}, a=y)
+
+    found = outlined(Calls(Keyed(), run), (X, X + 1), Keyed)
+    assert signatures(found) == [("Keyed(x, kw['a'], kw['b']['c'], kw['b']['d']) -> (result)", 2)]
+
+
 class Closure(nn.Module):
     def __init__(self, scale):
         super().__init__()

@@ -12,11 +12,12 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic, bare
 from scopetrace.passes.outline.function import FunctionInput, FunctionOutput, OutlinedBody
+from scopetrace.passes.outline.given import Given, given, without_unread
 from scopetrace.passes.outline.key import call_key, content_hash
 from scopetrace.passes.outline.readers import Readers
 from scopetrace.record.arguments import bind, forward_of
 from scopetrace.record.body import Stretch, body_tape, free_symbols
-from scopetrace.record.structure import is_object, leaves, leaves_with_path, map_structure
+from scopetrace.record.structure import leaves, leaves_with_path, map_structure
 from scopetrace.record.tape import Call, Op, Tape, Value
 
 _aten = torch.ops.aten
@@ -66,6 +67,7 @@ class _Outliner:
         self.functions: dict[Any, OutlinedBody] = {}
         self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
         self._names: dict[Tape, str] = {}  # of the functions' bodies
+        self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is given
         self._readers = Readers(tape)
         self._storages = itertools.count(min((v.storage for op in tape.ops for v in op.values()), default=0) - 1, -1)
         self._copies: dict[Call, Call] = {}
@@ -174,22 +176,28 @@ class _Outliner:
         inner = _Region(old, now=dict(region.now))
         self._fill(inner, old.start, old.stop)
         seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
-        named = {name: _only_read(argument, seen) for name, argument in named.items()}
         for made in inner.calls:
-            made.args = tuple(_without_unread(a, seen) for a in made.args)
-            made.kwargs = {name: _without_unread(a, seen) for name, a in made.kwargs.items()}
+            made.args, made.kwargs, made.outputs = without_unread((made.args, made.kwargs, made.outputs), seen)
+        passed = self._in_order(old, given(named, seen))
         results = self._results(inner, old)
-        inputs, operands = self._operands(inner, old, named)
-        key = call_key(old.module_type, named, operands, inner.ops, [r.inside for r in results], self._names)
+        inputs, operands = self._operands(inner, old, passed)
+        key = call_key(old.module_type, passed, operands, inner.ops, [r.inside for r in results], self._names)
         function = self.functions.get(key)
         if function is None:
             function = self.functions[key] = self._function(inner, old, inputs, operands, results, key)
             self._names[function.tape] = function.identifier
         self._append(region, inner, old, function, operands, results)
 
+    def _in_order(self, old: Call, passed: list[Given]) -> list[Given]:
+        """Keywords and keys of dicts in the order in which the first call that has the same ones has them."""
+        places = [g.place for g in passed]
+        order = self._orders.setdefault((old.module_type, frozenset(places)), places)
+        return passed if order == places else sorted(passed, key=lambda g: order.index(g.place))
+
     def _results(self, inner: _Region, old: Call) -> list[_Result]:
         """What the function gives, each in memory of its own, as torch asks of `invoke_subgraph`."""
-        wanted = [_Result(path, "result", v, v) for path, v in leaves_with_path(old.outputs) if type(v) is Value]
+        own = {v for v in leaves(old.outputs, Value) if self._readers.makes(old, v)}
+        wanted = [_Result(g.name, "result", g.leaf, g.leaf) for g in given({"": old.outputs}, own) if _is(g.leaf)]
         known = {r.old for r in wanted}
         made = {v for op in inner.ops for v in op.values()}
         for name, v in self._mutated(old):
@@ -238,16 +246,15 @@ class _Outliner:
 
     # ---------------------------------------------------------------- what it takes
 
-    def _operands(self, inner: _Region, old: Call, named: dict[str, Any]) -> tuple[list[FunctionInput], list[Any]]:
+    def _operands(self, inner: _Region, old: Call, passed: list[Given]) -> tuple[list[FunctionInput], list[Any]]:
         inputs: list[FunctionInput] = []
         operands: list[Any] = []
-        for name, argument in named.items():
-            if argument is None:
-                inputs.append(FunctionInput(name, "absent"))
-            for path, leaf in leaves_with_path(argument, name):
-                if isinstance(leaf, (Value, *Symbolic)):
-                    inputs.append(FunctionInput(path, "argument"))
-                    operands.append(leaf)
+        for g in passed:
+            if g.is_absent:
+                inputs.append(FunctionInput(g.name, "absent"))
+            elif isinstance(g.leaf, (Value, *Symbolic)):
+                inputs.append(FunctionInput(g.name, "argument"))
+                operands.append(g.leaf)
         for kind, name, value in self._free(inner, old, operands):
             inputs.append(FunctionInput(name, kind))
             operands.append(value)
@@ -341,16 +348,6 @@ class _Outliner:
         region.calls.append(call)
         region.place[old.stop] = len(region.ops)
         function.calls.append(call)
-
-
-def _only_read(argument: Any, seen: set[Value]) -> Any:
-    """An argument; of an object with tensors in it, such as a cache of all layers, only those that the ops read."""
-    return [v for v in leaves(argument, Value) if v in seen] if is_object(argument) else argument
-
-
-def _without_unread(argument: Any, seen: set[Value]) -> Any:
-    """The same for an argument of a call in the body: the object, with None for the others."""
-    return map_structure(lambda v: v if v in seen else None, argument, Value) if is_object(argument) else argument
 
 
 def _is(x: Any) -> bool:
