@@ -250,6 +250,40 @@ def test_caches_written_in_place_are_outputs():
     assert signatures(found) == [("Writes(cache, new) -> ([0], [1])", 2)]
 
 
+class Attends(nn.Module):
+    """Writes into its part of a cache of all layers, and reads this part again."""
+
+    def __init__(self):
+        super().__init__()
+        self.k = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        cache[1:2] = self.k(x)
+        return x + (x @ cache.T).softmax(-1) @ cache
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["argument", "buffer"])
+def test_a_layer_that_writes_into_its_part_of_a_cache_does_not_take_the_whole(held):
+    """The new value goes into the whole outside."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Attends() for _ in range(3)])
+            self.register_buffer("kv", torch.rand(3, 5, 4))
+
+        def forward(self, x, kv=None):
+            for i, layer in enumerate(self.layers):
+                x = layer(x, (self.kv if held else kv)[i])
+            return x
+
+    found = outlined(Net(), (X[:1],) if held else (X[:1], torch.rand(3, 5, 4)), Attends)
+    assert signatures(found) == [("Attends(x, cache, k.weight, k.bias) -> (result, cache)", 3)]
+    assert [n.target for n in found.graph_module.graph.nodes if "scatter" in n.name] == [
+        torch.ops.aten.select_scatter.default
+    ] * 3
+
+
 class Remembers(nn.Module):
     def forward(self, x):
         self.last = x.exp()

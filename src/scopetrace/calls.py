@@ -187,8 +187,7 @@ class CallTable:
         args, kwargs, held = call.mutated
         named = bind(forward, args, kwargs)
         found = {name + p: v for name, arg in named.items() for p, v in leaves_with_path(arg) if isinstance(v, Value)}
-        prefix = f"{call.fqn}." if call.fqn else ""
-        found |= {n.removeprefix(prefix): v for n, v in held.items() if n.startswith(prefix)}
+        found |= held
         return {name: program.lower(v) for name, v in found.items()}
 
 

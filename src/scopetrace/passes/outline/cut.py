@@ -241,8 +241,7 @@ class _Outliner:
         args, kwargs, held = old.mutated
         named = bind(forward_of(old, self.forward), args, kwargs)
         yield from ((name + path, v) for name, arg in named.items() for path, v in leaves_with_path(arg) if _is(v))
-        prefix = f"{old.fqn}." if old.fqn else ""
-        yield from ((name.removeprefix(prefix), v) for name, v in held.items() if _is(v) and name.startswith(prefix))
+        yield from held.items()
 
     # ---------------------------------------------------------------- what it takes
 
