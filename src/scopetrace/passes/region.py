@@ -1,8 +1,8 @@
 """The memory that some values share, as a functional program sees it: one current value, and the ways to its views.
 
 A write to a view is kept back until someone reads another alias, and is then carried up as far as this one asks for:
-writes that follow each other on one view cost one scatter, and a layer that writes into its part of a cache and reads it
-again does not touch the whole.
+writes that follow each other on one view cost one scatter, and a layer that writes into its part of a cache and reads
+it again does not touch the whole.
 """
 
 from __future__ import annotations
@@ -153,12 +153,14 @@ class Region:
         old = self.same(old)
         if len(self.roots) > 1 and self._whole is None:
             self._join(writer)
+        if self._pending is not None and self._pending.hidden != hidden:
+            self._settle([])
         before = self._version
         if self._pending is not None and self._pending.alias is old:
             before = self._pending.before
             self._version += self._observed  # others were made from the value that this one follows
         else:
-            self._settle([] if hidden else self._way_up(old))
+            self._settle(self._way_up(old))
             self._version += 1
         self._observed = False
         self._now[old] = (new, self._version)
@@ -190,8 +192,8 @@ class Region:
     def _settle(self, wanted: list[Value]) -> None:
         """Carry the write that was kept back into the first alias above it that is one of `wanted`, else the root.
 
-        Then it is this alias that is kept back. All that is not carried up is inside of it. A hidden write goes into the
-        root at once: each alias on the way gets the gradient of what it was just before.
+        Then it is this alias that is kept back. All that is not carried up is inside of it. A hidden write goes into
+        the root at once: each alias on the way gets the gradient of what it was just before.
         """
         if self._pending is None:
             return
