@@ -103,6 +103,14 @@ class Relu(nn.Module):
         return x.relu_()
 
 
+def test_a_module_as_a_target_means_its_calls():
+    model = blocks()
+    tr = st.trace(model, (X,))
+    assert [[call.fqn for call in f.calls] for f in tr.outline(model[1], model[2]).functions] == [["1", "2"]]
+    with pytest.raises(st.OutlineError, match=r"this Block is no call of this trace; it has 0, 0\.fc"):
+        tr.outline(copy.deepcopy(model)[1])
+
+
 def test_in_line_gives_the_flat_program():
     tr = st.trace(blocks(), (X,))
     assert tr.outline(Block).inline() is tr
@@ -171,6 +179,18 @@ def test_classes_of_one_name_count():
     one, other = make(torch.sin), make(torch.cos)
     found = outlined(nn.Sequential(one(), other(), one()), (X,), one, other)
     assert signatures(found) == [("Act(x) -> (result)", 2), ("Act_2(x) -> (result)", 1)]
+
+
+def test_parametrized_modules_share_a_function():
+    """torch makes a class for each of them; the base and the parametrizations count."""
+    normed = torch.nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(*(normed(nn.Linear(4, 4)) for _ in range(3)), nn.Linear(4, 4))
+    first = "parametrizations.weight.original"
+    signature = f"ParametrizedLinear(input, bias, {first}0, {first}1) -> (result)"
+    assert (signature, 3) in signatures(outlined(model, (X,), "repeated"))
+    assert signatures(outlined(model[:3], (X,), nn.Linear)) == [(signature, 3)]
+    torch.nn.utils.parametrize.register_parametrization(model[1], "bias", nn.Identity())
+    assert [len(f.calls) for f in outlined(model, (X,), nn.Linear).functions] == [2, 1, 1]
 
 
 def test_sizes_count():

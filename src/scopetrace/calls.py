@@ -45,7 +45,10 @@ class ModuleCall:
 
     @property
     def module_type(self) -> type | None:
-        """The module's class; None for the root when a plain function was traced."""
+        """The module's class; None for the root when a plain function was traced.
+
+        torch makes a class for each parametrized module: those with the same base and parametrizations have one here.
+        """
         return self._call.module_type
 
     @property
