@@ -410,6 +410,94 @@ def test_keywords_and_keys_of_dicts_may_come_in_any_order():
     assert signatures(found) == [("Keyed(x, kw['a'], kw['b']['c'], kw['b']['d']) -> (result)", 2)]
 
 
+@pytest.mark.parametrize("reader", [0, 1, 2])
+def test_who_reads_a_hidden_state_makes_no_other_function(reader):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Sequential(Remembers()) for _ in range(3)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            y = self.layers[reader][0].last
+            for layer in self.layers:
+                del layer[0].last
+            return x, y
+
+    found = outlined(Net(), (X,), Remembers)
+    assert signatures(found) == [("Remembers(x) -> (result, captured_1)", 3)]
+    found = outlined(Net(), (X,), Remembers, nn.Sequential)
+    assert [(f.name, len(f.outputs)) for f in found.functions] == [("Remembers", 2), ("Sequential", 2)]
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.ones(1))
+
+    def forward(self, x):
+        self.n = self.n * 0.5
+        return x * self.n
+
+
+def test_a_buffer_that_is_bound_anew_is_an_output_of_its_name():
+    model = Calls(Halves(), lambda f, x: f(f(x)))
+    found = st.trace(model, (X,)).outline(Halves)
+    assert signatures(found) == [("Halves(x, n) -> (result, n)", 2)]
+    assert [o.kind for o in found.functions[0].outputs] == ["result", "mutated"]
+    with torch.no_grad():
+        torch.testing.assert_close(found(X), X * 0.5 * 0.25)
+    assert model.inner.n == 0.25
+
+
+def test_lifted_values_are_called_what_they_are_called_around():
+    """A parameter or an argument of the module around, or `captured`."""
+
+    class Inner(nn.Module):
+        def __init__(self, box):
+            super().__init__()
+            self.box = box
+
+        def forward(self, x):
+            scale, shift, weight = self.box
+            return x * scale + shift * weight
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.box = []
+            self.inner, self.weight = Inner(self.box), nn.Parameter(torch.rand(4))
+
+        def forward(self, x, scale):
+            self.box[:] = scale, x.exp(), self.weight
+            y = self.inner(x + 1)
+            self.box.clear()
+            return y
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Outer(), Outer()
+
+        def forward(self, x, y):
+            return self.b(self.a(x, y.sin()), y.cos())
+
+    found = outlined(Net(), (X, X[0]), Inner)
+    assert signatures(found) == [("Inner(x, scale, captured, weight) -> (result)", 2)]
+
+
+def test_variants_do_not_take_the_name_of_another_class():
+    class Block(Scaled):
+        def forward(self, x):
+            return super().forward(x, self.k)
+
+    other = type("Block_2", (nn.Module,), {"forward": lambda self, x: x.cos(), "__module__": __name__})
+    model = nn.Sequential(Block(), other(), Block())
+    model[0].k, model[2].k = 1.0, 2.0
+    assert [f.name for f in outlined(model, (X,), Block, other).functions] == ["Block", "Block_2", "Block_3"]
+
+
 class Closure(nn.Module):
     def __init__(self, scale):
         super().__init__()
