@@ -39,7 +39,7 @@ class Captured:
 
     def missing(self) -> dict[Call, dict[Place, Bound]]:
         """What calls must give because equal ones give it; empty where all give the same."""
-        found = {}
+        found: dict[Call, dict[Place, Bound]] = {}
         for calls in self._groups.values():
             union: dict[Place, Bound] = {}
             for places in calls.values():
