@@ -446,3 +446,17 @@ def test_results_that_share_memory_share_it_in_another_layout_too():
         return z[:, 1:], z.detach(), z
 
     assert_like_eager(run, pure(run, torch.rand(4, 3).t()), (torch.rand(4, 3).t(),))
+
+
+def test_a_view_written_with_and_then_without_autograd_has_the_gradient_of_the_first_write():
+    def forward(x, y):
+        x = x * 1
+        part = x[0]
+        part.mul_(y)
+        with torch.no_grad():
+            part.mul_(3)
+        return x * 1
+
+    args = (torch.rand(2, 3, requires_grad=True), torch.rand(3, requires_grad=True))
+    grads = [torch.autograd.grad(run(*args).sum(), args) for run in (forward, st.trace(forward, args))]
+    torch.testing.assert_close(*grads)

@@ -101,16 +101,15 @@ def test_diffusion_transformer():
 
 @pytest.fixture(scope="module")
 def transformers():
-    """The package, where its models can be made and its caches are known to pytree."""
+    """The package, where its models can be made; its caches are unknown to pytree, as people have them."""
     from scopetrace.cli.torchvision_ops import declare_missing_ops
 
     kept = declare_missing_ops()
     module = pytest.importorskip("transformers")
-    from transformers.exporters.exporter_dynamo import register_pytree_node
-
-    for cache in (module.DynamicCache, module.EncoderDecoderCache, module.StaticCache):
-        register_pytree_node(cache)
-    yield module
+    with pytest.MonkeyPatch.context() as patch:
+        for cache in (module.DynamicCache, module.EncoderDecoderCache, module.StaticCache):
+            patch.delitem(torch.utils._pytree.SUPPORTED_NODES, cache, raising=False)  # other tests may register them
+        yield module
     del kept
 
 
@@ -138,26 +137,69 @@ def filled(transformers, config, batch, length):
     return cache
 
 
+def cache_shapes(cache, shape):
+    """`dynamic_shapes` of a cache whose keys and values all have this one."""
+    return {"layers": [{"keys": shape, "values": shape} for _ in cache.layers]}
+
+
 def test_a_decoder_with_a_cache_at_other_lengths(transformers):
     config = transformers.LlamaConfig(**SMALL)
     batch, past, new = Dim("batch"), Dim("past"), Dim("new")
-    kwargs = {"input_ids": torch.randint(0, 64, (2, 3)), "past_key_values": filled(transformers, config, 2, 5)}
-    shapes = {"input_ids": {0: batch, 1: new}, "past_key_values": [{0: batch, 2: past}] * 8}
+    cache = filled(transformers, config, 2, 5)
+    kwargs = {"input_ids": torch.randint(0, 64, (2, 3)), "past_key_values": cache}
+    shapes = {"input_ids": {0: batch, 1: new}, "past_key_values": cache_shapes(cache, {0: batch, 2: past})}
     made = exported(transformers.LlamaForCausalLM(config), (), kwargs, dynamic_shapes=shapes)
     assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 4}
+    assert caches_taken(made) == ["past_key_values.layers[0].keys", "past_key_values.layers[0].values"]
     assert [d.value for d in made.graph.outputs[1].shape if not isinstance(d, int)] == ["batch", "new + past"]
 
 
-def test_a_static_cache_is_written_in_place(transformers):
+def caches_taken(made):
+    """The tensors of a cache among what the function of the decoder layers takes."""
+    (layer,) = [f for f in made.functions.values() if f.name == "LlamaDecoderLayer"]
+    return [v.name for v in layer.inputs if v.name.startswith("past_key_values")]
+
+
+def test_a_prompt_with_an_empty_cache(transformers):
+    config = transformers.LlamaConfig(**SMALL)
+    kwargs = {"input_ids": torch.randint(0, 64, (2, 3)), "past_key_values": transformers.DynamicCache(config=config)}
+    made = exported(transformers.LlamaModel(config), (), kwargs)
+    assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 4} and caches_taken(made) == []
+
+
+@pytest.fixture
+def static(transformers):
+    """A model, and inputs of it with a cache of a fixed length."""
     config = transformers.LlamaConfig(**SMALL)
     cache = transformers.StaticCache(config=config, max_cache_len=8)
     cache.early_initialization(batch_size=2, num_heads=2, head_dim=8, dtype=torch.float32, device="cpu")
-    kwargs = {"input_ids": torch.randint(0, 64, (2, 3)), "past_key_values": cache}
-    made = exported(transformers.LlamaModel(config), (), kwargs)
+    return transformers.LlamaModel(config), {"input_ids": torch.randint(0, 64, (2, 3)), "past_key_values": cache}
+
+
+def test_a_static_cache_is_written_in_place(static):
+    model, kwargs = static
+    made = exported(model, (), kwargs)
     assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 4}
     (layer,) = [f for f in made.functions.values() if f.name == "LlamaDecoderLayer"]
-    changed = [f"past_key_values_{i}_updated" for i in range(3)]  # keys, values, how many there are
-    assert [v.name for v in layer.outputs] == ["output", *changed]
+    names = ("keys", "values", "cumulative_length")
+    assert caches_taken(made) == [f"past_key_values.layers[0].{name}" for name in names]
+    assert [v.name for v in layer.outputs] == ["output", *(f"past_key_values_layers_0_{n}_updated" for n in names)]
+    changed = [f"past_key_values_layers_{i}_{name}_updated" for i in range(4) for name in names]
+    assert [v.name for v in made.graph.outputs][-12:] == changed
+
+
+def test_a_cache_that_is_registered_with_pytree(static):
+    from transformers.exporters.exporter_dynamo import register_pytree_node
+
+    model, kwargs = static
+    cls = type(kwargs["past_key_values"])
+    register_pytree_node(cls)
+    try:
+        made = exported(model, (), kwargs)
+    finally:
+        del torch.utils._pytree.SUPPORTED_NODES[cls]
+    assert layers(made, "LlamaDecoderLayer") == {"LlamaDecoderLayer": 4}
+    assert caches_taken(made) == [f"past_key_values[{i}]" for i in range(3)]
     assert [v.name for v in made.graph.outputs][-12:] == [f"past_key_values_{i}_updated" for i in range(12)]
 
 
@@ -190,6 +232,12 @@ def two_caches(transformers, count, past, source):
     return transformers.EncoderDecoderCache(*caches)
 
 
+def both_shapes(past, source):
+    """`dynamic_shapes` of such caches."""
+    sides = {"self_attention_cache": past, "cross_attention_cache": source}
+    return {side: {"layers": [{"keys": shape, "values": shape}] * 3} for side, shape in sides.items()}
+
+
 def decoder_inputs(transformers, source):
     """One word, what the encoder gave, and the keys and values of 5 words before, in 3 layers."""
     encoded, cache = (torch.randn(2, source, 32),), two_caches(transformers, 3, 5, source)
@@ -206,7 +254,7 @@ def test_t5_with_a_cache_at_other_lengths(transformers):
     shapes = {
         "decoder_input_ids": None,
         "encoder_outputs": ({1: source},),
-        "past_key_values": [past] * 6 + [{2: source}] * 6,
+        "past_key_values": both_shapes(past, {2: source}),
     }
     model = transformers.T5ForConditionalGeneration(config)
     made = exported(model, (), decoder_inputs(transformers, 7), dynamic_shapes=shapes)
@@ -227,7 +275,7 @@ _SIDES = {"layers": 3, "attention_heads": 4, "ffn_dim": 64}
 
 def test_whisper_with_a_cache_at_other_lengths(transformers, whisper):
     past = {2: Dim("past", max=30)}
-    shapes = {"decoder_input_ids": None, "encoder_outputs": (None,), "past_key_values": [past] * 6 + [None] * 6}
+    shapes = {"decoder_input_ids": None, "encoder_outputs": (None,), "past_key_values": both_shapes(past, None)}
     made = exported(whisper, (), decoder_inputs(transformers, 20), dynamic_shapes=shapes)
     assert layers(made, "WhisperDecoderLayer") == {"WhisperDecoderLayer": 3}
 

@@ -103,6 +103,14 @@ class Relu(nn.Module):
         return x.relu_()
 
 
+def test_a_module_as_a_target_means_its_calls():
+    model = blocks()
+    tr = st.trace(model, (X,))
+    assert [[call.fqn for call in f.calls] for f in tr.outline(model[1], model[2]).functions] == [["1", "2"]]
+    with pytest.raises(st.OutlineError, match=r"this Block is no call of this trace; it has 0, 0\.fc"):
+        tr.outline(copy.deepcopy(model)[1])
+
+
 def test_in_line_gives_the_flat_program():
     tr = st.trace(blocks(), (X,))
     assert tr.outline(Block).inline() is tr
@@ -171,6 +179,18 @@ def test_classes_of_one_name_count():
     one, other = make(torch.sin), make(torch.cos)
     found = outlined(nn.Sequential(one(), other(), one()), (X,), one, other)
     assert signatures(found) == [("Act(x) -> (result)", 2), ("Act_2(x) -> (result)", 1)]
+
+
+def test_parametrized_modules_share_a_function():
+    """torch makes a class for each of them; the base and the parametrizations count."""
+    normed = torch.nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(*(normed(nn.Linear(4, 4)) for _ in range(3)), nn.Linear(4, 4))
+    first = "parametrizations.weight.original"
+    signature = f"ParametrizedLinear(input, bias, {first}0, {first}1) -> (result)"
+    assert (signature, 3) in signatures(outlined(model, (X,), "repeated"))
+    assert signatures(outlined(model[:3], (X,), nn.Linear)) == [(signature, 3)]
+    torch.nn.utils.parametrize.register_parametrization(model[1], "bias", nn.Identity())
+    assert [len(f.calls) for f in outlined(model, (X,), nn.Linear).functions] == [2, 1, 1]
 
 
 def test_sizes_count():
@@ -250,6 +270,40 @@ def test_caches_written_in_place_are_outputs():
     assert signatures(found) == [("Writes(cache, new) -> ([0], [1])", 2)]
 
 
+class Attends(nn.Module):
+    """Writes into its part of a cache of all layers, and reads this part again."""
+
+    def __init__(self):
+        super().__init__()
+        self.k = nn.Linear(4, 4)
+
+    def forward(self, x, cache):
+        cache[1:2] = self.k(x)
+        return x + (x @ cache.T).softmax(-1) @ cache
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["argument", "buffer"])
+def test_a_layer_that_writes_into_its_part_of_a_cache_does_not_take_the_whole(held):
+    """The new value goes into the whole outside."""
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Attends() for _ in range(3)])
+            self.register_buffer("kv", torch.rand(3, 5, 4))
+
+        def forward(self, x, kv=None):
+            for i, layer in enumerate(self.layers):
+                x = layer(x, (self.kv if held else kv)[i])
+            return x
+
+    found = outlined(Net(), (X[:1],) if held else (X[:1], torch.rand(3, 5, 4)), Attends)
+    assert signatures(found) == [("Attends(x, cache, k.weight, k.bias) -> (result, cache)", 3)]
+    assert [n.target for n in found.graph_module.graph.nodes if "scatter" in n.name] == [
+        torch.ops.aten.select_scatter.default
+    ] * 3
+
+
 class Remembers(nn.Module):
     def forward(self, x):
         self.last = x.exp()
@@ -269,6 +323,179 @@ def test_what_is_read_outside_though_not_returned():
 
     found = outlined(Net(), (X,), Remembers)
     assert [o.kind for o in found.functions[0].outputs] == ["result", "captured"]
+
+
+class Shelf:
+    """A cache of all layers, of a class that pytree does not know."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def grow(self, i, x):
+        self.rows[i] = x if self.rows[i] is None else torch.cat([self.rows[i], x])
+        return self.rows[i]
+
+    def write(self, i, x):
+        self.rows[i][1:2] = x
+        return self.rows[i]
+
+
+class Shelved(nn.Module):
+    class Layer(nn.Module):
+        def __init__(self, i, method):
+            super().__init__()
+            self.i, self.method, self.k = i, method, nn.Linear(4, 4)
+
+        def forward(self, x, shelf):
+            return x + getattr(shelf, self.method)(self.i, self.k(x)).sum(0)
+
+    def __init__(self, method):
+        super().__init__()
+        self.layers = nn.ModuleList([self.Layer(i, method) for i in range(3)])
+
+    def forward(self, x, shelf):
+        for layer in self.layers:
+            x = layer(x, shelf)
+        return x, shelf.rows
+
+
+@pytest.mark.parametrize(
+    ("method", "make_row", "signature"),
+    [
+        ("grow", lambda: torch.rand(3, 4), "x, shelf.rows[0], k.weight, k.bias) -> (result, captured_1)"),
+        ("grow", lambda: None, "x, k.weight, k.bias) -> (result, captured_1)"),
+        ("write", lambda: torch.rand(3, 4), "x, shelf.rows[0], k.weight, k.bias) -> (result, shelf.rows[0])"),
+    ],
+    ids=["filled", "empty", "static"],
+)
+def test_of_a_cache_of_all_layers_a_layer_takes_its_own(method, make_row, signature):
+    """Also where pytree does not know the class of the cache."""
+    args = (X[:1], Shelf([make_row() for _ in range(3)]))
+    found = st.trace(Shelved(method), args).outline(Shelved.Layer)
+    found.lint()
+    assert signatures(found) == [(f"Layer({signature}", 3)]
+    with torch.no_grad():
+        mine, theirs = copy.deepcopy(args), copy.deepcopy(args)
+        torch.testing.assert_close(found(*mine), found.inline()(*theirs))
+        torch.testing.assert_close(mine[1].rows, theirs[1].rows)
+
+
+def test_of_a_cache_that_a_layer_gives_back_it_gives_what_it_made():
+    class Layer(Shelved.Layer):
+        def forward(self, x, shelf):
+            return super().forward(x, shelf), shelf
+
+    def run(f, g, x, shelf):
+        x, shelf = f(x, shelf)
+        x, shelf = g(x, shelf)
+        return x, shelf.rows
+
+    model = nn.ModuleList([Layer(0, "grow"), Layer(1, "grow")])
+    model.forward = lambda x, shelf: run(*model, x, shelf)
+    found = st.trace(model, (X[:1], Shelf([X, X + 1]))).outline(Layer)
+    assert signatures(found) == [("Layer(x, shelf.rows[0], k.weight, k.bias) -> ([0], [1].rows[0])", 2)]
+    with torch.no_grad():
+        torch.testing.assert_close(found(X[:1], Shelf([X, X + 1])), run(*model, X[:1], Shelf([X, X + 1])))
+
+
+def test_keywords_and_keys_of_dicts_may_come_in_any_order():
+    class Keyed(nn.Module):
+        def forward(self, x, **kw):
+            return x * kw["a"] - kw["b"]["c"] * kw["b"]["d"]
+
+    def run(f, x, y):
+        return f(x, a=y, b={"c": x, "d": y}) + f(x, b={"d": y, "c": x}, a=y)
+
+    found = outlined(Calls(Keyed(), run), (X, X + 1), Keyed)
+    assert signatures(found) == [("Keyed(x, kw['a'], kw['b']['c'], kw['b']['d']) -> (result)", 2)]
+
+
+@pytest.mark.parametrize("reader", [0, 1, 2])
+def test_who_reads_a_hidden_state_makes_no_other_function(reader):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Sequential(Remembers()) for _ in range(3)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            y = self.layers[reader][0].last
+            for layer in self.layers:
+                del layer[0].last
+            return x, y
+
+    found = outlined(Net(), (X,), Remembers)
+    assert signatures(found) == [("Remembers(x) -> (result, captured_1)", 3)]
+    found = outlined(Net(), (X,), Remembers, nn.Sequential)
+    assert [(f.name, len(f.outputs)) for f in found.functions] == [("Remembers", 2), ("Sequential", 2)]
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("n", torch.ones(1))
+
+    def forward(self, x):
+        self.n = self.n * 0.5
+        return x * self.n
+
+
+def test_a_buffer_that_is_bound_anew_is_an_output_of_its_name():
+    model = Calls(Halves(), lambda f, x: f(f(x)))
+    found = st.trace(model, (X,)).outline(Halves)
+    assert signatures(found) == [("Halves(x, n) -> (result, n)", 2)]
+    assert [o.kind for o in found.functions[0].outputs] == ["result", "mutated"]
+    with torch.no_grad():
+        torch.testing.assert_close(found(X), X * 0.5 * 0.25)
+    assert model.inner.n == 0.25
+
+
+def test_lifted_values_are_called_what_they_are_called_around():
+    """A parameter or an argument of the module around, or `captured`."""
+
+    class Inner(nn.Module):
+        def __init__(self, box):
+            super().__init__()
+            self.box = box
+
+        def forward(self, x):
+            scale, shift, weight = self.box
+            return x * scale + shift * weight
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.box = []
+            self.inner, self.weight = Inner(self.box), nn.Parameter(torch.rand(4))
+
+        def forward(self, x, scale):
+            self.box[:] = scale, x.exp(), self.weight
+            y = self.inner(x + 1)
+            self.box.clear()
+            return y
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = Outer(), Outer()
+
+        def forward(self, x, y):
+            return self.b(self.a(x, y.sin()), y.cos())
+
+    found = outlined(Net(), (X, X[0]), Inner)
+    assert signatures(found) == [("Inner(x, scale, captured, weight) -> (result)", 2)]
+
+
+def test_variants_do_not_take_the_name_of_another_class():
+    class Block(Scaled):
+        def forward(self, x):
+            return super().forward(x, self.k)
+
+    other = type("Block_2", (nn.Module,), {"forward": lambda self, x: x.cos(), "__module__": __name__})
+    model = nn.Sequential(Block(), other(), Block())
+    model[0].k, model[2].k = 1.0, 2.0
+    assert [f.name for f in outlined(model, (X,), Block, other).functions] == ["Block", "Block_2", "Block_3"]
 
 
 class Closure(nn.Module):

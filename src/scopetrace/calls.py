@@ -45,7 +45,10 @@ class ModuleCall:
 
     @property
     def module_type(self) -> type | None:
-        """The module's class; None for the root when a plain function was traced."""
+        """The module's class; None for the root when a plain function was traced.
+
+        torch makes a class for each parametrized module: those with the same base and parametrizations have one here.
+        """
         return self._call.module_type
 
     @property
@@ -187,8 +190,7 @@ class CallTable:
         args, kwargs, held = call.mutated
         named = bind(forward, args, kwargs)
         found = {name + p: v for name, arg in named.items() for p, v in leaves_with_path(arg) if isinstance(v, Value)}
-        prefix = f"{call.fqn}." if call.fqn else ""
-        found |= {n.removeprefix(prefix): v for n, v in held.items() if n.startswith(prefix)}
+        found |= held
         return {name: program.lower(v) for name, v in found.items()}
 
 

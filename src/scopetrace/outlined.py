@@ -25,7 +25,7 @@ from scopetrace.record.tape import Call
 if TYPE_CHECKING:
     from scopetrace.trace import Trace
 
-Target = type | str | Callable[[ModuleCall], bool]
+Target = type | torch.nn.Module | str | Callable[[ModuleCall], bool]
 REPEATED = "repeated"
 
 
@@ -244,20 +244,25 @@ def _perhaps_repeated(source: Trace, numbers: Numbers) -> list[Call]:
 
 
 def is_named(call: ModuleCall, target: Any) -> bool:
-    """Whether a class, pattern or predicate names a call. Raises OutlineError for a target of another kind."""
+    """Whether a class, module, pattern or predicate names a call. Raises OutlineError for a target of another kind."""
     if isinstance(target, type):
-        return call.module_type is not None and issubclass(call.module_type, target)
+        own = call.module_type if call.module is None else type(call.module)
+        return own is not None and issubclass(own, target)
+    if isinstance(target, torch.nn.Module):
+        return call.module is target
     if isinstance(target, str):
         return call.fqn is not None and fnmatch.fnmatchcase(call.fqn, target)
     if callable(target):
         return bool(target(call))
     raise OutlineError(
-        f"{target!r} is a {type(target).__name__}; give a module class, a pattern of names such as 'layers.*.attn', "
-        'a predicate on a ModuleCall, or "repeated"'
+        f"{target!r} is a {type(target).__name__}; give a module class, a module of the model, a pattern of names "
+        "such as 'layers.*.attn', a predicate on a ModuleCall, or \"repeated\""
     )
 
 
 def _said(target: Any) -> str:
+    if isinstance(target, torch.nn.Module):
+        return f"this {type(target).__name__}"
     return target.__name__ if isinstance(target, type) else repr(target)
 
 

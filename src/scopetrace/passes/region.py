@@ -1,7 +1,8 @@
 """The memory that some values share, as a functional program sees it: one current value, and the ways to its views.
 
-A write to a view is kept back until someone reads another alias: writes that follow each other on one view cost one
-scatter.
+A write to a view is kept back until someone reads another alias, and is then carried up as far as this one asks for:
+writes that follow each other on one view cost one scatter, and a layer that writes into its part of a cache and reads
+it again does not touch the whole.
 """
 
 from __future__ import annotations
@@ -44,6 +45,18 @@ class Link:
     slot: int | None = None
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Pending:
+    """A write that what the alias is a view of does not have yet."""
+
+    alias: Value
+    writer: Op
+    hidden: bool
+    """Whether autograd does not see it."""
+    before: int
+    """The version before it: that of the values which it is put into."""
+
+
 class Region:
     """The aliases of one storage. `old` values are of the recorded tape, `new` ones of the tape without mutation."""
 
@@ -62,7 +75,7 @@ class Region:
         self._with_grad: dict[Value, None] = {}  # aliases that require grad, in order
         self._version = 0
         self._now: dict[Value, tuple[Value, int]] = {}
-        self._pending: tuple[Value, Op, bool] | None = None
+        self._pending: Pending | None = None
         self._observed = False
         self._replaced: set[Value] = set()
         self._whole: Value | None = None  # of several roots: all their elements in one row
@@ -132,7 +145,7 @@ class Region:
         found = self._now.get(old)
         if found is not None and found[1] == self._version:
             return found[0]
-        self._settle()
+        self._settle(list(self._all_above(old)))
         return self._derive(old, reader)
 
     def write(self, old: Value, new: Value, writer: Op, *, hidden: bool = False) -> None:
@@ -140,14 +153,18 @@ class Region:
         old = self.same(old)
         if len(self.roots) > 1 and self._whole is None:
             self._join(writer)
-        if self._pending is None or self._pending[0] is not old:
-            self._settle()
-            self._version += 1
-        elif self._observed:  # others were made from the value that this one follows
+        if self._pending is not None and self._pending.hidden != hidden:
+            self._settle([])
+        before = self._version
+        if self._pending is not None and self._pending.alias is old:
+            before = self._pending.before
+            self._version += self._observed  # others were made from the value that this one follows
+        else:
+            self._settle(self._way_up(old))
             self._version += 1
         self._observed = False
         self._now[old] = (new, self._version)
-        self._pending = (old, writer, hidden)
+        self._pending = Pending(old, writer, hidden, before)
         self.written[old] = writer
 
     def replace(self, old: Value, new: Value, writer: Op) -> None:
@@ -172,26 +189,38 @@ class Region:
 
     # ---------------------------------------------------------------- inside
 
-    def _settle(self) -> None:
-        """Carry the write that was kept back into the root."""
+    def _settle(self, wanted: list[Value]) -> None:
+        """Carry the write that was kept back into the first alias above it that is one of `wanted`, else the root.
+
+        Then it is this alias that is kept back. All that is not carried up is inside of it. A hidden write goes into
+        the root at once: each alias on the way gets the gradient of what it was just before.
+        """
         if self._pending is None:
             return
-        old, writer, hidden = self._pending
-        self._pending = None
-        new = self._now[old][0]
-        chain = self._way_up(old)
-        before = self._version
-        self._version -= 1
+        pending, chain = self._pending, self._way_up(self._pending.alias)
+        last = None if pending.hidden else next((i for i, v in enumerate(chain) if v in wanted), None)
+        self._pending = None if last is None else dataclasses.replace(pending, alias=chain[last])
+        self._observed = True
+        chain = chain if last is None else chain[: last + 1]
+        new, writer = self._now[pending.alias][0], pending.writer
+        now, self._version = self._version, pending.before
         bases = [self._derive(v, writer) for v in chain[1:]]  # without the write
-        self._version = before
+        self._version = now
         for view, parent, base in zip(chain, chain[1:], bases, strict=False):
             new = self._put(view, parent, base, new, writer)
-            if hidden:
+            if pending.hidden:
                 new = self.overwritten(base, new, writer)
-            self._now[parent] = (new, before)
-        if self._whole is not None:
+            self._now[parent] = (new, now)
+        if self._whole is not None and last is None:
             relation = self._relations[chain[-1]]
             self._whole = relation.put(self._emitter.bound(writer), self._whole, new)
+
+    def _all_above(self, old: Value) -> Iterator[Value]:
+        """As `above`, each tensor once."""
+        yield old
+        while (link := self.links.get(old)) is not None:
+            old = self.same(link.parent)
+            yield old
 
     def _way_up(self, old: Value) -> list[Value]:
         """The alias, those that it is a view of, and the root, without those whose own elements overlap.

@@ -162,7 +162,7 @@ class Rewriter(abc.ABC):
         new.stop = len(self.new.ops)
 
     def _mutated_in(self, call: Call, op: Op) -> Any:
-        """The arguments, and the model's tensors, whose memory the call wrote to: their new values."""
+        """The arguments, and the module's tensors, whose memory the call wrote to: their new values."""
         inside = self.old.ops[call.start : call.stop]
         written = dict.fromkeys(v.storage for o in inside for v in o.writes)  # in order: equal calls name them alike
         if not written:
@@ -172,8 +172,9 @@ class Rewriter(abc.ABC):
             return self.read(last_of(self.regions, v), op) if v.storage in written else None
 
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
-        held = [value for storage in written for value in self._held.get(storage, ())]
-        return args, kwargs, {v.op.target: changed(v) for v in held}
+        prefix = f"{call.fqn}." if call.fqn else ""
+        held = [v for s in written for v in self._held.get(s, ()) if v.op.target.startswith(prefix)]
+        return args, kwargs, {v.op.target.removeprefix(prefix): changed(v) for v in held}
 
     # ---------------------------------------------------------------- ops
 

@@ -9,6 +9,7 @@ import torch
 
 from scopetrace._compat.dispatch import eager, paused
 from scopetrace.errors import RandomStateError, UnsupportedOpError
+from scopetrace.record.classes import Classes
 from scopetrace.record.leaves import LeafRule
 from scopetrace.record.recorder import NeedsAutograd, Recorder
 from scopetrace.record.structure import leaves_with_path, map_structure
@@ -27,6 +28,7 @@ class CallObserver:
         self.progress = progress
         self.paused = False
         self._counts: dict[int, int] = {}
+        self._classes = Classes()
         self._began: list[set[str]] = []  # of each open call, the entrances that belong to it and were passed
         recorder.boundary = CallObserver._run.__code__
 
@@ -158,7 +160,7 @@ class CallObserver:
             frames=recorder.frames() if recorder.call is not None else (),
             attributes=_plain_attributes(module) if module is not None else {},
             position=next(recorder.positions),
-            module_type=type(module) if module is not None else None,
+            module_type=self._classes.of(module) if module is not None else None,
             replaced=recorder.model.replaced(module) if module is not None else (),
         )
         recorder.tape.calls.append(call)

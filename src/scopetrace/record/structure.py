@@ -54,9 +54,11 @@ def container_type(x: Any) -> type:
 
 
 def is_object(x: Any) -> bool:
-    """Whether a container is an instance of a registered class of its own kind: no list, tuple, dict or the like."""
+    """Whether a container is an instance of a class of its own kind: no list, tuple, dict or the like."""
     kind = container_type(x)
-    return _pytree_node(kind) is not None and not issubclass(kind, (list, tuple, dict))
+    if issubclass(kind, (list, tuple, dict)):
+        return False
+    return _pytree_node(kind) is not None or dataclasses.is_dataclass(kind) or kind in OBJECT_TYPES
 
 
 def map_structure(fn: Callable[[Any], Any], x: Any, leaf: type | tuple[type, ...]) -> Any:

@@ -140,7 +140,8 @@ class Call:
     direct: bool = False
     """Whether `module.forward(...)` was called in place of the module, so that no hook ran."""
     mutated: Any = None
-    """In a tape without mutation: (args, kwargs, held), what was changed as its new value, all else None."""
+    """In a tape without mutation: (args, kwargs, held), what was changed as its new value, all else None. `held` are
+    the module's own tensors by their names in it."""
     module_type: type | None = None
     replaced: tuple[str, ...] = ()
     """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace.passes.outline.captured import Bound, Captured, Place
 from scopetrace.passes.outline.function import FunctionInput, FunctionOutput, OutlinedBody
+from scopetrace.passes.outline.given import Given, given, without_unread
 from scopetrace.passes.outline.key import call_key, content_hash
+from scopetrace.passes.outline.names import different, own_tensors
 from scopetrace.passes.outline.readers import Readers
 from scopetrace.record.arguments import bind, forward_of
 from scopetrace.record.body import Stretch, body_tape, free_symbols
-from scopetrace.record.structure import is_object, leaves, leaves_with_path, map_structure
+from scopetrace.record.structure import leaves, leaves_with_path, map_structure
 from scopetrace.record.tape import Call, Op, Tape, Value
 
 _aten = torch.ops.aten
@@ -28,8 +31,14 @@ def outline(tape: Tape, chosen: list[Call], forward: Any = None) -> tuple[Tape, 
 
     The tape is one without mutation. `forward` is what the root call ran.
     """
-    outliner = _Outliner(tape, chosen, forward)
-    return outliner.run(), list(outliner.functions.values())
+    wanted: dict[Call, dict[Place, Bound]] = {}
+    while True:
+        outliner = _Outliner(tape, chosen, forward, wanted)
+        main = outliner.run()
+        missing = outliner.captured.missing()
+        if not missing:
+            return main, list(outliner.functions.values())
+        wanted |= missing
 
 
 @dataclasses.dataclass
@@ -57,16 +66,23 @@ class _Result:
     """On the tape that is cut."""
     inside: Value
     """In the function."""
+    is_captured: bool = False
+    bound: Bound = None
+    """Of a captured value."""
+    is_copy: bool = False
+    """Whether `inside` is a copy that is made at the end."""
 
 
 class _Outliner:
-    def __init__(self, tape: Tape, chosen: list[Call], forward: Any) -> None:
+    def __init__(self, tape: Tape, chosen: list[Call], forward: Any, wanted: dict[Call, dict[Place, Bound]]) -> None:
         self.old = tape
         self.forward = forward
         self.functions: dict[Any, OutlinedBody] = {}
-        self._counts: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._taken: set[tuple[str, str]] = set()  # domains and names
         self._names: dict[Tape, str] = {}  # of the functions' bodies
+        self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is given
         self._readers = Readers(tape)
+        self.captured = Captured(tape, self._readers, wanted)
         self._storages = itertools.count(min((v.storage for op in tape.ops for v in op.values()), default=0) - 1, -1)
         self._copies: dict[Call, Call] = {}
         self._chosen = set(chosen)
@@ -174,40 +190,58 @@ class _Outliner:
         inner = _Region(old, now=dict(region.now))
         self._fill(inner, old.start, old.stop)
         seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
-        named = {name: _only_read(argument, seen) for name, argument in named.items()}
         for made in inner.calls:
-            made.args = tuple(_without_unread(a, seen) for a in made.args)
-            made.kwargs = {name: _without_unread(a, seen) for name, a in made.kwargs.items()}
+            made.args, made.kwargs, made.outputs = without_unread((made.args, made.kwargs, made.outputs), seen)
+        passed = self._in_order(old, given(named, seen))
         results = self._results(inner, old)
-        inputs, operands = self._operands(inner, old, named)
-        key = call_key(old.module_type, named, operands, inner.ops, [r.inside for r in results], self._names)
+        inputs, operands = self._operands(inner, old, passed)
+        key = call_key(old.module_type, passed, operands, inner.ops, [r.inside for r in results], self._names)
+        self._note_captured(old, results, key)
         function = self.functions.get(key)
         if function is None:
             function = self.functions[key] = self._function(inner, old, inputs, operands, results, key)
             self._names[function.tape] = function.identifier
         self._append(region, inner, old, function, operands, results)
 
+    def _note_captured(self, old: Call, results: list[_Result], key: Any) -> None:
+        """Under the part of the key that these values have no part in: they and their copies come last."""
+        captured = [r for r in results if r.is_captured]
+        cls, passed, taken, ops, outputs = key
+        ops = ops[: len(ops) - sum(r.is_copy for r in captured)]
+        part = (cls, passed, taken, ops, outputs[: len(outputs) - len(captured)])
+        self.captured.note(part, old, {r.old: r.bound for r in captured})
+
+    def _in_order(self, old: Call, passed: list[Given]) -> list[Given]:
+        """Keywords and keys of dicts in the order in which the first call that has the same ones has them."""
+        places = [g.place for g in passed]
+        order = self._orders.setdefault((old.module_type, frozenset(places)), places)
+        return passed if order == places else sorted(passed, key=lambda g: order.index(g.place))
+
     def _results(self, inner: _Region, old: Call) -> list[_Result]:
         """What the function gives, each in memory of its own, as torch asks of `invoke_subgraph`."""
-        wanted = [_Result(path, "result", v, v) for path, v in leaves_with_path(old.outputs) if type(v) is Value]
+        own = {v for v in leaves(old.outputs, Value) if self._readers.makes(old, v)}
+        wanted = [_Result(g.name, "result", g.leaf, g.leaf) for g in given({"": old.outputs}, own) if _is(g.leaf)]
         known = {r.old for r in wanted}
         made = {v for op in inner.ops for v in op.values()}
         for name, v in self._mutated(old):
             if v not in known and inner.now.get(v, v) in made:
                 known.add(v)
                 wanted.append(_Result(name, "mutated", v, v))
+        captured: list[Value] = []
         for v in [*(v for op in inner.ops for v in op.values()), *inner.now]:
             if v not in known and self._readers.leaves(v, old):
                 first = self._same_tensor(v, old)
                 inner.same[v] = first
                 if first not in known and self._readers.makes(old, first):
-                    known.add(first)
-                    wanted.append(_Result(f"captured_{len(wanted)}", "captured", first, first))
+                    captured.append(first)
+        for v, bound in self.captured.of(old, captured).items():
+            name, kind = bound or (f"captured_{len(wanted)}", "captured")
+            wanted.append(_Result(name, kind, v, v, is_captured=True, bound=bound))
         taken = {v.storage for op in inner.ops for v in op.inputs() if v not in made}
         for r in wanted:
             r.inside = inner.now.get(r.old, r.old)
             if r.inside not in made or r.inside.storage in taken:
-                r.inside = self._clone(inner, r.inside, old)
+                r.inside, r.is_copy = self._clone(inner, r.inside, old), True
             taken.add(r.inside.storage)
         return wanted
 
@@ -233,22 +267,20 @@ class _Outliner:
         args, kwargs, held = old.mutated
         named = bind(forward_of(old, self.forward), args, kwargs)
         yield from ((name + path, v) for name, arg in named.items() for path, v in leaves_with_path(arg) if _is(v))
-        prefix = f"{old.fqn}." if old.fqn else ""
-        yield from ((name.removeprefix(prefix), v) for name, v in held.items() if _is(v) and name.startswith(prefix))
+        yield from held.items()
 
     # ---------------------------------------------------------------- what it takes
 
-    def _operands(self, inner: _Region, old: Call, named: dict[str, Any]) -> tuple[list[FunctionInput], list[Any]]:
+    def _operands(self, inner: _Region, old: Call, passed: list[Given]) -> tuple[list[FunctionInput], list[Any]]:
         inputs: list[FunctionInput] = []
         operands: list[Any] = []
-        for name, argument in named.items():
-            if argument is None:
-                inputs.append(FunctionInput(name, "absent"))
-            for path, leaf in leaves_with_path(argument, name):
-                if isinstance(leaf, (Value, *Symbolic)):
-                    inputs.append(FunctionInput(path, "argument"))
-                    operands.append(leaf)
-        for kind, name, value in self._free(inner, old, operands):
+        for g in passed:
+            if g.is_absent:
+                inputs.append(FunctionInput(g.name, "absent"))
+            elif isinstance(g.leaf, (Value, *Symbolic)):
+                inputs.append(FunctionInput(g.name, "argument"))
+                operands.append(g.leaf)
+        for kind, name, value in self._free(inner, old, operands, {g.name for g in passed}):
             inputs.append(FunctionInput(name, kind))
             operands.append(value)
         stretch = Stretch("", old.scope, None, 0, inner.ops, inner.calls, [], None)
@@ -260,34 +292,35 @@ class _Outliner:
                 operands.append(number)
         return inputs, operands
 
-    def _free(self, inner: _Region, old: Call, operands: list[Any]) -> list[tuple[str, str, Value]]:
+    def _free(self, inner: _Region, old: Call, operands: list[Any], taken: set[str]) -> list[tuple[str, str, Value]]:
         """(kind, name, value) of what the ops read and nobody passed: the module's own in its order, then others."""
         made = {v for op in inner.ops for v in op.values()} | {v for v in operands if isinstance(v, Value)}
         read = dict.fromkeys(v for op in inner.ops for v in op.inputs() if v not in made)
         for call in inner.calls:  # what they take and give, though no op reads it
             told = leaves((call.args, call.kwargs, call.outputs, call.mutated), Value)
             read |= dict.fromkeys(v for v in told if v not in made)
-        own = self._own_tensors(old)
+        own = own_tensors(self.old, old)
+        taken = taken | {name for _, _, name in own.values()}
         ranked = []
         for i, v in enumerate(read):
             real = self.old.attributes.get(v.op.target) if v.op.kind == "get_attr" else None
-            rank, kind, name = own.get(id(real), (len(own) + i, "lifted", str(v.op.target).removeprefix("_")))
+            rank, kind, name = own.get(id(real)) or (len(own) + i, "lifted", different(self._name_of(v, old), taken))
             ranked.append((rank, kind, name, v))
         return [(kind, name, v) for _, kind, name, v in sorted(ranked, key=lambda r: r[0])]
 
-    def _own_tensors(self, old: Call) -> dict[int, tuple[int, str, str]]:
-        """By identity, the place, kind and name of the module's parameters and buffers."""
-        prefix = f"{old.fqn}." if old.fqn else ""
-        if old.module is not None:
-            tensors = itertools.chain(old.module.named_parameters(), old.module.named_buffers())
-            named = [(_kind(t), n, t) for n, t in tensors]
-        else:  # a loaded trace, whose attributes are in the order of their use
-            held = [(n, t) for n, t in self.old.attributes.items() if n.startswith(prefix) and n[0] != "_"]
-            named = [(_kind(t), n.removeprefix(prefix), t) for n, t in held]
-        found: dict[int, tuple[int, str, str]] = {}
-        for i, (kind, name, t) in enumerate(named):
-            found.setdefault(id(t), (i, kind, name))
-        return found
+    def _name_of(self, v: Value, old: Call) -> str:
+        """What a value is called outside of a call: the model's own, or an argument of a call around it."""
+        if v.op.kind in ("get_attr", "placeholder"):
+            around = f"{old.parent.fqn}." if old.parent is not None and old.parent.fqn else ""
+            return str(v.op.target).removeprefix(around).removeprefix("_")
+        while old.parent is not None:
+            old = old.parent
+            now = self._copy(old)
+            for name, argument in bind(forward_of(old, self.forward), now.args, now.kwargs).items():
+                found = next((path for path, leaf in leaves_with_path(argument, name) if leaf is v), None)
+                if found is not None:
+                    return found
+        return "captured"
 
     # ---------------------------------------------------------------- the function and its call
 
@@ -303,9 +336,11 @@ class _Outliner:
         cls = old.module_type
         domain = cls.__module__ if cls is not None else "torch"
         base = cls.__name__ if cls is not None else old.scope.type_name
-        self._counts[domain, base] += 1
-        count = self._counts[domain, base]
-        name = base if count == 1 else f"{base}_{count}"
+        name, count = base, 1
+        while (domain, name) in self._taken:  # a class may have the name of a variant
+            count += 1
+            name = f"{base}_{count}"
+        self._taken.add((domain, name))
         self._set_places(inner)
         stretch = Stretch(
             name, old.scope, self._copy(old), 0, inner.ops, inner.calls, [r.inside for r in results], None
@@ -343,22 +378,8 @@ class _Outliner:
         function.calls.append(call)
 
 
-def _only_read(argument: Any, seen: set[Value]) -> Any:
-    """An argument; of an object with tensors in it, such as a cache of all layers, only those that the ops read."""
-    return [v for v in leaves(argument, Value) if v in seen] if is_object(argument) else argument
-
-
-def _without_unread(argument: Any, seen: set[Value]) -> Any:
-    """The same for an argument of a call in the body: the object, with None for the others."""
-    return map_structure(lambda v: v if v in seen else None, argument, Value) if is_object(argument) else argument
-
-
 def _is(x: Any) -> bool:
     return type(x) is Value
-
-
-def _kind(t: torch.Tensor) -> str:
-    return "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
 
 
 def _renamed(x: Any, now: dict[Value, Value]) -> Any:

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic, bare
-from scopetrace.record.structure import leaves_with_path, open_container
+from scopetrace.passes.outline.given import Given
+from scopetrace.record.structure import open_container
 from scopetrace.record.tape import Op, Tape, Value
 
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -90,12 +91,17 @@ class _Identity:
 
 
 def call_key(
-    cls: type | None, arguments: Any, operands: list[Any], ops: list[Op], outputs: list[Value], names: dict[Tape, str]
+    cls: type | None,
+    passed: list[Given],
+    operands: list[Any],
+    ops: list[Op],
+    outputs: list[Value],
+    names: dict[Tape, str],
 ) -> Any:
-    """The key of a call. `arguments` are forward's by name, `operands` all that its function takes, in order."""
+    """The key of a call. `passed` are forward's arguments, `operands` all that its function takes, in order."""
     numbers = Numbering(names)
     taken = tuple(numbers.operand(x) for x in operands)
-    given = tuple((path, numbers.of(leaf)) for path, leaf in leaves_with_path(arguments))  # whatever holds them
+    given = tuple((g.place, numbers.of(g.leaf)) for g in passed)  # whatever holds them
     return cls, given, taken, tuple(numbers.op(op) for op in ops), numbers.of(outputs)
 
 

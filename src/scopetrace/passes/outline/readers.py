@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import collections
 from typing import Any
 
@@ -17,6 +18,8 @@ class Readers:
         self._made: dict[Value, int] = {}
         self._last: dict[Value, int] = {}
         self._calls: dict[Value, list[Call]] = collections.defaultdict(list)
+        self._ops = tape.ops
+        self._steps = [i for i, op in enumerate(tape.ops) if op.kind not in ("placeholder", "get_attr")]
         for i, op in enumerate(tape.ops):
             self._last.update(dict.fromkeys(_read(op), i))
             self._made.update(dict.fromkeys(_given(op), i))
@@ -29,6 +32,19 @@ class Readers:
     def makes(self, call: Call, value: Value) -> bool:
         """Whether a value is made in a call, or in calls inside it."""
         return call.start <= self._made.get(value, -1) < call.stop
+
+    def place(self, call: Call, value: Value) -> tuple[int, int]:
+        """Where in a call a value is made: the op, counted from the call's first, and which of its results it is."""
+        i = self._made[value]
+        return bisect.bisect_left(self._steps, i) - self._first_step(call), _given(self._ops[i]).index(value)
+
+    def at(self, call: Call, place: tuple[int, int]) -> Value:
+        """The value that a call makes there."""
+        found: Value = _given(self._ops[self._steps[self._first_step(call) + place[0]]])[place[1]]
+        return found
+
+    def _first_step(self, call: Call) -> int:
+        return bisect.bisect_left(self._steps, call.start)
 
     def leaves(self, value: Value, call: Call) -> bool:
         """Whether a value is made in a call, or in calls inside it, and read outside of it."""
