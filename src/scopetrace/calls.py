@@ -16,17 +16,21 @@ from scopetrace import meta
 from scopetrace.graph import Program
 from scopetrace.record.arguments import bind, forward_of
 from scopetrace.record.structure import leaves_with_path
-from scopetrace.record.tape import Call, Value
+from scopetrace.record.tape import Call, Tape, Value
 from scopetrace.scopes import Scope
 
 
 class ModuleCall:
     """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself."""
 
-    def __init__(self, call: Call, table: CallTable, program: Program) -> None:
+    def __init__(self, call: Call, table: CallTable) -> None:
         self._call = call
         self._table = table
-        self.program = program  # the graph, or the body in it, where the call was made
+
+    @property
+    def program(self) -> Program:
+        """The graph, or the body in it, where the call was made."""
+        return self._table.program_of(self._call)
 
     @property
     def record(self) -> Call:
@@ -134,13 +138,12 @@ class ModuleCall:
 class CallTable:
     """All calls of a trace, and what they share."""
 
-    def __init__(self, program: Program, forward: Callable[..., Any] | None) -> None:
-        self.program = program
+    def __init__(self, tape: Tape, program: Callable[[], Program], forward: Callable[..., Any] | None) -> None:
+        """`program` gives the graph of the tape, when a call is first asked for its nodes."""
+        self._program = program
         self.forward = forward.forward if isinstance(forward, torch.nn.Module) else forward
-        made: dict[Call, ModuleCall] = {}
-        for p in program.walk():
-            for record in p.tape.calls:
-                made.setdefault(record, ModuleCall(record, self, p))  # a body may stand in several others
+        records = [record for inner in tape.walk() for record in inner.calls]
+        made = {record: ModuleCall(record, self) for record in dict.fromkeys(records)}
         self.calls = sorted(made.values(), key=lambda call: call.position)
         self.at = {call.position: call for call in self.calls}
         self.children: dict[int, list[ModuleCall]] = {position: [] for position in self.at}
@@ -152,6 +155,23 @@ class CallTable:
         for call in self.calls:
             if call.parent is not None:
                 self.children[call.parent.position].append(call)
+
+    @property
+    def program(self) -> Program:
+        """The graph of the whole."""
+        return self._program()
+
+    @functools.cached_property
+    def _programs(self) -> dict[Call, Program]:
+        found: dict[Call, Program] = {}
+        for program in self.program.walk():
+            for record in program.tape.calls:
+                found.setdefault(record, program)  # a body may stand in several others
+        return found
+
+    def program_of(self, call: Call) -> Program:
+        """The graph, or the body in it, where a call was made; the whole for one in a body that nothing needs."""
+        return self._programs.get(call, self.program)
 
     @functools.cached_property
     def _by_call(self) -> dict[Program, list[tuple[int, torch.fx.Node]]]:

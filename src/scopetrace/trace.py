@@ -80,7 +80,7 @@ class Trace:
 
     @functools.cached_property
     def _table(self) -> CallTable:
-        return CallTable(self._program, self._model)
+        return CallTable(self._tape, lambda: self._program, self._model)
 
     @functools.cached_property
     def graph_module(self) -> TracedGraphModule:

@@ -294,7 +294,10 @@ def _collect(x: Any, found: list[Value]) -> None:
 
 @contextlib.contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """A tape only grows: looking through it for garbage again and again would make long programs cost more per op."""
+    """Tapes, graphs and files under construction only grow.
+
+    Looking through them for garbage again and again would make long programs cost more per op.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -12,6 +12,7 @@ import onnx_ir as ir
 from scopetrace.emit.onnx.export import Exported, Options, export
 from scopetrace.emit.onnx.verify import verify
 from scopetrace.emit.onnx.weights import save
+from scopetrace.record.tape import garbage_collection_paused
 
 if TYPE_CHECKING:
     from scopetrace.trace import Trace
@@ -41,7 +42,8 @@ def write(
 ) -> Written:
     """Make a model, and only when it is right write it. For the arguments see `Trace.to_onnx`."""
     say = progress or (lambda text: None)
-    exported = export(trace, options, say)
+    with garbage_collection_paused():
+        exported = export(trace, options, say)
     error = verify(exported, trace, say) if verified else None
     if path is not None:
         say(f"writing {os.fspath(path)}")
