@@ -427,3 +427,14 @@ def scripted_function(x: torch.Tensor) -> torch.Tensor:
 def test_scripted_functions():
     x = torch.randn(2)
     st.trace(Returns(lambda x: scripted_function(x)), (x,)).check((x,))
+
+
+def test_a_trace_with_parametrized_modules_is_saved(tmp_path):
+    layers = [torch.nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)) for _ in range(2)]
+    net, x = nn.Sequential(*layers), torch.randn(2, 4)
+    st.trace(net, (x,)).save(tmp_path / "trace")
+    loaded = st.load(tmp_path / "trace")
+    torch.testing.assert_close(loaded(x), net(x))
+    first, second = (call.module_type for call in loaded.calls[0].children)
+    assert first is second
+    assert (first.__name__, first.__base__) == ("ParametrizedLinear", nn.Linear)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
+from torch.nn.utils import parametrize
 
 from scopetrace._compat.fake import FakeFactory, FakeTensor, without_dispatch
 from scopetrace._compat.shape_env import WatchedShapeEnv
@@ -39,6 +40,8 @@ class _Pickler(pickle.Pickler):
             return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
         if isinstance(obj, WatchedShapeEnv):
             return _Fakes.environment, (obj.saved(),)
+        if isinstance(obj, type) and obj.__module__ == parametrize.__name__ and not hasattr(parametrize, obj.__name__):
+            return _parametrized, (obj.__name__, obj.__base__)
         return NotImplemented
 
 
@@ -75,6 +78,11 @@ def _number(kind: type, env: WatchedShapeEnv, expr: Any, pytype: type, hint: Any
 def _op(name: str, overload: str) -> Any:
     namespace, _, op = name.partition("::")
     return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+
+
+def _parametrized(name: str, base: type) -> type:
+    """A class as torch makes it for a parametrized module: it is in no module under its name."""
+    return type(name, (base,), {"__module__": parametrize.__name__})
 
 
 def _higher_order_op(name: str) -> Any:
