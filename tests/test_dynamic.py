@@ -393,10 +393,7 @@ def test_a_cache_of_transformers_with_a_growing_length():
     pytest.importorskip("transformers")
     declare_missing_ops()
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
-    from transformers.exporters.exporter_dynamo import register_pytree_node
 
-    if DynamicCache not in torch.utils._pytree.SUPPORTED_NODES:
-        register_pytree_node(DynamicCache)
     config = LlamaConfig(
         **{"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 30},
         **{"num_attention_heads": 4, "num_key_value_heads": 2},
@@ -413,7 +410,7 @@ def test_a_cache_of_transformers_with_a_growing_length():
 
     batch, past = Dim("batch", min=1), Dim("past", min=1)
     shapes = {"input_ids": {0: batch}, "attention_mask": {0: batch, 1: past + 1}}
-    shapes["past_key_values"] = [{0: batch, 2: past}] * 4  # keys and values of each layer
+    shapes["past_key_values"] = {"layers": [{"keys": {0: batch, 2: past}, "values": {0: batch, 2: past}}] * 2}
     tr = st.trace(model, (), step(3, 7), dynamic_shapes=shapes)
     for sizes in ((2, 5), (1, 9), (5, 3), (4, 20)):
         actual, expected = tr(**step(*sizes)), model(**step(*sizes))

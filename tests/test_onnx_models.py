@@ -105,11 +105,7 @@ def transformers():
     from scopetrace.cli.torchvision_ops import declare_missing_ops
 
     kept = declare_missing_ops()
-    module = pytest.importorskip("transformers")
-    with pytest.MonkeyPatch.context() as patch:
-        for cache in (module.DynamicCache, module.EncoderDecoderCache, module.StaticCache):
-            patch.delitem(torch.utils._pytree.SUPPORTED_NODES, cache, raising=False)  # other tests may register them
-        yield module
+    yield pytest.importorskip("transformers")
     del kept
 
 
