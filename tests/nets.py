@@ -1,4 +1,4 @@
-"""Small modules that the tests of order and of plans share."""
+"""Small modules that several tests share."""
 
 import torch
 from torch import nn
@@ -20,3 +20,14 @@ class Net(nn.Module):
 def weight(*shape):
     """A parameter of this shape."""
     return nn.Parameter(torch.randn(shape))
+
+
+class Gate(nn.Module):
+    """A layer that runs in one branch of a cond alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: x * 2, (x,))

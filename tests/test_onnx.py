@@ -5,6 +5,7 @@
 
 import pytest
 import torch
+from nets import Gate
 from torch import nn
 from torch.export import Dim
 
@@ -667,15 +668,6 @@ class Branching(nn.Module):
 def test_control_flow_stays_in_the_graph():
     model = st.trace(Branching(), (X,)).to_onnx(functions=Block, verify=True)
     assert "If" in [n.op_type for n in model.graph]
-
-
-class Gate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: x * 2, (x,))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from compare import assert_like_eager
+from nets import Gate
 from torch import nn
 from torch.export import Dim
 
@@ -597,15 +598,6 @@ def test_inductor_and_export_take_the_graph():
 def test_identifiers_are_the_same_in_every_trace():
     one, other = (st.trace(blocks(), (X,)).outline("repeated") for _ in range(2))
     assert [f.identifier for f in one.functions] == [f.identifier for f in other.functions]
-
-
-class Gate(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(4, 4)
-
-    def forward(self, x):
-        return torch.cond(x.sum() > 0, lambda x: self.fc(x), lambda x: x * 2, (x,))
 
 
 def test_functions_with_branches():

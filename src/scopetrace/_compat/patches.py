@@ -252,6 +252,20 @@ def _seeding_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[
 
 
 @contextlib.contextmanager
+def _overridden(cls: type, name: str, value: Any) -> Iterator[None]:
+    """Inside, `cls` itself has what it inherits, or has from an outer trace, in another form."""
+    own = cls.__dict__.get(name)
+    _set(cls, name, value)
+    try:
+        yield
+    finally:
+        if own is None:
+            delattr(cls, name)
+        else:
+            _set(cls, name, own)
+
+
+@contextlib.contextmanager
 def _storage_resizes_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[None]:
     """Memory that is freed by hand (`x.untyped_storage().resize_(0)`) is no op that a mode would see."""
     inherited = torch.UntypedStorage.resize_
@@ -261,15 +275,8 @@ def _storage_resizes_reported(observer: Observer, mine: Callable[[], bool]) -> I
             return self
         return inherited(self, size)
 
-    own = torch.UntypedStorage.__dict__.get("resize_")  # of an outer trace
-    _set(torch.UntypedStorage, "resize_", resize_)
-    try:
+    with _overridden(torch.UntypedStorage, "resize_", resize_):
         yield
-    finally:
-        if own is None:
-            del torch.UntypedStorage.resize_
-        else:
-            _set(torch.UntypedStorage, "resize_", own)
 
 
 @contextlib.contextmanager
@@ -284,15 +291,8 @@ def _data_reported(observer: Observer, here: Callable[[], bool], mine: Callable[
         if not (here() and observer.on_set_data(self, new)):
             data.__set__(self, new)
 
-    own = torch.Tensor.__dict__.get("data")  # of an outer trace
-    _set(torch.Tensor, "data", property(get_data, set_data))
-    try:
+    with _overridden(torch.Tensor, "data", property(get_data, set_data)):
         yield
-    finally:
-        if own is None:
-            del torch.Tensor.data
-        else:
-            _set(torch.Tensor, "data", own)
 
 
 @contextlib.contextmanager
