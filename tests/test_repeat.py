@@ -85,16 +85,24 @@ def test_made_again_as_run(fakes: Counting, name: str) -> None:
 
 def test_calls_of_equal_metadata_run_once(fakes: Counting) -> None:
     for _ in range(5):
-        fakes.runner.run(aten.relu.default, (fakes.value(torch.randn(4, 6)),), {})
+        fakes.runner.run(aten.cumsum.default, (fakes.value(torch.randn(4, 6)), 1), {})
     assert fakes.count == 1
 
 
 def test_calls_that_differ_run_each(fakes: Counting) -> None:
-    x, i = fakes.value(torch.randn(4, 6)), fakes.value(torch.arange(3))
-    for args in [(i, 1), (i, 1.0), (i, True), (x, 1), (x, x)]:
+    x, i = fakes.value(torch.randn(4, 3)), fakes.value(torch.arange(3))
+    for args in [(i, 1), (i, 1.0), (i, True), (x, i), (i, x)]:
         out = fakes.runner.run(aten.add.Tensor, args, {})
         assert out.dtype == fakes.torchs(aten.add.Tensor, args).dtype
     assert fakes.count == 5
+
+
+def test_what_a_rule_knows_is_not_run(fakes: Counting) -> None:
+    x = fakes.value(torch.randn(4, 6))
+    for func, args in [(aten.relu.default, (x,)), (aten.add.Tensor, (x, x)), (aten.transpose.int, (x, 0, 1))]:
+        out = fakes.runner.run(func, args, {})
+        assert facts(out, [x.fake]) == facts(fakes.torchs(func, args), [x.fake])
+    assert fakes.count == 0
 
 
 def test_the_second_of_two_arguments_that_share_memory(fakes: Counting) -> None:

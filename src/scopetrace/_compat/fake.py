@@ -29,6 +29,7 @@ DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 NO_SHAPE_RULE = (DynamicOutputShapeException, UnsupportedOperatorException)
 
 _make_subclass = torch.Tensor._make_subclass
+_resize_storage = torch.ops.inductor.resize_storage_bytes_.default
 _forbid_data_ptr = torch._C._set_throw_on_mutable_data_ptr
 
 
@@ -47,12 +48,13 @@ class FakeMaker:
         return self._wrap(meta, device, requires_grad)
 
     def dense(
-        self, numel: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+        self, nbytes: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
     ) -> torch.Tensor:
-        """As `fresh`, for strides without gaps: the memory holds `numel` elements. Call inside `without_dispatch`."""
-        if isinstance(numel, int):
+        """As `fresh`, for strides without gaps and memory of `nbytes`. Call inside `without_dispatch`."""
+        if isinstance(nbytes, int):
             return self.fresh(size, stride, dtype, device, requires_grad)
-        memory = torch.empty((numel,), dtype=dtype, device="meta")  # torch would count it anew, with sympy
+        memory = torch.empty(0, dtype=dtype, device="meta")
+        _resize_storage(memory, nbytes)  # torch would count the bytes anew, with sympy
         return self._wrap(torch.as_strided(memory, size, stride, 0), device, requires_grad)
 
     def view(
@@ -65,7 +67,7 @@ class FakeMaker:
         requires_grad: bool,
     ) -> torch.Tensor:
         """A fake over the storage of `base`, with its version counter. Call inside `without_dispatch`."""
-        numbers = (*size, *stride, offset)
+        numbers = (*size, *stride, offset, base.untyped_storage().nbytes())
         if not base._has_symbolic_sizes_strides and not any(isinstance(n, torch.SymInt) for n in numbers):
             return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
         with in_kernel_invocation_manager(self.mode):  # the kernel of the device takes no symbols, that of meta does
@@ -123,21 +125,28 @@ class FakeFactory(FakeMaker):
             with torch._C._DisablePythonDispatcher():
                 converter = FakeTensorConverter()
                 return converter.from_real_tensor(self.mode, real, shape_env=self.shape_env)
-        storage = real.untyped_storage()
-        with without_dispatch(), torch.no_grad():
-            meta_storage = self._storages.get(storage._cdata)
-            if meta_storage is None:
-                meta_storage = torch.UntypedStorage(storage.nbytes(), device="meta")
-                self._storages[storage._cdata] = meta_storage
-                self._keep.append(storage)
-            meta = torch.empty(0, dtype=real.dtype, device="meta")
-            meta.set_(meta_storage, real.storage_offset(), real.size(), real.stride())
-            fake = self._wrap(meta, real.device, real.requires_grad)
+        with without_dispatch():
+            fake = self._wrap(self._meta_of(real), real.device, real.requires_grad)
         if isinstance(real, torch.nn.Parameter):
             fake._is_param = True
         if not real.is_leaf:
             self._leave_leaf(fake)
         return fake
+
+    def _meta_of(self, real: torch.Tensor) -> torch.Tensor:
+        """A meta tensor that lies in its memory as `real` does."""
+        storage = real.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            self._keep.append(storage)
+            meta = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="meta")
+            known = meta.untyped_storage()
+            if real.storage_offset() == 0 and known.nbytes() == storage.nbytes():
+                self._storages[storage._cdata] = known
+                return meta
+            known = self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        meta = torch.empty(0, dtype=real.dtype, device="meta")
+        return meta.set_(known, real.storage_offset(), real.size(), real.stride())
 
     def give_history(self, fake: torch.Tensor) -> None:
         """Make a leaf that requires grad what autograd would have made: a result of an op."""

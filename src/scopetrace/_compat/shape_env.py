@@ -35,6 +35,7 @@ _TORCH = f"{Path(torch.__file__).resolve().parent}/"
 _MACHINERY = (
     *(_TORCH + path for path in ("fx/", "__init__.py", "_guards.py", "utils/")),
     f"{Path(sympy.__file__).resolve().parent}/",
+    str(Path(__file__).resolve().parent / "sym_nodes.py"),
 )
 _OURS = f"{Path(__file__).resolve().parent.parent}/"
 MACHINERY = (_TORCH, _OURS, f"{Path(sympy.__file__).resolve().parent}/")

@@ -8,9 +8,15 @@ from collections.abc import Callable
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+import torch
+from torch._ops import mode_stack_state_for_pre_dispatch
 from torch.fx.experimental.sym_node import _NO_HINT, SymNode
 
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_get_dispatch_mode = torch._C._get_dispatch_mode
+_pre_dispatch_modes = mode_stack_state_for_pre_dispatch()
+
+_TRUTH = {sympy.true: True, sympy.false: False}
 _BINARY = (
     *("add", "sub", "mul", "mod", "int_floordiv", "sym_min", "sym_max"),
     *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_"),
@@ -53,6 +59,20 @@ class RememberingNode(SymNode):
             self._whole = self.shape_env._replacements_version_counter, found
         return self._whole[1]
 
+    def guard_bool(self, file: str, line: int) -> bool:
+        """Its truth value."""
+        known = _TRUTH.get(self._expr)
+        return super().guard_bool(file, line) if known is None else known
+
+    def expect_true(self, file: str, line: int) -> bool:
+        """Its truth value, which has to be true."""
+        return True if self._expr is sympy.true else super().expect_true(file, line)
+
+    def guard_or_false(self, file: str, line: int) -> bool:
+        """Its truth value, or False where that depends on data."""
+        known = _TRUTH.get(self._expr)
+        return super().guard_or_false(file, line) if known is None else known
+
     @classmethod
     def of(cls, node: SymNode) -> SymNode:
         """`node`, remembering from now on."""
@@ -70,6 +90,11 @@ class RememberingNode(SymNode):
         return found
 
 
+def _is_recorded() -> bool:
+    """Whether a ProxyTorchDispatchMode writes arithmetic into a graph; torch's `get_proxy_mode`, in half the time."""
+    return _pre_dispatch_modes.get(0) is not None or _get_dispatch_mode(_PROXY) is not None
+
+
 def sym_node(env: Any, expr: Any, pytype: type, hint: Any) -> SymNode:
     """The node of an expression; `hint` is None where the value depends on data."""
     return RememberingNode.of(SymNode(expr, env, pytype, _NO_HINT if hint is None else hint))
@@ -79,7 +104,7 @@ def _remembered(name: str) -> Callable[[SymNode, SymNode], SymNode]:
     compute = getattr(SymNode, name)
 
     def method(self: Any, other: SymNode) -> SymNode:
-        if get_proxy_mode() is not None:  # someone records the arithmetic
+        if _is_recorded():
             result: SymNode = compute(self, other)
             return result
         key = (name, self._expr, other._expr)
@@ -96,7 +121,7 @@ def _remembered_layout(name: str) -> Callable[[SymNode, list[SymNode], list[SymN
     compute = getattr(SymNode, name)
 
     def method(self: Any, sizes: list[SymNode], strides: list[SymNode]) -> SymNode:
-        if get_proxy_mode() is not None:
+        if _is_recorded():
             result: SymNode = compute(self, sizes, strides)
             return result
         key = (name, *[n._expr for n in sizes], *[n._expr for n in strides])

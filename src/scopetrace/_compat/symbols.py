@@ -229,6 +229,8 @@ def expanded(expr: Any) -> Any:
 
 def whole_quotient(a: Any, b: Any) -> Any:
     """`a / b` as a size, for sizes of which `b` divides `a` at each call; None where that is no simple expression."""
+    if type(a) is int and type(b) is int:
+        return a // b if b and a % b == 0 else None
     over, under = _ratio(bare(a), bare(b))
     if not under.is_Integer or under == 0:
         return None

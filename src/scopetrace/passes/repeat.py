@@ -36,7 +36,8 @@ class FakeRuns:
         known = self._describe((args, kwargs), inputs, key) and _can_repeat(func)
         recipe = self._recipes.get(tuple(key)) if known else None
         if known and recipe is None:
-            recipe = rules.predict(self._maker, self._keys, func, args, kwargs, inputs)
+            with torch.no_grad():  # as `run_fake` has it: the emitter says what requires grad
+                recipe = rules.predict(self._maker, self._keys, func, args, kwargs, inputs)
             if recipe is not None:
                 self._recipes[tuple(key)] = recipe
         if recipe is not None:

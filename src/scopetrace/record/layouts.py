@@ -34,6 +34,18 @@ def gapless_strides(t: torch.Tensor) -> tuple[Any, ...] | None:
     return tuple(strides)
 
 
+def row_major(t: torch.Tensor) -> bool:
+    """Whether the strides are those of a new tensor of this size, in dimensions of size 1 too."""
+    reach: Any = 1
+    inner: Any = 1
+    for n, stride in zip(reversed(t.size()), reversed(t.stride()), strict=True):
+        reach = reach * inner
+        if not surely_equal(stride, reach):
+            return False
+        inner = n
+    return True
+
+
 def keeps_order(t: torch.Tensor) -> bool:
     """Whether the order of the dimensions in memory is the same for all sizes, and none reaches into the next one."""
     if is_static(t.stride()) or gapless_strides(t) is not None:

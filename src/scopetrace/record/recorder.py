@@ -134,7 +134,7 @@ class Recorder(ReadingWriter):
             answer = self.answer(func, args, lifted, lifted_kwargs)
             if answer is not NotImplemented:
                 return answer
-        if not self._repeatable or (self.exact and _grad_enabled()):
+        if not self._repeatable or (self.exact and (_grad_enabled() or any(v.fake.requires_grad for v in inputs))):
             return self._run(facts, given, lifted, lifted_kwargs, inputs, None)
         full_key = (_grad_enabled(), torch.get_default_dtype(), *key)
         recipe = facts.recipes.get(full_key) or self._predict(facts, lifted, lifted_kwargs, inputs, full_key)

@@ -26,11 +26,11 @@ class Fresh(NamedTuple):
     device: torch.device
     requires_grad: bool
     key: int
-    numel: int | torch.SymInt
+    nbytes: int | torch.SymInt
 
     def make(self, factory: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result. Call inside `without_dispatch`."""
-        return factory.dense(self.numel, self.size, self.stride, self.dtype, self.device, self.requires_grad)
+        return factory.dense(self.nbytes, self.size, self.stride, self.dtype, self.device, self.requires_grad)
 
 
 class View(NamedTuple):
@@ -85,7 +85,7 @@ class Keys:
     def of_recipe(self, recipe: Fresh | View, inputs: Sequence[torch.Tensor]) -> int | None:
         """The key of what a recipe makes, which `of` would give."""
         if isinstance(recipe, Fresh):
-            offset, dtype, nbytes = 0, recipe.dtype, bare(recipe.numel) * recipe.dtype.itemsize
+            offset, dtype, nbytes = 0, recipe.dtype, recipe.nbytes
         else:
             base = inputs[recipe.base]
             if base.is_conj() or base.is_neg():
@@ -148,7 +148,7 @@ def _learn_one(keys: Keys, inputs: list[Value], out: torch.Tensor) -> Fresh | Vi
         stride = dense
     elif out.storage_offset() != 0 or out.untyped_storage().nbytes() != _bytes_spanned(out):
         return None
-    return Fresh(size, stride, out.dtype, out.device, out.requires_grad, key, out.numel())
+    return Fresh(size, stride, out.dtype, out.device, out.requires_grad, key, out.numel() * out.dtype.itemsize)
 
 
 def _bytes_spanned(t: torch.Tensor) -> int:

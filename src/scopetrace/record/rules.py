@@ -1,4 +1,4 @@
-"""Result sizes of the commonest ops where sizes are symbolic.
+"""How to make the results of the commonest ops without asking torch's rules for symbolic sizes, or any.
 
 torch has shape rules in C++ for plain numbers. For symbolic ones it takes most ops apart in Python, which costs 10 to
 50 times as much. `size_rules` and `view_rules` say for some ops what sizes the result has, as expressions. All else
@@ -17,20 +17,30 @@ from typing import Any
 import torch
 
 from scopetrace._compat.fake import FakeMaker, FakeTensor, run_fake, storage_id, without_dispatch
-from scopetrace._compat.symbols import example, surely_equal
+from scopetrace._compat.symbols import bare, example, surely_equal
 from scopetrace.record.layouts import Sizes, dense_strides, gapless_strides, keeps_order, view_strides
 from scopetrace.record.results import Fresh, Keys, Recipe, Same, View
+from scopetrace.record.row_major import known, writes_plainly
 from scopetrace.record.size_rules import COPY_OR_VIEW, broadcast, rule_of
 from scopetrace.record.tape import Value, flat
 from scopetrace.record.view_rules import VIEWS
 
 
 def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Recipe | None:
-    """How to make the result of an op with symbolic sizes, or None where torch has to say."""
+    """How to make the result of an op that was not met before, or None where torch has to say."""
+    sure = known(func, args, kwargs, inputs)
+    if sure is not None:
+        return _with_keys(keys, None, [sure], inputs)
+    if func in VIEWS:
+        seen = _predict_view(keys, VIEWS[func], args, kwargs, inputs)
+        if seen is not None or func not in COPY_OR_VIEW:
+            return seen
     if not any(v.fake._has_symbolic_sizes_strides for v in inputs) and not _has_symbols(args):
         return None
-    if func in VIEWS:
-        return _predict_view(keys, VIEWS[func], args, kwargs, inputs)
+    return _by_rule(factory, keys, func, args, kwargs, inputs)
+
+
+def _by_rule(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Recipe | None:
     rule = rule_of(func)
     if rule is None or not all(type(v.fake) is FakeTensor and keeps_order(v.fake) for v in inputs):
         return None
@@ -62,6 +72,8 @@ def changes_only_values(factory: FakeMaker, func: Any, args: Any, kwargs: Any, i
     fakes = [v.fake for v in inputs]
     if any(v.key is None for v in inputs):
         return False
+    if writes_plainly(func, args, kwargs, inputs):
+        return True
     target = args[0]
     size = broadcast([t.size() for t in fakes])
     if size is None or len(size) != target.fake.dim() or not all(map(surely_equal, size, target.fake.size())):
@@ -86,12 +98,12 @@ def _predict_view(keys: Keys, rule: Callable[..., Any], args: Any, kwargs: Any, 
     if kwargs or len(inputs) != 1 or type(inputs[0].fake) is not FakeTensor:
         return None
     base = inputs[0].fake
-    found = rule(base, *args[1:])
+    found = rule(base, *args[1:]) if 0 not in bare(base.size()) else None
     if found is None:
         return None
     several = isinstance(found, list)
     recipes = [
-        View(0, tuple(size), tuple(stride), offset, base.device, base.requires_grad, 0)
+        View(0, tuple(size), tuple(stride), offset, base.device, base.requires_grad, 0)  # under no_grad, too
         for size, stride, offset in (found if several else [found])
     ]
     return _with_keys(keys, list if several else None, recipes, inputs)
@@ -133,7 +145,7 @@ def _recipe(
         and view_strides(inputs[0].fake, size) is not False
     ):
         return None  # it may be a view at other sizes
-    return Fresh(size, tuple(stride), out.dtype, out.device, grad, 0, math.prod(size))
+    return Fresh(size, tuple(stride), out.dtype, out.device, grad, 0, math.prod(size) * out.dtype.itemsize)
 
 
 def _seen_again(func: Any, i: int, base: torch.Tensor, out: torch.Tensor, size: Sizes) -> View | None:

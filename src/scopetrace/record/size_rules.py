@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import is_static, surely_equal, whole_quotient
+from scopetrace._compat.symbols import Symbolic, is_static, surely_equal, whole_quotient
 from scopetrace.record.layouts import Sizes
 from scopetrace.record.tape import Value, flat
 
@@ -99,11 +99,11 @@ def _convolution(
         return _batched(x)
     if isinstance(padding, str):
         return None
-    found = _windows(size[2:], kernel[2:], stride, padding, dilation)
+    found = windows(size[2:], kernel[2:], stride, padding, dilation)
     return None if found is None else (size[0], None, *found)
 
 
-def _windows(sizes: Sizes, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Sizes | None:
+def windows(sizes: Sizes, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Sizes | None:
     """How often a window fits into each of these dimensions."""
     if not is_static(flat((kernel, stride, padding, dilation))):
         return None
@@ -121,7 +121,7 @@ def _resized(x: Value, sizes: Any, *args: Any, **kwargs: Any) -> Sizes | None:
     size = x.fake.size()
     if sizes is not None:
         return (*size[:2], *sizes)
-    return _batched(x) if is_static(flat((args, kwargs))) else None
+    return None if any(isinstance(n, Symbolic) for n in flat((args, kwargs))) else _batched(x)
 
 
 def _padded(x: Value, pad: Sequence[Any], *args: Any, **kwargs: Any) -> Sizes | None:
@@ -149,17 +149,19 @@ def _max_pool1d(
     x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
 ) -> Sizes | None:
     size = x.fake.size()
-    found = None if ceil or len(size) < 2 else _windows(size[-1:], kernel, stride or kernel, padding, dilation)
+    found = None if ceil or len(size) < 2 else windows(size[-1:], kernel, stride or kernel, padding, dilation)
     return None if found is None else (*size[:-1], *found)
 
 
-def _reduced(x: Value, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> Sizes | None:
+def reduced(x: Value, dims: Any = None, keepdim: bool = False, **kwargs: Any) -> Sizes:
+    """Without some dimensions, or with 1 in their place; without all where none are given."""
     size = x.fake.size()
     gone = {d % len(size) for d in dims} if dims else set(range(len(size)))
     return [1 if d in gone else n for d, n in enumerate(size) if keepdim or d not in gone]
 
 
-def _cat(tensors: Sequence[Value], dim: int = 0) -> Sizes | None:
+def joined(tensors: Sequence[Value], dim: int = 0) -> Sizes | None:
+    """Tensors one after the other in one dimension."""
     shapes = [t.fake.size() for t in tensors]
     if any(len(shape) != len(shapes[0]) for shape in shapes):
         return None
@@ -245,7 +247,7 @@ def _filled_like(x: Value, size: Sequence[Any], *args: Any, **kwargs: Any) -> Si
 
 
 def _extreme(x: Value, dim: int, keepdim: bool = False) -> Sequence[Sizes | None] | None:
-    size = _reduced(x, (dim,), keepdim) if x.fake.dim() else None
+    size = reduced(x, (dim,), keepdim) if x.fake.dim() else None
     return None if size is None else (size, size)
 
 
@@ -331,11 +333,11 @@ _RULES: dict[Any, Rule] = {
     **_for(_convolution, _aten.conv1d.padding, _aten.conv2d.padding, _aten.conv3d.padding),
     **_for(_pool2d, _aten.max_pool2d.default, _aten.avg_pool2d.default, _aten.adaptive_avg_pool2d.default),
     **_for(_max_pool1d, _aten.max_pool1d.default),
-    **_for(_reduced, _aten.mean.dim, _aten.sum.dim_IntList, _aten.amax.default, _aten.amin.default),
+    **_for(reduced, _aten.mean.dim, _aten.sum.dim_IntList, _aten.amax.default, _aten.amin.default),
     **_for(_resized, _aten.upsample_nearest2d.vec, _aten.upsample_bilinear2d.vec, _aten.upsample_bicubic2d.vec),
     **_for(_padded, _aten.pad.default, _aten.constant_pad_nd.default),
     **_for(_flattened, _aten.flatten.using_ints),
-    **_for(_cat, _aten.cat.default),
+    **_for(joined, _aten.cat.default),
     **_for(_stack, _aten.stack.default),
     **_for(_indexed, _aten.index.Tensor),
     **_for(_gathered, _aten.gather.default),

@@ -7,12 +7,15 @@ gives None, and torch says what comes out.
 from __future__ import annotations
 
 import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import is_static, surely_equal
+from scopetrace._compat.symbols import example, is_static, surely_equal, whole_quotient
+from scopetrace.record.layouts import row_major
 
 Geometry = tuple[Sequence[Any], Sequence[Any], int]
 _END = 2**63 - 1
@@ -82,7 +85,7 @@ def _expand(x: torch.Tensor, shape: Sequence[Any]) -> Geometry | None:
         return None
     size, stride = list(shape), [0] * len(shape)
     for d in range(len(shape) - 1, -1, -1):
-        outside = size[d + 1] * stride[d + 1] if d + 1 < len(shape) else 1
+        outside = size[d + 1] * stride[d + 1] if d + 1 < len(shape) else 0
         old, step = (x.size(d - more), x.stride(d - more)) if d >= more else (1, outside)
         if (type(shape[d]) is int and shape[d] == -1 and d >= more) or surely_equal(shape[d], old):
             size[d], stride[d] = old, step
@@ -116,6 +119,30 @@ def _chunk(x: torch.Tensor, chunks: int, d: int = 0) -> list[Geometry] | None:
     return _split(x, -(-n // chunks), d) if type(n) is int and n > 0 and chunks > 0 else None
 
 
+def _reshape(x: torch.Tensor, shape: Sequence[Any]) -> Geometry | None:
+    """Another shape of what lies in rows, each a plain number but for sizes that stay as they are, or one of them."""
+    if not row_major(x):
+        return None
+    rest = [d for d, n in enumerate(shape) if type(n) is int and n == -1]
+    size, known = list(shape), math.prod(n for n in shape if not (type(n) is int and n == -1))
+    if len(rest) == 1:
+        size[rest[0]] = whole_quotient(x.numel(), known)
+        if size[rest[0]] is None or example(size[rest[0]]) * example(known) != example(x.numel()):
+            return None
+    elif rest or not surely_equal(known, x.numel()):
+        return None
+    return size, [*itertools.accumulate(reversed(size[1:]), operator.mul, initial=1)][::-1][: len(size)], 0
+
+
+def _flatten(x: torch.Tensor, start: int = 0, stop: int = -1) -> Geometry | None:
+    rank = x.dim()
+    if not (-rank <= start < rank and -rank <= stop < rank) or start % rank >= stop % rank:
+        return None
+    size = list(x.size())
+    first, last = start % rank, stop % rank
+    return _reshape(x, [*size[:first], math.prod(size[first : last + 1]), *size[last + 1 :]])
+
+
 def _all(found: list[Geometry | None]) -> list[Geometry] | None:
     known = [geometry for geometry in found if geometry is not None]
     return known if len(known) == len(found) else None
@@ -135,4 +162,8 @@ VIEWS: dict[Any, Callable[..., Geometry | list[Geometry] | None]] = {
     _aten.split.sizes: _split,
     _aten.split_with_sizes.default: _split,
     _aten.chunk.default: _chunk,
+    _aten.reshape.default: _reshape,
+    _aten.view.default: _reshape,
+    _aten._unsafe_view.default: _reshape,
+    _aten.flatten.using_ints: _flatten,
 }
