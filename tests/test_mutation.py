@@ -460,3 +460,35 @@ def test_a_view_written_with_and_then_without_autograd_has_the_gradient_of_the_f
     args = (torch.rand(2, 3, requires_grad=True), torch.rand(3, requires_grad=True))
     grads = [torch.autograd.grad(run(*args).sum(), args) for run in (forward, st.trace(forward, args))]
     torch.testing.assert_close(*grads)
+
+
+def first_row_unseen(x, w):
+    y = x * 1
+    y.add_(w)
+    with torch.no_grad():
+        return y, y[0]
+
+
+def strided_unseen(x, w):
+    y = x * 1
+    y.add_(w)
+    with torch.no_grad():
+        return y, y.as_strided((2,), (1,), 1)
+
+
+def view_of_an_input_unseen(x, w):
+    x.detach().mul_(2)
+    with torch.no_grad():
+        return x * w, x.view(-1)
+
+
+@pytest.mark.parametrize("run", [first_row_unseen, strided_unseen, view_of_an_input_unseen])
+def test_a_view_made_without_autograd_passes_no_gradient_on(run):
+    args = torch.rand(2, 3, requires_grad=True), torch.rand(2, 3, requires_grad=True)
+
+    def gradients(f):
+        *_, view = f(*args)
+        assert view.requires_grad and view.grad_fn is None  # as torch has it for views
+        return torch.autograd.grad(view.sum(), args, allow_unused=True)
+
+    assert gradients(run) == gradients(pure(run, *args)) == (None, None)

@@ -189,10 +189,11 @@ class _Builder:
         while (link := region.links.get(value)) is not None and value not in self._final:
             if link.func is _aten.as_strided.default and len(link.args) == 3:
                 size, stride, offset = link.args
-                steps.append(StridedStep(*self._numbers((tuple(size), tuple(stride), offset - link.parent.offset))))
+                numbers = self._numbers((tuple(size), tuple(stride), offset - link.parent.offset))
+                steps.append(StridedStep(*numbers, value.op.grad))
             elif link.func is not None:
                 args, kwargs = self._numbers((link.args, link.kwargs))
-                steps.append(ViewStep(link.func, args, kwargs, link.slot))
+                steps.append(ViewStep(link.func, args, kwargs, link.slot, value.op.grad))
             value = link.parent
         root = self._final.get(value, value)
         last = self._last(root)

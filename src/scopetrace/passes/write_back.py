@@ -59,17 +59,19 @@ class FromGraph:
 class ViewStep:
     """A view op with the arguments after its first; `slot` picks one of several results.
 
-    A number that depends on data is one that the graph gives.
+    A number that depends on data is one that the graph gives. `grad`: as an op that autograd sees.
     """
 
     op: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     slot: int | None
+    grad: bool = True
 
     def __call__(self, base: torch.Tensor, number: Number) -> torch.Tensor:
         """The view of `base`. `number` gives the value of a symbolic size, or of one from the graph, in this call."""
-        out = self.op(base, *resolved(self.args, number), **resolved(self.kwargs, number))
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            out = self.op(base, *resolved(self.args, number), **resolved(self.kwargs, number))
         found: torch.Tensor = out if self.slot is None else out[self.slot]
         return found
 
@@ -80,16 +82,21 @@ class ViewStep:
 
 @dataclasses.dataclass(frozen=True)
 class StridedStep:
-    """`as_strided`, `shift` elements after the base begins: at a call that may be elsewhere in the memory."""
+    """`as_strided`, `shift` elements after the base begins: at a call that may be elsewhere in the memory.
+
+    `grad`: as an op that autograd sees.
+    """
 
     size: tuple[Any, ...]
     stride: tuple[Any, ...]
     shift: Any
+    grad: bool = True
 
     def __call__(self, base: torch.Tensor, number: Number) -> torch.Tensor:
         """The view of `base`. `number` gives the value of a symbolic size in this call."""
         size, stride, shift = resolved((self.size, self.stride, self.shift), number)
-        return base.as_strided(size, stride, base.storage_offset() + shift)
+        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+            return base.as_strided(size, stride, base.storage_offset() + shift)
 
     def __str__(self) -> str:
         return f".as_strided({list(self.size)}, {list(self.stride)}, storage_offset() + {self.shift})"
