@@ -13,7 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from scopetrace.record import row_major
+from scopetrace.record.recorder import _OpFacts
 from scopetrace.record.results import Same
+from scopetrace.record.size_rules import ACTIVATIONS
 from scopetrace.record.tape import Op, Value
 from scopetrace.record.view_rules import VIEWS
 from scopetrace.scopes import Scope
@@ -294,6 +296,10 @@ def test_a_plain_write_changes_values_alone(func):
         assert func(*args) is args[0]
         assert (args[0].shape, args[0].stride(), args[0].dtype) == before, (seed, args)
     assert sure > 40
+
+
+def test_the_recorder_asks_before_it_lets_torch_run_a_plain_write():
+    assert [func for func in row_major._IN_PLACE | ACTIVATIONS if not _OpFacts(func).in_place] == []
 
 
 def overlaps_itself(t: torch.Tensor) -> bool:

@@ -300,11 +300,12 @@ ACTIVATIONS = frozenset(
 """In-place ops that give a floating tensor other values and change nothing else of it."""
 PLAIN_WRITES = frozenset(
     {
+        *(*ACTIVATIONS, _aten.abs_.default),
         *(_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor),
         *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
     }
 )
-"""Ops that torch does not call pointwise, and that write each element of their first argument in place."""
+"""Ops that write each element of their first argument in place, though torch does not call all of them pointwise."""
 COPY_OR_VIEW = frozenset(
     {
         *(_aten.reshape.default, _aten.view.default, _aten._unsafe_view.default, _aten.flatten.using_ints),
