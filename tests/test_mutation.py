@@ -1,5 +1,7 @@
 """Graphs without mutation: what they print, and that they do what eager does."""
 
+import copy
+
 import pytest
 import torch
 from compare import assert_like_eager, assert_same_gradients, sharing
@@ -492,3 +494,47 @@ def test_a_view_made_without_autograd_passes_no_gradient_on(run):
         return torch.autograd.grad(view.sum(), args, allow_unused=True)
 
     assert gradients(run) == gradients(pure(run, *args)) == (None, None)
+
+
+@pytest.mark.parametrize("alias", [torch.Tensor.detach, lambda t: t.data])
+@pytest.mark.parametrize("write", [torch.Tensor.copy_, torch.Tensor.mul_, torch.Tensor.add_])
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_what_is_written_into_a_detached_alias_has_no_gradient_for_the_tensor(alias, write, requires_grad):
+    def run(x, w):
+        y = x * 1
+        write(alias(y), w)
+        return y * x
+
+    args = torch.rand(3, requires_grad=requires_grad), torch.rand(3, requires_grad=True)
+    expected, found = run(*args), pure(run, *args)(*args)
+    torch.testing.assert_close(found, expected)
+    assert found.requires_grad == expected.requires_grad == requires_grad
+    if requires_grad:
+        gradients = [torch.autograd.grad(out.sum(), args, allow_unused=True) for out in (found, expected)]
+        torch.testing.assert_close(*gradients)
+
+
+class MovingAverage(torch.nn.Module):
+    """As vector quantizers keep their codebook, in training and without no_grad."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 3)
+        self.register_buffer("mean", torch.zeros(3))
+
+    def forward(self, x):
+        y = self.linear(x)
+        self.mean.data.mul_(0.9).add_(y.sum(0), alpha=0.1)
+        return y - self.mean
+
+
+def test_a_buffer_that_is_written_through_data_requires_no_grad_afterwards():
+    net, x = MovingAverage(), torch.rand(2, 3)
+    other = copy.deepcopy(net)
+    tr = st.trace(net, (x,))
+    for _ in range(3):  # with a history, the second backward would go through the first graph again
+        for run in (tr, other):
+            run(x).square().sum().backward()
+    assert net.mean.requires_grad is other.mean.requires_grad is False
+    torch.testing.assert_close(net.mean, other.mean)
+    torch.testing.assert_close(net.linear.weight.grad, other.linear.weight.grad)

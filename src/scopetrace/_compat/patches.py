@@ -46,8 +46,8 @@ class Observer(Reader, Protocol):
     def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
         """The forward gives a storage `size` bytes. Returns whether that is done."""
 
-    def on_data(self, t: torch.Tensor) -> torch.Tensor:
-        """The forward reads `t.data`. Returns the tensor to take it from."""
+    def on_data(self, t: torch.Tensor, get: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The forward reads `t.data`, which `get` gives. Returns it."""
 
     def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
         """The forward sets `t.data`, perhaps in a leaf module. Returns whether that is done."""
@@ -285,7 +285,7 @@ def _data_reported(observer: Observer, here: Callable[[], bool], mine: Callable[
     data: Any = torch._C.TensorBase.data
 
     def get_data(self: torch.Tensor) -> Any:
-        return data.__get__(observer.on_data(self) if mine() else self)
+        return observer.on_data(self, data.__get__) if mine() else data.__get__(self)
 
     def set_data(self: torch.Tensor, new: Any) -> None:
         if not (here() and observer.on_set_data(self, new)):

@@ -29,7 +29,7 @@ class Emitter:
         args, kwargs = self._lift(origin, args), self._lift(origin, kwargs)
         out = self._fakes.run(func, args, kwargs)
         op = self._append(origin, func, args, kwargs)
-        carries = origin.grad and any(v.fake.requires_grad for v in op.inputs())
+        carries = origin.grad and any(v.requires_grad for v in op.inputs())
         storages = {id(v.fake): v.storage for v in op.inputs()}
         known = {storage_id(v.fake): v.storage for v in op.inputs()}
 
@@ -70,7 +70,7 @@ class Emitter:
             if v.storage not in storages:
                 storages[v.storage] = next(self._storages)
             new = Value(v.fake, op, v.slot, storages[v.storage], v.key)
-            new.offset = v.offset
+            new.offset, new.requires_grad = v.offset, v.requires_grad
             return new
 
         outs = old.outputs

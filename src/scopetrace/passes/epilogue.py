@@ -189,8 +189,8 @@ class _Builder:
         while (link := region.links.get(value)) is not None and value not in self._final:
             if link.func is _aten.as_strided.default and len(link.args) == 3:
                 size, stride, offset = link.args
-                numbers = self._numbers((tuple(size), tuple(stride), offset - link.parent.offset))
-                steps.append(StridedStep(*numbers, value.op.grad))
+                given = self._numbers((tuple(size), tuple(stride), offset - link.parent.offset))
+                steps.append(StridedStep(given[0], given[1], given[2], value.op.grad))
             elif link.func is not None:
                 args, kwargs = self._numbers((link.args, link.kwargs))
                 steps.append(ViewStep(link.func, args, kwargs, link.slot, value.op.grad))

@@ -131,11 +131,44 @@ class Functionalizer(Rewriter):
         region = self.regions[target.storage]
         seen = op.grad and (target in op.tracked or not region.has_history(target))
         brings = op.grad and any(v is not target for v in op.tracked)
+        detached = self._detached(region, target) if brings else None
+        if detached is not None:
+            inside, outside = self._read_later(op, region, detached)
+            if not inside:
+                return True  # only the detached alias, which is gone, has this part of the gradient
+            seen = seen and not outside
         if seen and brings:
             region.gain_history(target)
         elif brings:
-            raise refusal("a tensor that requires grad is written into a detached alias of another", op)
+            raise refusal(
+                "a tensor that requires grad is written into a detached alias of another, and both are used", op
+            )
         return not seen
+
+    def _detached(self, region: Region, value: Value) -> Value | None:
+        """The detached tensor that a value is, or is a view of."""
+        for v in region.above(value):
+            link = region.links.get(v)
+            if link is not None and link.func is _aten.detach.default:
+                return v
+        return None
+
+    def _read_later(self, op: Op, region: Region, detached: Value) -> tuple[bool, bool]:
+        """Whether the detached tensor is read after the op, and whether others in its memory are."""
+        family = {detached, *op.values()}
+        storage, inside, outside = detached.storage, False, self._is_outside(region)
+        for later in self.old.ops[self.old.ops.index(op) + 1 :]:
+            for v in later.inputs():
+                if v.storage != storage:
+                    continue
+                if v in family or detached in region.above(v):
+                    family |= set(later.values()) if v in later.writes else {v}
+                    inside = inside or v not in later.writes
+                else:
+                    outside = True
+        kept = [*leaves(self.old.outputs, Value), *(w.value for w in self.old.attribute_writes)]
+        mine = [v in family or detached in region.above(v) for v in kept if v.storage == storage]
+        return inside or any(mine), outside or not all(mine)
 
     def _copy(self, op: Op) -> None:
         """`copy_` where gradients flow: its twin `aten.copy` has no derivative, its parts have."""

@@ -181,11 +181,13 @@ class Region:
         self.written[old] = writer
 
     def overwritten(self, old: Value, new: Value, writer: Op) -> Value:
-        """`new` with the gradient of `old`, where that has one."""
-        if not old.fake.requires_grad:
-            return new
-        seen: Value = self._emitter.run(dataclasses.replace(writer, grad=True), OVERWRITE, (old, new), {})
-        return seen
+        """`new` with the gradient of `old`, or without any where that has none."""
+        writer, found = dataclasses.replace(writer, grad=True), new
+        if old.requires_grad:
+            found = self._emitter.run(writer, OVERWRITE, (old, new), {})
+        elif new.requires_grad:
+            found = self._emitter.run(writer, _aten.detach.default, (new,), {})
+        return found
 
     # ---------------------------------------------------------------- inside
 

@@ -85,9 +85,9 @@ class CallObserver:
         """Recorded as the op that Dynamo writes for it."""
         return self.recorder.running is None and self.recorder.resize_storage(storage, size)
 
-    def on_data(self, t: torch.Tensor) -> torch.Tensor:
-        """The forward reads `t.data`."""
-        return self.recorder.present(t)
+    def on_data(self, t: torch.Tensor, get: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The forward reads `t.data`, which is `get(t)`."""
+        return self.recorder.data_alias(get(self.recorder.present(t)))
 
     def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
         """Recorded as `t.set_(new)` for tensors from outside; for others their memory says it."""

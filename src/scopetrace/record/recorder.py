@@ -117,7 +117,7 @@ class Recorder(ReadingWriter):
             facts = self._facts[id(func)] = _OpFacts(func)
         if facts.instead is not None:
             return facts.instead(self, *args, **kwargs)
-        if facts.reshapes and isinstance(args[0], FakeTensor):
+        if facts.written and (facts.reshapes or id(args[0]) in self._of_data) and isinstance(args[0], FakeTensor):
             self.set_apart(args[0])
         self._repeatable = True
         inputs: list[Value] = []

@@ -40,6 +40,7 @@ class TapeWriter:
         self._keep: list[torch.Tensor] = []
         self._constants = 0
         self._inner: set[int] = set()  # the storages that bodies of higher-order ops made
+        self._of_data: dict[int, torch.Tensor] = {}  # what `.data` gave
         self._given: set[int] = set()  # the ids of the inputs
         self._left: set[int] = set()  # the storages of tensors of the model that got other memory in place
         self.broken: str | None = None  # what a body did that the tape cannot say
@@ -123,7 +124,7 @@ class TapeWriter:
         return value if t.requires_grad or not value.fake.requires_grad else self._alias_of(value, t)
 
     def set_apart(self, t: FakeTensor) -> None:
-        """Before a tensor gets another shape in place: `x.data.t_()` changes the shape of `x.data`, not of x."""
+        """Before an op in place: `x.data.t_()` changes the shape of `x.data`, not of x, and so with its history."""
         value = self.value_of(t)
         if value.fake is not t and value.fake.layout is torch.strided:
             self._alias_of(value, t)
@@ -207,11 +208,26 @@ class TapeWriter:
         return owner[0] if owner is not None else "a constant"
 
     def present(self, t: torch.Tensor) -> torch.Tensor:
-        """`t`; for a tensor of the model that got other memory in place, what it is now."""
-        if isinstance(t, FakeTensor) or not self._left:
+        """`t`, of which `.data` is asked; for a tensor of the model that got other memory in place, what it is now.
+
+        A buffer is given as a fake tensor where autograd is on: `self.mean.data.add_(x)` gives no history to the buffer.
+        """
+        if isinstance(t, FakeTensor):
             return t
-        value = self._by_id.get(id(t))
+        if (
+            torch.is_grad_enabled()
+            and not t.requires_grad
+            and t.is_floating_point()
+            and self.model.owner(t) is not None
+        ):
+            return self.value_of(t).fake
+        value = self._by_id.get(id(t)) if self._left else None
         return t if value is None or value.real is not None else value.fake
+
+    def data_alias(self, t: torch.Tensor) -> torch.Tensor:
+        """`t`, which is `.data` of another tensor: a write may give it a history that the other does not get."""
+        self._of_data[id(t)] = t
+        return t
 
     def is_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor is an input, or real: of the model, or from a closure or global."""
