@@ -210,7 +210,7 @@ class TapeWriter:
     def present(self, t: torch.Tensor) -> torch.Tensor:
         """`t`, of which `.data` is asked; for a tensor of the model that got other memory in place, what it is now.
 
-        A buffer is given as a fake tensor where autograd is on: what `self.mean.data.add_(x)` makes is no history of it.
+        A buffer is given as a fake tensor where autograd is on: `self.mean.data.add_(x)` must not give it a history.
         """
         if isinstance(t, FakeTensor):
             return t
