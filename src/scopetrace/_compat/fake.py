@@ -47,15 +47,16 @@ class FakeMaker:
         meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         return self._wrap(meta, device, requires_grad)
 
-    def dense(
-        self, nbytes: Any, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+    def placed(
+        self, place: tuple[Any, Any, Any, Any], dtype: torch.dtype, device: torch.device, requires_grad: bool
     ) -> torch.Tensor:
-        """As `fresh`, for strides without gaps and memory of `nbytes`. Call inside `without_dispatch`."""
-        if isinstance(nbytes, int):
+        """As `fresh`, with a `place` of memory: its bytes, and size, stride and offset in it."""
+        nbytes, size, stride, offset = place
+        if isinstance(nbytes, int) and type(offset) is int and offset == 0:
             return self.fresh(size, stride, dtype, device, requires_grad)
         memory = torch.empty(0, dtype=dtype, device="meta")
         _resize_storage(memory, nbytes)  # torch would count the bytes anew, with sympy
-        return self._wrap(torch.as_strided(memory, size, stride, 0), device, requires_grad)
+        return self._wrap(torch.as_strided(memory, size, stride, offset), device, requires_grad)
 
     def view(
         self,

@@ -27,10 +27,12 @@ class Fresh(NamedTuple):
     requires_grad: bool
     key: int
     nbytes: int | torch.SymInt
+    offset: int | torch.SymInt = 0
 
     def make(self, factory: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result. Call inside `without_dispatch`."""
-        return factory.dense(self.nbytes, self.size, self.stride, self.dtype, self.device, self.requires_grad)
+        place = self.nbytes, self.size, self.stride, self.offset
+        return factory.placed(place, self.dtype, self.device, self.requires_grad)
 
 
 class View(NamedTuple):
@@ -85,7 +87,7 @@ class Keys:
     def of_recipe(self, recipe: Fresh | View, inputs: Sequence[torch.Tensor]) -> int | None:
         """The key of what a recipe makes, which `of` would give."""
         if isinstance(recipe, Fresh):
-            offset, dtype, nbytes = 0, recipe.dtype, recipe.nbytes
+            offset, dtype, nbytes = bare(recipe.offset), recipe.dtype, recipe.nbytes
         else:
             base = inputs[recipe.base]
             if base.is_conj() or base.is_neg():

@@ -44,10 +44,12 @@ def known(func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Fresh | Sam
     if dtype is None or size is None:
         return None
     first, size = inputs[0].fake, tuple(size)
-    if func in _LIKE_FIRST and bare(first.storage_offset()) != 0:
-        return None  # it stays
-    if all(row_major(v.fake) for v in (inputs[:1] if func in _LIKE_FIRST else inputs)):
-        stride = _stride(size, first)
+    if func in _LIKE_FIRST:
+        return _placed_as(first, any(v.fake.requires_grad for v in inputs))
+    if all(row_major(v.fake) for v in inputs):
+        stride = tuple(first.stride()) if bare(size) == bare(first.size()) else _stride(size)
+    elif func is _aten.clone.default and _has_gaps(first):
+        stride = _stride(size)
     elif rule in _EACH_ALONE and _same_layout(inputs):
         stride = tuple(first.stride())
     else:
@@ -79,10 +81,29 @@ def writes_plainly(func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> bo
     return size is not None and len(size) == len(target) and all(map(surely_equal, size, target))
 
 
-def _stride(size: tuple[Any, ...], like: torch.Tensor) -> tuple[Any, ...]:
-    """Row-major strides, as `like` has them."""
-    if bare(size) == bare(like.size()):
-        return tuple(like.stride())
+def _placed_as(t: torch.Tensor, grad: bool) -> Fresh | None:
+    """A copy of the whole memory, in which it lies as `t` does; None where elements of `t` share memory."""
+    size, stride = tuple(t.size()), tuple(t.stride())
+    if any(type(s) is not int or s == 0 for s in stride):
+        return None
+    grad = grad and torch.is_grad_enabled()
+    nbytes, offset = t.untyped_storage().nbytes(), t.storage_offset()
+    return Fresh(size, stride, t.dtype, t.device, grad, 0, nbytes, offset)
+
+
+def _has_gaps(t: torch.Tensor) -> bool:
+    """Whether it lies in rows with gaps in between, of which a copy has none."""
+    size, stride = bare(t.size()), t.stride()
+    if not is_static(stride) or 0 in stride or size[:1] == (1,) or not is_static(size[1:]):
+        return False
+    rows = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1]
+    dense = all(s == m * inner for (_, s), (m, inner) in itertools.pairwise([*rows, (1, 1)]))
+    ordered = itertools.pairwise(zip(size, stride, strict=True))
+    return not dense and all(s > inner or (s == inner and (m == 1 or n == m)) for (n, s), (m, inner) in ordered)
+
+
+def _stride(size: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Row-major strides."""
     return tuple(itertools.accumulate(reversed(size[1:]), operator.mul, initial=1))[::-1][: len(size)]
 
 
@@ -328,7 +349,7 @@ _UNCHANGED: dict[Any, Callable[..., Any]] = {
 }
 """Ops that return their first argument itself, where the rule says so."""
 _LIKE_FIRST = frozenset({_aten.select_scatter.default, _aten.slice_scatter.default})
-"""Ops that copy their first argument, with its layout, and write the others into the copy."""
+"""Ops that copy the memory of their first argument, and write the others into the copy."""
 _IN_PLACE = frozenset(
     {
         *(getattr(_aten, name + "_").default for name in _UNARY if hasattr(_aten, name + "_")),
