@@ -84,7 +84,7 @@ def writes_plainly(func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> bo
 def _placed_as(t: torch.Tensor, grad: bool) -> Fresh | None:
     """A copy of the whole memory, in which it lies as `t` does; None where elements of `t` share memory."""
     size, stride = tuple(t.size()), tuple(t.stride())
-    if any(type(s) is not int or s == 0 for s in stride):
+    if 0 in bare(stride):
         return None
     grad = grad and torch.is_grad_enabled()
     nbytes, offset = t.untyped_storage().nbytes(), t.storage_offset()
