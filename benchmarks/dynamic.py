@@ -222,13 +222,22 @@ def totals(what: str, rows: Sequence[Row]) -> list[str]:
         middle = ratios[len(ratios) // 2]
         lines.append(f"  over a static trace: {whole:.2f} in all, median {middle:.2f}, most {ratios[-1]:.2f}")
     if both:
-        ratio = sum(r["export"]["seconds"] for r in both) / sum(r["again"] for r in both)
-        lines.append(f"  torch.export over scopetrace: {ratio:.1f} in all, {len(both)} models")
+        again, first = times_as_long(both, lambda r: r["again"]), times_as_long(both, lambda r: r["ours"]["seconds"])
+        slow = [r["model"] for r in both if r["export"]["seconds"] / r["again"] < 10]
+        lines.append(f"  torch.export over scopetrace, {len(both)} models: {again}; over its first trace: {first}")
+        lines.append(f"  below 10: {', '.join(slow) or 'none'}")
     lost = [r["model"] for r in rows if report.is_ok(r, "export") and not report.is_ok(r, "ours")]
     lines += [f"  right by torch.export, not by scopetrace: {', '.join(lost) or 'none'}", "  scopetrace misses:"]
     missed = [r for r in rows if not report.is_ok(r, "ours")]
     lines += [f"    {r['model']}: {r.get('ours', {}).get('error') or r.get('died')}" for r in missed]
     return [*lines, ""]
+
+
+def times_as_long(rows: Sequence[Row], seconds: Callable[[Row], float]) -> str:
+    """How many times as long torch.export takes, in all and in the median."""
+    whole = sum(r["export"]["seconds"] for r in rows) / sum(map(seconds, rows))
+    ratios = sorted(r["export"]["seconds"] / seconds(r) for r in rows)
+    return f"{whole:.1f} in all, median {ratios[len(ratios) // 2]:.1f}"
 
 
 def took(row: Row, part: str) -> bool:
