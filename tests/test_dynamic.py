@@ -530,3 +530,11 @@ def test_a_convolution_chooses_its_kernel_at_each_size():
     tr = st.trace(conv, (torch.randn(3, 8, 6, 6),), dynamic_shapes=({0: Dim("batch"), 2: Dim("rows")},))
     for batch, height in ((1, 6), (15, 9), (16, 5), (40, 4)):
         tr.check((torch.randn(batch, 8, height, 6),))
+
+
+def test_channels_of_a_convolution_are_fixed_by_its_weight():
+    net, x = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3)), torch.randn(2, 3, 8, 8)
+    with pytest.raises(
+        DynamicShapeError, match=r"dimension 1 \(c\) was said to be dynamic, and the model fixes it at 3"
+    ):
+        st.trace(net, (x,), dynamic_shapes=({1: Dim("c")},))

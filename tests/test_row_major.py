@@ -12,6 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from scopetrace._compat.fake import FakeMaker, without_dispatch
 from scopetrace.record import row_major
 from scopetrace.record.recorder import _OpFacts
 from scopetrace.record.results import Same
@@ -284,6 +285,10 @@ def test_a_sure_result_is_the_one_of_eager(func):
         said = found.size, found.stride, found.dtype, found.device, found.nbytes
         assert said == (tuple(out.shape), out.stride(), out.dtype, out.device, out.untyped_storage().nbytes())
         assert out.storage_offset() == found.offset, (seed, args)
+        with without_dispatch():
+            made = found.make(FakeMaker(FakeTensorMode()), [])
+        assert (made.shape, made.stride(), made.storage_offset()) == (out.shape, out.stride(), out.storage_offset())
+        assert made.untyped_storage().nbytes() == found.nbytes
         assert out.untyped_storage()._cdata not in {t.untyped_storage()._cdata for t in tensors}
     assert sure > 40  # the rule applies
 

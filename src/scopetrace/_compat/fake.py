@@ -50,10 +50,15 @@ class FakeMaker:
     def placed(
         self, place: tuple[Any, Any, Any, Any], dtype: torch.dtype, device: torch.device, requires_grad: bool
     ) -> torch.Tensor:
-        """As `fresh`, with a `place` of memory: its bytes, and size, stride and offset in it."""
+        """As `fresh`, with a `place`: the bytes of its memory, and size, stride and offset in elements.
+
+        Call inside `without_dispatch`.
+        """
         nbytes, size, stride, offset = place
         if isinstance(nbytes, int) and type(offset) is int and offset == 0:
-            return self.fresh(size, stride, dtype, device, requires_grad)
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            if meta.untyped_storage().nbytes() == nbytes:
+                return self._wrap(meta, device, requires_grad)
         memory = torch.empty(0, dtype=dtype, device="meta")
         _resize_storage(memory, nbytes)  # torch would count the bytes anew, with sympy
         return self._wrap(torch.as_strided(memory, size, stride, offset), device, requires_grad)

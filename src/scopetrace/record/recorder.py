@@ -228,7 +228,8 @@ class Recorder(ReadingWriter):
             torch.autograd.graph.increment_version(args[0])
             return args[0]
         self.running = facts.func
-        with self.factory.shape_env.suppress_guards() if facts.convolves else contextlib.nullcontext():
+        free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])  # not the channels
+        with self.factory.shape_env.suppress_guards() if free else contextlib.nullcontext():
             out = run_op(self.factory.mode, facts.func, args, kwargs)
         self.running = None
         return out
