@@ -3,7 +3,7 @@
 import torch
 from torch.utils import _pytree as pytree
 
-from scopetrace.check import copy_inputs
+from scopetrace.program.check import copy_inputs
 
 
 def assert_like_eager(fn, program, args, seed=0):

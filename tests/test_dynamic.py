@@ -15,9 +15,9 @@ from torch.export import Dim, ShapesCollection
 import scopetrace as st
 from scopetrace.cli.torchvision_ops import declare_missing_ops
 from scopetrace.errors import DynamicShapeError, InputMismatchError
-from scopetrace.passes.write_back import resolved
-from scopetrace.record.tape import values_in
-from scopetrace.show.values import type_text
+from scopetrace.ir.tape import values_in
+from scopetrace.ir.write_back import resolved
+from scopetrace.view.values import type_text
 
 
 class Net(nn.Module):

@@ -12,9 +12,9 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from scopetrace import meta
+from scopetrace.api.functional import assert_pure, functional_backend, functionalize
 from scopetrace.errors import FunctionalizationError, InputMismatchError, ScopetraceError
-from scopetrace.functional import assert_pure, functional_backend, functionalize
+from scopetrace.ir import meta
 
 LEVELS = ("aten", "torch")
 FORMS = ("slice_scatter", "index_put", "where", "cat")

@@ -643,7 +643,7 @@ def test_external_data(tmp_path):
 
 def test_weights_that_do_not_fit_into_a_file_go_beside_it(tmp_path, monkeypatch):
     """The limit of the format is 2 GiB."""
-    from scopetrace.emit.onnx import weights
+    from scopetrace.lower.onnx import weights
 
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     x, path = torch.randn(2, 64), tmp_path / "model.onnx"

@@ -9,9 +9,9 @@ import torch
 
 import scopetrace as st
 from scopetrace._compat.fake import FakeFactory, run_fake, storage_id
-from scopetrace.passes import repeat
-from scopetrace.record.tape import Op, Value
-from scopetrace.scopes import Scope
+from scopetrace.infer import repeat
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import Op, Value
 
 aten = torch.ops.aten
 

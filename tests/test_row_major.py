@@ -13,13 +13,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.fake import FakeMaker, without_dispatch
-from scopetrace.record import row_major
+from scopetrace.infer import row_major
+from scopetrace.infer.results import Same
+from scopetrace.infer.size_rules import ACTIVATIONS
+from scopetrace.infer.view_rules import VIEWS
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import Op, Value
 from scopetrace.record.recorder import _OpFacts
-from scopetrace.record.results import Same
-from scopetrace.record.size_rules import ACTIVATIONS
-from scopetrace.record.tape import Op, Value
-from scopetrace.record.view_rules import VIEWS
-from scopetrace.scopes import Scope
 
 aten = torch.ops.aten
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import scopetrace as st
-from scopetrace.show.terminal import print_text
+from scopetrace.view.terminal import print_text
 
 X = torch.zeros(2, 4)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from scopetrace.passes.layout import draws_differ
-from scopetrace.record.twins import (
+from scopetrace.functionalize.layout import draws_differ
+from scopetrace.ops.functional_variants import (
     Twin,
     call_twin,
     functional_twin,

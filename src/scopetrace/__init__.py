@@ -7,7 +7,14 @@ print(tr)
 """
 
 from scopetrace import distributed as distributed
-from scopetrace.calls import ModuleCall as ModuleCall
+from scopetrace.api.functional import Functionalized as Functionalized
+from scopetrace.api.functional import functional_backend as functional_backend
+from scopetrace.api.functional import functionalize as functionalize
+from scopetrace.api.outlined import Function as Function
+from scopetrace.api.outlined import Outlined as Outlined
+from scopetrace.api.saved import load as load
+from scopetrace.api.trace import Trace as Trace
+from scopetrace.api.trace import trace as trace
 from scopetrace.errors import CheckError as CheckError
 from scopetrace.errors import CompiledGraphError as CompiledGraphError
 from scopetrace.errors import ControlFlowError as ControlFlowError
@@ -33,24 +40,17 @@ from scopetrace.errors import ScopeError as ScopeError
 from scopetrace.errors import ScopetraceError as ScopetraceError
 from scopetrace.errors import TraceError as TraceError
 from scopetrace.errors import UnsupportedOpError as UnsupportedOpError
-from scopetrace.functional import Functionalized as Functionalized
-from scopetrace.functional import functional_backend as functional_backend
-from scopetrace.functional import functionalize as functionalize
+from scopetrace.functionalize.report import Alias as Alias
+from scopetrace.functionalize.report import Mutation as Mutation
+from scopetrace.ir.scopes import Scope as Scope
+from scopetrace.ir.scopes import TracingState as TracingState
+from scopetrace.ir.scopes import scope as scope
+from scopetrace.ir.scopes import tracing_state as tracing_state
+from scopetrace.ir.write_back import WriteBack as WriteBack
 from scopetrace.order.execution import ExecutionOrder as ExecutionOrder
 from scopetrace.order.symbolic import ExecOrderTracer as ExecOrderTracer
 from scopetrace.order.symbolic import TracingConfig as TracingConfig
-from scopetrace.outlined import Function as Function
-from scopetrace.outlined import Outlined as Outlined
-from scopetrace.passes.report import Alias as Alias
-from scopetrace.passes.report import Mutation as Mutation
-from scopetrace.passes.write_back import WriteBack as WriteBack
+from scopetrace.program.calls import ModuleCall as ModuleCall
 from scopetrace.record.specialize import Specialization as Specialization
-from scopetrace.saved import load as load
-from scopetrace.scopes import Scope as Scope
-from scopetrace.scopes import TracingState as TracingState
-from scopetrace.scopes import scope as scope
-from scopetrace.scopes import tracing_state as tracing_state
-from scopetrace.trace import Trace as Trace
-from scopetrace.trace import trace as trace
 
 __version__ = "0.1.0"

@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from scopetrace.errors import ScopetraceError, TraceError, UsageError
-from scopetrace.show.terminal import print_text
+from scopetrace.view.terminal import print_text
 
 _OURS = Path(__file__).resolve().parents[1]
 

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
-from scopetrace.calls import ModuleCall
+from scopetrace.api.outlined import REPEATED
 from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, progress, quiet, takes_model
-from scopetrace.emit.onnx import require_packages
-from scopetrace.outlined import REPEATED
-from scopetrace.show.table import columns
+from scopetrace.lower.onnx import require_packages
+from scopetrace.program.calls import ModuleCall
+from scopetrace.view.table import columns
 
 if TYPE_CHECKING:
-    from scopetrace.emit.onnx.write import Written
+    from scopetrace.lower.onnx.write import Written
 
 _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'"
 
@@ -84,8 +84,8 @@ def _write(
     external_data: bool,
     verify: bool,
 ) -> Written:
-    from scopetrace.emit.onnx.export import Options
-    from scopetrace.emit.onnx.write import write
+    from scopetrace.lower.onnx.export import Options
+    from scopetrace.lower.onnx.write import write
 
     targets = [f if f == REPEATED else Matching(f) for f in functions]
     chosen = Options(targets, [Matching(p) for p in plugins], opset, None, None, optimize, attributes)

@@ -18,12 +18,12 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils._pytree import tree_map_only
 
+from scopetrace.api.trace import Trace, trace
 from scopetrace.cli.dynamic import parse_dynamic
 from scopetrace.cli.group import cannot_trace, model_raised
 from scopetrace.cli.inputs import Forward, Input, parse_input
 from scopetrace.cli.targets import default_inputs, load_model
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
-from scopetrace.trace import Trace, trace
 
 Say = Callable[[str], None]
 

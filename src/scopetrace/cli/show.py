@@ -7,13 +7,13 @@ from typing import Any
 import click
 import torch
 
+from scopetrace.api.trace import Trace
 from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, progress, quiet, takes_model
 from scopetrace.errors import UsageError
-from scopetrace.show.document import document, json_text
-from scopetrace.show.select import level, select_calls, unmatched
-from scopetrace.show.table import calls_table
-from scopetrace.trace import Trace
+from scopetrace.view.document import document, json_text
+from scopetrace.view.select import level, select_calls, unmatched
+from scopetrace.view.table import calls_table
 
 
 @click.command()

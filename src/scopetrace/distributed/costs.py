@@ -10,9 +10,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from scopetrace._compat.symbols import Symbolic
+from scopetrace.containers.structure import map_structure
 from scopetrace.errors import PlanError
-from scopetrace.record.structure import map_structure
-from scopetrace.record.tape import Op, Tape, Value, flat
+from scopetrace.ir.tape import Op, Tape, Value, flat
 
 
 def _grouped_mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 
 from scopetrace.errors import PlanError
+from scopetrace.ir.registered import Registered
 from scopetrace.order.execution import ExecutionOrder
-from scopetrace.record.registered import Registered
 
 Group = tuple[str, ...]
 """Modules that are sharded together, by the first of their names; `("",)` is the root."""

@@ -14,12 +14,12 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
+from scopetrace.api.trace import Trace
+from scopetrace.containers.structure import leaves
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params
 from scopetrace.errors import PlanError
-from scopetrace.record.structure import leaves
-from scopetrace.record.tape import Call, Tape, Value
-from scopetrace.show.table import columns
-from scopetrace.trace import Trace
+from scopetrace.ir.tape import Call, Tape, Value
+from scopetrace.view.table import columns
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint

@@ -21,7 +21,7 @@ from scopetrace.distributed.schedule import Schedule, backward_gathers, forward_
 from scopetrace.errors import PlanError
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.record.model import Model
-from scopetrace.show.table import amount, columns
+from scopetrace.view.table import amount, columns
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

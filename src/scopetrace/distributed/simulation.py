@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import torch
 
+from scopetrace.api.trace import Trace
 from scopetrace.distributed.costs import call_flops, op_results
 from scopetrace.distributed.groups import ROOT, Group
 from scopetrace.distributed.plan import Plan, ShardGroup
 from scopetrace.distributed.schedule import backward_events
 from scopetrace.errors import PlanError
-from scopetrace.show.table import amount, columns, duration
-from scopetrace.trace import Trace
+from scopetrace.view.table import amount, columns, duration
 
 
 class Transfer(NamedTuple):

@@ -9,8 +9,8 @@ import json
 from collections.abc import Collection, Iterator
 from typing import Any, NamedTuple
 
+from scopetrace.ir.registered import Registered
 from scopetrace.order.text import order_text
-from scopetrace.record.registered import Registered
 
 
 class ParamUsageInfo(NamedTuple):

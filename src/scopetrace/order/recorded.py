@@ -7,11 +7,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from scopetrace.containers.structure import leaves
+from scopetrace.ir.registered import Registered
+from scopetrace.ir.tape import Call, Op, Tape, Value, values_in
 from scopetrace.order.execution import CallUsage, ExecutionOrder
 from scopetrace.record.bodies import FORMS
-from scopetrace.record.registered import Registered
-from scopetrace.record.structure import leaves
-from scopetrace.record.tape import Call, Op, Tape, Value, values_in
 
 
 def execution_order(tape: Tape) -> ExecutionOrder:

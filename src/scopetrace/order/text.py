@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from scopetrace.show.table import columns
+from scopetrace.view.table import columns
 
 if TYPE_CHECKING:
     from scopetrace.order.execution import ExecutionOrder, ParamUse

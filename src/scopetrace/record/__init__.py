@@ -13,21 +13,21 @@ from typing import Any, TypeVar
 
 import torch
 
-from scopetrace import scopes
 from scopetrace._compat.dispatch import dispatching_to
 from scopetrace._compat.fake import FakeTensor
 from scopetrace._compat.patches import observing, python_random_state_kept
+from scopetrace.containers.names import identifier
+from scopetrace.containers.objects import NeedsOpening, Returned, Saved, Watch, learn
+from scopetrace.containers.structure import leaves_with_path, map_structure, refuse_hidden
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
+from scopetrace.ir import scopes
+from scopetrace.ir.tape import Tape, Value, garbage_collection_paused
 from scopetrace.record.explain import explained
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
-from scopetrace.record.names import identifier
-from scopetrace.record.objects import NeedsOpening, Returned, Saved, Watch, learn
 from scopetrace.record.observe import CallObserver, Progress
 from scopetrace.record.recorder import NeedsAutograd, Recorder
 from scopetrace.record.sizes import DynamicSizes, read_dynamic_shapes, refuse_shared, symbolic_strides
-from scopetrace.record.structure import leaves_with_path, map_structure, refuse_hidden
-from scopetrace.record.tape import Tape, Value, garbage_collection_paused
 
 _one_at_a_time = threading.RLock()
 

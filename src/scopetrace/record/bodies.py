@@ -23,9 +23,9 @@ from scopetrace._compat.dispatch import in_transform
 from scopetrace._compat.fake import without_dispatch
 from scopetrace._compat.higher_order import fake_results, first_slice, unbacked_symint
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
+from scopetrace.ir.tape import Op, Tape, Value, values_in
+from scopetrace.ops.functional_variants import is_metadata_only
 from scopetrace.record.body import Stretch, body_tapes, name_of
-from scopetrace.record.tape import Op, Tape, Value, values_in
-from scopetrace.record.twins import is_metadata_only
 from scopetrace.record.writer import TapeWriter
 
 _hops = torch.ops.higher_order

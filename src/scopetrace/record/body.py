@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic, bare, stand_ins, symbols_of
-from scopetrace.record.names import identifier
-from scopetrace.record.structure import leaves, map_structure
-from scopetrace.record.tape import Call, Op, Tape, Value, flat
-from scopetrace.scopes import Scope
+from scopetrace.containers.names import identifier
+from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import Call, Op, Tape, Value, flat
 
 
 @dataclasses.dataclass

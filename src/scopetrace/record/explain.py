@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from scopetrace._compat.fake import DATA_DEPENDENT, NO_SHAPE_RULE
 from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
-from scopetrace.record.frames import frames_of_traceback, user_line
+from scopetrace.ir.frames import frames_of_traceback, user_line
 from scopetrace.record.recorder import NeedsAutograd, Recorder
 from scopetrace.record.values import NoRealValue
 

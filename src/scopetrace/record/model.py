@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from scopetrace.record.registered import Registered, RegisteredModule, RegisteredParam
-from scopetrace.record.tape import AttributeWrite, Value
+from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
+from scopetrace.ir.tape import AttributeWrite, Value
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, dict, set)

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from scopetrace._compat.dispatch import eager, paused
+from scopetrace.containers.structure import leaves_with_path, map_structure
 from scopetrace.errors import RandomStateError, UnsupportedOpError
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import Call, Value
 from scopetrace.record.classes import Classes
 from scopetrace.record.leaves import LeafRule
 from scopetrace.record.recorder import NeedsAutograd, Recorder
-from scopetrace.record.structure import leaves_with_path, map_structure
-from scopetrace.record.tape import Call, Value
-from scopetrace.scopes import Scope
 
 Progress = Callable[[str, int], None]
 

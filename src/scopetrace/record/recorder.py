@@ -23,16 +23,16 @@ from scopetrace._compat import dispatch
 from scopetrace._compat.fake import FakeTensor, run_op, storage_id, without_dispatch
 from scopetrace._compat.symbols import bare, has_unbacked
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.record import results, rules
+from scopetrace.infer import results, rules
+from scopetrace.infer.size_rules import ACTIVATIONS, PLAIN_WRITES
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import Value, flat
+from scopetrace.ops.functional_variants import WRITTEN_IN_SECRET, hidden_writes, writes_in_secret
 from scopetrace.record.bodies import FORMS, INLINED, BodyRecorder
 from scopetrace.record.model import Model
 from scopetrace.record.reading import READ_INSIDE, ReadingWriter
-from scopetrace.record.size_rules import ACTIVATIONS, PLAIN_WRITES
-from scopetrace.record.tape import Value, flat
-from scopetrace.record.twins import WRITTEN_IN_SECRET, hidden_writes, writes_in_secret
 from scopetrace.record.values import reads_a_value
 from scopetrace.record.writer import place_of
-from scopetrace.scopes import Scope
 
 _aten = torch.ops.aten
 _ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)

@@ -28,8 +28,8 @@ from scopetrace._compat.shape_env import (
     symint,
 )
 from scopetrace._compat.symbols import bare, expression_text
+from scopetrace.containers.structure import OBJECT_TYPES, open_container
 from scopetrace.errors import DynamicShapeError, InputMismatchError
-from scopetrace.record.structure import OBJECT_TYPES, open_container
 
 
 @dataclasses.dataclass(frozen=True)

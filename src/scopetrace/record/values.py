@@ -19,7 +19,7 @@ from scopetrace._compat.dispatch import eager
 from scopetrace._compat.fake import FakeTensor, storage_id
 from scopetrace._compat.shape_env import WatchedShapeEnv, bound_values, evaluated
 from scopetrace._compat.symbols import Symbolic, bare
-from scopetrace.record.tape import Op, Tape, Value, flat
+from scopetrace.ir.tape import Op, Tape, Value, flat
 
 _aten = torch.ops.aten
 _Wanted = tuple[Any, int]

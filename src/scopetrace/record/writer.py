@@ -12,11 +12,11 @@ from scopetrace._compat.dispatch import unwrapped
 from scopetrace._compat.fake import FakeFactory, FakeTensor, storage_id, without_dispatch
 from scopetrace._compat.symbols import bare
 from scopetrace.errors import ForeignTensorError, UnsupportedOpError
-from scopetrace.record import results
-from scopetrace.record.frames import capture_frames, source_of
+from scopetrace.infer import results
+from scopetrace.ir.frames import capture_frames, source_of
+from scopetrace.ir.scopes import Scope, TracingState
+from scopetrace.ir.tape import Call, Frames, Op, Tape, Value
 from scopetrace.record.model import Model
-from scopetrace.record.tape import Call, Frames, Op, Tape, Value
-from scopetrace.scopes import Scope, TracingState
 
 _aten = torch.ops.aten
 _Parameter = torch.nn.Parameter

@@ -1,1 +1,0 @@
-"""What others can take: forms of a trace that other tools read."""

@@ -1,0 +1,72 @@
+"""Bodies of higher-order ops in a program without mutation: what they give, and what they may not hold."""
+
+from __future__ import annotations
+
+import torch
+
+from scopetrace._compat.symbols import bare
+from scopetrace.functionalize.geometry import Emit
+from scopetrace.functionalize.layout import in_order_of
+from scopetrace.functionalize.refusal import refusal
+from scopetrace.ir.tape import Op, Tape, Value
+
+_aten = torch.ops.aten
+
+
+class Results:
+    """The results of a body, which torch wants in memory of their own. `emit` puts ops at its end."""
+
+    def __init__(self, emit: Emit, inputs: list[Value]) -> None:
+        self._emit = emit
+        self._taken = {v.storage for v in inputs}
+
+    def own(self, old: Value, new: Value) -> Value:
+        """The present value `new` of a result or changed input `old`, laid out as in eager."""
+        new = as_laid_out(self._emit, new, old.fake)
+        if new.storage in self._taken:
+            new = self._emit(_aten.clone.default, new)
+        self._taken.add(new.storage)
+        return new
+
+
+def as_laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:
+    """`new` with the strides of `old`. Raises FunctionalizationError where its memory has gaps or repeats."""
+    if old.layout is not torch.strided or bare(new.fake.stride()) == bare(old.stride()):
+        return new
+    turned = in_order_of(emit, new, old)
+    if bare(turned.fake.stride()) != bare(old.stride()):
+        turned = emit(_aten.clone.default, turned)
+    sizes = zip(turned.fake.size(), turned.fake.stride(), old.stride(), strict=True)
+    if any(bare(n) != 1 and bare(a) != bare(b) for n, a, b in sizes):
+        raise refusal("a tensor that goes into or out of a body has gaps in its memory", turned.op)
+    return turned
+
+
+def lift_constants(bodies: list[Tape]) -> list[torch.Tensor]:
+    """Make the constants that the bodies hold inputs of all of them; gives the constants."""
+    found: list[torch.Tensor] = []
+    for body in bodies:
+        for op in [op for op in body.ops if op.kind == "get_attr"]:
+            found.append(body.attributes.pop(op.target))
+            for other in bodies:
+                _take(other, op if other is body else None, op)
+    return found
+
+
+def _take(body: Tape, own: Op | None, constant: Op) -> None:
+    """One more placeholder for a constant, in the place of the op that reads it where there is one."""
+    first = sum(op.kind == "placeholder" for op in body.ops)
+    read = body.ops.index(own) if own is not None else len(body.ops)
+    for call in body.calls:
+        call.start += call.start <= read
+        call.stop += call.stop <= read
+    placeholder = constant.moved_to(body.ops[0].call if body.ops else constant.call)
+    placeholder.kind, placeholder.target = "placeholder", f"{constant.target}_{first}".lstrip("_")
+    placeholder.scope = body.root
+    like: Value = constant.outputs
+    value = like if own is not None else Value(like.fake, placeholder, 0, like.storage, None)
+    value.op, placeholder.outputs = placeholder, value
+    if own is not None:
+        body.ops.remove(own)
+    body.ops.insert(first, placeholder)
+    body.inputs.append(value)

@@ -1,0 +1,217 @@
+"""The write-back program of a functional tape: what the graph has to give, and what is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from scopetrace._compat.symbols import Symbolic, bare, has_unbacked
+from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.functionalize.refusal import refusal
+from scopetrace.functionalize.region import Region, became, last_of
+from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.write_back import (
+    ChangeShape,
+    CopyInto,
+    FromGraph,
+    Given,
+    Held,
+    SameAs,
+    SetTo,
+    Source,
+    StridedStep,
+    Update,
+    ViewOf,
+    ViewStep,
+    WriteBack,
+)
+
+_aten = torch.ops.aten
+
+
+def attach(old: Tape, new: Tape, regions: dict[int, Region], read: Callable[[Value], Value]) -> None:
+    """Give `new` its `returned` and `write_back`. `read` gives the final value of one of the old tape."""
+    builder = _Builder(old, new, regions, read)
+    new.returned = builder.returned
+    new.write_back = WriteBack(builder.updates(), builder.results())
+    new.outputs = old.outputs
+
+
+class _Builder:
+    def __init__(self, old: Tape, new: Tape, regions: dict[int, Region], read: Callable[[Value], Value]) -> None:
+        self.old, self.new, self.regions, self.read = old, new, regions, read
+        self.returned: list[Any] = []
+        self._outputs = leaves(old.outputs, (Value, *Symbolic))
+        self._first: dict[int, int] = {}
+        self._storages: dict[
+            int, list[int]
+        ] = {}  # new storage of results -> the old ones: each but the first gets a copy
+        self.outside: dict[Value, Given | Held] = {}
+        for before, after in zip(old.attribute_writes, new.attribute_writes, strict=True):
+            self._storages.setdefault(after.value.storage, [before.value.storage])
+        for op in old.ops:
+            if op.kind == "placeholder" and isinstance(op.outputs, Value):
+                self.outside[op.outputs] = Given(len(self.outside), op.target)
+        for op in old.ops:
+            if op.kind == "get_attr":
+                self.outside[op.outputs] = Held(op.target)
+
+        self._objects = {id(self._last(v).fake): target for v, target in reversed(self.outside.items())}
+        self._alone = self._count_objects()
+        self._final = {self._last(v): v for v in self.outside if self._last(v) is not v}
+
+    # ---------------------------------------------------------------- updates
+
+    def updates(self) -> list[Update]:
+        """In the order of the inputs."""
+        found: list[Update] = []
+        done: set[int] = set()
+        for value, target in self.outside.items():
+            last = self._last(value)
+            if value.storage not in self.regions or id(last.fake) in done:
+                continue
+            done.add(id(last.fake))
+            found += [self._change(target, op, after) for op, after in self._changes(value)]
+            region = self.regions.get(last.storage)
+            if region is not None and region.version and last.storage == value.storage:
+                grad = any(_is_seen(v, op) for v, op in region.written.items())
+                new = self.read(last)
+                found.append(CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, last))), grad))
+        return found
+
+    def _change(self, target: Given | Held, op: Op, after: Value) -> ChangeShape | SetTo:
+        if op.target is _aten.set_.source_Tensor:
+            return SetTo(target, self._source(op.args[1]))
+        if op.target._schema.name.startswith("aten::resize"):
+            sizes = self._numbers(list(after.fake.size()))
+            return ChangeShape(target, ViewStep(_aten.resize_.default, (sizes,), {}, None))
+        args, kwargs = self._numbers((op.args[1:], op.kwargs))
+        return ChangeShape(target, ViewStep(op.target, args, kwargs, None))
+
+    def _changes(self, value: Value) -> list[tuple[Op, Value]]:
+        """The in-place changes of its shape or memory, and what each made of it; `set_` undoes those before it."""
+        found: list[tuple[Op, Value]] = []
+        for after, op in became(self.regions, value):
+            found = [] if op.target is _aten.set_.source_Tensor else found
+            found.append((op, after))
+        return found
+
+    def _last(self, value: Value) -> Value:
+        return last_of(self.regions, value)
+
+    # ---------------------------------------------------------------- results
+
+    def results(self) -> list[Source]:
+        """One source for each tensor and symbolic number of the model's result."""
+        found: list[Source] = []
+        for i, leaf in enumerate(self._outputs):
+            found.append(self._result(i, leaf))
+        return found
+
+    def _count_objects(self) -> dict[int, int]:
+        seen: dict[int, set[int]] = {}
+        for leaf in self._outputs:
+            if isinstance(leaf, Value):  # a tensor that an input was set to counts as one more
+                seen.setdefault(leaf.storage, set()).add(id(leaf.fake))
+        for value in self.outside:
+            for op, _ in self._changes(value):
+                if op.target is _aten.set_.source_Tensor:
+                    seen.setdefault(op.args[1].storage, set()).add(id(op.args[1].fake))
+        return {storage: len(objects) for storage, objects in seen.items()}
+
+    def _result(self, i: int, leaf: Any) -> Source:
+        if not isinstance(leaf, Value):
+            return self._give(leaf)
+        if id(leaf.fake) in self._first:
+            return SameAs(self._first[id(leaf.fake)])
+        self._first[id(leaf.fake)] = i
+        target = self._objects.get(id(leaf.fake))
+        return self._source(leaf) if target is None else target
+
+    def _source(self, leaf: Value) -> Source:
+        region = self.regions.get(leaf.storage)
+        if region is None:
+            owner = self._moved_owner(leaf)
+            if owner is None:
+                return self._plain(leaf, leaf)
+            size, stride = tuple(leaf.fake.size()), tuple(leaf.fake.stride())
+            return ViewOf(self._plain(owner, owner), (StridedStep(size, stride, leaf.offset - owner.offset),))
+        outside = [r for r in region.roots if r in self.outside]
+        if outside:
+            root, steps = self._chain(region, leaf)
+            return ViewOf(self.outside[root], steps)
+        if self._alone[leaf.storage] == 1:
+            return self._plain(leaf, self.read(leaf))
+        root, steps = self._chain(region, leaf)
+        return ViewOf(self._plain(root, self.read(root)), steps)
+
+    def _moved_owner(self, leaf: Value) -> Value | None:
+        """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise."""
+        if self._alone.get(leaf.storage, 1) == 1 or leaf.fake.layout is not torch.strided:
+            return None
+        sharing = [v for v in self._outputs if isinstance(v, Value) and v.storage == leaf.storage]
+        if all(bare(self.read(v).fake.stride()) == bare(v.fake.stride()) for v in sharing):
+            return None
+        owner = next(v for op in self.old.ops for v in op.values() if v.storage == leaf.storage)
+        return owner if all(v.fake.dtype == owner.fake.dtype for v in sharing) else None
+
+    def _plain(self, old: Value, present: Value) -> FromGraph:
+        new = self.read(old) if present is old else present
+        stride = tuple(old.fake.stride()) if old.fake.layout is torch.strided else None
+        moved = stride is not None and bare(new.fake.stride()) != bare(stride) and bare(new.fake.numel()) != 0
+        owners = self._storages.setdefault(new.storage, [])
+        if not owners and new.storage != old.storage and self._is_inputs(new.storage):
+            owners.append(new.storage)
+        if old.storage not in owners:
+            owners.append(old.storage)
+        return self._give(new, self._numbers(stride) if moved else None, owners.index(old.storage))
+
+    def _numbers(self, x: Any) -> Any:
+        """`x` with numbers that depend on data as given by the graph, which alone knows them."""
+
+        def given(number: Any) -> Any:
+            return self._give(number) if has_unbacked(bare(number)) else number
+
+        return map_structure(given, x, Symbolic)
+
+    def _is_overwritten(self, new: Value, target: Value) -> bool:
+        """Whether a new value lies in the memory of another input, which another update changes."""
+        region = self.regions.get(new.storage)
+        return new.storage != target.storage and self._is_inputs(new.storage) and region is not None
+
+    def _is_inputs(self, storage: int) -> bool:
+        return any(v.storage == storage for v in self.outside)
+
+    def _chain(self, region: Region, value: Value) -> tuple[Value, tuple[ViewStep | StridedStep, ...]]:
+        steps: list[ViewStep | StridedStep] = []
+        while (link := region.links.get(value)) is not None and value not in self._final:
+            if link.func is _aten.as_strided.default and len(link.args) == 3:
+                size, stride, offset = link.args
+                given = self._numbers((tuple(size), tuple(stride), offset - link.parent.offset))
+                steps.append(StridedStep(given[0], given[1], given[2], value.op.grad))
+            elif link.func is not None:
+                args, kwargs = self._numbers((link.args, link.kwargs))
+                steps.append(ViewStep(link.func, args, kwargs, link.slot, value.op.grad))
+            value = link.parent
+        root = self._final.get(value, value)
+        last = self._last(root)
+        if root in self.outside and value is not last and last is not root:
+            if value.offset != last.offset or last.storage != root.storage:
+                raise refusal("a result is a view of an input that got other memory", root.op)
+            sizes, strides = self._numbers((list(value.fake.size()), list(value.fake.stride())))
+            steps.append(ViewStep(_aten.as_strided.default, (sizes, strides), {}, None))
+        return root, tuple(reversed(steps))
+
+    def _give(self, value: Any, stride: tuple[int, ...] | None = None, copy: int = 0) -> FromGraph:
+        for i, known in enumerate(self.returned):
+            if known is value:
+                return FromGraph(i, stride, copy)
+        self.returned.append(value)
+        return FromGraph(len(self.returned) - 1, stride, copy)
+
+
+def _is_seen(written: Value, op: Op) -> bool:
+    """Whether autograd sees a write and has a part in it."""
+    return op.grad and (written.fake.requires_grad or any(v.fake.requires_grad for v in op.inputs()))

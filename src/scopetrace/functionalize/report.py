@@ -1,0 +1,132 @@
+"""What a model changes, and what its results share memory with: read off the recorded tape."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from scopetrace.containers.structure import leaves_with_path
+from scopetrace.ir.frames import source_of
+from scopetrace.ir.tape import Op, Tape, Value
+
+
+@dataclasses.dataclass(frozen=True)
+class Mutation:
+    """One write of the model to an input, parameter, buffer, or tensor from outside."""
+
+    name: str
+    """The argument's path (`"cache[0]"`), or the dotted name of the parameter or buffer."""
+    kind: str
+    """`input`, `parameter`, `buffer` or `constant`."""
+    what: str
+    """`data`, `metadata` (sizes and strides), `storage` (other memory), or `binding` (`self.n = ...`)."""
+    op: str
+    module: str
+    source: str | None
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}: {self.what} by {self.op} in {self.module}" + (
+            f", at {self.source}" if self.source else ""
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Alias:
+    """What a tensor of the model's result shares memory with."""
+
+    path: str
+    """Where it stands in the result, as `"[0]"` or `".logits"`; empty when it is the result."""
+    kind: str
+    """`fresh`, `same` (it is that very tensor) or `view`."""
+    of: str | None
+    """The input, parameter, buffer or earlier result; None when fresh."""
+
+    def __str__(self) -> str:
+        return f"result{self.path}: {self.kind}" + (f" of {self.of}" if self.of else "")
+
+
+def mutations(tape: Tape) -> list[Mutation]:
+    """The writes to what came from outside, in the order of the program."""
+    outside = _outside(tape)
+    found: list[Mutation] = []
+    for op in tape.ops:
+        seen: set[str] = set()
+        for value in op.writes:
+            for name, kind, owner in outside.get(value.storage, ()):
+                if name not in seen and _meet(owner, value):
+                    seen.add(name)
+                    found.append(_mutation(name, kind, _what(op), op))
+    for write in tape.attribute_writes:
+        name = f"{write.fqn}.{write.name}" if write.fqn else write.name
+        found.append(_mutation(name, "buffer", "binding", write.value.op))
+    return found
+
+
+def _mutation(name: str, kind: str, what: str, op: Op) -> Mutation:
+    return Mutation(name, kind, what, str(op.target), str(op.scope), source_of(op.frames))
+
+
+def _outside(tape: Tape) -> dict[int, list[tuple[str, str, Value]]]:
+    """By storage: name, kind and value of each tensor from outside."""
+    found: dict[int, list[tuple[str, str, Value]]] = {}
+    for path, value in zip(tape.input_paths, tape.inputs, strict=True):
+        found.setdefault(value.storage, []).append((path, "input", value))
+    for op in tape.ops:
+        if op.kind == "get_attr":
+            found.setdefault(op.outputs.storage, []).append((op.target, _kind(tape, op), op.outputs))
+    return found
+
+
+def _kind(tape: Tape, op: Op) -> str:
+    if op.target.startswith("_tensor_constant"):
+        return "constant"
+    return "parameter" if isinstance(tape.attributes.get(op.target), torch.nn.Parameter) else "buffer"
+
+
+def _what(op: Op) -> str:
+    if op.bodies():
+        return "data"
+    if torch.Tag.inplace_view in op.target.tags:
+        return "metadata"
+    return "storage" if op.target._schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_") else "data"
+
+
+def _meet(a: Value, b: Value) -> bool:
+    """Whether the memory of two values of one storage may overlap, by first and last position."""
+    (a0, a1), (b0, b1) = _span(a), _span(b)
+    return a0 <= b1 and b0 <= a1
+
+
+def _span(v: Value) -> tuple[int, int]:
+    size = v.fake.element_size()
+    reach = sum((n - 1) * s for n, s in zip(v.fake.size(), v.fake.stride(), strict=True))
+    start = int(v.offset) * size
+    return start, start + (int(reach) + 1) * size - 1
+
+
+def aliases(tape: Tape) -> list[Alias]:
+    """One entry for each tensor of the result."""
+    outside, first = _outside(tape), _reshaped(tape)
+    results: dict[int, list[tuple[str, Value]]] = {}
+    found: list[Alias] = []
+    for path, leaf in leaves_with_path(tape.result):
+        if isinstance(leaf, Value):
+            known = [*((n, v) for n, _, v in outside.get(leaf.storage, ())), *results.get(leaf.storage, ())]
+            itself = first.get(id(leaf.fake), id(leaf.fake))
+            same = next((name for name, v in known if first.get(id(v.fake), id(v.fake)) == itself), None)
+            view = next((name for name, _ in known), None)
+            kind = "same" if same is not None else "view" if view is not None else "fresh"
+            found.append(Alias(path, kind, same if same is not None else view))
+            results.setdefault(leaf.storage, []).append((f"result{path}", leaf))
+    return found
+
+
+def _reshaped(tape: Tape) -> dict[int, int]:
+    """By the id of a fake tensor that an op such as `transpose_` left: the id of what it was at first."""
+    first: dict[int, int] = {}
+    for op in tape.ops:
+        if op.writes and torch.Tag.inplace_view in getattr(op.target, "tags", ()) and isinstance(op.outputs, Value):
+            before = id(op.writes[0].fake)
+            first.setdefault(id(op.outputs.fake), first.get(before, before))
+    return first

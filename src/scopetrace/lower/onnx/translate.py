@@ -1,0 +1,93 @@
+"""The whole through `torch.onnx.export`: one call, with torch's own op library and optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.fx
+from torch.export import ExportedProgram
+
+from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once, with_batch_statistics
+from scopetrace._compat.onnx import optimize as run_optimizer
+from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
+from scopetrace.ir import meta
+
+Table = Mapping[Any, Callable[..., Any]]
+
+
+def translate(
+    program: ExportedProgram, *, opset_version: int | None, optimize: bool, table: Table | None
+) -> tuple[Any, torch.fx.Graph]:
+    """The ONNX model of a program (`onnx_ir.Model`), and the graph of simpler ops that it was made from.
+
+    Raises OnnxOpError with all ops that have no ONNX form, OnnxExportError where torch.onnx fails otherwise.
+    """
+    try:
+        with op_library_read_once(), _quiet():
+            result = torch.onnx.export(
+                with_batch_statistics(program),
+                verbose=False,
+                optimize=False,
+                opset_version=opset_version,
+                custom_translation_table=None if table is None else dict(table),
+            )
+            if optimize and result is not None:
+                run_optimizer(result)
+    except torch.onnx.errors.OnnxExporterError as error:
+        raise _explained(error, program, opset_version, table or {}) from error
+    assert result is not None and result.exported_program is not None
+    version = result.model.opset_imports.get("")
+    if opset_version is not None and version not in (None, opset_version):
+        raise OnnxOptionError(f"torch.onnx has no opset {opset_version} for this model: write opset_version={version}")
+    return result.model, result.exported_program.graph
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what the packages say of graphs that users never see."""
+    loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "torch.onnx")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for logger in loggers:
+            logger.setLevel(logging.ERROR)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _explained(error: Exception, program: ExportedProgram, opset_version: int | None, table: Table) -> Exception:
+    causes: list[BaseException] = [error]
+    while causes[-1].__cause__ is not None:
+        causes.append(causes[-1].__cause__)
+    name = node_in_error(causes)
+    ops, missing = (list(program.graph.nodes), []) if name is None else decomposed(program, opset_version, table)
+    if missing:
+        return OnnxOpError(list(dict.fromkeys((_op(n), meta.scope_path(n), _source(n)) for n in missing)))
+    said = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0]
+    node = next((n for n in ops if n.name == name or (name is None and _is_in(n, str(causes[-1])))), None)
+    where = ", ".join(filter(None, (name, meta.scope_path(node), _source(node)))) if node is not None else name
+    return OnnxExportError(f"torch.onnx failed{f' at {where}' if where else ''}: {type(causes[-1]).__name__}: {said}")
+
+
+def _is_in(node: torch.fx.Node, text: str) -> bool:
+    """Whether an error quotes the source of a node; several ops may have the same."""
+    source = (node.meta.get("stack_trace") or "").strip()
+    return bool(source) and source in text
+
+
+def _op(node: torch.fx.Node) -> str:
+    """The op as the model calls it; what torch decomposed it into says little."""
+    return str(node.meta.get("original_aten", node.target))
+
+
+def _source(node: torch.fx.Node) -> str | None:
+    lines = [line.strip() for line in (node.meta.get("stack_trace") or "").splitlines() if line.strip()]
+    return ": ".join(lines[-2:]) or None

@@ -1,0 +1,369 @@
+"""The pure op that computes what a mutable op writes: its functional twin.
+
+torch has a twin for nearly every op that writes a tensor, but no table of them. The twins are found by schema: an
+overload under one of a few names, with the same arguments by name and type, whose results are the returns and the new
+values of the written arguments, in that order. No twin means that the caller must find another way, or refuse.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace.ir.tape import Value
+
+__all__ = [
+    "WRITTEN_IN_SECRET",
+    "Twin",
+    "by_name",
+    "call_twin",
+    "functional_twin",
+    "hidden_writes",
+    "is_metadata_only",
+    "is_out_argument",
+    "tensor_of",
+    "writes_in_secret",
+    "written_arguments",
+]
+
+# Where a name says what an op does. A custom op `ours::scale` need not be the twin of `ours::scale_`.
+_NAMESPACES = frozenset(
+    {"aten", "prim", "prims", "quantized", "mkldnn", "onednn", "inductor", "symm_mem", "_c10d_functional"}
+)
+
+# Names that no rule gives.
+_NAMES = {
+    "normal_": ("normal_functional",),
+    "adaptive_avg_pool3d_backward": ("_adaptive_avg_pool3d_backward",),
+    "fused_moving_avg_obs_fake_quant": ("_fused_moving_avg_obs_fq_helper_functional",),
+}
+
+# The twin has results of its own, between the returns and the new values: the mask of the helper.
+_MORE_RESULTS = {"aten::fused_moving_avg_obs_fake_quant": 1}
+
+# A factory with `out=` makes what `out` is; without, it must be told.
+_FACTORY = frozenset({"dtype", "layout", "device", "pin_memory"})
+
+# With `out=` in another dtype they compute in that dtype, as they do if they are told one.
+_IN_DTYPE_OF_OUT = frozenset(
+    f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nanmean", "nansum", "prod", "sum")
+)
+
+# They change what the tensor is, to autograd or to the allocator, and no value; torch does not tag them.
+_NO_VALUES = frozenset(
+    f"aten::{name}"
+    for name in ("requires_grad_", "retain_grad", "record_stream", "set_data", "_resize_output_", "_coalesced_")
+)
+
+# Ops that take running statistics and write them, whatever their schema says, and the argument that turns this on.
+_STATISTICS = {
+    "aten::batch_norm": "training",
+    "aten::native_batch_norm": "training",
+    "aten::_batch_norm_impl_index": "training",
+    "aten::cudnn_batch_norm": "training",
+    "aten::miopen_batch_norm": "training",
+    "aten::instance_norm": "use_input_stats",
+    "aten::batch_norm_update_stats": None,
+    "aten::batch_norm_gather_stats": None,
+    "aten::batch_norm_gather_stats_with_counts": None,
+}
+
+# These two look at the input before they choose a kernel: an empty one leaves the statistics alone.
+_SKIP_EMPTY = frozenset({"aten::batch_norm", "aten::_batch_norm_impl_index"})
+
+# For each of them that has a twin: its name, and how many of its results come before the new statistics.
+_STATISTICS_TWINS = {
+    "aten::batch_norm": ("_native_batch_norm_legit_functional", 3),
+    "aten::native_batch_norm": ("_native_batch_norm_legit_functional", 3),
+    "aten::cudnn_batch_norm": ("_batch_norm_with_update_functional", 4),
+    "aten::miopen_batch_norm": ("_native_batch_norm_legit_functional", 3),
+}
+
+# What other batch norms call the arguments of the twin.
+_STATISTICS_RENAMED = {"momentum": "exponential_average_factor", "eps": "epsilon"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Twin:
+    """A pure op, and how its results are the returns and the new values of a mutable op."""
+
+    op: Any
+    """The `OpOverload`. Its schema writes no argument; a twin of a view-type op returns a view."""
+
+    dropped: tuple[str, ...]
+    """Arguments of the mutable op that the twin does not take: `out`, and what only one backend wants."""
+
+    new_values: tuple[tuple[str, int | None], ...]
+    """For each written argument, in schema order, the result of the twin that is its new value.
+
+    None: the twin has one result, a tensor or a list, and that is the new value.
+    """
+
+    results: tuple[int | str, ...]
+    """For each return of the mutable op: a result of the twin, or the written argument that it is an alias of."""
+
+
+@functools.cache
+def written_arguments(func: Any) -> tuple[str, ...]:
+    """Names of the arguments that the schema of `func` says it writes."""
+    return tuple(a.name for a in func._schema.arguments if _is_written(a))
+
+
+@functools.cache
+def is_metadata_only(func: Any) -> bool:
+    """Whether `func` changes only what a tensor is (its sizes, strides, storage, flags) and no element of a storage."""
+    return torch.Tag.inplace_view in func.tags or func._schema.name in _NO_VALUES
+
+
+@functools.cache
+def functional_twin(func: Any) -> Twin | None:
+    """The pure op that computes what `func` returns and writes. None: there is none.
+
+    Args:
+        func: An `OpOverload`. The twin of a custom op, and of one whose schema is not mutable, is None.
+    """
+    if not any(_is_written(a) and "Tensor" in _type(a) for a in func._schema.arguments):
+        return None
+    best: tuple[int, Twin] | None = None
+    for op in _candidates(func):
+        rank = _distance(func, op)
+        twin = None if rank is None else _describe(func, op)
+        if rank is not None and twin is not None and (best is None or rank < best[0]):
+            best = rank, twin
+    return None if best is None else best[1]
+
+
+def call_twin(
+    twin: Twin, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for `twin.op` that do what `func(*args, **kwargs)` does. Values pass through as they are.
+
+    They may be tensors or nodes with `meta["val"]`. Trailing arguments that are the twin's defaults are left out.
+    """
+    given = by_name(func, args, kwargs)
+    if twin.dropped:
+        given |= _as_out(func, twin, given)
+    positional: list[Any] = []
+    keywords: dict[str, Any] = {}
+    needed = 0
+    for arg, source in _sources(func, twin.op):
+        name = arg.name if source is None else source
+        if name not in given:
+            positional.append(arg.default_value)
+        elif arg.kwarg_only:
+            keywords |= {} if _is_default(arg, given[name]) else {arg.name: given[name]}
+        else:
+            positional.append(given[name])
+            needed = needed if _is_default(arg, given[name]) else len(positional)
+    return tuple(positional[:needed]), keywords
+
+
+def hidden_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Twin | None:
+    """The twin of an op whose schema hides that this call writes. None: it does not, or no one op is its twin.
+
+    Ask this before `functional_twin`: the `out` overloads of such ops have both kinds of writes.
+    """
+    if len(writes_in_secret(func, args, kwargs)) < 2:
+        return None  # the twins take both statistics
+    return _statistics_twin(func)
+
+
+WRITTEN_IN_SECRET = ("running_mean", "batches", "weight_arr", "variable")
+"""Arguments by which ops are known that write more than their schema says."""
+
+
+def writes_in_secret(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    """Names of arguments that this call writes although the schema of `func` does not say so.
+
+    On CPU the version counters of running statistics do not tell either, those of `instance_norm` apart.
+    """
+    name = func._schema.name
+    if name == "aten::_cudnn_rnn_flatten_weight":
+        return ("weight_arr",)  # each weight becomes a view of the result
+    if name == "inductor::resize_storage_bytes_":
+        return ("variable",)
+    if name not in _STATISTICS:
+        return ()
+    given = by_name(func, args, kwargs)
+    switch = _STATISTICS[name]
+    if switch is not None and not given[switch]:
+        return ()
+    if name in _SKIP_EMPTY and 0 in tensor_of(given["input"]).shape:
+        return ()
+    return tuple(n for n in ("running_mean", "running_var") if given.get(n) is not None)
+
+
+@functools.cache
+def _statistics_twin(func: Any) -> Twin | None:
+    known = _STATISTICS_TWINS.get(func._schema.name)
+    if known is None:
+        return None
+    name, count = known
+    op = getattr(torch.ops.aten, name).default
+    taken = {source for _, source in _sources(func, op)}
+    dropped = tuple(a.name for a in func._schema.arguments if a.name not in taken)
+    outs = [a.name for a in func._schema.arguments if _is_written(a)]
+    new = [("running_mean", count), ("running_var", count + 1), *((out, i) for i, out in enumerate(outs))]
+    returned = range(len(func._schema.returns))
+    return Twin(op, dropped, tuple(new), tuple(outs[i] if outs else i for i in returned))
+
+
+def _candidates(func: Any) -> Iterator[Any]:
+    """Overloads that may be the twin, likely names first. None writes."""
+    namespace, _, name = func._schema.name.partition("::")
+    for other in dict.fromkeys(_names(name)) if namespace in _NAMESPACES else ():
+        packet = getattr(getattr(torch.ops, namespace), other, None)
+        for overload in packet.overloads() if packet is not None else ():
+            op = getattr(packet, overload)
+            if not written_arguments(op):
+                yield op
+
+
+def _names(name: str) -> Iterator[str]:
+    yield from _NAMES.get(name, ())
+    yield name
+    if name.startswith("__i") and name.endswith("__"):
+        yield "__" + name[3:]
+    elif name.endswith("_"):
+        yield name[:-1]
+    if name.endswith("_out"):
+        yield name[:-4]
+    yield name.rstrip("_") + "_functional"
+
+
+def _distance(func: Any, op: Any) -> int | None:
+    """How far the arguments of `op` are from those of `func`: 0, the same; None, too far."""
+    ours = {a.name: a for a in func._schema.arguments}
+    sources = _sources(func, op)
+    used = [source for _, source in sources if source is not None]
+    if any(name not in used and not is_out_argument(a) for name, a in ours.items()):
+        return None
+    far = 0
+    for arg, source in sources:
+        if source is None:
+            if arg.name not in _FACTORY or not any(is_out_argument(a) for a in ours.values()):
+                return None
+        elif _type(arg) != _type(ours[source]):
+            if not _takes(arg, ours[source]):
+                return None
+            far += 1
+        far += source != arg.name
+    in_order = [name for name in ours if name in used]
+    return far + (used != in_order)
+
+
+def _takes(arg: Any, other: Any) -> bool:
+    """Whether `arg` takes all that `other` takes: a tensor where there may be none."""
+    return _type(arg).replace("Optional[", "").replace("]", "") == _type(other).replace("]", "")
+
+
+def _describe(func: Any, op: Any) -> Twin | None:
+    """`op` as the twin of `func`. None if its results are not the values that `func` returns and writes."""
+    schema = func._schema
+    returns = [_returned_argument(func, r) for r in schema.returns]
+    written = [a.name for a in sorted(filter(_is_written, schema.arguments), key=lambda a: not is_out_argument(a))]
+    # An argument that is returned has its new value there. The others follow the returns: `out` first, as in a list op.
+    rest = [name for name in written if name not in returns]
+    types = [_type(r) for r in schema.returns]
+    own = _MORE_RESULTS.get(schema.name, 0)
+    places = {name: i for i, name in enumerate(returns) if name is not None}
+    places |= {name: len(returns) + own + i for i, name in enumerate(rest)}
+    types = types + ["Tensor"] * own + [_type(a) for name in rest for a in schema.arguments if a.name == name]
+    if types != [_type(r) for r in op._schema.returns]:
+        return None
+    one = len(types) == 1
+    taken = {source for _, source in _sources(func, op)}
+    return Twin(
+        op=op,
+        dropped=tuple(a.name for a in schema.arguments if a.name not in taken),
+        new_values=tuple((name, None if one else places[name]) for name in written_arguments(func)),
+        results=tuple(i if name is None else name for i, name in enumerate(returns)),
+    )
+
+
+def _returned_argument(func: Any, result: Any) -> str | None:
+    """The written argument that is returned as `result`."""
+    if result.alias_info is None or not result.alias_info.is_write:
+        return None
+    names = [a.name for a in func._schema.arguments if _is_written(a) and _same_alias(a, result)]
+    return names[0] if names else None
+
+
+def _same_alias(arg: Any, result: Any) -> bool:
+    return bool(arg.alias_info.before_set & result.alias_info.before_set)
+
+
+@functools.cache
+def _sources(func: Any, op: Any) -> tuple[tuple[Any, str | None], ...]:
+    """For each argument of `op`, the argument of `func` that it is. None: an argument that `func` does not have.
+
+    Names decide. One argument that is left over on both sides is the same one: `alpha_dropout_(self, …)` has the twin
+    `alpha_dropout(input, …)`.
+    """
+    ours = [a.name for a in func._schema.arguments if not is_out_argument(a)]
+    found: dict[str, str | None] = {}
+    for arg in op._schema.arguments:
+        other = _STATISTICS_RENAMED.get(arg.name, arg.name)
+        found[arg.name] = arg.name if arg.name in ours else other if other in ours else None
+    theirs = [name for name, source in found.items() if source is None and name not in _FACTORY]
+    left = [name for name in ours if name not in found.values()]
+    if len(theirs) == len(left) == 1:
+        found[theirs[0]] = left[0]
+    return tuple((arg, found[arg.name]) for arg in op._schema.arguments)
+
+
+def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults of those that were not given."""
+    schema = func._schema.arguments
+    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    given |= {a.name: value for a, value in zip(schema, args, strict=False)}
+    return given | kwargs
+
+
+def _as_out(func: Any, twin: Twin, given: dict[str, Any]) -> dict[str, Any]:
+    """What the twin must be told because it does not see `out`: what kind of tensor to make, in which dtype to sum."""
+    out = tensor_of(given.get(twin.dropped[0]))
+    if not isinstance(out, torch.Tensor):
+        return {}
+    if "dtype" in given:
+        told = func._schema.name in _IN_DTYPE_OF_OUT and given["dtype"] is None
+        return {"dtype": out.dtype} if told else {}
+    told_layout = {} if out.layout is torch.strided else {"layout": out.layout}
+    return {"dtype": out.dtype, "device": out.device} | told_layout
+
+
+def _is_default(arg: Any, value: Any) -> bool:
+    """Whether `value` is the default of `arg`. 1 and 1.0 are not the same: an op may promote by one of them."""
+    return bool(arg.has_default_value() and type(value) is type(arg.default_value) and _plain_equal(value, arg))
+
+
+def _plain_equal(value: Any, arg: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(type(x) is int for x in value) and value == arg.default_value
+    return value is None or (isinstance(value, (bool, int, float, str)) and value == arg.default_value)
+
+
+def tensor_of(value: Any) -> Any:
+    """The tensor that `value` is, or that its node stands for."""
+    if isinstance(value, Value):
+        return value.fake
+    return value.meta["val"] if isinstance(value, torch.fx.Node) else value
+
+
+def _is_written(arg: Any) -> bool:
+    return arg.alias_info is not None and arg.alias_info.is_write
+
+
+def is_out_argument(arg: Any) -> bool:
+    """Whether an argument of a schema is one that the op fills."""
+    # `is_out` knows keyword-only ones; those of quantized ops are positional.
+    return arg.is_out or (arg.name in ("out", "output") and _is_written(arg))
+
+
+def _type(arg: Any) -> str:
+    return str(arg.type)

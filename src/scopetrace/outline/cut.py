@@ -1,0 +1,386 @@
+"""Cutting calls out of a tape, innermost first."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
+from scopetrace.ir.arguments import bind, forward_of
+from scopetrace.ir.tape import Call, Op, Tape, Value
+from scopetrace.outline.captured import Bound, Captured, Place
+from scopetrace.outline.function import FunctionInput, FunctionOutput, OutlinedBody
+from scopetrace.outline.given import Given, given, without_unread
+from scopetrace.outline.key import call_key, content_hash
+from scopetrace.outline.names import different, own_tensors
+from scopetrace.outline.readers import Readers
+from scopetrace.record.body import Stretch, body_tape, free_symbols
+
+_aten = torch.ops.aten
+_invoke_subgraph = torch.ops.higher_order.invoke_subgraph
+
+
+def outline(tape: Tape, chosen: list[Call], forward: Any = None) -> tuple[Tape, list[OutlinedBody]]:
+    """The program with the chosen calls as calls of functions, and the functions, callees first.
+
+    The tape is one without mutation. `forward` is what the root call ran.
+    """
+    wanted: dict[Call, dict[Place, Bound]] = {}
+    while True:
+        outliner = _Outliner(tape, chosen, forward, wanted)
+        main = outliner.run()
+        missing = outliner.captured.missing()
+        if not missing:
+            return main, list(outliner.functions.values())
+        wanted |= missing
+
+
+@dataclasses.dataclass
+class _Region:
+    """The ops of the main program, or of a call that is being cut out, so far."""
+
+    owner: Call | None
+    ops: list[Op] = dataclasses.field(default_factory=list)
+    calls: list[Call] = dataclasses.field(default_factory=list)
+    now: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    """Values that a function gives back, in place of those that it took or gave before."""
+    same: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    """Values that are read outside of the call, and the first value that is the same tensor."""
+    place: dict[int, int] = dataclasses.field(default_factory=dict)
+    """Where the ops of the old tape begin in `ops`."""
+
+
+@dataclasses.dataclass
+class _Result:
+    """What a function gives."""
+
+    name: str
+    kind: str
+    old: Value
+    """On the tape that is cut."""
+    inside: Value
+    """In the function."""
+    is_captured: bool = False
+    bound: Bound = None
+    """Of a captured value."""
+    is_copy: bool = False
+    """Whether `inside` is a copy that is made at the end."""
+
+
+class _Outliner:
+    def __init__(self, tape: Tape, chosen: list[Call], forward: Any, wanted: dict[Call, dict[Place, Bound]]) -> None:
+        self.old = tape
+        self.forward = forward
+        self.functions: dict[Any, OutlinedBody] = {}
+        self._taken: set[tuple[str, str]] = set()  # domains and names
+        self._names: dict[Tape, str] = {}  # of the functions' bodies
+        self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is given
+        self._readers = Readers(tape)
+        self.captured = Captured(tape, self._readers, wanted)
+        self._storages = itertools.count(min((v.storage for op in tape.ops for v in op.values()), default=0) - 1, -1)
+        self._copies: dict[Call, Call] = {}
+        self._chosen = set(chosen)
+        self._inside: dict[Call | None, list[Call]] = collections.defaultdict(list)  # chosen calls, and all others
+        self._others: dict[Call | None, list[Call]] = collections.defaultdict(list)
+        for call in tape.calls:
+            above = self._owner(call.parent)
+            (self._inside if call in self._chosen else self._others)[above].append(call)
+        self._main = _Region(None)
+
+    def run(self) -> Tape:
+        """The main program."""
+        main = self._main
+        self._fill(main, 0, len(self.old.ops))
+        self._set_places(main)
+        return dataclasses.replace(
+            self.old,
+            ops=main.ops,
+            calls=sorted(main.calls, key=lambda call: call.position),
+            outputs=_renamed(self.old.outputs, main.now),
+            returned=_renamed(self.old.returned, main.now),
+            attribute_writes=[
+                dataclasses.replace(w, value=main.now.get(w.value, w.value)) for w in self.old.attribute_writes
+            ],
+        )
+
+    # ---------------------------------------------------------------- regions
+
+    def _fill(self, region: _Region, start: int, stop: int) -> None:
+        """The ops from `start` to `stop`, with calls of functions in place of chosen calls."""
+        others = self._others[region.owner]
+        opening = collections.deque(sorted(others, key=lambda c: (c.start, c.position)))
+        closing = collections.deque(sorted(others, key=lambda c: (c.stop, -c.position)))
+        i = start
+        for call in sorted(self._inside[region.owner], key=lambda c: (c.start, c.position)):
+            self._copy_ops(region, i, call.start)
+            while closing and closing[0].stop <= call.start and closing[0].position < call.position:
+                self._close(region, closing.popleft())
+            while opening and (opening[0].start, opening[0].position) < (call.start, call.position):
+                self._open(region, opening.popleft())
+            self._cut(region, call)
+            i = call.stop
+        self._copy_ops(region, i, stop)
+        region.place[stop] = len(region.ops)
+        for call in opening:
+            self._open(region, call)
+        for call in closing:
+            self._close(region, call)
+
+    def _open(self, region: _Region, old: Call) -> None:
+        """A call that stays a call begins."""
+        call = self._copy(old)
+        call.args, call.kwargs = _renamed(old.args, region.now), _renamed(old.kwargs, region.now)
+        region.calls.append(call)
+
+    def _close(self, region: _Region, old: Call) -> None:
+        call = self._copy(old)
+        call.outputs, call.mutated = _renamed(old.outputs, region.now), _renamed(old.mutated, region.now)
+
+    def _set_places(self, region: _Region) -> None:
+        """Where the calls that stay calls begin and end."""
+        for old in self._others[region.owner]:
+            call = self._copy(old)
+            call.start, call.stop = region.place.get(old.start, 0), region.place.get(old.stop, len(region.ops))
+
+    def _copy_ops(self, region: _Region, start: int, stop: int) -> None:
+        for i in range(start, stop):
+            region.place.setdefault(i, len(region.ops))
+            op = self.old.ops[i]
+            if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
+                self._main.ops.append(op.moved_to(self._visible(op.call, self._main)))
+                continue
+            new = op.moved_to(self._visible(op.call, region))
+            if region.now:
+                new.args, new.kwargs = _renamed(op.args, region.now), _renamed(op.kwargs, region.now)
+            region.ops.append(new)
+
+    def _visible(self, call: Call | None, region: _Region) -> Call | None:
+        """A call as the region has it; for the call of a value that is passed on, the one around it that it has."""
+        while call is not None and call.parent is not None and self._owner(call) is not region.owner:
+            call = call.parent
+        return None if call is None else self._copy(call)
+
+    def _owner(self, call: Call | None) -> Call | None:
+        """The call itself if it is chosen, else the chosen call around it."""
+        while call is not None and call not in self._chosen:
+            call = call.parent
+        return call
+
+    def _copy(self, call: Call) -> Call:
+        found = self._copies.get(call)
+        if found is None:
+            parent = None if call.parent is None else self._copy(call.parent)
+            found = self._copies[call] = dataclasses.replace(call, parent=parent)
+        return found
+
+    # ---------------------------------------------------------------- one call
+
+    def _cut(self, region: _Region, old: Call) -> None:
+        """The ops of a call as a function, and a call of it at the end of `region`."""
+        region.place.setdefault(old.start, len(region.ops))
+        call = self._copy(old)
+        call.args, call.kwargs = _renamed(old.args, region.now), _renamed(old.kwargs, region.now)
+        named = bind(forward_of(old, self.forward), call.args, call.kwargs)
+        inner = _Region(old, now=dict(region.now))
+        self._fill(inner, old.start, old.stop)
+        seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
+        for made in inner.calls:
+            made.args, made.kwargs, made.outputs = without_unread((made.args, made.kwargs, made.outputs), seen)
+        passed = self._in_order(old, given(named, seen))
+        results = self._results(inner, old)
+        inputs, operands = self._operands(inner, old, passed)
+        key = call_key(old.module_type, passed, operands, inner.ops, [r.inside for r in results], self._names)
+        self._note_captured(old, results, key)
+        function = self.functions.get(key)
+        if function is None:
+            function = self.functions[key] = self._function(inner, old, inputs, operands, results, key)
+            self._names[function.tape] = function.identifier
+        self._append(region, inner, old, function, operands, results)
+
+    def _note_captured(self, old: Call, results: list[_Result], key: Any) -> None:
+        """Under the part of the key that these values have no part in: they and their copies come last."""
+        captured = [r for r in results if r.is_captured]
+        cls, passed, taken, ops, outputs = key
+        ops = ops[: len(ops) - sum(r.is_copy for r in captured)]
+        part = (cls, passed, taken, ops, outputs[: len(outputs) - len(captured)])
+        self.captured.note(part, old, {r.old: r.bound for r in captured})
+
+    def _in_order(self, old: Call, passed: list[Given]) -> list[Given]:
+        """Keywords and keys of dicts in the order in which the first call that has the same ones has them."""
+        places = [g.place for g in passed]
+        order = self._orders.setdefault((old.module_type, frozenset(places)), places)
+        return passed if order == places else sorted(passed, key=lambda g: order.index(g.place))
+
+    def _results(self, inner: _Region, old: Call) -> list[_Result]:
+        """What the function gives, each in memory of its own, as torch asks of `invoke_subgraph`."""
+        own = {v for v in leaves(old.outputs, Value) if self._readers.makes(old, v)}
+        wanted = [_Result(g.name, "result", g.leaf, g.leaf) for g in given({"": old.outputs}, own) if _is(g.leaf)]
+        known = {r.old for r in wanted}
+        made = {v for op in inner.ops for v in op.values()}
+        for name, v in self._mutated(old):
+            if v not in known and inner.now.get(v, v) in made:
+                known.add(v)
+                wanted.append(_Result(name, "mutated", v, v))
+        captured: list[Value] = []
+        for v in [*(v for op in inner.ops for v in op.values()), *inner.now]:
+            if v not in known and self._readers.leaves(v, old):
+                first = self._same_tensor(v, old)
+                inner.same[v] = first
+                if first not in known and self._readers.makes(old, first):
+                    captured.append(first)
+        for v, bound in self.captured.of(old, captured).items():
+            name, kind = bound or (f"captured_{len(wanted)}", "captured")
+            wanted.append(_Result(name, kind, v, v, is_captured=True, bound=bound))
+        taken = {v.storage for op in inner.ops for v in op.inputs() if v not in made}
+        for r in wanted:
+            r.inside = inner.now.get(r.old, r.old)
+            if r.inside not in made or r.inside.storage in taken:
+                r.inside, r.is_copy = self._clone(inner, r.inside, old), True
+            taken.add(r.inside.storage)
+        return wanted
+
+    def _same_tensor(self, v: Value, old: Call) -> Value:
+        """The first value in the call, or what it was given, that is this very tensor, as x is x.to(x.dtype)."""
+        while self._readers.makes(old, v):
+            given = next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)
+            if given is None:
+                break
+            v = given
+        return v
+
+    def _clone(self, inner: _Region, v: Value, old: Call) -> Value:
+        op = Op("call_function", _aten.clone.default, (v,), {}, None, old.scope, self._copy(old), old.frames)
+        op.outputs = Value(v.fake, op, 0, next(self._storages), None)
+        inner.ops.append(op)
+        clone: Value = op.outputs
+        return clone
+
+    def _mutated(self, old: Call) -> Iterator[tuple[str, Value]]:
+        if old.mutated is None:
+            return
+        args, kwargs, held = old.mutated
+        named = bind(forward_of(old, self.forward), args, kwargs)
+        yield from ((name + path, v) for name, arg in named.items() for path, v in leaves_with_path(arg) if _is(v))
+        yield from held.items()
+
+    # ---------------------------------------------------------------- what it takes
+
+    def _operands(self, inner: _Region, old: Call, passed: list[Given]) -> tuple[list[FunctionInput], list[Any]]:
+        inputs: list[FunctionInput] = []
+        operands: list[Any] = []
+        for g in passed:
+            if g.is_absent:
+                inputs.append(FunctionInput(g.name, "absent"))
+            elif isinstance(g.leaf, (Value, *Symbolic)):
+                inputs.append(FunctionInput(g.name, "argument"))
+                operands.append(g.leaf)
+        for kind, name, value in self._free(inner, old, operands, {g.name for g in passed}):
+            inputs.append(FunctionInput(name, kind))
+            operands.append(value)
+        stretch = Stretch("", old.scope, None, 0, inner.ops, inner.calls, [], None)
+        known = {bare(x) for x in operands if isinstance(x, Symbolic)}
+        for number in free_symbols(stretch, operands):
+            if bare(number) not in known:
+                known.add(bare(number))
+                inputs.append(FunctionInput(str(number), "size"))
+                operands.append(number)
+        return inputs, operands
+
+    def _free(self, inner: _Region, old: Call, operands: list[Any], taken: set[str]) -> list[tuple[str, str, Value]]:
+        """(kind, name, value) of what the ops read and nobody passed: the module's own in its order, then others."""
+        made = {v for op in inner.ops for v in op.values()} | {v for v in operands if isinstance(v, Value)}
+        read = dict.fromkeys(v for op in inner.ops for v in op.inputs() if v not in made)
+        for call in inner.calls:  # what they take and give, though no op reads it
+            told = leaves((call.args, call.kwargs, call.outputs, call.mutated), Value)
+            read |= dict.fromkeys(v for v in told if v not in made)
+        own = own_tensors(self.old, old)
+        taken = taken | {name for _, _, name in own.values()}
+        ranked = []
+        for i, v in enumerate(read):
+            real = self.old.attributes.get(v.op.target) if v.op.kind == "get_attr" else None
+            rank, kind, name = own.get(id(real)) or (len(own) + i, "lifted", different(self._name_of(v, old), taken))
+            ranked.append((rank, kind, name, v))
+        return [(kind, name, v) for _, kind, name, v in sorted(ranked, key=lambda r: r[0])]
+
+    def _name_of(self, v: Value, old: Call) -> str:
+        """What a value is called outside of a call: the model's own, or an argument of a call around it."""
+        if v.op.kind in ("get_attr", "placeholder"):
+            around = f"{old.parent.fqn}." if old.parent is not None and old.parent.fqn else ""
+            return str(v.op.target).removeprefix(around).removeprefix("_")
+        while old.parent is not None:
+            old = old.parent
+            now = self._copy(old)
+            for name, argument in bind(forward_of(old, self.forward), now.args, now.kwargs).items():
+                found = next((path for path, leaf in leaves_with_path(argument, name) if leaf is v), None)
+                if found is not None:
+                    return found
+        return "captured"
+
+    # ---------------------------------------------------------------- the function and its call
+
+    def _function(
+        self,
+        inner: _Region,
+        old: Call,
+        inputs: list[FunctionInput],
+        operands: list[Any],
+        results: list[_Result],
+        key: Any,
+    ) -> OutlinedBody:
+        cls = old.module_type
+        domain = cls.__module__ if cls is not None else "torch"
+        base = cls.__name__ if cls is not None else old.scope.type_name
+        name, count = base, 1
+        while (domain, name) in self._taken:  # a class may have the name of a variant
+            count += 1
+            name = f"{base}_{count}"
+        self._taken.add((domain, name))
+        self._set_places(inner)
+        stretch = Stretch(
+            name, old.scope, self._copy(old), 0, inner.ops, inner.calls, [r.inside for r in results], None
+        )
+        tape = body_tape(self.old, stretch, operands, [x.name for x in inputs if x.kind != "absent"])
+        outputs = [FunctionOutput(r.name, r.kind) for r in results]
+        return OutlinedBody(name, domain, cls, f"{name}_{content_hash(key)}", inputs, outputs, tape, [])
+
+    def _append(
+        self,
+        region: _Region,
+        inner: _Region,
+        old: Call,
+        function: OutlinedBody,
+        operands: list[Any],
+        results: list[_Result],
+    ) -> None:
+        call = self._copy(old)
+        args = (function.tape, function.identifier, *operands)
+        op = Op("call_function", _invoke_subgraph, args, {}, (), old.scope, call, old.frames)
+        op.grad = inner.ops[0].grad if inner.ops else self.old.ops[0].grad
+        for i, r in enumerate(results):
+            given = r.old
+            if r.inside is not r.old:
+                given = region.now[r.old] = Value(r.old.fake, op, i, r.old.storage, None)
+            op.outputs = (*op.outputs, given)
+        for v, first in inner.same.items():
+            if v is not first:
+                region.now[v] = region.now.get(first, first)
+        call.outputs, call.mutated = _renamed(old.outputs, region.now), _renamed(old.mutated, region.now)
+        call.start, call.stop = len(region.ops), len(region.ops) + 1
+        region.ops.append(op)
+        region.calls.append(call)
+        region.place[old.stop] = len(region.ops)
+        function.calls.append(call)
+
+
+def _is(x: Any) -> bool:
+    return type(x) is Value
+
+
+def _renamed(x: Any, now: dict[Value, Value]) -> Any:
+    return map_structure(lambda v: now.get(v, v), x, Value) if now else x

@@ -1,0 +1,181 @@
+"""The trace against the model that it came from."""
+
+from __future__ import annotations
+
+import collections
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace.containers.structure import leaves_with_path, match
+from scopetrace.errors import CheckError
+from scopetrace.ir.tape import Tape, Value
+from scopetrace.record.model import SavedModule
+from scopetrace.record.specialize import Specialization, decided_by
+
+
+def compare_with_model(
+    model: Callable[..., Any],
+    trace: Callable[..., Any],
+    tape: Tape,
+    decided_otherwise: Callable[..., list[Specialization]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> None:
+    """Run both on copies of the inputs, from one random state and one model state. Raises CheckError.
+
+    `decided_otherwise` is called like the trace, and gives the specializations that do not hold on these inputs.
+    """
+    state = _State(tape, model)
+    if tape.specializations:
+        differ = _run(decided_otherwise, args, kwargs, state)["result"]
+        if differ:
+            raise CheckError("on these inputs the model goes another way:\n  " + "\n  ".join(map(str, differ)))
+    expected = _run(model, args, kwargs, state)
+    actual = _run(trace, args, kwargs, state)
+    problems = [p for key, old in expected.items() for p in _differences(key, old, actual.get(key))]
+    if problems:
+        raise CheckError("the trace differs from the model:\n  " + "\n  ".join(problems))
+
+
+class Decisions(torch.fx.Interpreter):
+    """Runs a specialized graph past the decisions that do not hold, and collects them in `differ`."""
+
+    def __init__(self, graph_module: torch.fx.GraphModule, known: Sequence[Specialization]) -> None:
+        super().__init__(graph_module)
+        self._known = known
+        self.differ: list[Specialization] = []
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As the base's; an assertion of a specialization only takes note."""
+        if target is torch.ops.aten._assert_scalar.default and not args[0]:
+            found = decided_by(self._known, args[1])
+            if found is not None:
+                self.differ.append(found)
+                return None
+        return super().call_function(target, args, kwargs)
+
+    def collect(self, tensors: Sequence[torch.Tensor]) -> list[Specialization]:
+        """The specializations that these inputs decide otherwise; those after the first are as on the traced path."""
+        try:
+            self.run(*tensors)
+        except Exception:  # past a decision that differs, any op of the other path may fail
+            if not self.differ:
+                raise
+        return self.differ
+
+
+class _State:
+    """What a run may change: the attributes of the model's modules, its buffers, and what the trace writes to."""
+
+    def __init__(self, tape: Tape, model: Callable[..., Any]) -> None:
+        modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
+        self._modules = [SavedModule("", module) for module in modules]
+        written = {v.storage for op in tape.ops for v in op.writes} | tape.written
+        read = [op for op in tape.ops if op.kind == "get_attr" and op.outputs.storage in written]
+        tensors = {**self._buffers(), **{f"attribute {op.target}": tape.attributes[op.target] for op in read}}
+        self._tensors = {name: t for name, t in tensors.items() if t is not None}
+        self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
+
+    def _buffers(self) -> dict[str, torch.Tensor | None]:
+        """Those that the modules have now."""
+        return {
+            f"buffer {name} of module {i}": buffer
+            for i, saved in enumerate(self._modules)
+            for name, buffer in saved.module._buffers.items()
+        }
+
+    def now(self) -> dict[str, Any]:
+        """Copies of the values after a run: of the tensors that there were, and of the buffers that there are."""
+        bound = {f"bound {name}": t for name, t in self._buffers().items()}
+        return {name: None if t is None else t.detach().clone() for name, t in {**self._tensors, **bound}.items()}
+
+    def restore(self) -> None:
+        """Put the bindings, the memory and the values back."""
+        for saved in self._modules:
+            collections.deque(saved.restore(lambda t: None), maxlen=0)
+        with torch.no_grad():
+            for name, t in self._tensors.items():
+                memory, value = self._before[name]
+                if t.device.type == "meta":
+                    continue
+                if t.layout is torch.strided and not t.is_set_to(memory):
+                    t.data = memory
+                t.copy_(value)
+
+
+def _modules_of(tape: Tape) -> list[torch.nn.Module]:
+    """The modules that a trace of a function, or of a method, knows."""
+    called = [call.module for call in tape.calls if call.module is not None]
+    return list(dict.fromkeys([*called, *(module for module, _ in tape.owners.values())]))
+
+
+def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> dict[str, Any]:
+    given = copy_inputs((args, kwargs))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        try:
+            result = fn(*given[0], **given[1])
+            return {"result": result, "arguments": given, "state": state.now()}
+        finally:
+            state.restore()
+
+
+def run_once(
+    model: Callable[..., Any],
+    tape: Tape,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    read: Callable[..., Any],
+    seed: int = 0,
+) -> Any:
+    """What `read(result, tensors)` makes of a run on copies of the inputs; then the model's state is put back.
+
+    `tensors` are those among the arguments, as they are after the run.
+    """
+    state = _State(tape, model)
+    given = copy_inputs((args, kwargs))
+    found: list[tuple[str, Any]] = []
+    match(tape.args, given, Value, found, "")  # before the run, which may put others into their containers
+    tensors = [x for _, x in found if isinstance(x, torch.Tensor)]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        try:
+            return read(model(*given[0], **given[1]), tensors)
+        finally:
+            state.restore()
+
+
+def copy_inputs(x: Any) -> Any:
+    """A deep copy that keeps shared memory, strides and `requires_grad`, of non-leaf tensors too."""
+    memo: dict[int, Any] = {}
+    for _, leaf in leaves_with_path(x):
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+            with torch.no_grad():
+                new = copy.deepcopy(leaf.detach(), memo)
+            memo[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+    return copy.deepcopy(x, memo)
+
+
+def _differences(path: str, expected: Any, actual: Any) -> Iterator[str]:
+    if type(expected) is not type(actual):
+        yield f"{path}: {type(expected).__name__} became {type(actual).__name__}"
+        return
+    old, new = dict(leaves_with_path(expected)), dict(leaves_with_path(actual))
+    if old.keys() != new.keys():
+        yield f"{path}: structure {list(old)} became {list(new)}"
+        return
+    for key, a in old.items():
+        b = new[key]
+        if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+            try:
+                torch.testing.assert_close(b, a, equal_nan=True)
+            except AssertionError as error:
+                yield f"{path}{key}: {' '.join(str(error).split())}"
+            if a.requires_grad != b.requires_grad:
+                yield f"{path}{key}: requires_grad {a.requires_grad} became {b.requires_grad}"
+        elif type(a) is not type(b):
+            yield f"{path}{key}: {type(a).__name__} became {type(b).__name__}"

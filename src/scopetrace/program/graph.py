@@ -1,0 +1,272 @@
+"""The tape as a `torch.fx` graph: one node for each op, in order, parameters as `get_attr`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace._compat.graph_module import TracedGraphModule, make_graph_module, set_grad_enabled
+from scopetrace._compat.symbols import Symbolic, SymbolNodes, bare
+from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
+from scopetrace.ir import meta
+from scopetrace.ir.frames import format_stack
+from scopetrace.ir.tape import Call, Op, Tape, Value, flat
+
+_EFFECTS = (torch.Tag.nondeterministic_seeded,)
+
+
+class Program:
+    """The graph of a tape, and the node of each of its values.
+
+    The output node has the tensors of the result in order, then the new tensors of bound attributes. The body of a
+    higher-order op is a program of its own, whose GraphModule is an attribute of the outer one's.
+    """
+
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.graph = torch.fx.Graph()
+        self._nodes: dict[Value, torch.fx.Node] = {}
+        self._symbols = SymbolNodes(self.graph)
+        self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
+        self._opaque: dict[str, Any] = {}
+        self.bodies: dict[str, Program] = {}
+        """The bodies of its higher-order ops, by the attribute that holds their GraphModule."""
+        self._grad = tape.ops[0].grad if tape.ops else True
+        self._outer_grad = self._grad
+        live = live_ops(tape)
+        self._messages = {s.message for s in tape.specializations}
+        first = [op for op in tape.ops if op.kind == "placeholder"]
+        for op in first:
+            self._emit(op)
+        self._assert_facts(
+            [s for op in first if isinstance(op.outputs, Symbolic) for s in bare(op.outputs).free_symbols]
+        )
+        for op in tape.ops:
+            if id(op) in live and op.kind != "placeholder":
+                self._emit(op)
+        self._switch_grad(self._outer_grad)
+        returned = tape.outputs if tape.is_body else (*given(tape), *(w.value for w in tape.attribute_writes))
+        self.output = self.graph.output(self.lower(returned))
+        meta.set_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
+        meta.set_place(self.output, str(tape.root), 0)
+
+    def walk(self) -> Iterator[Program]:
+        """This program and all bodies inside it, outer before inner."""
+        yield self
+        for body in self.bodies.values():
+            yield from body.walk()
+
+    def graph_module(self) -> TracedGraphModule:
+        """The graph with the model's own tensors."""
+        written = self.tape.name or self.tape.root.type_name
+        name = "".join(c for c in written if c.isidentifier() or c.isdigit()) or "Traced"
+        used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
+        bodies = {name: body.graph_module() for name, body in self.bodies.items()}
+        everything = {**self.tape.attributes, **self.tape.modules, **self._opaque, **bodies}
+        held = {k: v for k, v in everything.items() if k in used}
+        return make_graph_module(held, self.graph, name, is_body=self.tape.is_body)
+
+    def lower(self, x: Any) -> Any:
+        """The structure with nodes in place of tape values and symbolic numbers."""
+        if type(x) is Value:
+            return self._nodes[x]
+        if type(x) in (int, float, bool, str, type(None)):
+            return x
+        return map_structure(self._lower_leaf, x, (Value, Tape, *Symbolic))
+
+    def has(self, x: Any) -> bool:
+        """Whether the graph has a node for a value or symbolic number; those that nothing needs have none."""
+        return x in self._nodes if isinstance(x, Value) else self._symbols.has(x)
+
+    def _lower_leaf(self, x: Any) -> Any:
+        if isinstance(x, Tape):
+            return self._body(x)
+        return self._nodes[x] if isinstance(x, Value) else self._symbols.node_of(x)
+
+    def _body(self, tape: Tape) -> torch.fx.Node:
+        """The attribute that holds a body. Ops that share a tape share it."""
+        name = next((name for name, body in self.bodies.items() if body.tape is tape), None)
+        if name is None:
+            name = f"{tape.name}_{sum(body.tape.name == tape.name for body in self.bodies.values())}"
+            self.bodies[name] = Program(tape)
+        return self.graph.create_node("get_attr", name, name=name)
+
+    # ---------------------------------------------------------------- emitting
+
+    def _emit(self, op: Op) -> None:
+        self._switch_grad_for(op)
+        if op.kind == "call_function":
+            args = tuple([self.lower(a) for a in op.args])
+            kwargs = {name: self.lower(a) for name, a in op.kwargs.items()}
+            node = self.graph.create_node("call_function", op.target, args, kwargs, name=_op_name(op.target))
+            for body in node.all_input_nodes if op.bodies() else ():
+                if body.target in self.bodies:
+                    self._describe(body, op)
+        elif op.kind == "call_module":
+            args, kwargs = self._module_arguments(op)
+            node = self.graph.create_node("call_module", op.target, args, kwargs)
+        else:
+            node = self.graph.create_node(op.kind, op.target)
+        self._describe(node, op)
+        self._bind(node, op)
+        if op.unbacked:
+            meta.set_unbacked_bindings(node, op.unbacked)
+            self._symbols.learn_made(node, op.unbacked)
+            self._assert_facts(op.unbacked)
+
+    def _assert_facts(self, made: Iterable[Any]) -> None:
+        """What tracing took for true of symbols, where they are made or given to a body."""
+        self._symbols.assert_facts(self.tape.shape_env, made, self._messages)
+
+    def _describe(self, node: torch.fx.Node, op: Op) -> None:
+        meta.set_place(node, op.scope.path, op.call.position if op.call is not None else 0)
+        if op.kind != "placeholder":
+            meta.set_origin(node, self._module_stack(op.call), format_stack(op.frames))
+
+    def _bind(self, node: torch.fx.Node, op: Op) -> None:
+        """Give the op's values their nodes; parts of a result are taken out of it by getitem."""
+        meta.set_value(node, map_structure(_fake, op.outputs, (Value, *Symbolic)))
+        if isinstance(op.outputs, (Value, *Symbolic)):
+            self._bind_one(node, op.outputs)
+            return
+        if op.kind == "call_module":
+            for path, leaf in leaves_with_path(op.outputs):
+                if isinstance(leaf, Value):
+                    self._bind_one(self._take_path(node, op, path, leaf), leaf)
+            return
+        self._bind_parts(node, op, op.outputs)
+
+    def _bind_parts(self, node: torch.fx.Node, op: Op, parts: Any) -> None:
+        for slot, part in enumerate(parts if isinstance(parts, (list, tuple)) else ()):
+            if isinstance(part, (Value, *Symbolic)):
+                self._bind_one(self._take(node, op, operator.getitem, slot, part), part)
+            elif isinstance(part, (list, tuple)):
+                self._bind_parts(self._take(node, op, operator.getitem, slot, part), op, part)
+
+    def _bind_one(self, node: torch.fx.Node, part: Any) -> None:
+        if not isinstance(part, Value):
+            self._symbols.learn_number(part, node)
+            return
+        self._nodes[part] = node
+        if part.fake.layout is torch.strided and part.fake._has_symbolic_sizes_strides:
+            self._symbols.learn_sizes(part.fake, node)
+
+    def _take(self, node: torch.fx.Node, op: Op, how: Any, key: Any, part: Any) -> torch.fx.Node:
+        taken = self.graph.create_node("call_function", how, (node, key))
+        self._describe(taken, op)
+        meta.set_value(taken, map_structure(_fake, part, (Value, *Symbolic)))
+        return taken
+
+    def _take_path(self, node: torch.fx.Node, op: Op, path: str, leaf: Value) -> torch.fx.Node:
+        """Follow a path such as `[0]['mask'].logits` from what a leaf module returned."""
+        for how, key in _steps(path):
+            node = self._take(node, op, how, key, leaf)
+        return node
+
+    def _module_arguments(self, op: Op) -> tuple[Any, Any]:
+        """Arguments of a leaf module; objects that a graph cannot hold become attributes."""
+        return self._as_arguments(op.args), self._as_arguments(op.kwargs)
+
+    def _as_arguments(self, x: Any) -> Any:
+        if isinstance(x, (Value, *Symbolic)):
+            return self._lower_leaf(x)
+        if type(x) in (tuple, list):
+            return type(x)([self._as_arguments(item) for item in x])
+        if type(x) is dict:
+            return {key: self._as_arguments(item) for key, item in x.items()}
+        if isinstance(x, torch.fx.node.base_types) or x is None:
+            return x
+        name = f"_argument{len(self._opaque)}"
+        self._opaque[name] = self.lower(x)
+        return self.graph.create_node("get_attr", name)
+
+    def _module_stack(self, call: Call | None) -> dict[str, tuple[str, str]]:
+        """`nn_module_stack` as torch.export writes it."""
+        found = self._stacks.get(call)
+        if found is None:
+            assert call is not None
+            found = dict(self._module_stack(call.parent))
+            if call.module is not None:
+                cls = type(call.module)
+                key = f"L__self__{call.fqn or ''}" + (f"@{call.index}" if call.index else "")
+                found[key] = (call.fqn or "", f"{cls.__module__}.{cls.__qualname__}")
+            self._stacks[call] = found
+        return found
+
+    # ---------------------------------------------------------------- autograd on and off
+
+    def _switch_grad_for(self, op: Op) -> None:
+        """Only where it shows: for an op that has an input that requires grad."""
+        if op.grad != self._grad and op.kind != "placeholder" and any(v.fake.requires_grad for v in op.inputs()):
+            self._switch_grad(op.grad)
+
+    def _switch_grad(self, enabled: bool) -> None:
+        if enabled != self._grad:
+            node = self.graph.create_node("call_function", set_grad_enabled, (enabled,), name="set_grad_enabled")
+            meta.set_place(node, str(self.tape.root), 0)
+            self._grad = enabled
+
+
+def given(tape: Tape) -> list[Any]:
+    """What the graph gives beside the tensors that are bound to attributes."""
+    return leaves(tape.outputs, (Value, *Symbolic)) if tape.returned is None else tape.returned
+
+
+def live_ops(tape: Tape) -> set[int]:
+    """The ids of the ops that something shows of: results, arguments and results of calls, effects."""
+    needed = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
+    needed.update(v for v in given(tape) if isinstance(v, Value))
+    needed.update(v for call in tape.calls for v in leaves(call.mutated, Value))
+    needed.update(w.value for w in tape.attribute_writes)
+    live: set[int] = set()
+    for op in reversed(tape.ops):
+        if has_effect(op) or any(v in needed for v in op.values()):
+            live.add(id(op))
+            needed.update(op.inputs() if op.kind != "call_module" else leaves((op.args, op.kwargs), Value))
+    return live
+
+
+def has_effect(op: Op) -> bool:
+    """Whether the op stays although nothing needs its results."""
+    if op.kind in ("placeholder", "call_module") or op.writes or op.unbacked:
+        return True
+    if op.kind == "get_attr":
+        return False
+    return not leaves(op.outputs, Value) or any(tag in getattr(op.target, "tags", ()) for tag in _EFFECTS)
+
+
+_names: dict[Any, str] = {}
+
+
+def _op_name(target: Any) -> str:
+    name = _names.get(target)
+    if name is None:
+        packet = getattr(target, "overloadpacket", target)
+        name = _names[target] = str(getattr(packet, "__name__", "op"))
+    return name
+
+
+def _steps(path: str) -> list[tuple[Any, Any]]:
+    """`[0].logits` as (getitem, 0), (getattr, "logits")."""
+    import ast
+
+    steps: list[tuple[Any, Any]] = []
+    expression: Any = ast.parse(f"_{path}", mode="eval").body
+    while not isinstance(expression, ast.Name):
+        if isinstance(expression, ast.Subscript):
+            steps.append((operator.getitem, ast.literal_eval(expression.slice)))
+        else:
+            steps.append((getattr, expression.attr))
+        expression = expression.value
+    return steps[::-1]
+
+
+def _fake(x: Any) -> Any:
+    return x.fake if isinstance(x, Value) else x
+
+
+__all__ = ["Program", "flat"]

@@ -1,0 +1,106 @@
+"""Do the graph, the scopes and the calls of a trace agree?"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.fx
+
+from scopetrace.containers.structure import leaves
+from scopetrace.errors import LintError
+from scopetrace.ir import meta
+from scopetrace.ir.scopes import Scope
+from scopetrace.program.calls import ModuleCall
+from scopetrace.program.graph import Program
+from scopetrace.record.bodies import FORMS, operand_count
+
+
+def lint(
+    program: Program, graph_module: torch.fx.GraphModule, calls: list[ModuleCall], scopes: dict[str, Scope]
+) -> None:
+    """Raise LintError that lists every disagreement."""
+    problems = [*_graph_problems(graph_module), *_count_problems(calls)]
+    for inner in program.walk():
+        problems += _tape_problems(inner)
+        problems += _node_problems(inner, calls, scopes)
+        problems += _call_problems(inner.graph, [call for call in calls if call.program is inner])
+        problems += _boundary_problems(inner)
+    if problems:
+        raise LintError("\n".join(problems))
+
+
+def _graph_problems(graph_module: torch.fx.GraphModule) -> Iterator[str]:
+    try:
+        graph_module.graph.lint()
+    except RuntimeError as error:
+        yield f"graph: {str(error).splitlines()[0]}"
+
+
+def _node_problems(program: Program, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
+    table = {call.position: call for call in calls}
+    for node in program.graph.nodes:
+        path, position = meta.scope_path(node), meta.call_position(node)
+        if path is None and position is None:
+            continue  # made by a pass of someone else
+        if path not in scopes:
+            yield f"{node.name}: its scope {path!r} is not in the trace"
+        elif position not in table:
+            yield f"{node.name}: its call {position} is not in the trace"
+        elif table[position].scope not in scopes[path].ancestors():
+            yield f"{node.name}: its scope {path} is not inside its call's, {table[position].scope}"
+        if node.op in ("placeholder", "get_attr") and meta.value(node) is None and node.target not in program.bodies:
+            yield f"{node.name}: it has no meta['val']"
+
+
+def _count_problems(calls: list[ModuleCall]) -> Iterator[str]:
+    seen: dict[int, int] = {}  # module -> the least index that may come
+    for before, call in zip([None, *calls], calls, strict=False):
+        if before is not None and before.position >= call.position:
+            yield f"{call}: its position {call.position} is not after {before.position}"
+        if call.module is not None:
+            count = seen.get(id(call.module), 0)  # in an outlined program some calls stand in the bodies of others
+            seen[id(call.module)] = call.index + 1
+            if call.index < count:
+                yield f"{call}: {count} calls of its module came before"
+
+
+def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[str]:
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for call in calls:
+        for kind, structure in (("argument", call.arguments), ("output", call.outputs)):
+            for node in leaves(structure, torch.fx.Node):
+                if node not in order:
+                    yield f"{call}: its {kind} {node.name} is not in the graph"
+        first = min((order[n] for n in call.nodes if n.op != "get_attr" and n in order), default=None)
+        for node in leaves(call.arguments, torch.fx.Node):
+            if first is not None and order.get(node, -1) > first:
+                yield f"{call}: its argument {node.name} is made after its first op"
+
+
+def _tape_problems(program: Program) -> Iterator[str]:
+    tape = program.tape
+    own = set(tape.calls)
+    for i, op in enumerate(tape.ops):
+        call = op.call
+        if call is None:
+            continue
+        if call not in own:
+            if not tape.is_body:  # the ops of a body are in the call around it, too
+                yield f"op {i}, {op.target}: its call of {call.scope} is one of another tape"
+        elif op.kind != "get_attr" and not call.start <= i < call.stop:
+            yield f"op {i}, {op.target}: it stands outside of its call of {call.scope}, ops {call.start} to {call.stop}"
+
+
+def _boundary_problems(program: Program) -> Iterator[str]:
+    placeholders = sum(n.op == "placeholder" for n in program.graph.nodes)
+    inputs = len(program.tape.inputs) + len(program.tape.numbers)
+    if not program.tape.is_body and placeholders != inputs:
+        yield f"the graph has {placeholders} placeholders for {inputs} inputs"
+    for name, body in program.bodies.items():
+        taken = sum(n.op == "placeholder" for n in body.graph.nodes)
+        for node in program.graph.find_nodes(op="get_attr", target=name):
+            for user in filter(lambda user: user.target in FORMS, node.users):
+                given = operand_count(user.target, user.args)
+                if given != taken:
+                    yield f"{user.name}: it gives {given} operands to {name}, which takes {taken}"

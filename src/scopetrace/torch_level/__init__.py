@@ -1,0 +1,80 @@
+"""Tapes without mutation of graphs that are there already, in ATen ops or in the vocabulary of the graph."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch.fx
+
+from scopetrace.errors import FunctionalizationError
+from scopetrace.functionalize.functionalizer import Functionalizer, functionalize
+from scopetrace.functionalize.layout import draws_differ
+from scopetrace.functionalize.overlap import refuse_overlap
+from scopetrace.functionalize.refusal import refusal
+from scopetrace.functionalize.rewriter import writes
+from scopetrace.ir.tape import Op, Tape
+from scopetrace.torch_level.lift import lift
+from scopetrace.torch_level.step import Renew, Step
+from scopetrace.torch_level.stepping import Stretch, record_steps
+
+
+def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, Tape]:
+    """`gm(*args)` as recorded, and without mutation, in ATen ops.
+
+    Raises FunctionalizationError for what cannot be said in pure ops.
+    """
+    tape, _ = record_steps(gm, args, with_trials=False)
+    return tape, functionalize(tape)
+
+
+def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, Tape]:
+    """`gm(*args)` as recorded, and without mutation: with `Step`s, and ATen ops where none says it.
+
+    Raises FunctionalizationError for what cannot be said in pure ops.
+    """
+    tape, stretches = record_steps(gm, args, with_trials=True)
+    lifted, origin = lift(tape, stretches)
+    if not writes(lifted):
+        return tape, lifted
+    work = _TorchLevel(lifted)
+    try:
+        return tape, work.run()
+    except FunctionalizationError as error:
+        raise _placed(error, origin.get(id(work.at))) from error
+
+
+def _placed(error: FunctionalizationError, stretch: Stretch | None) -> FunctionalizationError:
+    """The error, said of the node."""
+    if stretch is None:
+        return error
+    hint = "write it out of place, or run this part eagerly (torch.compiler.disable)"
+    op = f"{error.op} (node {stretch.node.name})"
+    return FunctionalizationError(error.problem, op=op, module=error.module, source=error.source, hint=hint)
+
+
+class _TorchLevel(Functionalizer):
+    """Knows the two kinds of targets that ATen does not have."""
+
+    at: Op | None = None
+
+    def _step(self, op: Op) -> None:
+        self.at = op
+        super()._step(op)
+
+    def _write(self, op: Op) -> None:
+        if not isinstance(op.target, Renew):
+            super()._write(op)
+            return
+        for write in op.target.writes:
+            refuse_overlap(write)
+            if draws_differ(write.target, write.args, write.kwargs):
+                raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
+        target, new = op.args
+        self._assign(op, target, self.read(new, self._moved(op)))
+        self._rename(op, target, op.outputs)
+
+    def _run(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
+        if isinstance(func, Step) and func.kind == "call_method" and func.target == "view":
+            func = dataclasses.replace(func, target="reshape")  # the present strides may be others
+        return super()._run(op, func, args, kwargs)

@@ -1,0 +1,214 @@
+"""Recording a torch-level graph at ATen level, and which stretch of the tape each of its nodes made."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace._compat.dispatch import autocast_enabled, in_transform
+from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.record import run_recorded, until_exact_enough
+from scopetrace.record.leaves import leaf_rule
+from scopetrace.record.model import Model
+from scopetrace.record.observe import CallObserver
+from scopetrace.record.recorder import Recorder
+from scopetrace.torch_level.places import root_scope, scope_of_node
+from scopetrace.torch_level.twins import PureCall, pure_call
+
+
+@dataclasses.dataclass
+class Trial:
+    """What the pure form of a node did: the ops that it put on the tape, which have been taken off again."""
+
+    call: PureCall
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    ops: list[Op]
+    outputs: Any
+    before: list[Value]
+    """The tensors that the node is to write, before it did."""
+    after: list[Value]
+    """The same, afterwards."""
+
+
+@dataclasses.dataclass
+class Stretch:
+    """A node of the graph, and the ops that it made: `tape.ops[start:stop]`."""
+
+    node: torch.fx.Node
+    target: Any
+    """As the node's, but a module itself for its name."""
+    start: int
+    stop: int = -1
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    outputs: Any = None
+    known: bool = False
+    """Whether arguments and outputs are those of the node, and nothing around it changes what it does."""
+    grad: bool = True
+    trial: Trial | None = None
+    scope: Scope | None = None
+    """Where the node comes from."""
+
+
+def record_steps(gm: torch.fx.GraphModule, args: tuple[Any, ...], *, with_trials: bool) -> tuple[Tape, list[Stretch]]:
+    """The ATen tape of `gm(*args)`, and its nodes. Raises what recording raises.
+
+    Its ops have the scopes and the stack traces of the nodes. With trials, each node that has a
+    pure form knows what that does.
+    """
+    return until_exact_enough(lambda exact: _record(gm, args, exact, with_trials))
+
+
+def _record(
+    gm: torch.fx.GraphModule, args: tuple[Any, ...], exact_autograd: bool, with_trials: bool
+) -> tuple[Tape, list[Stretch]]:
+    stepped = _Stepped(gm)
+    model = Model(stepped)
+    recorder = Recorder(model, root_scope(gm), exact_autograd=exact_autograd)
+    stepper = stepped.stepper = _Stepper(gm, recorder, with_trials=with_trials)
+    observer = CallObserver(recorder, leaf_rule((), model), None)
+    return run_recorded(observer, stepped, gm, args, {}), stepper.stretches
+
+
+class _Stepped(torch.nn.Module):
+    """The modules and tensors of a graph module, the very same, run node by node."""
+
+    def __init__(self, gm: torch.fx.GraphModule) -> None:
+        super().__init__()
+        own = {name: t for name, t in gm.__dict__.items() if isinstance(t, torch.Tensor)}
+        tables = {name: gm.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}
+        self.__dict__.update(own | tables)
+        self.training = gm.training
+        self.stepper: _Stepper | None = None
+
+    def forward(self, *args: Any) -> Any:
+        assert self.stepper is not None
+        return self.stepper.run(*args)
+
+
+class _Stepper(torch.fx.Interpreter):
+    """Runs the graph and notes what each node did."""
+
+    def __init__(self, gm: torch.fx.GraphModule, recorder: Recorder, *, with_trials: bool) -> None:
+        super().__init__(gm)
+        self.recorder = recorder
+        self.with_trials = with_trials
+        self.stretches: list[Stretch] = []
+        recorder.run_graph = self._run_body
+
+    def _run_body(self, gm: torch.fx.GraphModule, args: Any) -> Any:
+        """The body of a higher-order op."""
+        return _Body(gm, self.recorder).run(*args)
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        if n.op in ("placeholder", "get_attr", "output"):
+            return super().run_node(n)
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        args, kwargs = tuple(_plain(a) for a in args), {name: _plain(a) for name, a in kwargs.items()}
+        target: Any = self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target
+        stretch = Stretch(n, target, 0, grad=torch.is_grad_enabled())
+        stretch.known = not in_transform() and not autocast_enabled() and self._learn(stretch, args, kwargs)
+        if stretch.known and self.with_trials:
+            stretch.trial = self._try(n.op, target, args, kwargs)
+        stretch.start = len(self.recorder.tape.ops)
+        out = _run(n.op, target, args, kwargs)
+        stretch.stop = len(self.recorder.tape.ops)
+        self._place(stretch, self.recorder.tape.ops[stretch.start : stretch.stop])
+        stretch.known = stretch.known and not in_transform()
+        if stretch.known:
+            stretch.outputs = self._values(out)
+            stretch.known = not _hides_tensors(stretch.outputs)
+            if stretch.trial is not None:
+                stretch.trial.after = [self.recorder.value_of(t) for t in stretch.trial.call.written]
+        self.stretches.append(stretch)
+        return out
+
+    def _place(self, stretch: Stretch, ops: list[Op]) -> None:
+        """The ops of a node come from where the node comes from; those of its own module calls know better."""
+        stretch.scope = _placed(stretch.node, ops, self.recorder.tape.root)
+
+    def _learn(self, stretch: Stretch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        stretch.args, stretch.kwargs = self._values(args), self._values(kwargs)
+        return not _hides_tensors((stretch.args, stretch.kwargs))
+
+    def _values(self, x: Any) -> Any:
+        return map_structure(self.recorder.value_of, x, torch.Tensor)
+
+    def _try(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
+        """Run the pure form, as far as there is one, and take what it did off the tape."""
+        call = pure_call(kind, target, args, kwargs)
+        if call is None:
+            return None
+        before = [self.recorder.value_of(t) for t in call.written]
+        tape = self.recorder.tape
+        mark, calls = len(tape.ops), len(tape.calls)
+        try:
+            out = _run(call.kind, call.target, call.args, call.kwargs)
+            args, kwargs = self._values(call.args), self._values(call.kwargs)
+            return Trial(call, args, kwargs, _own(tape.ops[mark:]), self._values(out), before, [])
+        except Exception:  # not callable like this, so not the pure form
+            return None
+        finally:
+            tape.ops[mark:] = [op for op in tape.ops[mark:] if op.kind == "get_attr"]
+            del tape.calls[calls:]
+
+
+class _Body(torch.fx.Interpreter):
+    """Runs a graph inside of the graph."""
+
+    def __init__(self, gm: torch.fx.GraphModule, recorder: Recorder) -> None:
+        super().__init__(gm)
+        self.recorder = recorder
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        start = len(self.recorder.tape.ops)
+        out = super().run_node(n)
+        _placed(n, self.recorder.tape.ops[start:], self.recorder.state.current_scope)
+        return out
+
+
+def _placed(node: torch.fx.Node, ops: list[Op], root: Scope) -> Scope:
+    """Say of ops that they come from where `node` does, below `root`."""
+    scope = scope_of_node(node, root)
+    for op in ops:
+        if op.scope is root:
+            op.scope = scope
+        op.frames = node.stack_trace or op.frames
+    return scope
+
+
+def _run(kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kind == "call_method":
+        return getattr(args[0], target)(*args[1:], **kwargs)
+    return target(*args, **kwargs)
+
+
+def _own(ops: list[Op]) -> list[Op]:
+    return [op for op in ops if op.kind != "get_attr"]
+
+
+def _plain(x: Any) -> Any:
+    """torch.fx's immutable containers as Python's."""
+    if isinstance(x, list):
+        return [_plain(item) for item in x]
+    if isinstance(x, dict):
+        return {key: _plain(item) for key, item in x.items()}
+    return tuple(_plain(item) for item in x) if type(x) is tuple else x
+
+
+def _hides_tensors(x: Any) -> bool:
+    """Whether tensors, or objects that are no values, are where a tape op cannot have them."""
+    if isinstance(x, (list, tuple)):
+        return any(map(_hides_tensors, x))
+    if isinstance(x, dict):
+        return any(map(_hides_tensors, x.values()))
+    if isinstance(x, slice):
+        return bool(leaves([x.start, x.stop, x.step], (Value, torch.Tensor)))
+    atoms = (int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
+    return not (x is None or x is Ellipsis or isinstance(x, (Value, *atoms)))

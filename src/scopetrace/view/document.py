@@ -1,0 +1,125 @@
+"""A trace as plain data, for JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace.containers.structure import container_type, open_container
+from scopetrace.ir import meta
+from scopetrace.ir.scopes import Scope
+from scopetrace.program.calls import ModuleCall
+from scopetrace.program.graph import Program
+from scopetrace.view.select import level, select_calls
+from scopetrace.view.values import named, target_text, value_text
+
+
+def document(
+    graph: torch.fx.Graph, calls: list[ModuleCall], *, depth: int | None = None, scope: str | None = None
+) -> dict[str, Any]:
+    """The inputs, attributes, ops and calls of a trace.
+
+    `scope` is a pattern of scope paths: ops and calls elsewhere are left out. `depth` leaves out deeper calls. The
+    ops in bodies of higher-order ops follow those of the graph, and have the name of their graph: node names are those
+    of one graph.
+    """
+    root = calls[0].scope
+    chosen = {s.path for s in root.walk() if level(s, scope) is not None}
+    graphs = [("", graph), *_bodies(calls[0].program)]
+    ops = [
+        _op(n, root) | ({"graph": name} if name else {})
+        for name, inner in graphs
+        for n in inner.nodes
+        if n.op.startswith("call_") and (meta.scope_path(n) or root.path) in chosen
+    ]
+    return {
+        "model": root.path,
+        "inputs": [{"name": n.name, **_type(n)} for n in graph.nodes if n.op == "placeholder"],
+        "attributes": [{"name": n.name, "target": n.target, **_type(n)} for n in graph.nodes if n.op == "get_attr"],
+        "ops": ops,
+        "calls": [_call(call) for call in select_calls(calls, depth, scope)],
+        "outputs": plain_data(calls[0].outputs),
+        "specializations": [dataclasses.asdict(s) for s in calls[0]._table.program.tape.specializations],
+    }
+
+
+def json_text(data: dict[str, Any]) -> str:
+    """The document as JSON, one op or call on a line."""
+    return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in data.items()) + "\n}"
+
+
+def _lines(value: Any) -> str:
+    if not isinstance(value, list) or not value:
+        return json.dumps(value, allow_nan=False)
+    return "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
+
+
+def _bodies(program: Program, outer: str = "") -> Iterator[tuple[str, torch.fx.Graph]]:
+    """The graphs of bodies with the paths of their GraphModules: `true_graph_0.body_graph_0`."""
+    for name, body in program.bodies.items():
+        yield outer + name, body.graph
+        yield from _bodies(body, f"{outer}{name}.")
+
+
+def _op(node: torch.fx.Node, root: Scope) -> dict[str, Any]:
+    return {
+        "name": node.name,
+        "target": target_text(node),
+        "scope": meta.scope_path(node) or root.path,
+        "call": meta.call_position(node) or 0,
+        **_type(node),
+        "inputs": [n.name for n in node.all_input_nodes],
+        "args": [plain_data(a) for a in node.args],
+        "kwargs": {name: plain_data(a) for name, a in node.kwargs.items()},
+    }
+
+
+def _call(call: ModuleCall) -> dict[str, Any]:
+    cls = call.module_type
+    return {
+        "fqn": call.fqn,
+        "class": f"{cls.__module__}.{cls.__qualname__}" if cls is not None else None,
+        "index": call.index,
+        "scope": call.scope.path,
+        "leaf": call.is_leaf,
+        "raised": None if call.raised is None else f"{type(call.raised).__name__}: {call.raised}",
+        "arguments": {name: plain_data(x) for name, x in call.arguments.items()},
+        "outputs": plain_data(call.outputs),
+    }
+
+
+def _type(node: torch.fx.Node) -> dict[str, Any]:
+    """Shape and dtype of a tensor; of ops with several results or none both are null, and each getitem has its own."""
+    value = meta.value(node)
+    if not isinstance(value, torch.Tensor):
+        return {"shape": None, "dtype": None}
+    shape = [size if isinstance(size, int) else str(size) for size in value.shape]
+    return {"shape": shape, "dtype": str(value.dtype).removeprefix("torch.")}
+
+
+def plain_data(x: Any) -> Any:
+    """A structure as JSON can hold it: nodes as `{"node": name}`, other objects by class and text."""
+    if isinstance(x, torch.fx.Node):
+        return {"node": x.name}
+    if x is None or isinstance(x, (bool, str)) or type(x) is int:
+        return x
+    if isinstance(x, float):
+        return x if math.isfinite(x) else repr(x)
+    children = open_container(x)
+    if children is None:
+        text = value_text(x, named)
+        return text if isinstance(x, (torch.dtype, complex)) else {"class": type(x).__name__, "text": text}
+    if isinstance(x, (list, tuple)):
+        return [plain_data(item) for _, item in children]
+    if type(x) is dict:
+        return {str(key): plain_data(item) for key, item in x.items()}
+    return {
+        "class": container_type(x).__name__,
+        "fields": {key.strip("[].'\""): plain_data(item) for key, item in children},
+    }

@@ -1,0 +1,50 @@
+"""Module calls as a table."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from scopetrace.program.calls import ModuleCall
+from scopetrace.view.values import typed, value_text
+
+_LIMIT = 8  # items of a container that a cell shows
+
+
+def calls_table(calls: list[ModuleCall]) -> str:
+    """One line for each call: its position, fqn, index and class, what went in and what came out."""
+    rows = [("call", "fqn", "index", "class", "arguments", "outputs"), *map(_row, calls)]
+    return columns(rows, widest=80)  # one call with many arguments must not push all outputs away
+
+
+def columns(rows: Sequence[Sequence[str]], widest: int | None = None) -> str:
+    """Rows of cells, aligned; what is wider than `widest` runs over."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = [min(width, widest or width) for width in widths]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def amount(count: float, unit: str) -> str:
+    """A quantity with three digits and a prefix: `amount(6.4e9, "B")` is `6.40 GB`."""
+    prefixes = ("", "k", "M", "G", "T", "P")
+    step = min(max(int(math.log10(count) // 3), 0), len(prefixes) - 1) if count >= 1 else 0
+    value = count / 1000**step
+    digits = max(0, 2 - max(int(math.log10(value)), 0)) if value > 0 else 0
+    return f"{value:.{digits if step else 0}f} {prefixes[step]}{unit}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds with three digits: `12.3 ms`."""
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def _row(call: ModuleCall) -> tuple[str, ...]:
+    cls = call.module_type.__name__ if call.module_type is not None else "function"
+    given = ", ".join(f"{name}={value_text(x, typed, _LIMIT)}" for name, x in call.arguments.items())
+    if call.raised is not None:
+        result = f"raised {type(call.raised).__name__}"
+    else:
+        result = value_text(call.outputs, typed, _LIMIT)
+    return str(call.position), "-" if call.fqn is None else call.fqn or '""', str(call.index), cls, given, result

@@ -1,0 +1,293 @@
+"""The program as text: an indented tree of module calls, user scopes and ops.
+
+    Net: 3 ops, 5 module calls, 6 parameters (162 elements)
+    Net(x=%x: f32[1, 8]) -> %linear_2: f32[1, 2]
+      Sequential[body](input=%x: f32[1, 8]) -> %linear_1: f32[1, 8]
+        Linear[0](input=%x: f32[1, 8]) -> %linear: f32[1, 8]
+          %linear: f32[1, 8] = aten.linear(%x, self.weight, self.bias)
+        Linear[1] ×1 as Linear[0] -> %linear_1: f32[1, 8]
+      Linear[head](input=%linear_1: f32[1, 8]) -> %linear_2: f32[1, 2]
+        %linear_2: f32[1, 2] = aten.linear(%linear_1, self.weight, self.bias)
+
+A parameter is written from the module whose call uses it (`self.weight`), or in full when it is not that module's own.
+Arguments that are `forward`'s defaults are left out. What is "as" another call does the same on its own weights. Of the
+calls that a `×` counts, `->` gives the last result when each works on the result of the one before, otherwise all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace.ir import meta
+from scopetrace.program.calls import ModuleCall
+from scopetrace.program.graph import Program
+from scopetrace.view.fold import CONSTANT, Folder, Run, module_prefix
+from scopetrace.view.select import matches, unmatched
+from scopetrace.view.tree import Op, Section, Tree
+from scopetrace.view.values import Namer, named, op_text, typed, value_text
+
+_INDENT = "  "
+_LIMIT = 8  # items of a container that a header shows
+
+
+@dataclasses.dataclass(frozen=True)
+class TextOptions:
+    """How to write a program."""
+
+    depth: int | None = None
+    """How many levels of calls below the first are shown with what is in them; None for all."""
+    scope: str | None = None
+    """A pattern of scope paths, with `*` for any text and `?` for any character; None for the whole program."""
+
+
+def render(calls: list[ModuleCall], options: TextOptions) -> str:
+    """The program as text."""
+    return "\n".join(_Writer(calls, options).lines())
+
+
+class _Writer:
+    def __init__(self, calls: list[ModuleCall], options: TextOptions) -> None:
+        self._options = options
+        self._tree = Tree(calls)
+        self._tape = calls[0]._table.program.tape
+        self._attributes = self._tape.attributes
+        self._folder = Folder(self._tree, self._attributes)
+
+    def lines(self) -> Iterator[str]:
+        """The lines of the text, in order."""
+        root, pattern = self._tree.root, self._options.scope
+        yield self._summary(root)
+        if pattern is None:
+            yield from self._section(root, "", 0, _label(root))
+            yield from self._specializations()
+            return
+        found = list(outermost(root, pattern))
+        if not found:
+            yield unmatched(root.call.scope, pattern)
+        shown: dict[int, str] = {}
+        for run in self._folder.runs(found):
+            yield from self._sections(run, "", 0, _path_label, shown)
+
+    def _summary(self, root: Section) -> str:
+        parameters = self._parameters()
+        counts = [
+            _count(root.op_count, "op"),
+            _count(len(self._tree.calls), "module call"),
+            _count(len(parameters), "parameter"),
+        ]
+        elements = f" ({sum(t.numel() for t in parameters):,} elements)" if parameters else ""
+        return f"{root.path}: {', '.join(counts)}{elements}"
+
+    def _specializations(self) -> Iterator[str]:
+        found = self._tape.specializations
+        if found:
+            yield f"specialized on {_count(len(found), 'value')} of the example inputs:"
+            yield from (f"{_INDENT}{s}" for s in found)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        """The parameters that the ops read, and those of leaf modules."""
+        inputs = itertools.chain.from_iterable(op.node.all_input_nodes for op, _ in self._tree.ops.values())
+        read = dict.fromkeys(str(node.target) for node in inputs if node.op == "get_attr")
+        found = [self._attributes[name] for name in read if name in self._attributes]
+        for call in self._tree.calls:
+            if call.is_leaf and call.module is not None:
+                found += call.module.parameters()
+        return list({id(t): t for t in found if isinstance(t, torch.nn.Parameter)}.values())
+
+    # ---------------------------------------------------------------- sections
+
+    def _section(self, section: Section, indent: str, depth: int, label: str) -> Iterator[str]:
+        if section.user_scope:
+            yield f'{indent}scope("{label}")'
+        elif section.program is not None:
+            yield indent + _body_header(section.program, label)
+        elif self._is_closed(section, depth):
+            inside = [] if section.call.is_leaf else [_count(section.op_count, "op")]
+            yield indent + self._header(section, label, *inside)
+            return
+        else:
+            yield indent + self._header(section, label)
+            depth += 1
+        name = functools.partial(_in_place, prefix=module_prefix(section))
+        shown: dict[int, str] = {}
+        for run in self._folder.runs(section.items):
+            if isinstance(run.members[0], Op):
+                yield indent + _INDENT + _op_line(run.members[0], name)
+                for body in run.members[0].bodies:
+                    yield from self._section(body, indent + 2 * _INDENT, depth, body.body)
+            else:
+                yield from self._sections(run, indent + _INDENT, depth, _label, shown)
+
+    def _is_closed(self, section: Section, depth: int) -> bool:
+        return section.call.is_leaf or (self._options.depth is not None and depth > self._options.depth)
+
+    def _sections(
+        self, run: Run, indent: str, depth: int, label: Callable[[Section], str], shown: dict[int, str]
+    ) -> Iterator[str]:
+        """The first section of a run, and one line for the others. `shown` has what its parent showed by signature."""
+        first = run.members[0]
+        names = [label(member) for member in run.members]
+        like = shown.setdefault(self._folder.signature(first), names[0])
+        if like == names[0] or first.user_scope or first.op_count <= 1 or self._is_closed(first, depth):
+            like = names[0]
+            yield from self._section(first, indent, depth, like)
+        else:
+            yield indent + self._header(first, names[0], f"as {like}")
+        if len(names) > 1:
+            yield f"{indent}{_joined(names[1:])} ×{len(names) - 1} as {like}{self._fold_values(run)}"
+
+    def _header(self, section: Section, label: str, *notes: str) -> str:
+        call = section.call
+        given = ", ".join(f"{key}={value_text(x, typed, _LIMIT)}" for key, x in _given(call))
+        result = "" if call.raised is not None else f" -> {value_text(call.outputs, typed, _LIMIT)}"
+        said = ", ".join([*_notes(call), *notes])
+        return f"{label}({given}){result}" + (f"  # {said}" if said else "")
+
+    def _fold_values(self, run: Run) -> str:
+        """Arguments that differ from member to member, and results: of a chain the last, otherwise all."""
+        calls = [member.call for member in run.members[1:]]
+        parts = [
+            f"{key}={_listed([value_text(call.arguments[key], named) for call in calls])}"
+            for key in self._folder.differing(run)
+        ]
+        given = f"({', '.join(parts)})" if parts else ""
+        results = [value_text(call.outputs, typed, _LIMIT) for call in (calls[-1:] if run.is_chain else calls)]
+        return f"{given} -> {_listed(results)}"
+
+
+# -------------------------------------------------------------------- choosing by path
+
+
+def outermost(section: Section, pattern: str) -> Iterator[Section]:
+    """The sections whose path matches, without those inside another one that does."""
+    if matches(section.path, pattern):
+        yield section
+        return
+    for item in section.items:
+        if isinstance(item, Section):
+            yield from outermost(item, pattern)
+
+
+# -------------------------------------------------------------------- parts of lines
+
+
+def _op_line(op: Op, name: Namer) -> str:
+    """`%linear: f32[1, 16] = aten.linear(%x, self.weight)`, or the op alone where it gives nothing."""
+    value = meta.value(op.node)
+    text = op_text(op.node, name)
+    if op.parts:
+        slots = range(len(value)) if isinstance(value, (list, tuple)) else sorted(op.parts)
+        results = [typed(op.parts[slot]) if slot in op.parts else "_" for slot in slots]
+        return f"{', '.join(results)}{',' if len(results) == 1 else ''} = {text}"
+    return text if value is None and not op.node.users else f"{typed(op.node)} = {text}"
+
+
+def _body_header(program: Program, label: str) -> str:
+    """`true_graph_0(%x: f32[4]) -> (%cos: f32[4],)`: all that a body takes and gives."""
+    given = ", ".join(typed(n) for n in program.graph.find_nodes(op="placeholder"))
+    return f"{label}({given}) -> {value_text(program.output.args[0], typed)}"
+
+
+def _in_place(node: torch.fx.Node, prefix: str | None) -> str:
+    """A node where it is used; what belongs to the module whose attributes begin with `prefix`, as `self.weight`."""
+    target = str(node.target)
+    if (
+        node.op != "get_attr"
+        or prefix is None
+        or meta.value(node) is None
+        or not target.startswith(prefix)
+        or target.startswith(CONSTANT)
+    ):
+        return named(node)
+    return f"self.{target.removeprefix(prefix)}"
+
+
+def _label(section: Section) -> str:
+    """`Linear[fc]`, with `#1` for a second call of the same module."""
+    return section.user_scope or section.call.scope.label + _index(section.call)
+
+
+def _path_label(section: Section) -> str:
+    return section.path if section.user_scope else section.path + _index(section.call)
+
+
+def _index(call: ModuleCall) -> str:
+    return f"#{call.index}" if call.index else ""
+
+
+def _joined(labels: list[str]) -> str:
+    """`BertLayer[layer.1 … layer.11]` for the labels of a run."""
+    first, last = labels[0], labels[-1]
+    if first == last:
+        return first
+    between = ", " if len(labels) == 2 else " … "
+    if first.endswith("]") and last.endswith("]"):
+        head, _, tail = first.rpartition("[")
+        other, _, end = last.rpartition("[")
+        if head == other:
+            return f"{head}[{tail[:-1]}{between}{end}"
+    head, found, _ = first.rpartition("#")
+    if found and last.startswith(f"{head}#"):
+        last = last.removeprefix(head)
+    return f"{first}{between}{last}"
+
+
+def _listed(texts: list[str]) -> str:
+    """Texts in a row, of many the first two and the last."""
+    if len(set(texts)) == 1:
+        return texts[0]
+    return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "…", texts[-1]])
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def _notes(call: ModuleCall) -> Iterator[str]:
+    if call.is_leaf:
+        yield "leaf"
+    if call.fqn is None:
+        yield "not a submodule of the model"
+    if call.raised is not None:
+        message = str(call.raised).splitlines()
+        yield f"raised {type(call.raised).__name__}" + (f": {message[0]}" if message else "")
+
+
+def _given(call: ModuleCall) -> Iterator[tuple[str, Any]]:
+    """The arguments that say something: not `forward`'s defaults, not an empty `*args` or `**kwargs`."""
+    forward = getattr(call.module_type, "forward", None)
+    defaults = _defaults(forward) if forward is not None else {}
+    for name, value in call.arguments.items():
+        if name not in defaults or not _same(value, defaults[name]):
+            yield name, value
+
+
+@functools.cache
+def _defaults(forward: Any) -> dict[str, Any]:
+    try:
+        parameters = inspect.signature(forward).parameters.values()
+    except (TypeError, ValueError):  # scripted and built-in callables have no signature
+        return {}
+    found: dict[str, Any] = {}
+    for p in parameters:
+        if p.kind is p.VAR_POSITIONAL:
+            found[p.name] = ()
+        elif p.kind is p.VAR_KEYWORD:
+            found[p.name] = {}
+        elif p.default is not p.empty:
+            found[p.name] = p.default
+    return found
+
+
+def _same(value: Any, default: Any) -> bool:
+    if value is default:
+        return True
+    return type(value) is type(default) and type(value) in (int, float, bool, str, tuple, dict) and value == default

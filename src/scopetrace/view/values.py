@@ -1,0 +1,129 @@
+"""Values, types and ops as text, in torch.fx's notation: `%add: f32[2, 3]`, `aten.add.Tensor(%x, 1)`."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace._compat.symbols import Symbolic, number_text
+from scopetrace.containers.structure import container_type, open_container
+from scopetrace.ir import meta
+
+Namer = Callable[[torch.fx.Node], str]
+"""How a node is written where it is used."""
+
+_PLAIN = (int, float, bool, complex, str, bytes, type(None))
+_LONGEST = 60
+
+
+def type_text(value: Any) -> str:
+    """`f32[2, 3]` for a tensor, `Sym(2*batch)` for a symbolic number, `(f32[2], f32[3])` for several."""
+    if isinstance(value, torch.Tensor):
+        return f"{dtype_text(value.dtype)}[{', '.join(map(_size_text, value.shape))}]"
+    if isinstance(value, Symbolic):
+        return f"Sym({number_text(value)})"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(type_text, value))})"
+    return "" if value is None else type(value).__name__
+
+
+def _size_text(size: Any) -> str:
+    return number_text(size) if isinstance(size, Symbolic) else str(size)
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """torch's short name of a dtype: `f32`, `i64`, `b8`."""
+    return str(getattr(dtype, "abbr", dtype))
+
+
+def named(node: torch.fx.Node) -> str:
+    """`%name`; a parameter, buffer or constant by its name in the model."""
+    return str(node.target) if node.op == "get_attr" else f"%{node.name}"
+
+
+def typed(node: torch.fx.Node) -> str:
+    """`%name: f32[2, 3]`."""
+    text = type_text(meta.value(node))
+    return f"{named(node)}: {text}" if text else named(node)
+
+
+def value_text(x: Any, name: Namer, limit: int | None = None) -> str:
+    """A Python value, the nodes in it written by `name`; of containers longer than `limit` the first ones."""
+    if isinstance(x, torch.fx.Node):
+        return name(x)
+    if isinstance(x, _PLAIN):
+        return repr(f"{x[:_LONGEST]}…" if isinstance(x, str) and len(x) > _LONGEST else x)
+    if isinstance(x, torch.device):
+        return repr(str(x))
+    if type(x) is slice:
+        return f"slice({', '.join(value_text(part, name, limit) for part in (x.start, x.stop, x.step))})"
+    children = open_container(x)
+    if children is None:
+        return _object_text(x)
+    return _container_text(x, children, name, limit)
+
+
+def _container_text(x: Any, children: list[tuple[str, Any]], name: Namer, limit: int | None) -> str:
+    items = [(key, value_text(item, name, limit)) for key, item in children[:limit]]
+    more = [f"… {len(children) - len(items)} more"] if len(items) < len(children) else []
+    if isinstance(x, list):
+        return f"[{', '.join([*(text for _, text in items), *more])}]"
+    if type(x) is tuple:
+        inside = ", ".join([*(text for _, text in items), *more])
+        return f"({inside},)" if len(children) == 1 else f"({inside})"
+    if type(x) is dict:
+        return f"{{{', '.join([*(f'{key[1:-1]}: {text}' for key, text in items), *more])}}}"
+    # Fields of a ModelOutput or dataclass that are None are those that this model does not fill.
+    fields = [_field_text(key, text) for key, text in items if text != "None"]
+    return f"{container_type(x).__name__}({', '.join([*fields, *more])})"
+
+
+def _field_text(key: str, text: str) -> str:
+    """`logits=%x` for the path `.logits` or `['logits']`; the value alone for a position."""
+    word = key.strip("[].'\"")
+    return f"{word}={text}" if word.isidentifier() else text
+
+
+def _object_text(x: Any) -> str:
+    """An object of a type that has no written form here: its repr where that is short and the same at each run."""
+    if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
+        return str(x)
+    if isinstance(x, Symbolic):
+        return number_text(x)
+    if isinstance(x, type) or hasattr(x, "__qualname__"):
+        return str(x.__qualname__)
+    if not isinstance(x, torch.nn.Module):
+        try:
+            text = repr(x)
+        except Exception:  # any class may break its own repr
+            text = ""
+        if text and len(text) <= _LONGEST and "\n" not in text and " at 0x" not in text:
+            return text
+    return f"<{type(x).__name__}>"
+
+
+def target_text(node: torch.fx.Node) -> str:
+    """`aten.add.Tensor`, `aten.linear` (the default overload), `operator.mul`, or a module's name."""
+    target = node.target
+    if isinstance(target, str):
+        return target
+    if hasattr(target, "overloadpacket"):
+        return str(target).removesuffix(".default")
+    module = (getattr(target, "__module__", "") or "").removeprefix("_")
+    word = getattr(target, "__name__", str(target))
+    return f"{module}.{word}" if module and module != "torch.ops" else word
+
+
+def op_text(node: torch.fx.Node, name: Namer) -> str:
+    """What the op computes, without its results: `aten.linear(%x, self.weight)`."""
+    if node.target is operator.getitem and len(node.args) == 2:
+        return f"{value_text(node.args[0], name)}[{value_text(node.args[1], name)}]"
+    if node.target is getattr and len(node.args) == 2:
+        return f"{value_text(node.args[0], name)}.{node.args[1]}"
+    positional = [value_text(a, name) for a in node.args]
+    keywords = [f"{key}={value_text(a, name)}" for key, a in node.kwargs.items()]
+    return f"{target_text(node)}({', '.join([*positional, *keywords])})"
