@@ -142,10 +142,10 @@ def test_arguments_that_do_not_fit(options, message):
 class Shaped(nn.Module):
     def __init__(self):
         super().__init__()
-        self.wide, self.narrow, self.bare = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4, bias=False)
+        self.wide, self.narrow, self.to_expr = nn.Linear(4, 8), nn.Linear(8, 4), nn.Linear(4, 4, bias=False)
 
     def forward(self, x):
-        return self.bare(self.narrow(self.wide(x)))
+        return self.to_expr(self.narrow(self.wide(x)))
 
 
 def test_bodies_of_other_sizes_that_translate_to_the_same_are_one_function():

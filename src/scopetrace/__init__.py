@@ -11,7 +11,7 @@ from scopetrace.api.functional import Functionalized as Functionalized
 from scopetrace.api.functional import functional_backend as functional_backend
 from scopetrace.api.functional import functionalize as functionalize
 from scopetrace.api.outlined import Function as Function
-from scopetrace.api.outlined import Outlined as Outlined
+from scopetrace.api.outlined import OutlinedProgram as OutlinedProgram
 from scopetrace.api.saved import load as load
 from scopetrace.api.trace import Trace as Trace
 from scopetrace.api.trace import trace as trace
@@ -54,3 +54,5 @@ from scopetrace.program.calls import ModuleCall as ModuleCall
 from scopetrace.record.specialize import Specialization as Specialization
 
 __version__ = "0.1.0"
+
+Outlined = OutlinedProgram

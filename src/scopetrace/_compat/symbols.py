@@ -177,10 +177,10 @@ def expression_text(expr: Any, names: dict[Any, str]) -> str:
     return str(expr.xreplace(known)) if known else str(expr)
 
 
-def bare(numbers: Any) -> Any:
+def to_expr(numbers: Any) -> Any:
     """A size, or a tuple of sizes, with expressions for symbolic ones: they compare and hash without a guard."""
     if isinstance(numbers, (tuple, list)):
-        return tuple([n if type(n) is int else bare(n) for n in numbers])
+        return tuple([n if type(n) is int else to_expr(n) for n in numbers])
     return numbers.node.expr if isinstance(numbers, Symbolic) else numbers
 
 
@@ -188,13 +188,13 @@ def surely_equal(a: Any, b: Any) -> bool:
     """Whether two sizes are equal whatever the values of their symbols; asks nothing of the shape environment."""
     if type(a) is int and type(b) is int:
         return a == b
-    x, y = bare(a), bare(b)
+    x, y = to_expr(a), to_expr(b)
     return bool(x == y) or difference(x, y) == 0
 
 
 def difference(a: Any, b: Any) -> int | None:
     """`a - b` where it is the same number for all sizes, else None."""
-    return _difference(bare(a), bare(b))
+    return _difference(to_expr(a), to_expr(b))
 
 
 @functools.lru_cache(4096)  # of immutable expressions
@@ -205,7 +205,7 @@ def _difference(a: Any, b: Any) -> int | None:
 
 def without_floor(stride: Any, sizes: Sequence[Any]) -> Any:
     """The expression of a stride, without the `Max(1, size)` by which torch keeps strides of empty tensors above 0."""
-    expr = bare(stride)
+    expr = to_expr(stride)
     if not expr.has(Max):
         return expr
     return expr.xreplace({Max(1, n): n for n in sizes if not isinstance(n, int)})
@@ -231,7 +231,7 @@ def whole_quotient(a: Any, b: Any) -> Any:
     """`a / b` as a size, for sizes of which `b` divides `a` at each call; None where that is no simple expression."""
     if type(a) is int and type(b) is int:
         return a // b if b and a % b == 0 else None
-    over, under = _ratio(bare(a), bare(b))
+    over, under = _ratio(to_expr(a), to_expr(b))
     if not under.is_Integer or under == 0:
         return None
     found = FloorDiv(over, under)

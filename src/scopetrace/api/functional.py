@@ -76,10 +76,10 @@ class Functionalized:
         return self._trace.run(graph, *args, **kwargs)
 
     @property
-    def anchored(self) -> bool:
+    def uses_absolute_offset(self) -> bool:
         """Whether the program counts from the start of an input's memory, as `as_strided` with an offset does."""
         tape = self._trace.tape
-        return any(v.storage in tape.anchored for v in tape.inputs)
+        return any(v.storage in tape.uses_absolute_offset for v in tape.inputs)
 
     def tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         """The inputs of the graph among the arguments of the original."""
@@ -159,7 +159,7 @@ class _Compiled:
         found = self._programs.get(_kind_of(args, self._anchored))
         if found is None:
             found = self._compile(args)
-            self._anchored = self._anchored or found[0].anchored
+            self._anchored = self._anchored or found[0].uses_absolute_offset
             self._programs[_kind_of(args, self._anchored)] = found
         program, run = found
         return program.run(run, *args)
@@ -169,7 +169,7 @@ class _Compiled:
         return program, self._compiler(program.graph_module, program.tensors(args))
 
 
-def _kind_of(args: tuple[Any, ...], anchored: bool) -> Any:
+def _kind_of(args: tuple[Any, ...], uses_absolute_offset: bool) -> Any:
     """Equal for inputs for which the same program is right.
 
     Where a tensor begins in its memory counts beside another one in that memory, and where a program is `anchored`.
@@ -177,7 +177,7 @@ def _kind_of(args: tuple[Any, ...], anchored: bool) -> Any:
     strided = [a for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided]
     count = collections.Counter(a.untyped_storage()._cdata for a in strided)
     memory: dict[int, int] = {}
-    return (torch.is_grad_enabled(), *(_kind(a, memory, count if not anchored else None) for a in args))
+    return (torch.is_grad_enabled(), *(_kind(a, memory, count if not uses_absolute_offset else None) for a in args))
 
 
 def _kind(a: Any, memory: dict[int, int], count: collections.Counter[int] | None) -> Any:

@@ -20,7 +20,7 @@ from scopetrace.ir.tape import Call
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import FunctionInput, FunctionOutput, Numbers, OutlinedBody, outline
 from scopetrace.program.calls import ModuleCall
-from scopetrace.program.graph import Program
+from scopetrace.program.graph import FxLowering
 
 if TYPE_CHECKING:
     from scopetrace.api.trace import Trace
@@ -32,7 +32,7 @@ REPEATED = "repeated"
 class Function:
     """One function of an outlined program: equal module calls have one."""
 
-    def __init__(self, body: OutlinedBody, program: Program, calls: list[ModuleCall]) -> None:
+    def __init__(self, body: OutlinedBody, program: FxLowering, calls: list[ModuleCall]) -> None:
         self._body = body
         self._program = program
         self.calls = calls
@@ -82,7 +82,7 @@ class Function:
         return self._program.graph
 
     @property
-    def program(self) -> Program:
+    def program(self) -> FxLowering:
         """The body's graph, and the node of each of its values."""
         return self._program
 
@@ -95,7 +95,7 @@ class Function:
         return f"<Function {self}: {len(self.calls)} calls>"
 
 
-class Outlined:
+class OutlinedProgram:
     """The program of a trace with chosen module calls as functions. It runs and prints."""
 
     def __init__(self, source: Trace, traced: Trace, bodies: Sequence[OutlinedBody], chosen: Sequence[Call]) -> None:
@@ -106,7 +106,7 @@ class Outlined:
         """The calls of the source that became calls of functions."""
 
     @classmethod
-    def of(cls, source: Trace, targets: Iterable[Target]) -> Outlined:
+    def of(cls, source: Trace, targets: Iterable[Target]) -> OutlinedProgram:
         """See `Trace.outline`."""
         tape = source.tape
         if any(op.writes for op in tape.ops):

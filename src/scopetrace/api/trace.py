@@ -15,7 +15,7 @@ import torch.fx
 
 from scopetrace._compat import pickling
 from scopetrace._compat.graph_module import TracedGraphModule
-from scopetrace.api.outlined import Outlined, Target
+from scopetrace.api.outlined import OutlinedProgram, Target
 from scopetrace.containers.objects import only_result
 from scopetrace.errors import ScopetraceError
 from scopetrace.functionalize.functionalizer import functionalize
@@ -30,8 +30,8 @@ from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
 from scopetrace.program.calls import CallTable, ModuleCall
 from scopetrace.program.check import Decisions, compare_with_model
-from scopetrace.program.graph import Program, given
-from scopetrace.program.inputs import Boundary, held_now, without_autocast
+from scopetrace.program.graph import FxLowering, given
+from scopetrace.program.inputs import CallBoundary, held_now, without_autocast
 from scopetrace.program.lint import lint
 from scopetrace.program.returned import as_the_graph_returns
 from scopetrace.record import record
@@ -66,11 +66,11 @@ class Trace:
         return self._model
 
     @functools.cached_property
-    def _program(self) -> Program:
-        return Program(self._tape)
+    def _program(self) -> FxLowering:
+        return FxLowering(self._tape)
 
     @property
-    def program(self) -> Program:
+    def program(self) -> FxLowering:
         """The graph, and the node of each value of the tape."""
         return self._program
 
@@ -91,9 +91,9 @@ class Trace:
         return self._program.graph_module()
 
     @functools.cached_property
-    def boundary(self) -> Boundary:
+    def boundary(self) -> CallBoundary:
         """What comes before the graph and after it in a call: the check of the arguments, and the write-back."""
-        return Boundary(self._tape, self.graph_module, self.root_function)
+        return CallBoundary(self._tape, self.graph_module, self.root_function)
 
     @property
     def root_function(self) -> Callable[..., Any] | None:
@@ -157,7 +157,7 @@ class Trace:
             values = tuple(as_the_graph_returns(self._tape, promised, tensors, values))
         return self.boundary.leave(tensors, values)
 
-    def outline(self, *targets: Target) -> Outlined:
+    def outline(self, *targets: Target) -> OutlinedProgram:
         """The same program with chosen module calls as calls of shared functions.
 
         Args:
@@ -167,7 +167,7 @@ class Trace:
         Raises:
             OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
         """
-        return Outlined.of(self, targets)
+        return OutlinedProgram.of(self, targets)
 
     def to_onnx(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from scopetrace._compat.symbols import bare
+from scopetrace._compat.symbols import to_expr
 from scopetrace.functionalize.geometry import Emit
 from scopetrace.functionalize.layout import in_order_of
 from scopetrace.functionalize.refusal import refusal
@@ -31,13 +31,13 @@ class Results:
 
 def as_laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:
     """`new` with the strides of `old`. Raises FunctionalizationError where its memory has gaps or repeats."""
-    if old.layout is not torch.strided or bare(new.fake.stride()) == bare(old.stride()):
+    if old.layout is not torch.strided or to_expr(new.fake.stride()) == to_expr(old.stride()):
         return new
     turned = in_order_of(emit, new, old)
-    if bare(turned.fake.stride()) != bare(old.stride()):
+    if to_expr(turned.fake.stride()) != to_expr(old.stride()):
         turned = emit(_aten.clone.default, turned)
     sizes = zip(turned.fake.size(), turned.fake.stride(), old.stride(), strict=True)
-    if any(bare(n) != 1 and bare(a) != bare(b) for n, a, b in sizes):
+    if any(to_expr(n) != 1 and to_expr(a) != to_expr(b) for n, a, b in sizes):
         raise refusal("a tensor that goes into or out of a body has gaps in its memory", turned.op)
     return turned
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import Symbolic, bare, has_unbacked
+from scopetrace._compat.symbols import Symbolic, has_unbacked, to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalize.refusal import refusal
 from scopetrace.functionalize.region import Region, became, last_of
@@ -16,11 +16,11 @@ from scopetrace.ir.write_back import (
     ChangeShape,
     CopyInto,
     FromGraph,
-    Given,
-    Held,
+    GraphInput,
     SameAs,
     SetTo,
     Source,
+    StateRef,
     StridedStep,
     Update,
     ViewOf,
@@ -48,15 +48,15 @@ class _Builder:
         self._storages: dict[
             int, list[int]
         ] = {}  # new storage of results -> the old ones: each but the first gets a copy
-        self.outside: dict[Value, Given | Held] = {}
+        self.outside: dict[Value, GraphInput | StateRef] = {}
         for before, after in zip(old.attribute_writes, new.attribute_writes, strict=True):
             self._storages.setdefault(after.value.storage, [before.value.storage])
         for op in old.ops:
             if op.kind == "placeholder" and isinstance(op.outputs, Value):
-                self.outside[op.outputs] = Given(len(self.outside), op.target)
+                self.outside[op.outputs] = GraphInput(len(self.outside), op.target)
         for op in old.ops:
             if op.kind == "get_attr":
-                self.outside[op.outputs] = Held(op.target)
+                self.outside[op.outputs] = StateRef(op.target)
 
         self._objects = {id(self._last(v).fake): target for v, target in reversed(self.outside.items())}
         self._alone = self._count_objects()
@@ -81,7 +81,7 @@ class _Builder:
                 found.append(CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, last))), grad))
         return found
 
-    def _change(self, target: Given | Held, op: Op, after: Value) -> ChangeShape | SetTo:
+    def _change(self, target: GraphInput | StateRef, op: Op, after: Value) -> ChangeShape | SetTo:
         if op.target is _aten.set_.source_Tensor:
             return SetTo(target, self._source(op.args[1]))
         if op.target._schema.name.startswith("aten::resize"):
@@ -152,7 +152,7 @@ class _Builder:
         if self._alone.get(leaf.storage, 1) == 1 or leaf.fake.layout is not torch.strided:
             return None
         sharing = [v for v in self._outputs if isinstance(v, Value) and v.storage == leaf.storage]
-        if all(bare(self.read(v).fake.stride()) == bare(v.fake.stride()) for v in sharing):
+        if all(to_expr(self.read(v).fake.stride()) == to_expr(v.fake.stride()) for v in sharing):
             return None
         owner = next(v for op in self.old.ops for v in op.values() if v.storage == leaf.storage)
         return owner if all(v.fake.dtype == owner.fake.dtype for v in sharing) else None
@@ -160,7 +160,7 @@ class _Builder:
     def _plain(self, old: Value, present: Value) -> FromGraph:
         new = self.read(old) if present is old else present
         stride = tuple(old.fake.stride()) if old.fake.layout is torch.strided else None
-        moved = stride is not None and bare(new.fake.stride()) != bare(stride) and bare(new.fake.numel()) != 0
+        moved = stride is not None and to_expr(new.fake.stride()) != to_expr(stride) and to_expr(new.fake.numel()) != 0
         owners = self._storages.setdefault(new.storage, [])
         if not owners and new.storage != old.storage and self._is_inputs(new.storage):
             owners.append(new.storage)
@@ -172,7 +172,7 @@ class _Builder:
         """`x` with numbers that depend on data as given by the graph, which alone knows them."""
 
         def given(number: Any) -> Any:
-            return self._give(number) if has_unbacked(bare(number)) else number
+            return self._give(number) if has_unbacked(to_expr(number)) else number
 
         return map_structure(given, x, Symbolic)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.dispatch import auto_functionalized
-from scopetrace._compat.symbols import bare, surely_equal
+from scopetrace._compat.symbols import surely_equal, to_expr
 from scopetrace.containers.structure import leaves
 from scopetrace.functionalize.geometry import Geometry, relate
 from scopetrace.functionalize.layout import draws_differ
@@ -25,7 +25,13 @@ from scopetrace.functionalize.refusal import refusal
 from scopetrace.functionalize.region import Link, Region, geometry_of
 from scopetrace.functionalize.rewriter import Rewriter, writes
 from scopetrace.ir.tape import Op, Tape, Value
-from scopetrace.ops.functional_variants import Twin, call_twin, functional_twin, hidden_writes, is_metadata_only
+from scopetrace.ops.functional_variants import (
+    FunctionalVariant,
+    call_variant,
+    functional_variant,
+    is_metadata_only,
+    undeclared_variant,
+)
 
 _aten = torch.ops.aten
 
@@ -55,7 +61,7 @@ class Functionalizer(Rewriter):
         refuse_overlap(op)
         if draws_differ(func, op.args, op.kwargs):
             raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
-        twin = hidden_writes(func, op.args, op.kwargs) or functional_twin(func)
+        twin = undeclared_variant(func, op.args, op.kwargs) or functional_variant(func)
         if func is _aten.fill_diagonal_.default:
             self._fill_diagonal(op)
             return
@@ -68,7 +74,7 @@ class Functionalizer(Rewriter):
         args, kwargs = self._present(op.args, op), self._present(op.kwargs, op)
         if any(v.fake.requires_grad for v in op.inputs()) and not op.target._schema.is_mutable:
             args, kwargs = self._apart(op, args), self._apart(op, kwargs)
-        args, kwargs = call_twin(twin, func, args, kwargs)
+        args, kwargs = call_variant(twin, func, args, kwargs)
         out = self.emitter.run(self._moved(op), twin.op, tuple(args), kwargs)
         self._store(op, twin, out)
 
@@ -81,7 +87,7 @@ class Functionalizer(Rewriter):
             return type(x)([self._apart(op, item) for item in x])
         return x
 
-    def _store(self, op: Op, twin: Twin, out: Any) -> None:
+    def _store(self, op: Op, twin: FunctionalVariant, out: Any) -> None:
         """Write the twin's results where they belong, and bind what the op returned."""
         written = written_values(op)
         for name, index in twin.new_values:
@@ -178,7 +184,7 @@ class Functionalizer(Rewriter):
         if new.fake.dtype != target.fake.dtype or new.fake.device != target.fake.device:
             to = {"dtype": target.fake.dtype, "device": target.fake.device}
             new = self.emitter.run(origin, _aten._to_copy.default, (new,), to)
-        if bare(new.fake.size()) != bare(size):
+        if to_expr(new.fake.size()) != to_expr(size):
             new = self.emitter.run(origin, _aten.expand.default, (new, size), {})
         self._assign(op, target, new)
         self._rename(op, target, op.outputs)
@@ -216,7 +222,7 @@ class Functionalizer(Rewriter):
 
     def _change_shape(self, op: Op) -> None:
         """`transpose_` and its kind: the tensor becomes a view of what it was."""
-        twin = functional_twin(op.target)
+        twin = functional_variant(op.target)
         (before,) = op.writes[:1]
         if twin is None:
             raise refusal(f"{op.target} has no pure form", op)
@@ -237,7 +243,7 @@ class Functionalizer(Rewriter):
         after: Value = op.outputs
         left, region = self.regions[before.storage], self.regions.get(after.storage)
         loses_gradient = self.grad and after.fake.requires_grad and not source.fake.requires_grad
-        if loses_gradient and (region is not None or bare(before.fake.size()) != bare(after.fake.size())):
+        if loses_gradient and (region is not None or to_expr(before.fake.size()) != to_expr(after.fake.size())):
             raise refusal("a tensor that requires grad gets memory that is written, or of another size", op)
         now = self.read(before, op)
         left.reshaped[left.same(before)] = (after, op)

@@ -13,7 +13,7 @@ import torch
 from scopetrace.functionalize.refusal import refusal
 from scopetrace.functionalize.region import geometry_of
 from scopetrace.ir.tape import Op, Value
-from scopetrace.ops.functional_variants import functional_twin, writes_in_secret, written_arguments
+from scopetrace.ops.functional_variants import functional_variant, undeclared_writes, written_arguments
 
 _aten = torch.ops.aten
 _VISITS_IN_ORDER = ("index_", "scatter", "masked_scatter", "put", "_index_put")
@@ -50,7 +50,7 @@ def refuse_overlap(op: Op) -> None:
 
 def _slots(op: Op) -> tuple[list[_Slot], list[_Slot]]:
     """The tensors that an op writes, and those that it only reads."""
-    names = {*written_arguments(op.target), *writes_in_secret(op.target, op.args, op.kwargs)}
+    names = {*written_arguments(op.target), *undeclared_writes(op.target, op.args, op.kwargs)}
     slots = []
     given = zip([a.name for a in op.target._schema.arguments], op.args, strict=False)
     for name, a in (*given, *op.kwargs.items()):
@@ -64,7 +64,7 @@ def _slots(op: Op) -> tuple[list[_Slot], list[_Slot]]:
 def _reads_first(op: Op, target: _Slot, other: _Slot, writes: int) -> bool:
     """Whether the op reads each element of `other` before, or when, it writes the same element of `target`."""
     name = op.target._schema.name.split("::")[1]
-    if name.startswith(_VISITS_IN_ORDER) or functional_twin(op.target) is None or _is_factor(name, other.name):
+    if name.startswith(_VISITS_IN_ORDER) or functional_variant(op.target) is None or _is_factor(name, other.name):
         return False
     if writes > 1 and target.place != other.place:  # one after the other, as _foreach does, or no one knows how
         return target.place is not None and other.place is not None and other.place < target.place

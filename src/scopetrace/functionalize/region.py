@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import bare, example
+from scopetrace._compat.symbols import example, to_expr
 from scopetrace.functionalize.emitter import Emitter
 from scopetrace.functionalize.geometry import Geometry, Positions, Relation, index_in, relate
 from scopetrace.functionalize.overwrite import OVERWRITE
@@ -345,7 +345,7 @@ def geometry_of(value: Value) -> Geometry:
 
 
 def _geometry(fake: torch.Tensor) -> tuple[Any, ...]:
-    return bare(fake.size()), bare(fake.stride()), fake.dtype
+    return to_expr(fake.size()), to_expr(fake.stride()), fake.dtype
 
 
 Inverse = Callable[[Any, Any, Any, Link], Any]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.fake import DATA_DEPENDENT
-from scopetrace._compat.symbols import bare
+from scopetrace._compat.symbols import to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalize import epilogue
 from scopetrace.functionalize.bodies import Results, as_laid_out, lift_constants
@@ -390,5 +390,5 @@ def _holds(base: Value, view: Value) -> bool:
 def _alike(old: Value, new: Value) -> bool:
     a, b = old.fake, new.fake
     return old is new or (
-        a.dtype == b.dtype and bare(a.size()) == bare(b.size()) and bare(a.stride()) == bare(b.stride())
+        a.dtype == b.dtype and to_expr(a.size()) == to_expr(b.size()) and to_expr(a.stride()) == to_expr(b.stride())
     )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import bare
+from scopetrace._compat.symbols import to_expr
 from scopetrace.functionalize.geometry import Emit, Permute, Relation, Select, Slice
 
 _aten = torch.ops.aten
@@ -40,12 +40,12 @@ class Itself(Relation):
 
     def take(self, emit: Emit, base: Any) -> Any:
         """The view, taken out."""
-        same = bare(self.base.size()) == bare(self.view.size())
+        same = to_expr(self.base.size()) == to_expr(self.view.size())
         return base if same else emit(_aten.reshape.default, base, list(self.view.size()))
 
     def put(self, emit: Emit, base: Any, new: Any) -> Any:
         """The base, with the view put in."""
-        same = bare(self.base.size()) == bare(self.view.size())
+        same = to_expr(self.base.size()) == to_expr(self.view.size())
         return new if same else emit(_aten.reshape.default, new, list(self.base.size()))
 
 

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from scopetrace._compat.symbols import bare, difference, example, is_static, quotient, surely_equal, without_floor
+from scopetrace._compat.symbols import difference, example, is_static, quotient, surely_equal, to_expr, without_floor
 
 Sizes = Sequence[Any]
 """Numbers, symbolic ones too."""
@@ -62,7 +62,7 @@ def _holds(outer: Any, inner: Any, n: Any) -> bool:
     if steps is None:
         return False
     more = difference(steps, n)
-    return more >= 0 if type(more) is int else quotient(steps, bare(n)) is not None
+    return more >= 0 if type(more) is int else quotient(steps, to_expr(n)) is not None
 
 
 def dense_strides(sizes: Sizes, out: torch.Tensor) -> list[Any] | None:
@@ -125,8 +125,8 @@ class _Regrouped:
         self.found[self.new] = base
         self.old, self.new = self.old - 1, self.new - 1
         while not surely_equal(reach, wanted):
-            if self.old >= 0 and quotient(bare(wanted), bare(reach)) is not None:
-                gap = self.given[self.old], bare(base) * bare(reach)
+            if self.old >= 0 and quotient(to_expr(wanted), to_expr(reach)) is not None:
+                gap = self.given[self.old], to_expr(base) * to_expr(reach)
                 if not surely_equal(*gap):
                     return False if _differ(*gap) else None
                 reach, self.old = reach * self.size[self.old], self.old - 1
@@ -160,7 +160,7 @@ def _contiguous(t: torch.Tensor) -> bool:
 
 def _strides(t: torch.Tensor) -> list[Any]:
     """The strides as expressions. torch counts at least one element in each dimension."""
-    sizes = [bare(n) for n in t.size()]
+    sizes = [to_expr(n) for n in t.size()]
     return [without_floor(s, sizes) if isinstance(s, torch.SymInt) else s for s in t.stride()]
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.fake import FakeMaker, FakeTensor, storage_id
-from scopetrace._compat.symbols import bare, expanded, has_unbacked, surely_equal
+from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
 from scopetrace.infer.layouts import gapless_strides
 from scopetrace.ir.tape import Value
 
@@ -80,27 +80,27 @@ class Keys:
             return None
         size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
         if fake._has_symbolic_sizes_strides:
-            size, stride, offset = bare(size), bare(stride), bare(offset)
+            size, stride, offset = to_expr(size), to_expr(stride), to_expr(offset)
         nbytes = fake.untyped_storage().nbytes()  # symbolic, too, where a static view lies in such memory
         return self._number(size, stride, offset, (fake.dtype, fake.device, fake.requires_grad), nbytes)
 
     def of_recipe(self, recipe: Fresh | View, inputs: Sequence[torch.Tensor]) -> int | None:
         """The key of what a recipe makes, which `of` would give."""
         if isinstance(recipe, Fresh):
-            offset, dtype, nbytes = bare(recipe.offset), recipe.dtype, recipe.nbytes
+            offset, dtype, nbytes = to_expr(recipe.offset), recipe.dtype, recipe.nbytes
         else:
             base = inputs[recipe.base]
             if base.is_conj() or base.is_neg():
                 return None
-            offset, dtype = bare(base.storage_offset() + recipe.offset), base.dtype
+            offset, dtype = to_expr(base.storage_offset() + recipe.offset), base.dtype
             nbytes = base.untyped_storage().nbytes()
         rest = dtype, recipe.device, recipe.requires_grad
-        return self._number(bare(recipe.size), bare(recipe.stride), offset, rest, nbytes)
+        return self._number(to_expr(recipe.size), to_expr(recipe.stride), offset, rest, nbytes)
 
     def _number(self, size: Any, stride: Any, offset: Any, rest: Any, nbytes: Any) -> int | None:
         if any(has_unbacked(n) for n in (*size, *stride, offset)):
             return None
-        facts = (size, stride, offset, *rest, self._expanded(bare(nbytes)))
+        facts = (size, stride, offset, *rest, self._expanded(to_expr(nbytes)))
         return self._numbers.setdefault(facts, len(self._numbers))
 
     def _expanded(self, number: Any) -> Any:

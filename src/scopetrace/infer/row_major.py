@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import bare, example, is_static, surely_equal
+from scopetrace._compat.symbols import example, is_static, surely_equal, to_expr
 from scopetrace.infer.layouts import Sizes, gapless_strides, row_major
 from scopetrace.infer.results import Fresh, Same
 from scopetrace.infer.size_rules import broadcast, joined, reduced, windows
@@ -35,7 +35,7 @@ def known(func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Fresh | Sam
     rule = _RULES.get(func)
     if rule is None or not inputs or (kwargs and rule not in _WITH_OPTIONS):
         return None
-    if any(0 in bare(v.fake.size()) for v in inputs):
+    if any(0 in to_expr(v.fake.size()) for v in inputs):
         return None
     if func in _UNCHANGED:
         return Same(0) if rule(*args, **kwargs) else None
@@ -47,7 +47,7 @@ def known(func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Fresh | Sam
     if func in _LIKE_FIRST:
         return _placed_as(first, any(v.fake.requires_grad for v in inputs))
     if all(row_major(v.fake) for v in inputs):
-        stride = tuple(first.stride()) if bare(size) == bare(first.size()) else _stride(size)
+        stride = tuple(first.stride()) if to_expr(size) == to_expr(first.size()) else _stride(size)
     elif func is _aten.clone.default and _has_gaps(first):
         stride = _stride(size)
     elif rule in _EACH_ALONE and _same_layout(inputs):
@@ -84,7 +84,7 @@ def writes_plainly(func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> bo
 def _placed_as(t: torch.Tensor, grad: bool) -> Fresh | None:
     """A copy of the whole memory, in which it lies as `t` does; None where elements of `t` share memory."""
     size, stride = tuple(t.size()), tuple(t.stride())
-    if 0 in bare(stride):
+    if 0 in to_expr(stride):
         return None
     grad = grad and torch.is_grad_enabled()
     nbytes, offset = t.untyped_storage().nbytes(), t.storage_offset()
@@ -93,7 +93,7 @@ def _placed_as(t: torch.Tensor, grad: bool) -> Fresh | None:
 
 def _has_gaps(t: torch.Tensor) -> bool:
     """Whether it lies in rows with gaps in between, of which a copy has none."""
-    size, stride = bare(t.size()), t.stride()
+    size, stride = to_expr(t.size()), t.stride()
     if not is_static(stride) or 0 in stride or size[:1] == (1,) or not is_static(size[1:]):
         return False
     rows = [(n, s) for n, s in zip(size, stride, strict=True) if n != 1]
@@ -109,8 +109,8 @@ def _stride(size: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _same_layout(inputs: list[Value]) -> bool:
     first, *others = [v.fake for v in inputs]
-    size, stride = bare(first.size()), bare(first.stride())
-    same = all(bare(t.size()) == size and bare(t.stride()) == stride for t in others)
+    size, stride = to_expr(first.size()), to_expr(first.stride())
+    same = all(to_expr(t.size()) == size and to_expr(t.stride()) == stride for t in others)
     return same and 1 not in size and gapless_strides(first) is not None
 
 
@@ -132,7 +132,7 @@ def _gelu(x: Value, approximate: str = "none") -> Sizes | None:
 
 def _vectors(n: Any, *given: Value | None) -> bool:
     """Whether the tensors among these are vectors of `n` elements."""
-    return type(n) is int and all(bare(v.fake.size()) == (n,) for v in given if v is not None)
+    return type(n) is int and all(to_expr(v.fake.size()) == (n,) for v in given if v is not None)
 
 
 def _linear(x: Value, weight: Value, bias: Value | None = None) -> Sizes | None:
@@ -256,7 +256,7 @@ def _layer_norm(
 ) -> Sizes | None:
     size, last = x.fake.size(), tuple(shape)
     given = [v.fake.size() for v in (weight, bias) if v is not None]
-    same = is_static(last) and all(bare(n) == last for n in (size[len(size) - len(last) :], *given))
+    same = is_static(last) and all(to_expr(n) == last for n in (size[len(size) - len(last) :], *given))
     return size if same and last else None
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.fake import FakeMaker, FakeTensor, run_fake, storage_id, without_dispatch
-from scopetrace._compat.symbols import bare, example, surely_equal
+from scopetrace._compat.symbols import example, surely_equal, to_expr
 from scopetrace.infer.layouts import Sizes, dense_strides, gapless_strides, keeps_order, view_strides
 from scopetrace.infer.results import Fresh, Keys, Recipe, Same, View
 from scopetrace.infer.row_major import known, writes_plainly
@@ -98,7 +98,7 @@ def _predict_view(keys: Keys, rule: Callable[..., Any], args: Any, kwargs: Any, 
     if kwargs or len(inputs) != 1 or type(inputs[0].fake) is not FakeTensor:
         return None
     base = inputs[0].fake
-    found = rule(base, *args[1:]) if 0 not in bare(base.size()) else None
+    found = rule(base, *args[1:]) if 0 not in to_expr(base.size()) else None
     if found is None:
         return None
     several = isinstance(found, list)

@@ -208,7 +208,7 @@ class Tape:
     """What follows the graph (`passes.write_back`), in a tape without mutation."""
     written: frozenset[int] = frozenset()
     """The storages that the recorded program writes to, in a tape without mutation."""
-    anchored: set[int] = dataclasses.field(default_factory=set)
+    uses_absolute_offset: set[int] = dataclasses.field(default_factory=set)
     """The storages in which as_strided counts from the start, so that it matters where an input lies in them."""
     specializations: list[Any] = dataclasses.field(default_factory=list)
     """What the example inputs decided (`record.specialize`)."""

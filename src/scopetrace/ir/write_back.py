@@ -19,7 +19,7 @@ Number = Callable[[Any], Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class Given:
+class GraphInput:
     """An input tensor: the `index`-th placeholder."""
 
     index: int
@@ -30,7 +30,7 @@ class Given:
 
 
 @dataclasses.dataclass(frozen=True)
-class Held:
+class StateRef:
     """A parameter, buffer or constant, by its name in the graph module."""
 
     name: str
@@ -106,7 +106,7 @@ class StridedStep:
 class ViewOf:
     """A view made again: `steps` applied to `base`."""
 
-    base: Given | Held | FromGraph | SameAs
+    base: GraphInput | StateRef | FromGraph | SameAs
     steps: tuple[ViewStep | StridedStep, ...]
 
     def __str__(self) -> str:
@@ -123,14 +123,14 @@ class SameAs:
         return f"result[{self.index}]"
 
 
-Source = Given | Held | FromGraph | ViewOf | SameAs
+Source = GraphInput | StateRef | FromGraph | ViewOf | SameAs
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyInto:
     """Copy a graph value into a tensor that the model changed. `grad`: as an op that autograd sees."""
 
-    target: Given | Held
+    target: GraphInput | StateRef
     value: FromGraph
     grad: bool
 
@@ -142,7 +142,7 @@ class CopyInto:
 class ChangeShape:
     """An op such as `transpose_` that changes an input's sizes and strides, not its data."""
 
-    target: Given | Held
+    target: GraphInput | StateRef
     step: ViewStep
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ class ChangeShape:
 class SetTo:
     """`set_`: give an input the memory of another tensor."""
 
-    target: Given | Held
+    target: GraphInput | StateRef
     value: Source
 
     def __str__(self) -> str:
@@ -220,10 +220,10 @@ class _Machine:
         return self.values[x.index] if isinstance(x, FromGraph) else self._symbol(x)
 
     def get(self, source: Source) -> torch.Tensor:
-        if isinstance(source, Given):
+        if isinstance(source, GraphInput):
             found: torch.Tensor = self.inputs[source.index]
             return found
-        if isinstance(source, Held):
+        if isinstance(source, StateRef):
             held: torch.Tensor = self.held(source.name)
             return held
         if isinstance(source, SameAs):

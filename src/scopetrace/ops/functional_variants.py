@@ -18,16 +18,16 @@ import torch.fx
 from scopetrace.ir.tape import Value
 
 __all__ = [
-    "WRITTEN_IN_SECRET",
-    "Twin",
+    "UNDECLARED_WRITTEN",
+    "FunctionalVariant",
     "by_name",
-    "call_twin",
-    "functional_twin",
-    "hidden_writes",
+    "call_variant",
+    "functional_variant",
     "is_metadata_only",
     "is_out_argument",
     "tensor_of",
-    "writes_in_secret",
+    "undeclared_variant",
+    "undeclared_writes",
     "written_arguments",
 ]
 
@@ -89,7 +89,7 @@ _STATISTICS_RENAMED = {"momentum": "exponential_average_factor", "eps": "epsilon
 
 
 @dataclasses.dataclass(frozen=True)
-class Twin:
+class FunctionalVariant:
     """A pure op, and how its results are the returns and the new values of a mutable op."""
 
     op: Any
@@ -121,7 +121,7 @@ def is_metadata_only(func: Any) -> bool:
 
 
 @functools.cache
-def functional_twin(func: Any) -> Twin | None:
+def functional_variant(func: Any) -> FunctionalVariant | None:
     """The pure op that computes what `func` returns and writes. None: there is none.
 
     Args:
@@ -129,7 +129,7 @@ def functional_twin(func: Any) -> Twin | None:
     """
     if not any(_is_written(a) and "Tensor" in _type(a) for a in func._schema.arguments):
         return None
-    best: tuple[int, Twin] | None = None
+    best: tuple[int, FunctionalVariant] | None = None
     for op in _candidates(func):
         rank = _distance(func, op)
         twin = None if rank is None else _describe(func, op)
@@ -138,8 +138,8 @@ def functional_twin(func: Any) -> Twin | None:
     return None if best is None else best[1]
 
 
-def call_twin(
-    twin: Twin, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+def call_variant(
+    twin: FunctionalVariant, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments for `twin.op` that do what `func(*args, **kwargs)` does. Values pass through as they are.
 
@@ -163,21 +163,21 @@ def call_twin(
     return tuple(positional[:needed]), keywords
 
 
-def hidden_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Twin | None:
+def undeclared_variant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> FunctionalVariant | None:
     """The twin of an op whose schema hides that this call writes. None: it does not, or no one op is its twin.
 
     Ask this before `functional_twin`: the `out` overloads of such ops have both kinds of writes.
     """
-    if len(writes_in_secret(func, args, kwargs)) < 2:
+    if len(undeclared_writes(func, args, kwargs)) < 2:
         return None  # the twins take both statistics
     return _statistics_twin(func)
 
 
-WRITTEN_IN_SECRET = ("running_mean", "batches", "weight_arr", "variable")
+UNDECLARED_WRITTEN = ("running_mean", "batches", "weight_arr", "variable")
 """Arguments by which ops are known that write more than their schema says."""
 
 
-def writes_in_secret(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
+def undeclared_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Names of arguments that this call writes although the schema of `func` does not say so.
 
     On CPU the version counters of running statistics do not tell either, those of `instance_norm` apart.
@@ -199,7 +199,7 @@ def writes_in_secret(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
 
 
 @functools.cache
-def _statistics_twin(func: Any) -> Twin | None:
+def _statistics_twin(func: Any) -> FunctionalVariant | None:
     known = _STATISTICS_TWINS.get(func._schema.name)
     if known is None:
         return None
@@ -210,7 +210,7 @@ def _statistics_twin(func: Any) -> Twin | None:
     outs = [a.name for a in func._schema.arguments if _is_written(a)]
     new = [("running_mean", count), ("running_var", count + 1), *((out, i) for i, out in enumerate(outs))]
     returned = range(len(func._schema.returns))
-    return Twin(op, dropped, tuple(new), tuple(outs[i] if outs else i for i in returned))
+    return FunctionalVariant(op, dropped, tuple(new), tuple(outs[i] if outs else i for i in returned))
 
 
 def _candidates(func: Any) -> Iterator[Any]:
@@ -262,7 +262,7 @@ def _takes(arg: Any, other: Any) -> bool:
     return _type(arg).replace("Optional[", "").replace("]", "") == _type(other).replace("]", "")
 
 
-def _describe(func: Any, op: Any) -> Twin | None:
+def _describe(func: Any, op: Any) -> FunctionalVariant | None:
     """`op` as the twin of `func`. None if its results are not the values that `func` returns and writes."""
     schema = func._schema
     returns = [_returned_argument(func, r) for r in schema.returns]
@@ -278,7 +278,7 @@ def _describe(func: Any, op: Any) -> Twin | None:
         return None
     one = len(types) == 1
     taken = {source for _, source in _sources(func, op)}
-    return Twin(
+    return FunctionalVariant(
         op=op,
         dropped=tuple(a.name for a in schema.arguments if a.name not in taken),
         new_values=tuple((name, None if one else places[name]) for name in written_arguments(func)),
@@ -325,7 +325,7 @@ def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str,
     return given | kwargs
 
 
-def _as_out(func: Any, twin: Twin, given: dict[str, Any]) -> dict[str, Any]:
+def _as_out(func: Any, twin: FunctionalVariant, given: dict[str, Any]) -> dict[str, Any]:
     """What the twin must be told because it does not see `out`: what kind of tensor to make, in which dtype to sum."""
     out = tensor_of(given.get(twin.dropped[0]))
     if not isinstance(out, torch.Tensor):

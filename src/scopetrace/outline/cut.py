@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
 from scopetrace.ir.arguments import bind, forward_of
 from scopetrace.ir.tape import Call, Op, Tape, Value
@@ -284,10 +284,10 @@ class _Outliner:
             inputs.append(FunctionInput(name, kind))
             operands.append(value)
         stretch = Stretch("", old.scope, None, 0, inner.ops, inner.calls, [], None)
-        known = {bare(x) for x in operands if isinstance(x, Symbolic)}
+        known = {to_expr(x) for x in operands if isinstance(x, Symbolic)}
         for number in free_symbols(stretch, operands):
-            if bare(number) not in known:
-                known.add(bare(number))
+            if to_expr(number) not in known:
+                known.add(to_expr(number))
                 inputs.append(FunctionInput(str(number), "size"))
                 operands.append(number)
         return inputs, operands

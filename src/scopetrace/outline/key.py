@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import open_container
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.outline.given import Given
@@ -68,7 +68,7 @@ class Numbering:
         return t.dtype, t.device, t.layout, tuple(self.of(n) for n in t.size())
 
     def _text(self, number: Any) -> str:
-        expr = bare(number)
+        expr = to_expr(number)
         for symbol in sorted(expr.free_symbols, key=str):
             self._symbols.setdefault(symbol, f"n{len(self._symbols)}")
         return str(expr.xreplace({s: type(s)(name, **s.assumptions0) for s, name in self._symbols.items()}))

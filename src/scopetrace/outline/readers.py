@@ -6,7 +6,7 @@ import bisect
 import collections
 from typing import Any
 
-from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import Call, Op, Tape, Value
 
@@ -73,7 +73,7 @@ class Numbers:
 
     def lost(self, call: Call) -> list[Any]:
         """The symbols that are made in a call and used outside of it, though they are no size of its results."""
-        sizes = {bare(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if self._made else set()
+        sizes = {to_expr(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if self._made else set()
         return [
             s for s, i in self._made.items() if call.start <= i < call.stop and s not in sizes and self._out(s, call)
         ]
@@ -85,7 +85,7 @@ class Numbers:
 
 
 def _symbols(x: Any) -> set[Any]:
-    return {symbol for number in leaves(x, Symbolic) for symbol in bare(number).free_symbols}
+    return {symbol for number in leaves(x, Symbolic) for symbol in to_expr(number).free_symbols}
 
 
 def _read(op: Op) -> list[Value]:

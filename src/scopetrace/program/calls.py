@@ -17,7 +17,7 @@ from scopetrace.ir import meta
 from scopetrace.ir.arguments import bind, forward_of
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Tape, Value
-from scopetrace.program.graph import Program
+from scopetrace.program.graph import FxLowering
 
 
 class ModuleCall:
@@ -28,7 +28,7 @@ class ModuleCall:
         self._table = table
 
     @property
-    def program(self) -> Program:
+    def program(self) -> FxLowering:
         """The graph, or the body in it, where the call was made."""
         return self._table.program_of(self._call)
 
@@ -138,7 +138,7 @@ class ModuleCall:
 class CallTable:
     """All calls of a trace, and what they share."""
 
-    def __init__(self, tape: Tape, program: Callable[[], Program], forward: Callable[..., Any] | None) -> None:
+    def __init__(self, tape: Tape, program: Callable[[], FxLowering], forward: Callable[..., Any] | None) -> None:
         """`program` gives the graph of the tape, when a call is first asked for its nodes."""
         self._program = program
         self.forward = forward.forward if isinstance(forward, torch.nn.Module) else forward
@@ -157,31 +157,31 @@ class CallTable:
                 self.children[call.parent.position].append(call)
 
     @property
-    def program(self) -> Program:
+    def program(self) -> FxLowering:
         """The graph of the whole."""
         return self._program()
 
     @functools.cached_property
-    def _programs(self) -> dict[Call, Program]:
-        found: dict[Call, Program] = {}
+    def _programs(self) -> dict[Call, FxLowering]:
+        found: dict[Call, FxLowering] = {}
         for program in self.program.walk():
             for record in program.tape.calls:
                 found.setdefault(record, program)  # a body may stand in several others
         return found
 
-    def program_of(self, call: Call) -> Program:
+    def program_of(self, call: Call) -> FxLowering:
         """The graph, or the body in it, where a call was made; the whole for one in a body that nothing needs."""
         return self._programs.get(call, self.program)
 
     @functools.cached_property
-    def _by_call(self) -> dict[Program, list[tuple[int, torch.fx.Node]]]:
+    def _by_call(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
         return {program: _with_call(program) for program in self.program.walk()}
 
-    def nodes_between(self, program: Program, start: int, stop: int) -> list[torch.fx.Node]:
+    def nodes_between(self, program: FxLowering, start: int, stop: int) -> list[torch.fx.Node]:
         """The nodes of a graph whose innermost call is from `start` to before `stop`."""
         return [n for position, n in self._by_call[program] if start <= position < stop and not n._erased]
 
-    def mutated(self, program: Program, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
+    def mutated(self, program: FxLowering, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
         """See `ModuleCall.mutated`."""
         if self.program.tape.write_back is not None:
             return self._mutated_values(program, call, forward)
@@ -204,7 +204,7 @@ class CallTable:
             if storage in last and last[storage].values()
         }
 
-    def _mutated_values(self, program: Program, call: Call, forward: Any) -> dict[str, torch.fx.Node]:
+    def _mutated_values(self, program: FxLowering, call: Call, forward: Any) -> dict[str, torch.fx.Node]:
         if call.mutated is None:
             return {}
         args, kwargs, held = call.mutated
@@ -214,6 +214,6 @@ class CallTable:
         return {name: program.lower(v) for name, v in found.items()}
 
 
-def _with_call(program: Program) -> list[tuple[int, torch.fx.Node]]:
+def _with_call(program: FxLowering) -> list[tuple[int, torch.fx.Node]]:
     found = [(meta.call_position(n), n) for n in program.graph.nodes if n.op not in ("placeholder", "output")]
     return [(position, n) for position, n in found if position is not None]

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.graph_module import TracedGraphModule, make_graph_module, set_grad_enabled
-from scopetrace._compat.symbols import Symbolic, SymbolNodes, bare
+from scopetrace._compat.symbols import Symbolic, SymbolNodes, to_expr
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
 from scopetrace.ir import meta
 from scopetrace.ir.frames import format_stack
@@ -19,7 +19,7 @@ from scopetrace.ir.tape import Call, Op, Tape, Value, flat
 _EFFECTS = (torch.Tag.nondeterministic_seeded,)
 
 
-class Program:
+class FxLowering:
     """The graph of a tape, and the node of each of its values.
 
     The output node has the tensors of the result in order, then the new tensors of bound attributes. The body of a
@@ -33,7 +33,7 @@ class Program:
         self._symbols = SymbolNodes(self.graph)
         self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
         self._opaque: dict[str, Any] = {}
-        self.bodies: dict[str, Program] = {}
+        self.bodies: dict[str, FxLowering] = {}
         """The bodies of its higher-order ops, by the attribute that holds their GraphModule."""
         self._grad = tape.ops[0].grad if tape.ops else True
         self._outer_grad = self._grad
@@ -43,7 +43,7 @@ class Program:
         for op in first:
             self._emit(op)
         self._assert_facts(
-            [s for op in first if isinstance(op.outputs, Symbolic) for s in bare(op.outputs).free_symbols]
+            [s for op in first if isinstance(op.outputs, Symbolic) for s in to_expr(op.outputs).free_symbols]
         )
         for op in tape.ops:
             if id(op) in live and op.kind != "placeholder":
@@ -54,7 +54,7 @@ class Program:
         meta.set_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
         meta.set_place(self.output, str(tape.root), 0)
 
-    def walk(self) -> Iterator[Program]:
+    def walk(self) -> Iterator[FxLowering]:
         """This program and all bodies inside it, outer before inner."""
         yield self
         for body in self.bodies.values():
@@ -92,7 +92,7 @@ class Program:
         name = next((name for name, body in self.bodies.items() if body.tape is tape), None)
         if name is None:
             name = f"{tape.name}_{sum(body.tape.name == tape.name for body in self.bodies.values())}"
-            self.bodies[name] = Program(tape)
+            self.bodies[name] = FxLowering(tape)
         return self.graph.create_node("get_attr", name, name=name)
 
     # ---------------------------------------------------------------- emitting
@@ -269,4 +269,4 @@ def _fake(x: Any) -> Any:
     return x.fake if isinstance(x, Value) else x
 
 
-__all__ = ["Program", "flat"]
+__all__ = ["FxLowering", "flat"]

@@ -40,7 +40,7 @@ def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forw
     numbers = [x for _, x in found if not isinstance(x, torch.Tensor)]
     for path, value, tensor in zip(tape.input_paths, tape.inputs, tensors, strict=True):
         _check_tensor(path, value.fake, tensor)
-        if value.storage in tape.anchored and tensor.storage_offset() != value.offset:
+        if value.storage in tape.uses_absolute_offset and tensor.storage_offset() != value.offset:
             raise InputMismatchError(
                 f"{path}: began at element {value.offset} of its memory when traced and begins at "
                 f"{tensor.storage_offset()} now, and as_strided counts from the start; clone() it"
@@ -110,7 +110,7 @@ class Entered(list[Any]):
     containers: list[Any]
 
 
-class Boundary:
+class CallBoundary:
     """Where a program meets the outside: `enter` before its graph runs, `leave` after it.
 
     Both raise what `match_inputs` raises, or torch for results that cannot be written back.

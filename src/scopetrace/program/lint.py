@@ -12,12 +12,12 @@ from scopetrace.errors import LintError
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
 from scopetrace.program.calls import ModuleCall
-from scopetrace.program.graph import Program
+from scopetrace.program.graph import FxLowering
 from scopetrace.record.bodies import FORMS, operand_count
 
 
 def lint(
-    program: Program, graph_module: torch.fx.GraphModule, calls: list[ModuleCall], scopes: dict[str, Scope]
+    program: FxLowering, graph_module: torch.fx.GraphModule, calls: list[ModuleCall], scopes: dict[str, Scope]
 ) -> None:
     """Raise LintError that lists every disagreement."""
     problems = [*_graph_problems(graph_module), *_count_problems(calls)]
@@ -37,7 +37,7 @@ def _graph_problems(graph_module: torch.fx.GraphModule) -> Iterator[str]:
         yield f"graph: {str(error).splitlines()[0]}"
 
 
-def _node_problems(program: Program, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
+def _node_problems(program: FxLowering, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
     table = {call.position: call for call in calls}
     for node in program.graph.nodes:
         path, position = meta.scope_path(node), meta.call_position(node)
@@ -78,7 +78,7 @@ def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[s
                 yield f"{call}: its argument {node.name} is made after its first op"
 
 
-def _tape_problems(program: Program) -> Iterator[str]:
+def _tape_problems(program: FxLowering) -> Iterator[str]:
     tape = program.tape
     own = set(tape.calls)
     for i, op in enumerate(tape.ops):
@@ -92,7 +92,7 @@ def _tape_problems(program: Program) -> Iterator[str]:
             yield f"op {i}, {op.target}: it stands outside of its call of {call.scope}, ops {call.start} to {call.stop}"
 
 
-def _boundary_problems(program: Program) -> Iterator[str]:
+def _boundary_problems(program: FxLowering) -> Iterator[str]:
     placeholders = sum(n.op == "placeholder" for n in program.graph.nodes)
     inputs = len(program.tape.inputs) + len(program.tape.numbers)
     if not program.tape.is_body and placeholders != inputs:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import Symbolic, bare, stand_ins, symbols_of
+from scopetrace._compat.symbols import Symbolic, stand_ins, symbols_of, to_expr
 from scopetrace.containers.names import identifier
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
@@ -56,7 +56,7 @@ def body_tapes(tape: Tape, stretches: list[Stretch]) -> tuple[list[Tape], list[A
         captured |= {v: v for v in _read(stretch) if v not in made}
     for stretch in stretches:
         for number in free_symbols(stretch, list(captured)):
-            captured.setdefault(bare(number), number)
+            captured.setdefault(to_expr(number), number)
     taken = list(captured.values())
     return [body_tape(tape, stretch, taken) for stretch in stretches], taken
 
@@ -90,16 +90,16 @@ class _Known:
     def learn(self, *found: Any) -> None:
         """Values, of which the sizes are known, numbers and expressions."""
         sizes = [n for x in found if isinstance(x, Value) for n in x.fake.size() if isinstance(n, torch.SymInt)]
-        new = {bare(x) for x in (*sizes, *found) if not isinstance(x, Value)} - self._expressions
+        new = {to_expr(x) for x in (*sizes, *found) if not isinstance(x, Value)} - self._expressions
         self._expressions |= new
         self._parts |= stand_ins(new)
 
     def lacks(self, used: Iterable[Any]) -> Iterator[Any]:
         """The symbols that it takes beside what is known."""
         for number in used:
-            if isinstance(number, Symbolic) and bare(number) not in self._expressions:
-                rest = bare(number).xreplace(self._parts).free_symbols
-                yield from (s for s in symbols_of(number) if bare(s) in rest - self._expressions)
+            if isinstance(number, Symbolic) and to_expr(number) not in self._expressions:
+                rest = to_expr(number).xreplace(self._parts).free_symbols
+                yield from (s for s in symbols_of(number) if to_expr(s) in rest - self._expressions)
 
 
 def body_tape(tape: Tape, stretch: Stretch, captured: list[Any], names: list[str] | None = None) -> Tape:

@@ -21,13 +21,13 @@ import torch.fx
 
 from scopetrace._compat import dispatch
 from scopetrace._compat.fake import FakeTensor, run_op, storage_id, without_dispatch
-from scopetrace._compat.symbols import bare, has_unbacked
+from scopetrace._compat.symbols import has_unbacked, to_expr
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.infer import results, rules
 from scopetrace.infer.size_rules import ACTIVATIONS, PLAIN_WRITES
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Value, flat
-from scopetrace.ops.functional_variants import WRITTEN_IN_SECRET, hidden_writes, writes_in_secret
+from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.record.bodies import FORMS, INLINED, BodyRecorder
 from scopetrace.record.model import Model
 from scopetrace.record.reading import READ_INSIDE, ReadingWriter
@@ -77,7 +77,7 @@ class _OpFacts:
         self.in_place = torch.Tag.inplace in func.tags and (torch.Tag.pointwise in func.tags or func in PLAIN_WRITES)
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in func._schema.arguments)
         self.squeezes = func._schema.name.startswith("aten::squeeze")
-        self.may_lie = any(name in WRITTEN_IN_SECRET for _, name in self.positions)
+        self.may_lie = any(name in UNDECLARED_WRITTEN for _, name in self.positions)
         self.recipes: dict[Any, results.Recipe] = {}
         self.quiet: dict[Any, bool] = {}  # whether the op in place changes values alone
 
@@ -129,7 +129,7 @@ class Recorder(ReadingWriter):
             key.append(name)
             lifted_kwargs[name] = self._lift(a, inputs, key)
         if func is _aten.as_strided.default and (lifted[3:] or lifted_kwargs) not in ((None,), {}):
-            self.tape.anchored.add(lifted[0].storage)
+            self.tape.uses_absolute_offset.add(lifted[0].storage)
         if facts.reads:
             answer = self.answer(func, args, lifted, lifted_kwargs)
             if answer is not NotImplemented:
@@ -144,7 +144,7 @@ class Recorder(ReadingWriter):
 
     def _predict(self, facts: _OpFacts, args: Any, kwargs: Any, inputs: list[Value], key: Any) -> results.Recipe | None:
         """The recipe of an op met for the first time, where a rule for symbolic sizes gives it."""
-        if not facts.repeatable or (facts.may_lie and writes_in_secret(facts.func, args, kwargs)):
+        if not facts.repeatable or (facts.may_lie and undeclared_writes(facts.func, args, kwargs)):
             return None
         recipe = rules.predict(self.factory, self._keys, facts.func, args, kwargs, inputs)
         if recipe is not None:
@@ -172,7 +172,7 @@ class Recorder(ReadingWriter):
             key.append(len(a))
             return kind([self._lift(item, inputs, key) for item in a])
         if kind is torch.SymInt:
-            expr = bare(a)
+            expr = to_expr(a)
             key.append(expr)
             self._repeatable = self._repeatable and not has_unbacked(expr)
             return a
@@ -188,8 +188,8 @@ class Recorder(ReadingWriter):
     def _run(self, facts: _OpFacts, given: Any, args: Any, kwargs: Any, inputs: list[Value], key: Any) -> Any:
         """Let torch run the op on the fake tensors that it was given."""
         unseen = bool(facts.written) and self._prepare_write(facts, args, kwargs, inputs)
-        secret = writes_in_secret(facts.func, args, kwargs) if facts.may_lie else ()
-        if secret and hidden_writes(facts.func, args, kwargs) is None and facts.func._can_decompose():
+        secret = undeclared_writes(facts.func, args, kwargs) if facts.may_lie else ()
+        if secret and undeclared_variant(facts.func, args, kwargs) is None and facts.func._can_decompose():
             return dispatch.decomposed(self.mode, facts.func, *given)  # instance_norm: its parts say what they write
         given_args, given_kwargs = self._with_fakes(given)
         objects = [t for t in flat((given_args, given_kwargs)) if isinstance(t, torch.Tensor)]

@@ -27,7 +27,7 @@ from scopetrace._compat.shape_env import (
     solved,
     symint,
 )
-from scopetrace._compat.symbols import bare, expression_text
+from scopetrace._compat.symbols import expression_text, to_expr
 from scopetrace.containers.structure import OBJECT_TYPES, open_container
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 
@@ -114,7 +114,7 @@ class SizeRules:
     def values(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Callable[[Any], Any]:
         """A function from symbolic numbers to their values in a call with these inputs."""
         values = self._bind([d.value(tensors, numbers) for d in self.dynamic])
-        return lambda number: evaluated(bare(number), values)
+        return lambda number: evaluated(to_expr(number), values)
 
     def _bind(self, given: list[int]) -> dict[Any, int]:
         values: dict[Any, int] = {}

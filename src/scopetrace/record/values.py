@@ -18,7 +18,7 @@ import torch
 from scopetrace._compat.dispatch import eager
 from scopetrace._compat.fake import FakeTensor, storage_id
 from scopetrace._compat.shape_env import WatchedShapeEnv, bound_values, evaluated
-from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.ir.tape import Op, Tape, Value, flat
 
 _aten = torch.ops.aten
@@ -120,7 +120,7 @@ class RealValues:
         self._index()
         if isinstance(a, Value):
             return self._touching.get(a.storage, [])
-        return [self._binder[s] for s in getattr(bare(a), "free_symbols", ()) if s in self._binder]
+        return [self._binder[s] for s in getattr(to_expr(a), "free_symbols", ()) if s in self._binder]
 
     def _index(self) -> None:
         ops = self._tape.ops
@@ -208,7 +208,7 @@ class RealValues:
         if isinstance(x, Value):
             return self._tensors[x]
         if isinstance(x, Symbolic):
-            return self._evaluated(bare(x))
+            return self._evaluated(to_expr(x))
         if isinstance(x, (list, tuple)):
             return type(x)([self._real(item) for item in x])
         if isinstance(x, dict):

@@ -10,7 +10,7 @@ import torch
 
 from scopetrace._compat.dispatch import unwrapped
 from scopetrace._compat.fake import FakeFactory, FakeTensor, storage_id, without_dispatch
-from scopetrace._compat.symbols import bare
+from scopetrace._compat.symbols import to_expr
 from scopetrace.errors import ForeignTensorError, UnsupportedOpError
 from scopetrace.infer import results
 from scopetrace.ir.frames import capture_frames, source_of
@@ -184,7 +184,7 @@ class TapeWriter:
             before, now = self._by_id[id(t)], self._by_id[id(fake)]
             if t is fake or before is now:
                 continue
-            if (t.dtype, bare(t.size()), bare(t.stride())) != (fake.dtype, bare(fake.size()), bare(fake.stride())):
+            if _shape_of(t) != _shape_of(fake):
                 raise UnsupportedOpError(
                     f"{self._name_of(t)}, a tensor of the model, gets other sizes or strides in place",
                     op=op,
@@ -321,4 +321,8 @@ def geometry_key(t: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors of one storage that are the same view of it."""
     if t.layout is not torch.strided:
         return (id(t),)
-    return bare(t.storage_offset()), bare(t.size()), bare(t.stride()), t.dtype, t.is_conj(), t.is_neg()
+    return to_expr(t.storage_offset()), to_expr(t.size()), to_expr(t.stride()), t.dtype, t.is_conj(), t.is_neg()
+
+
+def _shape_of(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.dtype, to_expr(t.size()), to_expr(t.stride())

@@ -14,7 +14,7 @@ import torch
 
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import Op, Tape, Value
-from scopetrace.ops.functional_variants import functional_twin, hidden_writes
+from scopetrace.ops.functional_variants import functional_variant, undeclared_variant
 from scopetrace.torch_level.step import Renew, Step
 from scopetrace.torch_level.stepping import Stretch, Trial
 
@@ -191,5 +191,5 @@ def _is_flat(x: Any) -> bool:
 def _pure_target(op: Op) -> Any:
     if not op.writes or op.kind != "call_function":
         return op.target
-    twin = hidden_writes(op.target, op.args, op.kwargs) or functional_twin(op.target)
+    twin = undeclared_variant(op.target, op.args, op.kwargs) or functional_variant(op.target)
     return None if twin is None else twin.op

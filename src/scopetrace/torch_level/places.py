@@ -37,8 +37,8 @@ def _module_stack(node: torch.fx.Node) -> list[tuple[str, str]]:
 
 
 def _fqn(path: str) -> str:
-    bare = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
-    return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", bare).lstrip(".")
+    to_expr = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
+    return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", to_expr).lstrip(".")
 
 
 def _class_name(kind: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 import torch.fx
 
 from scopetrace.errors import FunctionalizationError
-from scopetrace.ops.functional_variants import writes_in_secret
+from scopetrace.ops.functional_variants import undeclared_writes
 
 _ITEM_WRITES = (operator.setitem, operator.delitem)
 
@@ -66,7 +66,7 @@ def _function(node: torch.fx.Node) -> str | None:
     if schema is not None:
         if schema.is_mutable:
             return "the schema writes an argument"
-        if any(isinstance(a, torch.fx.Node) for a in node.args) and writes_in_secret(target, node.args, node.kwargs):
+        if any(isinstance(a, torch.fx.Node) for a in node.args) and undeclared_writes(target, node.args, node.kwargs):
             return "it writes the running statistics"
         return None
     name = getattr(target, "__name__", "")

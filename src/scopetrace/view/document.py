@@ -15,7 +15,7 @@ from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
 from scopetrace.program.calls import ModuleCall
-from scopetrace.program.graph import Program
+from scopetrace.program.graph import FxLowering
 from scopetrace.view.select import level, select_calls
 from scopetrace.view.values import named, target_text, value_text
 
@@ -60,7 +60,7 @@ def _lines(value: Any) -> str:
     return "[\n  " + ",\n  ".join(json.dumps(item, allow_nan=False) for item in value) + "\n]"
 
 
-def _bodies(program: Program, outer: str = "") -> Iterator[tuple[str, torch.fx.Graph]]:
+def _bodies(program: FxLowering, outer: str = "") -> Iterator[tuple[str, torch.fx.Graph]]:
     """The graphs of bodies with the paths of their GraphModules: `true_graph_0.body_graph_0`."""
     for name, body in program.bodies.items():
         yield outer + name, body.graph

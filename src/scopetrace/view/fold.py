@@ -25,7 +25,7 @@ _SMALL = 16  # elements of a constant up to which its values count
 
 
 @dataclasses.dataclass(slots=True)
-class Signed:
+class SectionSignature:
     """A section's signature, and the nodes from outside that it uses, in order of first use."""
 
     signature: int
@@ -53,7 +53,7 @@ class Folder:
         self._tree = tree
         self._constants = constants
         self._numbers: dict[Any, int] = {}
-        self._signed: dict[int, Signed] = {}
+        self._signed: dict[int, SectionSignature] = {}
         for section in reversed(list(tree.root.walk())):  # inner before outer
             self.signature(section)
 
@@ -111,7 +111,7 @@ class Folder:
 
     # ---------------------------------------------------------------- signatures
 
-    def _sign(self, section: Section) -> Signed:
+    def _sign(self, section: Section) -> SectionSignature:
         names = _Names(section, self._tree, self._constants)
         text: list[Any] = [section.user_scope]
         if _is_call(section):
@@ -129,7 +129,7 @@ class Folder:
         elif not section.user_scope:
             text.append(_wiring(section.call.outputs, names))
         signature = self._numbers.setdefault(tuple(text), len(self._numbers))
-        return Signed(signature, names.outside)
+        return SectionSignature(signature, names.outside)
 
     def _op(self, op: Op, names: _Names) -> str:
         return f"{tuple(op.parts)} {type_text(meta.value(op.node))} = {op_text(op.node, names)}"

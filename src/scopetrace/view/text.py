@@ -28,7 +28,7 @@ import torch.fx
 
 from scopetrace.ir import meta
 from scopetrace.program.calls import ModuleCall
-from scopetrace.program.graph import Program
+from scopetrace.program.graph import FxLowering
 from scopetrace.view.fold import CONSTANT, Folder, Run, module_prefix
 from scopetrace.view.select import matches, unmatched
 from scopetrace.view.tree import Op, Section, Tree
@@ -190,7 +190,7 @@ def _op_line(op: Op, name: Namer) -> str:
     return text if value is None and not op.node.users else f"{typed(op.node)} = {text}"
 
 
-def _body_header(program: Program, label: str) -> str:
+def _body_header(program: FxLowering, label: str) -> str:
     """`true_graph_0(%x: f32[4]) -> (%cos: f32[4],)`: all that a body takes and gives."""
     given = ", ".join(typed(n) for n in program.graph.find_nodes(op="placeholder"))
     return f"{label}({given}) -> {value_text(program.output.args[0], typed)}"

@@ -15,7 +15,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.ir import meta
 from scopetrace.ir.tape import Tape
 from scopetrace.program.calls import ModuleCall
-from scopetrace.program.graph import Program
+from scopetrace.program.graph import FxLowering
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -45,7 +45,7 @@ class Section:
     """The name of a user scope; empty for a call."""
     body: str = ""
     """The name of the graph of a body."""
-    program: Program | None = None
+    program: FxLowering | None = None
     """The body."""
     items: list[Op | Section] = dataclasses.field(default_factory=list)
     first: int = 0
@@ -87,7 +87,7 @@ class Tree:
         self._fill(calls[0].program, self.root)
         self._number()
 
-    def _fill(self, program: Program, top: Section) -> None:
+    def _fill(self, program: FxLowering, top: Section) -> None:
         """Put in `top` what a graph has: for each higher-order op, the bodies too."""
         for op in _Filling(self, program, top).run():
             for node in op.node.all_input_nodes:
@@ -128,7 +128,7 @@ class Tree:
 class _Filling:
     """Puts every op of a graph in the section of its call, and every call in that of its parent, in graph order."""
 
-    def __init__(self, tree: Tree, program: Program, top: Section) -> None:
+    def __init__(self, tree: Tree, program: FxLowering, top: Section) -> None:
         self._tree = tree
         self._top = top
         self._calls = [call for call in tree.calls if call.program is program]

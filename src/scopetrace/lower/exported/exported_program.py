@@ -37,7 +37,7 @@ from scopetrace.lower.exported.frames import frames_of, place_nodes, with_marks
 from scopetrace.lower.exported.module_calls import ModuleCalls
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.lower.exported.state import State, states
-from scopetrace.program.graph import Program
+from scopetrace.program.graph import FxLowering
 from scopetrace.record import argument_names
 
 
@@ -53,7 +53,7 @@ def to_exported_program(tape: Tape, forward: Any) -> ExportedProgram:
 def _build(tape: Tape, forward: Any) -> ExportedProgram:
     _refuse(tape)
     frames = frames_of(tape)
-    program = Program(with_marks(tape, frames))
+    program = FxLowering(with_marks(tape, frames))
     _fill_values(program.graph)
     names = argument_names(forward, len(tape.args[0]))
     lifted = Lifted(program, states(tape, frames), names)
@@ -107,7 +107,7 @@ class Lifted:
         state: by name on the tape, what the program takes from the model, and its placeholder.
     """
 
-    def __init__(self, program: Program, held: dict[str, State], names: list[str]) -> None:
+    def __init__(self, program: FxLowering, held: dict[str, State], names: list[str]) -> None:
         self._program, self._graph = program, program.graph
         self._moved: dict[torch.fx.Node, torch.fx.Node] = {}
         given = self._graph.find_nodes(op="placeholder")  # the tensors, then the numbers
@@ -172,7 +172,7 @@ class Lifted:
         return found, spec
 
 
-def _bodies(program: Program) -> dict[str, torch.fx.GraphModule]:
+def _bodies(program: FxLowering) -> dict[str, torch.fx.GraphModule]:
     """The GraphModules that the graph takes as attributes."""
     return {name: torch.fx.GraphModule(_bodies(body), body.graph) for name, body in program.bodies.items()}
 

@@ -25,23 +25,23 @@ _CHECK = torch.ops.aten._assert_tensor_metadata.default
 
 
 @dataclasses.dataclass(eq=False)
-class Frame:
+class ModuleCallFrame:
     """A module call that `torch.export.unflatten` can tell apart."""
 
     call: Call
     fqn: str
     index: int
     """0 for the first call under this name."""
-    parent: Frame | None
+    parent: ModuleCallFrame | None
 
     @property
     def name(self) -> str:
         """The name of the call in `module_call_graph`: `a.b`, `a.b@1` for the second."""
         return f"{self.fqn}@{self.index}" if self.index else self.fqn
 
-    def chain(self) -> Iterator[Frame]:
+    def chain(self) -> Iterator[ModuleCallFrame]:
         """This frame and those around it, inner before outer."""
-        frame: Frame | None = self
+        frame: ModuleCallFrame | None = self
         while frame is not None:
             yield frame
             frame = frame.parent
@@ -57,25 +57,25 @@ class Frame:
         return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def frames_of(tape: Tape) -> dict[Call, Frame]:
+def frames_of(tape: Tape) -> dict[Call, ModuleCallFrame]:
     """The frame in which each call of the tape runs: its own, or the one around it."""
     count: collections.Counter[str] = collections.Counter()
-    found: dict[Call, Frame] = {}
+    found: dict[Call, ModuleCallFrame] = {}
     for call in sorted(tape.calls, key=lambda c: c.position):
         if call.parent is None:
-            found[call] = Frame(call, "", 0, None)
+            found[call] = ModuleCallFrame(call, "", 0, None)
             continue
         around = found[call.parent]
         prefix = f"{around.fqn}." if around.fqn else ""
         if call.fqn and call.fqn.startswith(prefix) and call.module_type is not None and call.raised is None:
-            found[call] = Frame(call, call.fqn, count[call.fqn], around)
+            found[call] = ModuleCallFrame(call, call.fqn, count[call.fqn], around)
             count[call.fqn] += 1
         else:
             found[call] = around
     return found
 
 
-def with_marks(tape: Tape, frames: dict[Call, Frame]) -> Tape:
+def with_marks(tape: Tape, frames: dict[Call, ModuleCallFrame]) -> Tape:
     """The tape with a mark in each call that has no op, and on each argument or result of a call that nothing needs.
 
     A call without nodes (`nn.Identity`) is no call to `torch.export.unflatten`, and makes it fail where the call has a
@@ -91,7 +91,7 @@ def with_marks(tape: Tape, frames: dict[Call, Frame]) -> Tape:
     return dataclasses.replace(tape, ops=[*ops, *marks.get(len(tape.ops), ())])
 
 
-def _mark_idle_calls(tape: Tape, frames: dict[Call, Frame], marks: dict[int, list[Op]]) -> None:
+def _mark_idle_calls(tape: Tape, frames: dict[Call, ModuleCallFrame], marks: dict[int, list[Op]]) -> None:
     live = live_ops(tape)
     busy = {frame for op in tape.ops if op.kind == "call_function" and id(op) in live for frame in _around(op, frames)}
     for call in sorted(tape.calls, key=lambda c: -c.position):  # inner calls first: theirs is their callers' too
@@ -113,7 +113,7 @@ def _mark_dead_values(tape: Tape, marks: dict[int, list[Op]]) -> None:
             needed.update(op.inputs())
 
 
-def _around(op: Op, frames: dict[Call, Frame]) -> list[Frame]:
+def _around(op: Op, frames: dict[Call, ModuleCallFrame]) -> list[ModuleCallFrame]:
     return list(frames[op.call].chain()) if op.call is not None else []
 
 
@@ -121,7 +121,7 @@ def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames) -> Op:
     return Op("call_function", _CHECK, (value, None, None, value.fake.dtype), {}, None, scope, call, frames)
 
 
-def place_nodes(graph: torch.fx.Graph, frames: dict[Call, Frame]) -> Placement:
+def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> Placement:
     """The frames of the nodes of a lifted graph; written on the nodes as `nn_module_stack`.
 
     A node that comes after its call has ended is in the innermost frame that is still open.
@@ -129,7 +129,7 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, Frame]) -> Placement:
     at = {call.position: frame for call, frame in frames.items()}
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     current = at[0]
-    closed: set[Frame] = set()
+    closed: set[ModuleCallFrame] = set()
     found = Placement({}, set())
     for region in _regions(nodes):
         wanted = [_wanted(node, at) for node in region.nodes]
@@ -149,7 +149,7 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, Frame]) -> Placement:
 class Placement:
     """Where the nodes of a graph are."""
 
-    frame: dict[torch.fx.Node, Frame]
+    frame: dict[torch.fx.Node, ModuleCallFrame]
     hidden: set[torch.fx.Node]
     """Those that go into a `wrap_with_set_grad_enabled`, and are no nodes of the graph after that."""
 
@@ -175,12 +175,12 @@ def _regions(nodes: list[torch.fx.Node]) -> list[_Region]:
     return found
 
 
-def _wanted(node: torch.fx.Node, at: dict[int, Frame]) -> Frame | None:
+def _wanted(node: torch.fx.Node, at: dict[int, ModuleCallFrame]) -> ModuleCallFrame | None:
     position = meta.call_position(node)
     return None if position is None or "nn_module_stack" not in node.meta else at[position]
 
 
-def _common(frames: list[Frame]) -> Frame:
+def _common(frames: list[ModuleCallFrame]) -> ModuleCallFrame:
     """The innermost frame around all of them."""
     shared = list(frames[0].chain())
     for frame in frames[1:]:

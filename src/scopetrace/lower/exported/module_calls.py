@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.export import can_be_saved
 from scopetrace.containers.structure import map_structure
 from scopetrace.lower.exported.arguments import argument_of
-from scopetrace.lower.exported.frames import Frame, Placement
+from scopetrace.lower.exported.frames import ModuleCallFrame, Placement
 
 Node = torch.fx.Node
 
@@ -28,7 +28,7 @@ Node = torch.fx.Node
 class _Passed:
     """What goes into and out of a call."""
 
-    def __init__(self, frame: Frame, lower: Callable[[Any], Any]) -> None:
+    def __init__(self, frame: ModuleCallFrame, lower: Callable[[Any], Any]) -> None:
         call = frame.call
         flat, self.in_spec = pytree.tree_flatten(_plain((lower(call.args), lower(call.kwargs))))
         out, self.out_spec = pytree.tree_flatten(_plain(lower(call.outputs)))
@@ -49,7 +49,7 @@ class _Passed:
 class ModuleCalls:
     """The calls of a lifted graph."""
 
-    def __init__(self, placement: Placement, frames: list[Frame], lower: Callable[[Any], Any]) -> None:
+    def __init__(self, placement: Placement, frames: list[ModuleCallFrame], lower: Callable[[Any], Any]) -> None:
         self._place = placement.frame
         seen = {frame for inner in set(self._place.values()) for frame in inner.chain()}
         inside = [f for f in frames if f.parent is not None]
@@ -79,7 +79,7 @@ class ModuleCalls:
                         self._unsigned.add(frame.fqn)
         return len(self._unsigned) == before
 
-    def _reads(self) -> Iterator[tuple[Frame, Node]]:
+    def _reads(self) -> Iterator[tuple[ModuleCallFrame, Node]]:
         """Each value with a frame in which it is read: by a node, as argument of an inner call, as result."""
         for node, frame in self._place.items():
             for read in node.all_input_nodes:
@@ -92,7 +92,7 @@ class ModuleCalls:
                 for node in passed.given:
                     yield frame, node
 
-    def _read(self, node: Node, reader: Frame) -> None:
+    def _read(self, node: Node, reader: ModuleCallFrame) -> None:
         if node.op == "placeholder" or self._place[node] is reader:
             return
         made_in = list(self._place[node].chain())
@@ -109,7 +109,7 @@ class ModuleCalls:
                     return
                 self._unsigned.add(frame.fqn)
 
-    def _leave(self, node: Node, frames: list[Frame], reader: Frame) -> None:
+    def _leave(self, node: Node, frames: list[ModuleCallFrame], reader: ModuleCallFrame) -> None:
         """A value leaves `frames` on its way to its reader."""
         for frame in frames:
             if self._is_signed(frame):
@@ -118,7 +118,7 @@ class ModuleCalls:
             elif all(user in self._place and frame in self._place[user].chain() for user in node.users):
                 self._unsigned.add(reader.fqn)  # unflatten lets out what nodes outside read, and none does
 
-    def _is_signed(self, frame: Frame) -> bool:
+    def _is_signed(self, frame: ModuleCallFrame) -> bool:
         return frame.parent is not None and frame.fqn not in self._unsigned
 
 

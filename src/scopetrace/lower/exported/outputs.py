@@ -26,16 +26,16 @@ from scopetrace.ir.tape import Value
 from scopetrace.ir.write_back import (
     CopyInto,
     FromGraph,
-    Given,
-    Held,
+    GraphInput,
     SameAs,
     Source,
+    StateRef,
     StridedStep,
     ViewOf,
 )
 from scopetrace.lower.exported.arguments import argument_of
 from scopetrace.lower.exported.state import State
-from scopetrace.program.graph import Program, given
+from scopetrace.program.graph import FxLowering, given
 
 _aten = torch.ops.aten
 _KINDS = {InputKind.PARAMETER: OutputKind.PARAMETER_MUTATION, InputKind.BUFFER: OutputKind.BUFFER_MUTATION}
@@ -61,7 +61,7 @@ class Outputs:
 
     def __init__(
         self,
-        program: Program,
+        program: FxLowering,
         lower: Callable[[Any], Any],
         inputs: list[torch.fx.Node],
         state: dict[str, tuple[State, torch.fx.Node]],
@@ -84,7 +84,7 @@ class Outputs:
     # ---------------------------------------------------------------- changes
 
     def _find_changes(self) -> dict[Any, _Change]:
-        """By Given or Held: what changes, parameters and buffers before inputs."""
+        """By GraphInput or Held: what changes, parameters and buffers before inputs."""
         found: dict[Any, _Change] = {}
         for update in self._tape.write_back.updates if self._tape.write_back is not None else ():
             if not isinstance(update, CopyInto):
@@ -98,12 +98,12 @@ class Outputs:
             name = f"{write.fqn}.{write.name}" if write.fqn else write.name
             change = self._binding(name, self._lower(write.value)) if name in self._state else None
             if change is not None:
-                found[Held(name)] = change
+                found[StateRef(name)] = change
         order = {node: i for i, node in enumerate(self._graph.nodes)}
         return dict(sorted(found.items(), key=lambda item: order[item[1].placeholder]))
 
-    def _change(self, target: Given | Held, value: torch.fx.Node) -> _Change:
-        if isinstance(target, Given):
+    def _change(self, target: GraphInput | StateRef, value: torch.fx.Node) -> _Change:
+        if isinstance(target, GraphInput):
             node = self._inputs[target.index]
             return _Change(OutputKind.USER_INPUT_MUTATION, node.name, node, value)
         state, node = self._state[target.name]
@@ -136,7 +136,7 @@ class Outputs:
                 module=self._tape.root.path,
                 hint="a buffer of an ExportedProgram keeps its shape and dtype: register it as it becomes",
             )
-        return self._change(Held(name), value)
+        return self._change(StateRef(name), value)
 
     def _apart(self, change: _Change) -> torch.fx.Node:
         """The new value, in memory that no other change touches, and not that of another change."""
@@ -192,7 +192,7 @@ class Outputs:
         change = self._changes.get(source)
         if change is not None:
             return change.value
-        return self._inputs[source.index] if isinstance(source, Given) else self._state[source.name][1]
+        return self._inputs[source.index] if isinstance(source, GraphInput) else self._state[source.name][1]
 
     def _view(self, source: ViewOf) -> torch.fx.Node:
         node: torch.fx.Node = self._result(source.base)

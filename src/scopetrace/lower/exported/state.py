@@ -11,7 +11,7 @@ import torch
 from torch.export.graph_signature import InputKind
 
 from scopetrace.ir.tape import Call, Tape
-from scopetrace.lower.exported.frames import Frame
+from scopetrace.lower.exported.frames import ModuleCallFrame
 
 _PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_"}
 _UNNAMED = "_tensor_constant"
@@ -41,7 +41,7 @@ class State:
         return _PREFIX[self.kind] + re.sub(r"\W", "_", self.fqn).lower()
 
 
-def states(tape: Tape, frames: dict[Call, Frame]) -> dict[str, State]:
+def states(tape: Tape, frames: dict[Call, ModuleCallFrame]) -> dict[str, State]:
     """By name on the tape, all tensors of the model and of the program, in torch.export's order.
 
     All parameters and buffers of a traced module, a tied one once, then constants. Of a function, and
@@ -82,7 +82,7 @@ def _persistent(root: torch.nn.Module) -> set[str]:
     return found
 
 
-def _readers(tape: Tape, frames: dict[Call, Frame]) -> dict[str, list[str]]:
+def _readers(tape: Tape, frames: dict[Call, ModuleCallFrame]) -> dict[str, list[str]]:
     """By name on the tape, the modules that read a tensor."""
     found: dict[str, list[str]] = {op.target: [] for op in tape.ops if op.kind == "get_attr"}
     for op in tape.ops:

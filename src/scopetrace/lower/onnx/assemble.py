@@ -13,7 +13,7 @@ import torch.fx
 from scopetrace.ir import meta
 from scopetrace.lower.onnx.equality import body_key
 from scopetrace.lower.onnx.naming import FunctionNames, Labels, output_names
-from scopetrace.lower.onnx.pieces import Piece, Site, Whole
+from scopetrace.lower.onnx.pieces import CallSite, CombinedGraph, Subgraph
 from scopetrace.lower.onnx.sizes import SizeNames, forget_sizes_made_inside
 from scopetrace.lower.onnx.weights import onnx_tensor
 
@@ -29,23 +29,23 @@ class Parts:
 
     names: FunctionNames
     labels: Labels
-    attributes: Callable[[Piece, Site], dict[str, Any]]
+    attributes: Callable[[Subgraph, CallSite], dict[str, Any]]
     """The ONNX attributes of a call."""
     sizes: SizeNames
-    has_body: Callable[[Piece], bool]
+    has_body: Callable[[Subgraph], bool]
 
 
 class Assembler:
     """Builds the model. `functions` has the ONNX function of each piece; pieces with equal bodies share one."""
 
-    def __init__(self, translated: ir.Model, whole: Whole, parts: Parts) -> None:
+    def __init__(self, translated: ir.Model, whole: CombinedGraph, parts: Parts) -> None:
         self._translated, self._whole, self._parts = translated, whole, parts
         graph = translated.graph
         self._original: dict[torch.fx.Node, ir.Value] = {
             **dict(zip(whole.inputs, graph.inputs, strict=True)),
             **dict(zip(whole.outputs, graph.outputs, strict=True)),
         }
-        self.functions: dict[Piece, ir.Function] = {}
+        self.functions: dict[Subgraph, ir.Function] = {}
         self.plugins: list[ir.Function] = []
         """Functions that are called, and left out of the model."""
 
@@ -70,7 +70,7 @@ class Assembler:
         inputs = dict(zip(body.graph.inputs, [*input_names, *held], strict=True))
         self._parts.labels.name_values(body.graph, inputs, dict(zip(body.graph.outputs, output_names, strict=True)))
 
-    def _add_function(self, piece: Piece, known: dict[Any, ir.Function]) -> None:
+    def _add_function(self, piece: Subgraph, known: dict[Any, ir.Function]) -> None:
         """The function of a piece: one of a class with an equal body, or a new one."""
         function = piece.function
         body = _Body(self, piece)
@@ -106,7 +106,7 @@ class Assembler:
 
     # ---------------------------------------------------------------- used by bodies
 
-    def cut_out(self, piece: Piece) -> tuple[ir.Graph, dict[torch.fx.Node, ir.Value]]:
+    def cut_out(self, piece: Subgraph) -> tuple[ir.Graph, dict[torch.fx.Node, ir.Value]]:
         """A copy of a piece's nodes as a graph of its own, and its values by the nodes of the whole."""
         holes = [result for site in piece.sites for result in site.results]
         inputs = [*piece.inputs, *piece.held.values(), *piece.unknown, *holes]
@@ -135,7 +135,7 @@ class Assembler:
         for value in constants:
             graph.initializers.add(value)
 
-    def call(self, piece: Piece, site: Site, inputs: list[ir.Value | None]) -> ir.Node:
+    def call(self, piece: Subgraph, site: CallSite, inputs: list[ir.Value | None]) -> ir.Node:
         """The node of a call."""
         callee = self.functions[site.callee]
         attributes = self._parts.attributes(piece, site)
@@ -150,7 +150,7 @@ class Assembler:
 class _Body:
     """One piece as an ONNX graph: its inputs in order, its calls, its outputs in order."""
 
-    def __init__(self, assembler: Assembler, piece: Piece) -> None:
+    def __init__(self, assembler: Assembler, piece: Subgraph) -> None:
         self.piece = piece
         self.graph, self._values = assembler.cut_out(piece)
         self._last_call: list[ir.Node] = []
@@ -189,7 +189,7 @@ class _Body:
             if value is old:
                 self._values[node] = new
 
-    def _insert_call(self, assembler: Assembler, site: Site) -> None:
+    def _insert_call(self, assembler: Assembler, site: CallSite) -> None:
         operands = iter(site.operands)
         inputs = [None if i.kind == "absent" else self._value(next(operands)) for i in site.callee.function.inputs]
         node = assembler.call(self.piece, site, inputs)

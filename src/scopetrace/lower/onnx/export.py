@@ -11,13 +11,13 @@ import onnx_ir as ir
 import torch
 import torch.fx
 
-from scopetrace.api.outlined import Function, Outlined, is_named
+from scopetrace.api.outlined import Function, OutlinedProgram, is_named
 from scopetrace.errors import OnnxOpError, OnnxOptionError
 from scopetrace.ir import meta
 from scopetrace.lower.onnx.assemble import Assembler, Parts
 from scopetrace.lower.onnx.naming import FunctionNames, Labels
 from scopetrace.lower.onnx.options import Targets, is_onnx_attribute, read_attributes, read_names, read_targets
-from scopetrace.lower.onnx.pieces import Piece, Site, Whole
+from scopetrace.lower.onnx.pieces import CallSite, CombinedGraph, Subgraph
 from scopetrace.lower.onnx.program import exported_program
 from scopetrace.lower.onnx.results import Results
 from scopetrace.lower.onnx.sizes import SizeNames
@@ -80,7 +80,7 @@ def export(trace: Trace, options: Options, say: Say) -> Exported:
     """Make the ONNX model of a trace without mutation."""
     functions, names = read_targets(options.functions, "functions")
     plugins, plugin_names = read_targets(options.plugins, "plugins")
-    outlined: Outlined | None = None
+    outlined: OutlinedProgram | None = None
     if functions or plugins:
         say("outlining")
         outlined = trace.outline(*functions, *plugins)
@@ -89,8 +89,8 @@ def export(trace: Trace, options: Options, say: Say) -> Exported:
     input_names = read_names(options.input_names, _input_names(main.program.graph), "input_names", held)
     output_names = read_names(options.output_names, results.names(), "output_names", held)
 
-    def convert(is_left_out: Callable[[Any], bool]) -> tuple[Whole, ir.Model, torch.fx.Graph]:
-        whole = Whole(main.program, _function_of(outlined), results.values, is_left_out)
+    def convert(is_left_out: Callable[[Any], bool]) -> tuple[CombinedGraph, ir.Model, torch.fx.Graph]:
+        whole = CombinedGraph(main.program, _function_of(outlined), results.values, is_left_out)
         say(f"translating {len(whole.graph.nodes):,} nodes")
         program, table = exported_program(whole.root, whole.graph), options.custom_translation_table
         return whole, *translate(program, opset_version=options.opset_version, optimize=options.optimize, table=table)
@@ -143,7 +143,7 @@ def _input_names(graph: torch.fx.Graph) -> list[str]:
     return [str(n.target) for n in graph.nodes if n.op == "placeholder"]
 
 
-def _function_of(outlined: Outlined | None) -> Callable[[torch.fx.Node], Any]:
+def _function_of(outlined: OutlinedProgram | None) -> Callable[[torch.fx.Node], Any]:
     if outlined is None:
         return lambda node: None
     known = {function.identifier: function for function in outlined.functions}
@@ -157,7 +157,7 @@ class _Attributes:
         self._flat, self._main = flat.calls, {call.position: call for call in main.calls}
         self._wanted = read_attributes(attributes)
 
-    def of(self, piece: Piece, site: Site) -> dict[str, Any]:
+    def of(self, piece: Subgraph, site: CallSite) -> dict[str, Any]:
         """Those of the call at a site. A site in a body stands for many calls, and has what is equal in all of them."""
         position = meta.call_position(site.node)
         assert position is not None

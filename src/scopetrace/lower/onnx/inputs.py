@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.shape_env import evaluated
-from scopetrace._compat.symbols import Symbolic, bare, example
+from scopetrace._compat.symbols import Symbolic, example, to_expr
 from scopetrace.containers.structure import map_structure
 from scopetrace.errors import InputMismatchError
 from scopetrace.ir.tape import Tape, Value
@@ -76,7 +76,7 @@ def _other_sizes(tape: Tape) -> Size | None:
 
 
 def _sizes(values: dict[Any, int]) -> Size:
-    return lambda n: int(evaluated(bare(n), values)) if isinstance(n, Symbolic) else n
+    return lambda n: int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
 
 
 def _example(tape: Tape, seed: int, size: Size) -> Example:

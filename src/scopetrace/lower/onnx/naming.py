@@ -16,7 +16,7 @@ import torch.fx
 
 from scopetrace.ir import meta
 from scopetrace.lower.onnx.options import chosen_name
-from scopetrace.lower.onnx.pieces import Piece, Site
+from scopetrace.lower.onnx.pieces import CallSite, Subgraph
 
 _KEY = "pkg.torch.onnx."
 SCOPE = "scopetrace.scope"
@@ -71,7 +71,7 @@ class Labels:
     def __init__(self, translated_from: torch.fx.Graph) -> None:
         self._nodes = {node.name: node for node in translated_from.nodes}
 
-    def write(self, piece: Piece, graph: ir.Graph) -> None:
+    def write(self, piece: Subgraph, graph: ir.Graph) -> None:
         """Names and metadata of the nodes of a piece."""
         unique = Unique()
         home = _Home(piece)
@@ -86,7 +86,7 @@ class Labels:
         scopes = node.metadata_props.get(_KEY + "name_scopes")
         return None if scopes is None else self._nodes.get(ast.literal_eval(scopes)[-1])
 
-    def label_call(self, piece: Piece, site: Site, node: ir.Node) -> None:
+    def label_call(self, piece: Subgraph, site: CallSite, node: ir.Node) -> None:
         """Metadata of the call of a function."""
         label(node, _Home(piece), site.node, f"{node.domain}::{node.op_type}")
 
@@ -119,7 +119,7 @@ def _class_name(function: Any) -> str:
 class _Home:
     """The call that a piece is the body of, from which names inside it count."""
 
-    def __init__(self, piece: Piece) -> None:
+    def __init__(self, piece: Subgraph) -> None:
         first = None if piece.function is None else piece.function.calls[0]
         self.scope = "" if first is None else str(first.scope)
         self.fqn = "" if first is None else first.fqn or ""

@@ -18,11 +18,11 @@ import torch.fx
 
 from scopetrace._compat.fresh import FreshFakes
 from scopetrace._compat.graph_module import set_grad_enabled
-from scopetrace._compat.symbols import Symbolic, bare
+from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.errors import OnnxExportError
 from scopetrace.functionalize.overwrite import OVERWRITE
 from scopetrace.ir import meta
-from scopetrace.program.graph import Program
+from scopetrace.program.graph import FxLowering
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
@@ -31,12 +31,12 @@ _SQUEEZES = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.o
 
 
 @dataclasses.dataclass(eq=False)
-class Site:
+class CallSite:
     """One call of a function in a piece."""
 
     node: torch.fx.Node
     """The `invoke_subgraph` node that it is made from."""
-    callee: Piece
+    callee: Subgraph
     operands: list[Any]
     """Nodes of the whole, or plain numbers, for the callee's inputs in order."""
     results: list[torch.fx.Node]
@@ -44,16 +44,16 @@ class Site:
 
 
 @dataclasses.dataclass(eq=False)
-class Piece:
+class Subgraph:
     """The main program (`function` is None), or the body of a function."""
 
     function: Any
-    program: Program
+    program: FxLowering
     inputs: list[torch.fx.Node] = dataclasses.field(default_factory=list)
     """Placeholders of the whole, in the order of the piece's own."""
     held: dict[str, torch.fx.Node] = dataclasses.field(default_factory=dict)
     """Placeholders of the whole for the tensors that the program holds, by name."""
-    sites: list[Site] = dataclasses.field(default_factory=list)
+    sites: list[CallSite] = dataclasses.field(default_factory=list)
     outputs: list[Any] = dataclasses.field(default_factory=list)
     """Nodes of the whole, or plain numbers."""
     unknown: list[torch.fx.Node] = dataclasses.field(default_factory=list)
@@ -66,7 +66,7 @@ class Piece:
         return self.program.tape.attributes[name]
 
 
-class Whole:
+class CombinedGraph:
     """All pieces in one graph: first the placeholders, then the ops, then one output with what leaves the pieces.
 
     `function_of` gives the function that an `invoke_subgraph` node calls; `finish` the outputs of the main program from
@@ -75,27 +75,27 @@ class Whole:
 
     def __init__(
         self,
-        main: Program,
+        main: FxLowering,
         function_of: Callable[[torch.fx.Node], Any],
         finish: Callable[[Sequence[Any], Sequence[Any], Callable[[str], Any]], list[Any]],
         is_left_out: Callable[[Any], bool],
     ) -> None:
         self.graph = torch.fx.Graph()
         self.root = torch.nn.Module()
-        self.pieces: list[Piece] = []
+        self.pieces: list[Subgraph] = []
         """Callees before their callers; the main program last."""
         self._function_of = function_of
         self._is_left_out = is_left_out
-        self._bodies: dict[Any, Piece] = {}
-        self._nodes: dict[tuple[Piece, torch.fx.Node], Any] = {}
+        self._bodies: dict[Any, Subgraph] = {}
+        self._nodes: dict[tuple[Subgraph, torch.fx.Node], Any] = {}
         self._tensors: dict[Any, str] = {}
-        self._branches: dict[Program, str] = {}
-        self._piece_of: dict[torch.fx.Node, Piece] = {}
+        self._branches: dict[FxLowering, str] = {}
+        self._piece_of: dict[torch.fx.Node, Subgraph] = {}
         self.fakes = FreshFakes()
         """What made the values of the placeholders that are left."""
         self._count = itertools.count()
         self._start = self.graph.call_function(operator.pos, (0,))  # what placeholders stand before; erased below
-        self.main = Piece(None, main)
+        self.main = Subgraph(None, main)
         self._add(self.main)
         self.main.outputs = finish(self.main.outputs, self.main.inputs, self._hold)
         self.outputs = self._close()
@@ -107,7 +107,7 @@ class Whole:
 
     # ---------------------------------------------------------------- pieces
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: Subgraph) -> None:
         if piece.function is not None and self._is_left_out(piece.function):
             self._leave_out(piece)
         else:
@@ -115,13 +115,13 @@ class Whole:
                 self._copy(piece, node)
         self.pieces.append(piece)
 
-    def _leave_out(self, piece: Piece) -> None:
+    def _leave_out(self, piece: Subgraph) -> None:
         nodes = piece.program.graph.nodes
         piece.inputs = [self._input(piece, meta.value(n)) for n in nodes if n.op == "placeholder"]
         given = _flat(next(n for n in nodes if n.op == "output").args[0])
         piece.outputs = piece.unknown = [self._input(piece, meta.value(n)) for n in given]
 
-    def _copy(self, piece: Piece, node: torch.fx.Node) -> None:
+    def _copy(self, piece: Subgraph, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
             new = self._input(piece, meta.value(node))
             piece.inputs.append(new)
@@ -145,21 +145,21 @@ class Whole:
             new.meta = dict(node.meta)
             self._nodes[piece, node] = new
 
-    def _input(self, piece: Piece, value: Any) -> torch.fx.Node:
+    def _input(self, piece: Subgraph, value: Any) -> torch.fx.Node:
         with self.graph.inserting_before(self._start):
             node = self.graph.placeholder(f"input_{next(self._count)}")
         meta.set_value(node, value)
         self._piece_of[node] = piece
         return node
 
-    def _attribute(self, piece: Piece, node: torch.fx.Node) -> None:
+    def _attribute(self, piece: Subgraph, node: torch.fx.Node) -> None:
         name, program = str(node.target), piece.program
         if name in program.tape.attributes:
             self._nodes[piece, node] = self._held(piece, name, piece.tensor(name), meta.value(node))
         elif name in program.bodies and any(user.target is not INVOKE for user in node.users):
             self._nodes[piece, node] = self._branch(program.bodies[name])  # of a cond: goes along as it is
 
-    def _held(self, piece: Piece, name: str, tensor: torch.Tensor, value: Any) -> torch.fx.Node:
+    def _held(self, piece: Subgraph, name: str, tensor: torch.Tensor, value: Any) -> torch.fx.Node:
         """Tensors that are the same memory, as tied weights are, are held once."""
         name = self._tensors.setdefault((piece, _identity(tensor)), name)
         if name not in piece.held:
@@ -170,18 +170,18 @@ class Whole:
         """A tensor that the main program's results need beside its graph."""
         return self.main.held[self._tensors[self.main, _identity(self.main.tensor(name))]]
 
-    def _branch(self, body: Program) -> torch.fx.Node:
+    def _branch(self, body: FxLowering) -> torch.fx.Node:
         name = self._branches.setdefault(body, f"body_{len(self._branches)}")
         if not hasattr(self.root, name):
             self.root.add_module(name, body.graph_module())
         return self.graph.create_node("get_attr", name, name=name)
 
-    def _cut(self, piece: Piece, node: torch.fx.Node) -> None:
+    def _cut(self, piece: Subgraph, node: torch.fx.Node) -> None:
         """Operands out, results in."""
         function = self._function_of(node)
         callee = self._bodies.get(function)
         if callee is None:
-            callee = self._bodies[function] = Piece(function, function.program)
+            callee = self._bodies[function] = Subgraph(function, function.program)
             self._add(callee)
         operands = [self._map(piece, a) for a in node.args[2:]]
         callee.fits_all &= list(map(_kind, operands)) == list(map(_kind, callee.inputs))
@@ -189,9 +189,9 @@ class Whole:
         for user in node.users:
             assert user.target is operator.getitem
             self._nodes[piece, user] = results[user.args[1]]  # type: ignore[index]
-        piece.sites.append(Site(node, callee, operands, results))
+        piece.sites.append(CallSite(node, callee, operands, results))
 
-    def _map(self, piece: Piece, x: Any) -> Any:
+    def _map(self, piece: Subgraph, x: Any) -> Any:
         return torch.fx.node.map_arg(x, lambda n: self._nodes[piece, n])
 
     # ---------------------------------------------------------------- the whole
@@ -218,8 +218,8 @@ def _kind(x: Any) -> Any:
     """Equal for values of equal sizes."""
     value = meta.value(x) if isinstance(x, torch.fx.Node) else x
     if isinstance(value, torch.Tensor):
-        return bare(tuple(value.shape))
-    return bare(value) if isinstance(value, Symbolic) else value
+        return to_expr(tuple(value.shape))
+    return to_expr(value) if isinstance(value, Symbolic) else value
 
 
 def _identity(tensor: torch.Tensor) -> Any:

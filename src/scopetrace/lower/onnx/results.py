@@ -22,10 +22,10 @@ from scopetrace.ir.tape import Tape, Value
 from scopetrace.ir.write_back import (
     ChangeShape,
     FromGraph,
-    Given,
-    Held,
+    GraphInput,
     SameAs,
     Source,
+    StateRef,
     StridedStep,
     Update,
     ViewOf,
@@ -42,7 +42,7 @@ class Results:
         self._tape, self._program = tape, program
 
     @property
-    def _changed(self) -> list[Given | Held]:
+    def _changed(self) -> list[GraphInput | StateRef]:
         updates = [] if self._program is None else self._program.updates
         return list(dict.fromkeys(update.target for update in updates))
 
@@ -59,13 +59,13 @@ class Results:
 
     def state(self) -> set[str]:
         """The names of the model's tensors that it changes in place."""
-        return {target.name for target in self._changed if isinstance(target, Held)}
+        return {target.name for target in self._changed if isinstance(target, StateRef)}
 
     def of_run(self, result: Any, inputs: Sequence[torch.Tensor], held: Callable[[str], torch.Tensor]) -> list[Any]:
         """The values of the outputs after a run of the model: from its result, its inputs, and its own tensors."""
         given = dict(leaves_with_path(result))
         kept = [p for p, leaf in leaves_with_path(self._tape.outputs) if isinstance(leaf, (Value, *Symbolic))]
-        changed = [inputs[t.index] if isinstance(t, Given) else held(t.name) for t in self._changed]
+        changed = [inputs[t.index] if isinstance(t, GraphInput) else held(t.name) for t in self._changed]
         bound = [getattr(w.module, w.name) for w in self._tape.attribute_writes]
         return [*(given[path] for path in kept), *changed, *bound]
 
@@ -88,7 +88,7 @@ class Results:
 class _Machine:
     def __init__(self, values: Sequence[Any], inputs: Sequence[Any], held: Callable[[str], Any]) -> None:
         self._values, self._inputs, self._held = values, inputs, held
-        self.now: dict[Given | Held, Any] = {}
+        self.now: dict[GraphInput | StateRef, Any] = {}
         self.results: list[Any] = []
 
     def get(self, source: Source) -> Any:
@@ -103,7 +103,7 @@ class _Machine:
             return view
         if source in self.now:
             return self.now[source]
-        return self._inputs[source.index] if isinstance(source, Given) else self._held(source.name)
+        return self._inputs[source.index] if isinstance(source, GraphInput) else self._held(source.name)
 
     def _view(self, base: torch.fx.Node, step: ViewStep | StridedStep) -> torch.fx.Node:
         if isinstance(step, ViewStep):

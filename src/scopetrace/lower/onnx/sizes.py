@@ -10,7 +10,7 @@ import onnx_ir as ir
 import torch
 from onnx_ir.tensor_adapters import from_torch_dtype
 
-from scopetrace._compat.symbols import bare, expression_text
+from scopetrace._compat.symbols import expression_text, to_expr
 
 _NAME = re.compile(r"[^\W\d]\w*")
 
@@ -53,7 +53,7 @@ class SizeNames:
         return ir.Value(type=ir.TensorType(from_torch_dtype(dtype)), shape=shape)
 
     def _text(self, size: Any) -> str:
-        expr = bare(size)
+        expr = to_expr(size)
         return expression_text(expr, {s: self._name(s) for s in expr.free_symbols})
 
     def rename(self, graph: ir.Graph, origins: Mapping[str, Any]) -> None:

@@ -11,12 +11,12 @@ from torch.utils import _pytree as pytree
 
 from scopetrace.functionalize.layout import draws_differ
 from scopetrace.ops.functional_variants import (
-    Twin,
-    call_twin,
-    functional_twin,
-    hidden_writes,
+    FunctionalVariant,
+    call_variant,
+    functional_variant,
     is_metadata_only,
-    writes_in_secret,
+    undeclared_variant,
+    undeclared_writes,
     written_arguments,
 )
 
@@ -64,7 +64,7 @@ def mutable_ops(namespace: str) -> Iterator[Any]:
 def test_each_mutable_op_has_a_pure_twin_or_is_on_the_list() -> None:
     without = set()
     for func in mutable_ops("aten"):
-        twin = functional_twin(func)
+        twin = functional_variant(func)
         if twin is None:
             without.add(str(func).removeprefix("aten."))
             continue
@@ -73,7 +73,7 @@ def test_each_mutable_op_has_a_pure_twin_or_is_on_the_list() -> None:
     assert sorted(without) == NO_TWIN
 
 
-def check_places(func: Any, twin: Twin) -> None:
+def check_places(func: Any, twin: FunctionalVariant) -> None:
     """Each written argument has a result of its own, and each return is one of them or another result."""
     assert tuple(name for name, _ in twin.new_values) == written_arguments(func)
     assert len(twin.results) == len(func._schema.returns)
@@ -84,17 +84,17 @@ def check_places(func: Any, twin: Twin) -> None:
 
 
 def test_an_op_that_writes_nothing_has_no_twin() -> None:
-    assert functional_twin(aten.add.Tensor) is None
-    assert functional_twin(aten.transpose.int) is None
+    assert functional_variant(aten.add.Tensor) is None
+    assert functional_variant(aten.transpose.int) is None
 
 
 def test_a_custom_op_has_no_twin() -> None:
     with torch.library._scoped_library("twins_test", "DEF") as library:
         library.define("prod(Tensor(a!) x) -> ()")
-        assert functional_twin(torch.ops.twins_test.prod.default) is None
+        assert functional_variant(torch.ops.twins_test.prod.default) is None
         library.define("poke_(Tensor(a!) x) -> Tensor(a!)")
         library.define("poke(Tensor x) -> Tensor")
-        assert functional_twin(torch.ops.twins_test.poke_.default) is None
+        assert functional_variant(torch.ops.twins_test.poke_.default) is None
 
 
 @pytest.mark.parametrize(
@@ -124,13 +124,13 @@ def test_a_custom_op_has_no_twin() -> None:
     ids=str,
 )
 def test_twin_by_name(func: Any, twin: Any) -> None:
-    found = functional_twin(func)
+    found = functional_variant(func)
     assert found is not None and found.op is twin
 
 
 def test_metadata_only() -> None:
     for func in (aten.transpose_.default, aten.squeeze_.dim, aten.t_.default, aten.as_strided_.default):
-        twin = functional_twin(func)
+        twin = functional_variant(func)
         assert twin is not None and twin.op.is_view and is_metadata_only(func)
     assert is_metadata_only(aten.set_.source_Tensor) and is_metadata_only(aten.requires_grad_.default)
     assert not is_metadata_only(aten.add_.Tensor) and not is_metadata_only(aten.add.out)
@@ -285,12 +285,12 @@ CASES: list[tuple[Any, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = 
 
 @pytest.mark.parametrize(("func", "make"), CASES, ids=[f"{func}-{i}" for i, (func, _) in enumerate(CASES)])
 def test_twin_computes_the_same(func: Any, make: Callable[[], Any]) -> None:
-    twin = functional_twin(func)
+    twin = functional_variant(func)
     assert twin is not None
     check_same(twin, func, make)
 
 
-def check_same(twin: Twin, func: Any, make: Callable[[], Any]) -> None:
+def check_same(twin: FunctionalVariant, func: Any, make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     args, kwargs = make()
     theirs, their_kwargs = pytree.tree_map_only(torch.Tensor, clone, (args, kwargs))
@@ -298,7 +298,7 @@ def check_same(twin: Twin, func: Any, make: Callable[[], Any]) -> None:
     torch.manual_seed(1)
     returned = func(*theirs, **their_kwargs)
     torch.manual_seed(1)
-    new_args, new_kwargs = call_twin(twin, func, args, kwargs)
+    new_args, new_kwargs = call_variant(twin, func, args, kwargs)
     results = twin.op(*new_args, **new_kwargs)
 
     named = dict(zip([a.name for a in func._schema.arguments], theirs, strict=False)) | their_kwargs
@@ -332,20 +332,20 @@ def equal(left: Any, right: Any, what: Any) -> None:
 
 
 def test_call_leaves_defaults_out() -> None:
-    twin = functional_twin(aten.add_.Tensor)
+    twin = functional_variant(aten.add_.Tensor)
     assert twin is not None
     x, y = f(2), f(2)
-    assert call_twin(twin, aten.add_.Tensor, (x, y), {"alpha": 1}) == ((x, y), {})
-    assert call_twin(twin, aten.add_.Tensor, (x,), {"other": y, "alpha": 1.0}) == ((x, y), {"alpha": 1.0})
+    assert call_variant(twin, aten.add_.Tensor, (x, y), {"alpha": 1}) == ((x, y), {})
+    assert call_variant(twin, aten.add_.Tensor, (x,), {"other": y, "alpha": 1.0}) == ((x, y), {"alpha": 1.0})
 
 
 def test_call_takes_nodes() -> None:
     graph = torch.fx.Graph()
     n, out = graph.placeholder("n"), graph.placeholder("out")
     out.meta["val"] = torch.empty(3, dtype=f64)
-    twin = functional_twin(aten.sum.IntList_out)
+    twin = functional_variant(aten.sum.IntList_out)
     assert twin is not None
-    got = call_twin(twin, aten.sum.IntList_out, (n, [0]), {"out": out})
+    got = call_variant(twin, aten.sum.IntList_out, (n, [0]), {"out": out})
     assert got == ((n, [0]), {"dtype": f64})
 
 
@@ -367,19 +367,19 @@ HIDDEN = [
 @pytest.mark.parametrize(("func", "make"), HIDDEN, ids=[f"{func}-{i}" for i, (func, _) in enumerate(HIDDEN)])
 def test_hidden_writes(func: Any, make: Callable[[], Any]) -> None:
     args, kwargs = make()
-    assert writes_in_secret(func, args, kwargs) == ("running_mean", "running_var")
-    twin = hidden_writes(func, args, kwargs)
+    assert undeclared_writes(func, args, kwargs) == ("running_mean", "running_var")
+    twin = undeclared_variant(func, args, kwargs)
     assert twin is not None
     check_same(twin, func, make)
 
 
 @pytest.mark.parametrize("func", [aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default], ids=str)
 def test_hidden_writes_of_other_devices(func: Any) -> None:
-    twin = hidden_writes(func, statistics(), {"exponential_average_factor": 0.5, "epsilon": 1e-3})
+    twin = undeclared_variant(func, statistics(), {"exponential_average_factor": 0.5, "epsilon": 1e-3})
     assert twin is not None
     assert [name for name, _ in twin.new_values] == ["running_mean", "running_var"]
     assert len(twin.results) == len(func._schema.returns)
-    args, kwargs = call_twin(twin, func, statistics(), {"exponential_average_factor": 0.5, "epsilon": 1e-3})
+    args, kwargs = call_variant(twin, func, statistics(), {"exponential_average_factor": 0.5, "epsilon": 1e-3})
     assert (args[-2:], kwargs) == ((0.5, 1e-3), {})
     twin.op(*args)
 
@@ -389,12 +389,12 @@ def test_no_hidden_writes() -> None:
     without = (f(4, 3), None, None, None, None, True, 0.1, 1e-5, True)
     empty = (*statistics(n=0), 0.1, 1e-5, True)
     for args in (evaluated, without, empty):
-        assert writes_in_secret(aten.batch_norm.default, args, {}) == ()
-        assert hidden_writes(aten.batch_norm.default, args, {}) is None
+        assert undeclared_writes(aten.batch_norm.default, args, {}) == ()
+        assert undeclared_variant(aten.batch_norm.default, args, {}) is None
         before = pytree.tree_map_only(torch.Tensor, clone, args)
         aten.batch_norm.default(*args)
         equal(args, before, "an argument")
-    assert writes_in_secret(aten.add.Tensor, (f(3), f(3)), {}) == ()
+    assert undeclared_writes(aten.add.Tensor, (f(3), f(3)), {}) == ()
 
 
 def test_hidden_writes_without_a_twin() -> None:
@@ -406,8 +406,8 @@ def test_hidden_writes_without_a_twin() -> None:
         (aten.batch_norm_update_stats.default, (x, mean, var, 0.1), names),
     ]
     for func, args, written in calls:
-        assert writes_in_secret(func, args, {}) == written
-        assert hidden_writes(func, args, {}) is None
+        assert undeclared_writes(func, args, {}) == written
+        assert undeclared_variant(func, args, {}) is None
         # By value: the batch norms do not count what they write in the version of the statistics.
         before = mean.clone(), var.clone()
         func(*args)
@@ -436,9 +436,9 @@ def test_hidden_writes_without_a_twin() -> None:
 )
 def test_draws_differ(func: Any, args: Any, kwargs: Any, differ: bool) -> None:
     assert draws_differ(func, args, kwargs) == differ
-    twin = functional_twin(func)
+    twin = functional_variant(func)
     assert twin is not None
-    ours, our_kwargs = call_twin(twin, func, args, kwargs)
+    ours, our_kwargs = call_variant(twin, func, args, kwargs)
     torch.manual_seed(0)
     new = twin.op(*ours, **our_kwargs)
     torch.manual_seed(0)
