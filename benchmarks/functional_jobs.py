@@ -14,7 +14,7 @@ Result = dict[str, Any]
 def functional_share(model: str, rounds: int) -> Result:
     """Seconds of a whole trace, and of its functional pass alone on the same recording."""
     st: Any = models.import_scopetrace()
-    from scopetrace.functionalize.functionalizer import functionalize
+    from scopetrace.functionalization.functionalizer import functionalize
 
     net, args = models.MUTATION[model]()
     with torch.no_grad():

@@ -17,7 +17,7 @@ LAYERS = {
     "ops": "what torch's ops are: schema facts, functional variants, view inverses, higher-order forms",
     "infer": "the result of an op without running it",
     "record": "running the callable: RecordedTape",
-    "functionalize": "no op writes: FunctionalTape and the write-back beside it",
+    "functionalization": "no op writes: FunctionalTape and the write-back beside it",
     "outline": "module calls as calls of shared functions",
     "program": "TracedProgram: tape, fx lowering, calls, boundary of a call, lint, check",
     "torch_level": "a torch-level GraphModule made functional",

@@ -40,8 +40,8 @@ from scopetrace.errors import ScopeError as ScopeError
 from scopetrace.errors import ScopetraceError as ScopetraceError
 from scopetrace.errors import TraceError as TraceError
 from scopetrace.errors import UnsupportedOpError as UnsupportedOpError
-from scopetrace.functionalize.report import Alias as Alias
-from scopetrace.functionalize.report import Mutation as Mutation
+from scopetrace.functionalization.report import Alias as Alias
+from scopetrace.functionalization.report import Mutation as Mutation
 from scopetrace.ir.scopes import Scope as Scope
 from scopetrace.ir.scopes import TracingState as TracingState
 from scopetrace.ir.scopes import scope as scope

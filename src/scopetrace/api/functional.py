@@ -17,7 +17,7 @@ import torch.fx
 
 from scopetrace.api.trace import Trace
 from scopetrace.errors import ScopetraceError
-from scopetrace.functionalize.report import Alias, Mutation
+from scopetrace.functionalization.report import Alias, Mutation
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.torch_level import aten_tapes, torch_level_tapes

@@ -18,8 +18,8 @@ from scopetrace._compat.graph_module import TracedGraphModule
 from scopetrace.api.outlined import OutlinedProgram, Target
 from scopetrace.containers.objects import only_result
 from scopetrace.errors import ScopetraceError
-from scopetrace.functionalize.functionalizer import functionalize
-from scopetrace.functionalize.report import Alias, Mutation, aliases, mutations
+from scopetrace.functionalization.functionalizer import functionalize
+from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Tape, Value

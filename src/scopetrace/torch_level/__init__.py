@@ -8,11 +8,11 @@ from typing import Any
 import torch.fx
 
 from scopetrace.errors import FunctionalizationError
-from scopetrace.functionalize.functionalizer import Functionalizer, functionalize
-from scopetrace.functionalize.layout import draws_differ
-from scopetrace.functionalize.overlap import refuse_overlap
-from scopetrace.functionalize.refusal import refusal
-from scopetrace.functionalize.rewriter import writes
+from scopetrace.functionalization.functionalizer import Functionalizer, functionalize
+from scopetrace.functionalization.layout import draws_differ
+from scopetrace.functionalization.overlap import refuse_overlap
+from scopetrace.functionalization.refusal import refusal
+from scopetrace.functionalization.rewriter import writes
 from scopetrace.ir.tape import Op, Tape
 from scopetrace.torch_level.lift import lift
 from scopetrace.torch_level.step import Renew, Step

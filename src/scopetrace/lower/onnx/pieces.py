@@ -20,7 +20,7 @@ from scopetrace._compat.fresh import FreshFakes
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.errors import OnnxExportError
-from scopetrace.functionalize.overwrite import OVERWRITE
+from scopetrace.functionalization.overwrite import OVERWRITE
 from scopetrace.ir import meta
 from scopetrace.program.graph import FxLowering
 

@@ -9,8 +9,8 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic, has_unbacked, to_expr
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.functionalize.refusal import refusal
-from scopetrace.functionalize.region import Region, became, last_of
+from scopetrace.functionalization.refusal import refusal
+from scopetrace.functionalization.region import Region, became, last_of
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ir.write_back import (
     ChangeShape,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import to_expr
-from scopetrace.functionalize.geometry import Emit, Permute, Relation, Select, Slice
+from scopetrace.functionalization.geometry import Emit, Permute, Relation, Select, Slice
 
 _aten = torch.ops.aten
 _SAME_ORDER = {

@@ -18,12 +18,12 @@ import torch
 from scopetrace._compat.dispatch import auto_functionalized
 from scopetrace._compat.symbols import surely_equal, to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.functionalize.geometry import Geometry, relate
-from scopetrace.functionalize.layout import draws_differ
-from scopetrace.functionalize.overlap import refuse_overlap
-from scopetrace.functionalize.refusal import refusal
-from scopetrace.functionalize.region import Link, Region, geometry_of
-from scopetrace.functionalize.rewriter import Rewriter, writes
+from scopetrace.functionalization.geometry import Geometry, relate
+from scopetrace.functionalization.layout import draws_differ
+from scopetrace.functionalization.overlap import refuse_overlap
+from scopetrace.functionalization.refusal import refusal
+from scopetrace.functionalization.region import Link, Region, geometry_of
+from scopetrace.functionalization.rewriter import Rewriter, writes
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,

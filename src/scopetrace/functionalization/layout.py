@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import example
-from scopetrace.functionalize.geometry import Emit
+from scopetrace.functionalization.geometry import Emit
 from scopetrace.ir.tape import Value
 from scopetrace.ops.functional_variants import by_name, is_out_argument, tensor_of, written_arguments
 

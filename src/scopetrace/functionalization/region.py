@@ -14,11 +14,11 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import example, to_expr
-from scopetrace.functionalize.emitter import Emitter
-from scopetrace.functionalize.geometry import Geometry, Positions, Relation, index_in, relate
-from scopetrace.functionalize.overwrite import OVERWRITE
-from scopetrace.functionalize.refusal import refusal
-from scopetrace.functionalize.view_ops import relate_by_op
+from scopetrace.functionalization.emitter import Emitter
+from scopetrace.functionalization.geometry import Geometry, Positions, Relation, index_in, relate
+from scopetrace.functionalization.overwrite import OVERWRITE
+from scopetrace.functionalization.refusal import refusal
+from scopetrace.functionalization.view_ops import relate_by_op
 from scopetrace.ir.tape import Op, Value
 
 _aten = torch.ops.aten

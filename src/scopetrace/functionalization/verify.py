@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from scopetrace.functionalize.refusal import refusal
+from scopetrace.functionalization.refusal import refusal
 from scopetrace.ir.tape import Tape
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace.functionalize.refusal import refusal
-from scopetrace.functionalize.region import geometry_of
+from scopetrace.functionalization.refusal import refusal
+from scopetrace.functionalization.region import geometry_of
 from scopetrace.ir.tape import Op, Value
 from scopetrace.ops.functional_variants import functional_variant, undeclared_writes, written_arguments
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from scopetrace._compat.symbols import to_expr
-from scopetrace.functionalize.geometry import Emit
-from scopetrace.functionalize.layout import in_order_of
-from scopetrace.functionalize.refusal import refusal
+from scopetrace.functionalization.geometry import Emit
+from scopetrace.functionalization.layout import in_order_of
+from scopetrace.functionalization.refusal import refusal
 from scopetrace.ir.tape import Op, Tape, Value
 
 _aten = torch.ops.aten
