@@ -11,6 +11,7 @@ import torch
 from scopetrace._compat.fake import DATA_DEPENDENT
 from scopetrace._compat.symbols import to_expr
 from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.functionalization import epilogue
 from scopetrace.functionalization.bodies import Results, as_laid_out, lift_constants
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.geometry import relate
@@ -18,7 +19,6 @@ from scopetrace.functionalization.layout import in_order_of, is_random
 from scopetrace.functionalization.refusal import refusal
 from scopetrace.functionalization.region import Link, Region, geometry_of, last_of
 from scopetrace.functionalization.verify import verify_pure
-from scopetrace.functionalize import epilogue
 from scopetrace.ir.tape import AttributeWrite, Call, Op, Tape, Value, flat, garbage_collection_paused, values_in
 from scopetrace.record.bodies import with_more_operands, written_inputs
 
