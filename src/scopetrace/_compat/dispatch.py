@@ -179,17 +179,6 @@ def with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
         _pop_mode_from_pre_dispatch()
 
 
-def written_arguments(func: OpOverload) -> tuple[tuple[int, str], ...]:
-    """Position and name of the arguments that the op's schema says it writes to."""
-    arguments = func._schema.arguments
-    return tuple((i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write)
-
-
-def qualified_name(func: OpOverload | HigherOrderOperator) -> str:
-    """`aten.add.Tensor`."""
-    return str(func)
-
-
 def auto_functionalized() -> Any:
     """The higher-order op that runs a mutating op on copies and returns what it changed."""
     from torch._higher_order_ops.auto_functionalize import auto_functionalized as op

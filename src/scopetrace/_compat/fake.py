@@ -22,6 +22,7 @@ from torch.fx.experimental.symbolic_shapes import (
 from torch.utils._pytree import tree_leaves
 
 from scopetrace._compat.shape_env import WatchedShapeEnv
+from scopetrace._compat.tensors import is_symbolic, storage_id
 
 __all__ = ["FakeFactory", "FakeMaker", "FakeTensor"]
 
@@ -74,7 +75,7 @@ class FakeMaker:
     ) -> torch.Tensor:
         """A fake over the storage of `base`, with its version counter. Call inside `without_dispatch`."""
         numbers = (*size, *stride, offset, base.untyped_storage().nbytes())
-        if not base._has_symbolic_sizes_strides and not any(isinstance(n, torch.SymInt) for n in numbers):
+        if not is_symbolic(base) and not any(isinstance(n, torch.SymInt) for n in numbers):
             return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
         with in_kernel_invocation_manager(self.mode):  # the kernel of the device takes no symbols, that of meta does
             meta = torch.as_strided(base, size, stride, offset)
@@ -215,13 +216,6 @@ class without_dispatch:
         self._torch.__exit__(*exc)
 
 
-def storage_id(x: torch.Tensor) -> int:
-    """Equal for tensors that share memory; unique for layouts without a storage."""
-    if x.layout is torch.strided:
-        return x.untyped_storage()._cdata
-    return -id(x)
-
-
 def run_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     """What an op returns for fake tensors, without autograd. Raises what the op raises."""
     with mode, torch.no_grad():
@@ -247,5 +241,5 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 def _is_symbolic(x: Any) -> bool:
     if isinstance(x, torch.Tensor):
-        return x._has_symbolic_sizes_strides
+        return is_symbolic(x)
     return isinstance(x, (torch.SymInt, torch.SymFloat, torch.SymBool))

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.fake import storage_id
+from scopetrace._compat.tensors import storage_id
 from scopetrace.infer.repeat import FakeRuns
 from scopetrace.ir.tape import Op, Tape, Value, flat
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import example
 from scopetrace.functionalization.geometry import Emit
 from scopetrace.ir.tape import Value
@@ -52,16 +53,16 @@ def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
     if (
         out is None
         or (example(out.numel()) < _VECTORIZED and out.dim() < 2)
-        or (out.is_contiguous() and func._schema.name != "aten::normal")
+        or (out.is_contiguous() and schema_of(func).name != "aten::normal")
     ):
         return False
-    if any(is_out_argument(a) for a in func._schema.arguments):
+    if any(is_out_argument(a) for a in schema_of(func).arguments):
         tensors = [tensor_of(given.get(name)) for name in ("mean", "std")]
         return not out.is_contiguous() or any(isinstance(t, torch.Tensor) and t.dtype != out.dtype for t in tensors)
     # `bernoulli` does not keep the strides of its input. The others do where they can; the vectorized way to draw
     # normal numbers, for contiguous tensors only, is another stream.
-    keeps = func._schema.name != "aten::bernoulli_"
-    return not (keeps and (func._schema.name != "aten::normal_" or _is_dense(out)))
+    keeps = schema_of(func).name != "aten::bernoulli_"
+    return not (keeps and (schema_of(func).name != "aten::normal_" or _is_dense(out)))
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:

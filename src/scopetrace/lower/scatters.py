@@ -13,6 +13,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.fake import run_fake
+from scopetrace.ops.functional_variants import by_name
 
 _aten = torch.ops.aten
 Form = Literal["slice_scatter", "index_put", "where", "cat"]
@@ -52,10 +53,7 @@ class _Part:
 
     def __init__(self, gm: torch.fx.GraphModule, node: torch.fx.Node, fake_mode: Any) -> None:
         self.gm, self.node, self.fake_mode = gm, node, fake_mode
-        schema: Any = node.target._schema  # type: ignore[union-attr]
-        given = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-        given |= dict(zip([a.name for a in schema.arguments], node.args, strict=False))
-        self.given = given | dict(node.kwargs)
+        self.given = by_name(node.target, node.args, node.kwargs)
         self.base, self.src = self.given["self"], self.given["src"]
         self.size: list[int] = list(self.base.meta["val"].shape)
         self.device = self.base.meta["val"].device

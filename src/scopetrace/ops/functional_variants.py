@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from scopetrace._compat.schema import schema_of
 from scopetrace.ir.tape import Value
 
 __all__ = [
@@ -111,13 +112,13 @@ class FunctionalVariant:
 @functools.cache
 def written_arguments(func: Any) -> tuple[str, ...]:
     """Names of the arguments that the schema of `func` says it writes."""
-    return tuple(a.name for a in func._schema.arguments if _is_written(a))
+    return schema_of(func).written
 
 
 @functools.cache
 def is_metadata_only(func: Any) -> bool:
     """Whether `func` changes only what a tensor is (its sizes, strides, storage, flags) and no element of a storage."""
-    return torch.Tag.inplace_view in func.tags or func._schema.name in _NO_VALUES
+    return torch.Tag.inplace_view in func.tags or schema_of(func).name in _NO_VALUES
 
 
 @functools.cache
@@ -127,7 +128,7 @@ def functional_variant(func: Any) -> FunctionalVariant | None:
     Args:
         func: An `OpOverload`. The twin of a custom op, and of one whose schema is not mutable, is None.
     """
-    if not any(_is_written(a) and "Tensor" in _type(a) for a in func._schema.arguments):
+    if not any(a.is_written and "Tensor" in a.type for a in schema_of(func).arguments):
         return None
     best: tuple[int, FunctionalVariant] | None = None
     for op in _candidates(func):
@@ -154,7 +155,7 @@ def call_variant(
     for arg, source in _sources(func, twin.op):
         name = arg.name if source is None else source
         if name not in given:
-            positional.append(arg.default_value)
+            positional.append(arg.default)
         elif arg.kwarg_only:
             keywords |= {} if _is_default(arg, given[name]) else {arg.name: given[name]}
         else:
@@ -182,7 +183,7 @@ def undeclared_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
     On CPU the version counters of running statistics do not tell either, those of `instance_norm` apart.
     """
-    name = func._schema.name
+    name = schema_of(func).name
     if name == "aten::_cudnn_rnn_flatten_weight":
         return ("weight_arr",)  # each weight becomes a view of the result
     if name == "inductor::resize_storage_bytes_":
@@ -200,22 +201,22 @@ def undeclared_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 @functools.cache
 def _statistics_twin(func: Any) -> FunctionalVariant | None:
-    known = _STATISTICS_TWINS.get(func._schema.name)
+    known = _STATISTICS_TWINS.get(schema_of(func).name)
     if known is None:
         return None
     name, count = known
     op = getattr(torch.ops.aten, name).default
     taken = {source for _, source in _sources(func, op)}
-    dropped = tuple(a.name for a in func._schema.arguments if a.name not in taken)
-    outs = [a.name for a in func._schema.arguments if _is_written(a)]
+    dropped = tuple(a.name for a in schema_of(func).arguments if a.name not in taken)
+    outs = [a.name for a in schema_of(func).arguments if a.is_written]
     new = [("running_mean", count), ("running_var", count + 1), *((out, i) for i, out in enumerate(outs))]
-    returned = range(len(func._schema.returns))
+    returned = range(len(schema_of(func).returns))
     return FunctionalVariant(op, dropped, tuple(new), tuple(outs[i] if outs else i for i in returned))
 
 
 def _candidates(func: Any) -> Iterator[Any]:
     """Overloads that may be the twin, likely names first. None writes."""
-    namespace, _, name = func._schema.name.partition("::")
+    namespace, _, name = schema_of(func).name.partition("::")
     for other in dict.fromkeys(_names(name)) if namespace in _NAMESPACES else ():
         packet = getattr(getattr(torch.ops, namespace), other, None)
         for overload in packet.overloads() if packet is not None else ():
@@ -238,7 +239,7 @@ def _names(name: str) -> Iterator[str]:
 
 def _distance(func: Any, op: Any) -> int | None:
     """How far the arguments of `op` are from those of `func`: 0, the same; None, too far."""
-    ours = {a.name: a for a in func._schema.arguments}
+    ours = {a.name: a for a in schema_of(func).arguments}
     sources = _sources(func, op)
     used = [source for _, source in sources if source is not None]
     if any(name not in used and not is_out_argument(a) for name, a in ours.items()):
@@ -248,7 +249,7 @@ def _distance(func: Any, op: Any) -> int | None:
         if source is None:
             if arg.name not in _FACTORY or not any(is_out_argument(a) for a in ours.values()):
                 return None
-        elif _type(arg) != _type(ours[source]):
+        elif arg.type != ours[source].type:
             if not _takes(arg, ours[source]):
                 return None
             far += 1
@@ -259,22 +260,22 @@ def _distance(func: Any, op: Any) -> int | None:
 
 def _takes(arg: Any, other: Any) -> bool:
     """Whether `arg` takes all that `other` takes: a tensor where there may be none."""
-    return _type(arg).replace("Optional[", "").replace("]", "") == _type(other).replace("]", "")
+    return arg.type.replace("Optional[", "").replace("]", "") == other.type.replace("]", "")
 
 
 def _describe(func: Any, op: Any) -> FunctionalVariant | None:
     """`op` as the twin of `func`. None if its results are not the values that `func` returns and writes."""
-    schema = func._schema
+    schema = schema_of(func)
     returns = [_returned_argument(func, r) for r in schema.returns]
-    written = [a.name for a in sorted(filter(_is_written, schema.arguments), key=lambda a: not is_out_argument(a))]
+    written = sorted((a for a in schema.arguments if a.is_written), key=lambda a: not is_out_argument(a))
     # An argument that is returned has its new value there. The others follow the returns: `out` first, as in a list op.
-    rest = [name for name in written if name not in returns]
-    types = [_type(r) for r in schema.returns]
+    rest = [a for a in written if a.name not in returns]
+    types = [r.type for r in schema.returns]
     own = _MORE_RESULTS.get(schema.name, 0)
     places = {name: i for i, name in enumerate(returns) if name is not None}
-    places |= {name: len(returns) + own + i for i, name in enumerate(rest)}
-    types = types + ["Tensor"] * own + [_type(a) for name in rest for a in schema.arguments if a.name == name]
-    if types != [_type(r) for r in op._schema.returns]:
+    places |= {a.name: len(returns) + own + i for i, a in enumerate(rest)}
+    types = types + ["Tensor"] * own + [a.type for a in rest]
+    if types != [r.type for r in schema_of(op).returns]:
         return None
     one = len(types) == 1
     taken = {source for _, source in _sources(func, op)}
@@ -288,14 +289,10 @@ def _describe(func: Any, op: Any) -> FunctionalVariant | None:
 
 def _returned_argument(func: Any, result: Any) -> str | None:
     """The written argument that is returned as `result`."""
-    if result.alias_info is None or not result.alias_info.is_write:
+    if not result.is_written:
         return None
-    names = [a.name for a in func._schema.arguments if _is_written(a) and _same_alias(a, result)]
+    names = [a.name for a in schema_of(func).arguments if a.is_written and a.aliases & result.aliases]
     return names[0] if names else None
-
-
-def _same_alias(arg: Any, result: Any) -> bool:
-    return bool(arg.alias_info.before_set & result.alias_info.before_set)
 
 
 @functools.cache
@@ -305,22 +302,22 @@ def _sources(func: Any, op: Any) -> tuple[tuple[Any, str | None], ...]:
     Names decide. One argument that is left over on both sides is the same one: `alpha_dropout_(self, …)` has the twin
     `alpha_dropout(input, …)`.
     """
-    ours = [a.name for a in func._schema.arguments if not is_out_argument(a)]
+    ours = [a.name for a in schema_of(func).arguments if not is_out_argument(a)]
     found: dict[str, str | None] = {}
-    for arg in op._schema.arguments:
+    for arg in schema_of(op).arguments:
         other = _STATISTICS_RENAMED.get(arg.name, arg.name)
         found[arg.name] = arg.name if arg.name in ours else other if other in ours else None
     theirs = [name for name, source in found.items() if source is None and name not in _FACTORY]
     left = [name for name in ours if name not in found.values()]
     if len(theirs) == len(left) == 1:
         found[theirs[0]] = left[0]
-    return tuple((arg, found[arg.name]) for arg in op._schema.arguments)
+    return tuple((arg, found[arg.name]) for arg in schema_of(op).arguments)
 
 
 def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, with the defaults of those that were not given."""
-    schema = func._schema.arguments
-    given = {a.name: a.default_value for a in schema if a.has_default_value()}
+    schema = schema_of(func).arguments
+    given = {a.name: a.default for a in schema if a.has_default}
     given |= {a.name: value for a, value in zip(schema, args, strict=False)}
     return given | kwargs
 
@@ -331,7 +328,7 @@ def _as_out(func: Any, twin: FunctionalVariant, given: dict[str, Any]) -> dict[s
     if not isinstance(out, torch.Tensor):
         return {}
     if "dtype" in given:
-        told = func._schema.name in _IN_DTYPE_OF_OUT and given["dtype"] is None
+        told = schema_of(func).name in _IN_DTYPE_OF_OUT and given["dtype"] is None
         return {"dtype": out.dtype} if told else {}
     told_layout = {} if out.layout is torch.strided else {"layout": out.layout}
     return {"dtype": out.dtype, "device": out.device} | told_layout
@@ -339,13 +336,13 @@ def _as_out(func: Any, twin: FunctionalVariant, given: dict[str, Any]) -> dict[s
 
 def _is_default(arg: Any, value: Any) -> bool:
     """Whether `value` is the default of `arg`. 1 and 1.0 are not the same: an op may promote by one of them."""
-    return bool(arg.has_default_value() and type(value) is type(arg.default_value) and _plain_equal(value, arg))
+    return bool(arg.has_default and type(value) is type(arg.default) and _plain_equal(value, arg))
 
 
 def _plain_equal(value: Any, arg: Any) -> bool:
     if isinstance(value, (list, tuple)):
-        return all(type(x) is int for x in value) and value == arg.default_value
-    return value is None or (isinstance(value, (bool, int, float, str)) and value == arg.default_value)
+        return all(type(x) is int for x in value) and value == arg.default
+    return value is None or (isinstance(value, (bool, int, float, str)) and value == arg.default)
 
 
 def tensor_of(value: Any) -> Any:
@@ -355,15 +352,7 @@ def tensor_of(value: Any) -> Any:
     return value.meta["val"] if isinstance(value, torch.fx.Node) else value
 
 
-def _is_written(arg: Any) -> bool:
-    return arg.alias_info is not None and arg.alias_info.is_write
-
-
 def is_out_argument(arg: Any) -> bool:
     """Whether an argument of a schema is one that the op fills."""
     # `is_out` knows keyword-only ones; those of quantized ops are positional.
-    return arg.is_out or (arg.name in ("out", "output") and _is_written(arg))
-
-
-def _type(arg: Any) -> str:
-    return str(arg.type)
+    return arg.is_out or (arg.name in ("out", "output") and arg.is_written)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
+from scopetrace._compat.tensors import parameters_of
 from scopetrace.order.execution import CallUsage, ExecutionOrder, ParamUsageInfo
 from scopetrace.record.model import Model
 
@@ -146,7 +147,7 @@ class ExecutionInfo:
 def _parameter(root: torch.nn.Module, path: Any) -> torch.nn.Parameter | None:
     """Past `getattr`, which gives a proxy while a tracer works."""
     owner, _, name = path.rpartition(".")
-    return root.get_submodule(owner)._parameters.get(name)
+    return parameters_of(root.get_submodule(owner)).get(name)
 
 
 def _reads_metadata(node: torch.fx.Node) -> bool:

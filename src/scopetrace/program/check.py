@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from scopetrace._compat.tensors import buffers_of
 from scopetrace.containers.structure import leaves_with_path, match
 from scopetrace.errors import CheckError
 from scopetrace.ir.tape import Tape, Value
@@ -85,7 +86,7 @@ class _State:
         return {
             f"buffer {name} of module {i}": buffer
             for i, saved in enumerate(self._modules)
-            for name, buffer in saved.module._buffers.items()
+            for name, buffer in buffers_of(saved.module).items()
         }
 
     def now(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import torch.fx
 
 from scopetrace._compat.graph_module import TracedGraphModule, make_graph_module, set_grad_enabled
 from scopetrace._compat.symbols import Symbolic, SymbolNodes, to_expr
+from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
 from scopetrace.ir import meta
 from scopetrace.ir.frames import format_stack
@@ -152,7 +153,7 @@ class FxLowering:
             self._symbols.learn_number(part, node)
             return
         self._nodes[part] = node
-        if part.fake.layout is torch.strided and part.fake._has_symbolic_sizes_strides:
+        if part.fake.layout is torch.strided and is_symbolic(part.fake):
             self._symbols.learn_sizes(part.fake, node)
 
     def _take(self, node: torch.fx.Node, op: Op, how: Any, key: Any, part: Any) -> torch.fx.Node:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id
 from scopetrace.containers.objects import Returned, apply, targets
 from scopetrace.containers.structure import map_structure, match
 from scopetrace.errors import InputMismatchError
@@ -76,7 +77,7 @@ def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
 def _check_tensor(path: str, fake: torch.Tensor, tensor: torch.Tensor) -> None:
     if tensor.dim() != fake.dim():
         raise InputMismatchError(f"{path}: traced with shape {list(fake.shape)}, called with {list(tensor.shape)}")
-    if fake._has_symbolic_sizes_strides or tensor.shape != fake.shape:
+    if is_symbolic(fake) or tensor.shape != fake.shape:
         for dim, (old, new) in enumerate(zip(fake.shape, tensor.shape, strict=True)):
             if isinstance(old, int) and old != new:
                 raise InputMismatchError(
@@ -95,7 +96,7 @@ def _check_sharing(tape: Tape, tensors: list[torch.Tensor]) -> None:
     old = [v.storage for v in tape.inputs]
     if len(set(old)) == len(old) and written.isdisjoint(old):
         return
-    new = [t.untyped_storage()._cdata if t.layout is torch.strided else id(t) for t in tensors]
+    new = [storage_id(t) for t in tensors]
     first_old, first_new = [old.index(s) for s in old], [new.index(s) for s in new]
     for i, (a, b) in enumerate(zip(first_old, first_new, strict=True)):
         if a != b and (a != i or old[i] in written or old[b] in written):
@@ -201,7 +202,7 @@ def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
 
 
 def _look_up(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    for table in (module._parameters, module._buffers, module.__dict__):
+    for table in (parameters_of(module), buffers_of(module), module.__dict__):
         found = table.get(name)
         if isinstance(found, torch.Tensor):
             return found
@@ -209,7 +210,7 @@ def _look_up(module: torch.nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _bind(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
-    for table in (module._parameters, module._buffers):
+    for table in (parameters_of(module), buffers_of(module)):
         if name in table:
             table[name] = tensor  # type: ignore[assignment]
             return

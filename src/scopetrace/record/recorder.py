@@ -20,8 +20,10 @@ import torch
 import torch.fx
 
 from scopetrace._compat import dispatch
-from scopetrace._compat.fake import FakeTensor, run_op, storage_id, without_dispatch
+from scopetrace._compat.fake import FakeTensor, run_op, without_dispatch
+from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import has_unbacked, to_expr
+from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.infer import results, rules
 from scopetrace.infer.size_rules import ACTIVATIONS, PLAIN_WRITES
@@ -70,13 +72,14 @@ class _OpFacts:
         self.instead = Recorder._lift_fresh if func is _aten.lift_fresh.default else READ_INSIDE.get(func)
         self.reads = reads_a_value(func)
         self.repeatable = results.can_repeat(func, func.tags)
-        self.convolves = "conv" in func._schema.name  # asks for sizes to choose a kernel: that binds no call
+        schema = schema_of(func)
+        self.convolves = "conv" in schema.name  # asks for sizes to choose a kernel: that binds no call
         self.reshapes = torch.Tag.inplace_view in func.tags
-        self.written = dispatch.written_arguments(func)
-        self.positions = tuple((i, a.name) for i, a in enumerate(func._schema.arguments))
+        self.written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_written)
+        self.positions = tuple(enumerate(schema.names))
         self.in_place = torch.Tag.inplace in func.tags and (torch.Tag.pointwise in func.tags or func in PLAIN_WRITES)
-        self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in func._schema.arguments)
-        self.squeezes = func._schema.name.startswith("aten::squeeze")
+        self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
+        self.squeezes = schema.name.startswith("aten::squeeze")
         self.may_lie = any(name in UNDECLARED_WRITTEN for _, name in self.positions)
         self.recipes: dict[Any, results.Recipe] = {}
         self.quiet: dict[Any, bool] = {}  # whether the op in place changes values alone

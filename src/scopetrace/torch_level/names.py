@@ -11,6 +11,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.fake import run_fake
+from scopetrace._compat.schema import schema_of
 from scopetrace.ir.tape import Tape
 from scopetrace.torch_level.step import Step
 
@@ -71,7 +72,7 @@ def _names(node: torch.fx.Node) -> Iterator[list[Call]]:
     special = _SPECIAL.get(node.target)
     if special is not None:
         yield from special(node)
-    name = node.target._schema.name.split("::")[1]  # type: ignore[union-attr]
+    name = schema_of(node.target).op_name
     function, method = getattr(torch, name, None), getattr(torch.Tensor, name, None)
     if isinstance(function, types.BuiltinFunctionType):  # made from the schema, so it takes arguments in its order
         yield [("call_function", function, node.args, dict(node.kwargs))]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from scopetrace._compat.schema import is_op, schema_of
 from scopetrace.errors import FunctionalizationError
 from scopetrace.ops.functional_variants import undeclared_writes
 
@@ -62,9 +63,8 @@ def is_in_place_operator(name: str) -> bool:
 
 def _function(node: torch.fx.Node) -> str | None:
     target: Any = node.target
-    schema = getattr(target, "_schema", None)
-    if schema is not None:
-        if schema.is_mutable:
+    if is_op(target):
+        if schema_of(target).is_mutable:
             return "the schema writes an argument"
         if any(isinstance(a, torch.fx.Node) for a in node.args) and undeclared_writes(target, node.args, node.kwargs):
             return "it writes the running statistics"
@@ -81,7 +81,7 @@ def _function(node: torch.fx.Node) -> str | None:
 
 def _keywords(node: torch.fx.Node) -> str | None:
     given = bound_arguments(node.target, node.args, node.kwargs)
-    if given.get("out") is not None and not hasattr(node.target, "_schema"):
+    if given.get("out") is not None and not is_op(node.target):
         return "out="
     if given.get("inplace") is True:
         return "inplace=True"

@@ -10,6 +10,7 @@ from collections.abc import Container, Iterator
 import torch
 from torch.export.graph_signature import InputKind
 
+from scopetrace._compat.tensors import buffers_of, persistent_buffers_of
 from scopetrace.ir.tape import Call, Tape
 from scopetrace.lower.exported.frames import ModuleCallFrame
 
@@ -78,7 +79,7 @@ def _persistent(root: torch.nn.Module) -> set[str]:
     found: set[str] = set()
     for fqn, module in root.named_modules(remove_duplicate=False):
         prefix = f"{fqn}." if fqn else ""
-        found.update(prefix + name for name in module._buffers if name not in module._non_persistent_buffers_set)
+        found.update(prefix + name for name in persistent_buffers_of(module))
     return found
 
 
@@ -105,6 +106,6 @@ def _beside(tape: Tape, name: str, tensor: torch.Tensor, readers: list[str]) -> 
     module, attribute = tape.owners.get(name, (None, name))
     if module is None:  # a loaded trace
         return State(InputKind.BUFFER, name, tensor, persistent=True)
-    if attribute in module._buffers:
-        return State(InputKind.BUFFER, name, tensor, attribute not in module._non_persistent_buffers_set)
+    if attribute in buffers_of(module):
+        return State(InputKind.BUFFER, name, tensor, attribute in persistent_buffers_of(module))
     return State(InputKind.CONSTANT_TENSOR, name, tensor)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import OnnxExportError
@@ -116,8 +117,9 @@ class _Machine:
         if not isinstance(update, ChangeShape):
             return self.get(update.value)
         op = update.step.op
-        twin = getattr(torch.ops.aten, op._schema.name.split("::")[1].removesuffix("_"), None)
-        if twin is None or "resize" in op._schema.name:
+        name = schema_of(op).op_name
+        twin = getattr(torch.ops.aten, name.removesuffix("_"), None)
+        if twin is None or "resize" in name:
             raise OnnxExportError(
                 f"the model changes {update.target} with {op}, which has no ONNX form: change a copy of it instead"
             )
