@@ -5,7 +5,9 @@ import dataclasses
 import pickle
 import subprocess
 import sys
+import threading
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -259,3 +261,59 @@ def test_forms_without_effects_refuse_what_is_not_returned():
         st.trace(hides, ({}, X)).to_exported_program()
     ep = st.trace(returns, ({}, X)).to_exported_program()
     assert [t.tolist() for t in ep.module()({}, X)] == [(2 * (X + 1)).tolist(), (X + 1).tolist()]
+
+
+# What one trace learned is not seen by another ------------------------------------------------------------------------
+
+
+def describe_a_constant_object():
+    """What a trace says of a `Layer` without tensors: a constant, whatever other traces found in a `Layer`."""
+    given = Layer()
+    tr = st.trace(lambda layer, x: x + layer.is_initialized, (given, X))
+    tr(given, X)
+    with pytest.raises(st.InputMismatchError) as refused:
+        tr(Layer(), X)
+    return str(tr), str(refused.value)
+
+
+def test_a_class_that_another_trace_opened():
+    before = describe_a_constant_object()
+    st.trace(lambda layer: layer.keys * 2, (Layer(X),))
+    st.trace(step, (Cache(), X))
+    assert describe_a_constant_object() == before
+
+
+def test_a_class_that_a_loaded_trace_opened(tmp_path):
+    st.trace(step, (Cache(X, X), X)).save(tmp_path / "trace")
+    code = (
+        "import sys, torch, scopetrace as st; sys.path.insert(0, sys.argv[2]); import test_objects as t\n"
+        "before = t.describe_a_constant_object(); st.load(sys.argv[1])(t.Cache(t.X, t.X), t.X)\n"
+        "assert t.describe_a_constant_object() == before"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "trace"), __file__.rpartition("/")[0]]
+    subprocess.run(command, capture_output=True, text=True, check=True)
+
+
+def test_a_class_that_a_trace_in_another_thread_opened():
+    before = describe_a_constant_object()
+    inside, go_on = threading.Event(), threading.Event()
+
+    def forward(layer):
+        inside.set()
+        go_on.wait(10)
+        return layer.keys * 2
+
+    with ThreadPoolExecutor(2) as pool:
+        other = pool.submit(st.trace, forward, (Layer(X),))
+        assert inside.wait(10)
+        found = pool.submit(describe_a_constant_object)
+        go_on.set()
+        assert found.result() == before
+        assert other.result()(Layer(X)).tolist() == (X * 2).tolist()
+
+
+def test_a_trace_goes_on_as_before_when_another_opened_its_classes():
+    tr, given = st.trace(step, (Cache(), X)), Cache()
+    st.trace(lambda layer: layer.keys * 2, (Layer(X),))
+    assert tr(given, X).item() == step(Cache(), X).item()
+    assert [layer.keys.tolist() for layer in given.layers] == [X.tolist(), (X * 2).tolist()]

@@ -16,7 +16,7 @@ import torch.fx
 from scopetrace._compat import pickling
 from scopetrace._compat.graph_module import TracedGraphModule
 from scopetrace.api.outlined import OutlinedProgram, Target
-from scopetrace.containers.objects import only_result
+from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.errors import ScopetraceError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
@@ -213,19 +213,19 @@ class Trace:
 
         names, table = (input_names, output_names), custom_translation_table
         options = Options(functions, plugins, opset_version, *names, optimize, attributes, table)
-        return write(self.only_result(), path, options, external_data, verify, progress).model
+        return write(self.without_argument_mutation(), path, options, external_data, verify, progress).model
 
     def pure(self) -> Trace:
         """The same program without mutation, with the tensors that the model holds now."""
         tape = functionalize(self._recorded) if self._tape is self._recorded else self._tape
         return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
 
-    def only_result(self) -> Trace:
+    def without_argument_mutation(self) -> Trace:
         """This trace without mutation and without what the forward puts into the containers of its arguments.
 
         Raises ExportError where the forward does not return what it puts there.
         """
-        result = only_result(self._recorded.outputs, Value)
+        result = without_argument_mutation(self._recorded.outputs, Value)
         if result is self._recorded.outputs:
             return self.pure()
         recorded = dataclasses.replace(self._recorded, outputs=result)
@@ -274,7 +274,7 @@ class Trace:
         Raises ExportError for what else it cannot say: changes of an input's shape or memory, changes of tensors of the
         model that are no parameters or buffers, leaf modules, one tensor given for two inputs.
         """
-        return to_exported_program(self.only_result().tape, self.root_function)
+        return to_exported_program(self.without_argument_mutation().tape, self.root_function)
 
     def lint(self) -> None:
         """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""

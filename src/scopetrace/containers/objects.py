@@ -1,47 +1,45 @@
-"""Objects that hold tensors in their attributes and that pytree does not know, such as transformers' caches.
+"""Arguments that the callable changes: objects that hold tensors, and what is put into containers.
 
 Data flow:
-    arguments and results -> the classes of such objects, learned when one is met first; from then on these are opened
-    arguments before and after a forward -> effects: containers that the forward put other things into
-    effects, in a call of the trace -> the same put into the caller's containers
+    arguments and results -> tensor_holders -> the classes, unknown to pytree, whose instances a recording opens
+    arguments before and after the forward -> Watch.effects -> Effects: containers that now hold other things
+    Effects, in a call of the trace -> apply_effects -> the same change in the caller's containers
 
-A class that turns out to hold tensors only when the forward has run (an empty cache) is learned then, the arguments are
-put back, and the forward is recorded again.
+An object may hold tensors only after the forward has run, as an empty cache does. Then its class is opened, what the
+forward did to the arguments is undone (`SavedContents`), and the forward is recorded again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
 
 from scopetrace.containers.structure import (
-    OBJECT_TYPES,
-    close_container,
-    container_context,
+    Children,
     is_plain_object,
+    is_registered,
     leaves,
     leaves_with_path,
+    map_structure,
     open_container,
+    open_like,
 )
 from scopetrace.errors import ExportError
 
 _CONTAINERS = (list, dict, set)
 
 
-class NeedsOpening(Exception):
-    """Objects of a class that was taken for a constant hold tensors now."""
+def tensor_holders(x: Any) -> frozenset[type]:
+    """The classes of the plain objects in `x`, at any depth, that hold tensors.
 
-
-def learn(x: Any) -> bool:
-    """Open the classes of all objects in `x` that hold tensors. Returns whether there were new ones."""
+    Objects that lead back to themselves are left out: they cannot be copied part by part.
+    """
     search = _Search()
     search.holds(x)
-    new = search.found - search.cyclic - OBJECT_TYPES
-    OBJECT_TYPES.update(new)
-    return bool(new)
+    return frozenset(search.found - search.cyclic)
 
 
 class _Search:
@@ -50,7 +48,6 @@ class _Search:
     def __init__(self) -> None:
         self.found: set[type] = set()
         self.cyclic: set[type] = set()
-        """The classes of objects that lead back to themselves: these cannot be copied part by part."""
         self._known: dict[int, bool] = {}
         self._path: list[Any] = []
 
@@ -84,13 +81,13 @@ def _children(x: Any) -> list[Any] | None:
     return list(vars(x).values()) if is_plain_object(x) else None
 
 
-class Saved:
-    """The contents of the objects in `x` that are not opened, with the lists, dicts, sets and objects in them."""
+class SavedContents:
+    """What the objects in `x` that are not opened hold, and the lists, dicts, sets and objects inside them."""
 
-    def __init__(self, x: Any) -> None:
+    def __init__(self, x: Any, object_types: Collection[type]) -> None:
         self._contents: list[tuple[Any, Any]] = []
         self._seen: set[int] = set()
-        for _, leaf in leaves_with_path(x):
+        for _, leaf in leaves_with_path(x, "", object_types):
             if is_plain_object(leaf):
                 self._save(leaf)
 
@@ -112,16 +109,12 @@ class Saved:
 
 @dataclasses.dataclass
 class Effect:
-    """A container among the arguments that the forward put other things into."""
+    """A container among the arguments into which the forward put other things."""
 
     path: tuple[str, ...]
     """The keys, as text, that lead to it from (args, kwargs)."""
-    keys: list[Any]
-    """Of a dict, its keys; of an object with attributes, their names; else nothing."""
-    items: list[Any]
-    """What it holds now: a template."""
-    context: Any = None
-    """Of a type that pytree knows, what its flattening gives beside the children."""
+    content: Any
+    """A template of the container as it is afterwards."""
 
 
 @dataclasses.dataclass
@@ -132,7 +125,7 @@ class Returned:
     effects: list[Effect]
 
 
-def only_result(outputs: Any, leaf: type) -> Any:
+def without_argument_mutation(outputs: Any, leaf: type) -> Any:
     """The result of a program, for forms that have nothing beside it; `leaf` is the type of its tensors.
 
     Raises ExportError where the forward puts a tensor into a container that it does not return too.
@@ -141,7 +134,7 @@ def only_result(outputs: Any, leaf: type) -> Any:
         return outputs
     returned = set(map(id, leaves(outputs.result, leaf)))
     for effect in outputs.effects:
-        if not returned.issuperset(map(id, leaves(effect.items, leaf))):
+        if not returned.issuperset(map(id, leaves(effect.content, leaf))):
             raise ExportError(
                 f"the forward puts new tensors into a container among its arguments, {''.join(effect.path[1:])}",
                 hint="return them, or the container",
@@ -149,76 +142,65 @@ def only_result(outputs: Any, leaf: type) -> Any:
     return outputs.result
 
 
-def object_types(x: Any) -> set[type]:
-    """The classes in a template that are opened because they hold tensors."""
-    return {type(item) for _, item, _ in _walk(x, ()) if type(item) in OBJECT_TYPES}
-
-
 class Watch:
     """The containers among the arguments of a forward, and what they hold before it."""
 
-    def __init__(self, arguments: Any) -> None:
-        self._before = [(path, x, children) for path, x, children in _walk(arguments, ()) if _is_mutable(x)]
+    def __init__(self, arguments: Any, object_types: Collection[type]) -> None:
+        self._object_types = object_types
+        self._before = [found for found in _walk(arguments, (), object_types) if not isinstance(found[1], tuple)]
 
-    def effects(self, template: Callable[[Any], Any]) -> list[Effect]:
-        """What has changed; `template` makes templates of what is there now."""
+    def effects(self, leaf_of: Callable[[torch.Tensor], Any]) -> list[Effect]:
+        """The containers that have changed; in the templates of what they hold, `leaf_of` a tensor stands for it."""
         found = []
         for path, x, before in self._before:
-            now = open_container(x) or []
+            now = open_container(x, self._object_types) or []
             if [key for key, _ in now] != [key for key, _ in before] or not all(
                 map(_same, [a for _, a in now], [b for _, b in before])
             ):
-                items = [template(item) for _, item in now]
-                found.append(Effect(path, _keys(x, now), items, container_context(x)))
+                found.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self._object_types)))
         return found
 
 
-def _walk(x: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Any, list[tuple[str, Any]]]]:
-    children = open_container(x)
+def _walk(
+    x: Any, path: tuple[str, ...], object_types: Collection[type]
+) -> Iterator[tuple[tuple[str, ...], Any, Children]]:
+    children = open_container(x, object_types)
     if children is not None:
         yield path, x, children
         for key, child in children:
-            yield from _walk(child, (*path, key))
-
-
-def _is_mutable(x: Any) -> bool:
-    return not isinstance(x, tuple)
+            yield from _walk(child, (*path, key), object_types)
 
 
 def _same(now: Any, before: Any) -> bool:
     return now is before or (type(now) is type(before) and isinstance(now, (bool, int, float, str)) and now == before)
 
 
-def _keys(x: Any, children: list[tuple[str, Any]]) -> list[Any]:
-    if isinstance(x, dict):
-        return list(x)
-    return [] if isinstance(x, list) else [key.removeprefix(".") for key, _ in children]
-
-
-def targets(effects: list[Effect], arguments: Any) -> list[Any]:
-    """The caller's containers, found before any of them changes."""
+def effect_targets(effects: list[Effect], template: Any, arguments: Any) -> list[Any]:
+    """The caller's containers, found before any of them changes; `template` is that of the arguments."""
     found = []
     for effect in effects:
-        x = arguments
+        form, x = template, arguments
         for key in effect.path:
-            x = dict(open_container(x) or [])[key]
+            x = dict(open_like(form, x) or [])[key]
+            form = dict(open_container(form) or [])[key]
         found.append(x)
     return found
 
 
-def apply(effects: list[Effect], containers: list[Any]) -> None:
+def apply_effects(effects: list[Effect], containers: list[Any]) -> None:
     """Put what the forward put into its containers into the caller's; `effects` hold tensors here."""
     for effect, x in zip(effects, containers, strict=True):
         if isinstance(x, list):
-            x[:] = effect.items
+            x[:] = effect.content
         elif isinstance(x, dict):
+            now = dict(effect.content)
             x.clear()
-            x.update(zip(effect.keys, effect.items, strict=True))
-        elif effect.context is not None:
-            vars(x).update(vars(close_container(x, effect.items, effect.context)))
+            x.update(now)
+        elif is_registered(type(x)):
+            vars(x).update(vars(effect.content))
+        elif dataclasses.is_dataclass(x):
+            for key, item in open_container(effect.content) or []:
+                object.__setattr__(x, key[1:], item)
         else:
-            now = dict(zip(effect.keys, effect.items, strict=True))
-            for name in [name for name in vars(x) if name not in now and type(x) in OBJECT_TYPES]:
-                delattr(x, name)
-            for name, item in now.items():
-                object.__setattr__(x, name, item)
+            vars(x).clear()
+            vars(x).update(vars(effect.content))

@@ -1,10 +1,14 @@
-"""Nested arguments and results: copies of their containers with other leaves.
+"""Arguments and results as trees of containers with tensors and constants for leaves.
 
-A *template* is a value whose tensors were replaced by tape values and whose containers are copies, so that what the
-model does to a list after a call does not change what the call received. Containers are those of
-`torch.utils._pytree` (lists, tuples, dicts, named tuples, registered types such as transformers' ModelOutput) and,
-beyond pytree, plain dataclass instances and objects of classes that were found to hold tensors (`record.objects`).
-Everything else is kept as it is.
+Data flow:
+    a value of the user -> map_structure -> a template: copies of its containers with other leaves (tape values, nodes)
+    a template          -> map_structure -> a template with other leaves
+    a template          -> instantiate   -> a value of the user, with tensors for leaves
+
+Containers are those of `torch.utils._pytree` (lists, tuples, dicts, named tuples, registered types such as
+transformers' ModelOutput), dataclass instances, and instances of the classes that the caller names as `object_types`:
+those whose attributes were found to hold tensors (`containers.objects`). Everything else is a leaf and is kept as it
+is. A template describes itself: it can be opened, mapped, compared and instantiated without knowing `object_types`.
 """
 
 from __future__ import annotations
@@ -14,8 +18,10 @@ import copy
 import dataclasses
 import enum
 import functools
+import keyword
+import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -27,74 +33,123 @@ from scopetrace.errors import InputMismatchError, OpaqueOutputError
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _NOT_PLAIN = (torch.nn.Module, torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial)
 _PLAIN = (type(None), bool, int, float, str, bytes, complex, torch.dtype, torch.device)
+_RESERVED = {"self", "torch", "device", "inf", "nan", "fx_pytree", "pytree"}  # in the code that torch.fx generates
+
+Leaf = type | tuple[type, ...]
+Children = list[tuple[str, Any]]
+"""The children of a container, each with the path to it in Python's own notation: `[0]`, `['k']`, `.keys`."""
 
 
-OBJECT_TYPES: set[type] = set()
-"""The classes, unknown to pytree, whose instances are opened: attribute by attribute. `record.objects` finds them."""
+class OpaqueContainer:
+    """In a template, a container whose class cannot hold the template's leaves, or is unknown to pytree.
 
-
-@dataclasses.dataclass(slots=True)
-class Opened:
-    """A container of a registered type whose class does not take the leaves that it has.
-
-    transformers' caches compute with the tensors that they are made of; a template has none. With tensors for its
-    leaves it is an instance of its class again.
+    transformers' caches are one example: their constructor computes with the tensors that it gets, and a template has
+    none. `instantiate` makes an instance of the class again. The attributes of the original can be read here too.
     """
 
-    kind: type
-    context: Any
-    """What pytree's flattening gives beside the children."""
-    keys: list[str]
-    items: list[Any]
+    __slots__ = ("context", "items", "keys", "kind")
+
+    def __init__(self, kind: type, context: Any, keys: list[str], items: list[Any]) -> None:
+        self.kind = kind
+        self.context = context  # of a type that pytree knows: what its flattening gives beside the children
+        self.keys = keys
+        self.items = items
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self.items[self.keys.index(f".{name}")]
+        except ValueError:
+            raise AttributeError(f"{self.kind.__name__} has no {name!r} in the trace") from None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return OpaqueContainer, (self.kind, self.context, self.keys, self.items)
+
+    def __repr__(self) -> str:
+        fields = (f"{key.removeprefix('.')}={item!r}" for key, item in zip(self.keys, self.items, strict=True))
+        return f"{self.kind.__name__}({', '.join(fields)})"
 
 
 def container_type(x: Any) -> type:
-    """The class of a value, which may be opened."""
-    return x.kind if isinstance(x, Opened) else type(x)
+    """The class of a value, or the class that a template's container stands for."""
+    return x.kind if isinstance(x, OpaqueContainer) else type(x)
 
 
 def is_object(x: Any) -> bool:
-    """Whether a container is an instance of a class of its own kind: no list, tuple, dict or the like."""
+    """Whether a container of a template is an instance of a class, rather than a list, tuple, dict or the like."""
     kind = container_type(x)
     if issubclass(kind, (list, tuple, dict)):
         return False
-    return _pytree_node(kind) is not None or dataclasses.is_dataclass(kind) or kind in OBJECT_TYPES
+    return isinstance(x, OpaqueContainer) or _pytree_node(kind) is not None or dataclasses.is_dataclass(kind)
 
 
-def map_structure(fn: Callable[[Any], Any], x: Any, leaf: type | tuple[type, ...]) -> Any:
-    """A copy of `x` in which each instance of `leaf` is replaced by `fn` of it."""
+def map_structure(fn: Callable[[Any], Any], x: Any, leaf: Leaf, object_types: Collection[type] = ()) -> Any:
+    """A template of `x` in which each instance of `leaf` is replaced by `fn` of it.
+
+    `object_types` are needed where `x` is a value of the user; a template has all that it takes.
+    """
     if isinstance(x, leaf):
         return fn(x)
     kind = type(x)
     if kind in _PLAIN:
         return x
     if kind is tuple or kind is list:
-        return kind([map_structure(fn, item, leaf) for item in x])
+        return kind([map_structure(fn, item, leaf, object_types) for item in x])
     if kind is dict:
-        return {key: map_structure(fn, item, leaf) for key, item in x.items()}
-    children = open_container(x)
+        return {key: map_structure(fn, item, leaf, object_types) for key, item in x.items()}
+    children = open_container(x, object_types)
     if children is None:
         return x
-    return close_container(x, [map_structure(fn, item, leaf) for _, item in children])
+    return close_container(x, [map_structure(fn, item, leaf, object_types) for _, item in children])
 
 
-def leaves(x: Any, leaf: type | tuple[type, ...]) -> list[Any]:
-    """The instances of `leaf` in `x`, in the order of `torch.utils._pytree`."""
+def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
+    """The value of the user that a template describes: `fn` gives what stands for each instance of `leaf`."""
+    if isinstance(template, leaf):
+        return fn(template)
+    children = open_container(template)
+    if children is None:
+        return template
+    items = [instantiate(fn, item, leaf) for _, item in children]
+    if not isinstance(template, OpaqueContainer):
+        return close_container(template, items)
+    node = _pytree_node(template.kind)
+    if node is not None:
+        return node.unflatten_fn(items, template.context)
+    new = _empty(template.kind)
+    new.__dict__.update(zip([key[1:] for key in template.keys], items, strict=True))
+    return new
+
+
+def leaves(x: Any, leaf: Leaf) -> list[Any]:
+    """The instances of `leaf` in a template, in the order of `torch.utils._pytree`."""
     return [item for _, item in leaves_with_path(x) if isinstance(item, leaf)]
 
 
-def leaves_with_path(x: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+def leaves_with_path(x: Any, path: str = "", object_types: Collection[type] = ()) -> Iterator[tuple[str, Any]]:
     """Each leaf with its path in Python's own notation, such as `"[0]['mask']"` or `".logits"`."""
-    children = open_container(x)
+    children = open_container(x, object_types)
     if children is None:
         yield path, x
         return
     for key, item in children:
-        yield from leaves_with_path(item, path + key)
+        yield from leaves_with_path(item, path + key, object_types)
 
 
-def open_container(x: Any) -> list[tuple[str, Any]] | None:
-    """The children of a container with their keys as text, or None for a leaf."""
+def identifier(path: str, taken: set[str]) -> str:
+    """A placeholder's name, as torch.export makes it: `ys[0]['k']` gives `ys_0_k`. It is added to `taken`."""
+    name = base = re.sub(r"\W+", "_", path).strip("_") or "arg"
+    count = 0
+    if keyword.iskeyword(name) or name in _RESERVED or name[0].isdigit():
+        name = base = f"{name}_" if not name[0].isdigit() else f"_{name}"
+    while name in taken:
+        count += 1
+        name = f"{base}_{count}"
+    taken.add(name)
+    return name
+
+
+def open_container(x: Any, object_types: Collection[type] = ()) -> Children | None:
+    """The children of a container, or None for a leaf."""
     kind = type(x)
     if kind in _PLAIN or isinstance(x, torch.Tensor) or (kind is torch.Size and all(type(n) is int for n in x)):
         return None
@@ -102,7 +157,7 @@ def open_container(x: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{i}]", item) for i, item in enumerate(x)]
     if kind is dict:
         return [(f"[{key!r}]", item) for key, item in x.items()]
-    if kind is Opened:
+    if kind is OpaqueContainer:
         return list(zip(x.keys, x.items, strict=True))
     node = _pytree_node(kind)
     if node is not None:
@@ -113,24 +168,32 @@ def open_container(x: Any) -> list[tuple[str, Any]] | None:
         return [(f"[{i}]", item) for i, item in enumerate(items)]
     if dataclasses.is_dataclass(x) and not isinstance(x, type):
         return [(f".{f.name}", getattr(x, f.name)) for f in dataclasses.fields(x) if hasattr(x, f.name)]
-    if kind in OBJECT_TYPES:
+    if kind in object_types:
         return [(f".{name}", item) for name, item in vars(x).items()]
     return None
 
 
+def open_like(template: Any, actual: Any) -> Children | None:
+    """The children of a value of the user where the template has a container; None where their classes differ."""
+    kind = container_type(template)
+    return open_container(actual, (kind,)) if type(actual) is kind else None
+
+
+def is_registered(kind: type) -> bool:
+    """Whether pytree knows the class."""
+    return _pytree_node(kind) is not None
+
+
 def is_plain_object(x: Any) -> bool:
-    """Whether a value that is no container is nothing but its attributes, so that these make it anew."""
+    """Whether `x` is no container and consists of its attributes alone, so that they suffice to make it again."""
     kind: Any = type(x)
-    return hasattr(x, "__dict__") and not isinstance(x, (torch.Tensor, *_NOT_PLAIN)) and _is_plain(kind)
-
-
-@functools.cache
-def _is_plain(kind: Any) -> bool:
+    if not hasattr(x, "__dict__") or isinstance(x, (torch.Tensor, OpaqueContainer, *_NOT_PLAIN)):
+        return False
     if _pytree_node(kind) is not None or dataclasses.is_dataclass(kind):
         return False
     try:
         _empty(kind)
-    except TypeError:  # of a built-in kind, that holds more
+    except TypeError:  # it inherits from a built-in type, whose instances hold more than attributes
         return False
     return True
 
@@ -140,57 +203,46 @@ def _empty(kind: type) -> Any:
     return (types.SimpleNamespace if issubclass(kind, types.SimpleNamespace) else object).__new__(kind)
 
 
-def container_context(x: Any) -> Any:
-    """What a container of a registered object type holds beside its children; None for all others."""
-    node = _pytree_node(type(x)) if is_object(x) else None
-    return None if node is None else node.flatten_fn(x)[1]
-
-
-def close_container(like: Any, items: list[Any], context: Any = None) -> Any:
-    """A container as `like`, holding `items` in place of its children.
-
-    `context` is that of its flattening, where it is not the same as for `like`.
-    """
+def close_container(like: Any, items: list[Any]) -> Any:
+    """A template's container as `like`, holding `items` in place of its children."""
     kind = type(like)
     if kind is tuple or kind is list:
         return kind(items)
     if kind is dict:
         return dict(zip(like, items, strict=True))
-    if kind is torch.Size:  # only of numbers; in a template it is a tuple
+    if kind is torch.Size:  # a Size holds numbers only
         numbers = all(isinstance(item, (int, torch.SymInt)) for item in items)
         return torch.Size(items) if numbers else tuple(items)
     if pytree.is_namedtuple_class(kind):
-        return tuple.__new__(kind, items)  # not the class's own: PackedSequence looks at its tensors there
-    if kind is Opened:
-        return _close_registered(like.kind, like.context, like.keys, items)
+        return tuple.__new__(kind, items)  # the class's own __new__ may look at the items, as PackedSequence's does
+    if kind is OpaqueContainer:
+        return _close_opaque(like.kind, like.context, like.keys, items)
     node = _pytree_node(kind)
-    if node is not None and context is not None:
-        return node.unflatten_fn(items, context)
     if node is not None:
         children = open_container(like) or []
-        return _close_registered(kind, node.flatten_fn(like)[1], [key for key, _ in children], items)
-    if kind in OBJECT_TYPES:
-        new = _empty(kind)
-        new.__dict__.update(zip(like.__dict__, items, strict=True))
-        return new
+        return _close_opaque(kind, node.flatten_fn(like)[1], [key for key, _ in children], items)
+    if not dataclasses.is_dataclass(like):
+        return OpaqueContainer(kind, None, [f".{name}" for name in vars(like)], items)
     new = copy.copy(like)
     for (key, _), item in zip(open_container(like) or [], items, strict=True):
         object.__setattr__(new, key[1:], item)
     return new
 
 
-def _close_registered(kind: type, context: Any, keys: list[str], items: list[Any]) -> Any:
-    """An instance of a registered type; opened, where it does not take these leaves or does not give them back."""
+def _close_opaque(kind: type, context: Any, keys: list[str], items: list[Any]) -> Any:
+    """An instance of a registered type where it takes these items and gives them back; else an OpaqueContainer."""
     node = _pytree_node(kind)
+    if node is None:
+        return OpaqueContainer(kind, context, keys, items)
     if all(isinstance(leaf, (torch.Tensor, *_NUMBERS)) for _, leaf in leaves_with_path(items)):
         return node.unflatten_fn(items, context)
     try:
         made = node.unflatten_fn(items, context)
         found = open_container(made) or []
-    except Exception:  # whatever a foreign class says of leaves that are no tensors
-        return Opened(kind, context, keys, items)
+    except Exception:  # a foreign class may raise anything for leaves that are no tensors
+        return OpaqueContainer(kind, context, keys, items)
     same = [key for key, _ in found] == keys and all(a is b for (_, a), b in zip(found, items, strict=True))
-    return made if same else Opened(kind, context, keys, items)
+    return made if same else OpaqueContainer(kind, context, keys, items)
 
 
 def _pytree_node(kind: type) -> Any:
@@ -217,7 +269,7 @@ def match(template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], 
     if inner is None:
         _match_constant(template, actual, path)
         return
-    given = open_container(actual) if type(actual) is container_type(template) else None
+    given = open_like(template, actual)
     if given is None:
         raise InputMismatchError(
             f"{path} was a {container_type(template).__name__} when traced and is {_short(actual)} now"
@@ -234,15 +286,15 @@ def match(template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], 
 
 
 def _match_context(template: Any, actual: Any, path: str) -> None:
-    """What a registered container holds beside its children."""
+    """What pytree's flattening of a registered container gives beside the children."""
     node = None if type(template) in (tuple, list, dict) else _pytree_node(container_type(template))
     if node is not None:
-        fixed = template.context if isinstance(template, Opened) else node.flatten_fn(template)[1]
+        fixed = template.context if isinstance(template, OpaqueContainer) else node.flatten_fn(template)[1]
         _match_constant(fixed, node.flatten_fn(actual)[1], f"the fixed part of {path}")
 
 
-def _in_order(inner: list[tuple[str, Any]], given: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
-    """Dicts are equal in any order of their keys."""
+def _in_order(inner: Children, given: Children) -> Children:
+    """The children of a dict in the order of another one with the same keys."""
     table = dict(given)
     if set(table) != {key for key, _ in inner}:
         return given
@@ -257,7 +309,7 @@ def _match_constant(old: Any, new: Any, path: str) -> None:
             same = old == new
             if bool(same if isinstance(same, bool) or not hasattr(same, "all") else same.all()):
                 return
-            if bool(old != old) and bool(new != new):  # not a number, both of them
+            if bool(old != old) and bool(new != new):  # both are NaN
                 return
         except (TypeError, ValueError, RuntimeError):  # arrays and the like have no single truth value
             pass
@@ -272,14 +324,14 @@ def _short(x: Any) -> str:
     return text if len(text) < 60 else text[:57] + "..."
 
 
-def _keys(children: list[tuple[str, Any]]) -> str:
+def _keys(children: Children) -> str:
     names = ", ".join(key for key, _ in children[:8])
     return f"{len(children)} items ({names}{', …' if len(children) > 8 else ''})"
 
 
-def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str) -> None:
-    """Raise OpaqueOutputError when an object that pytree does not know holds one of `kinds` in its attributes."""
-    for path, item in leaves_with_path(x):
+def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str, object_types: Collection[type]) -> None:
+    """Raise OpaqueOutputError where an object that is not opened holds an instance of `kinds` in its attributes."""
+    for path, item in leaves_with_path(x, "", object_types):
         if isinstance(item, (*kinds, torch.nn.Module, type)) or not hasattr(item, "__dict__"):
             continue
         for name, value in vars(item).items():
@@ -293,7 +345,7 @@ def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str) -> None:
 
 
 def _has_leaf(x: Any, kinds: tuple[type, ...], seen: set[int]) -> bool:
-    """Whether one of `kinds` is in a value, in containers and objects at any depth."""
+    """Whether an instance of `kinds` is in `x`, in containers and objects at any depth."""
     if isinstance(x, kinds):
         return True
     if id(x) in seen:

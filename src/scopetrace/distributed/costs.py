@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from scopetrace._compat.symbols import Symbolic
-from scopetrace.containers.structure import map_structure
+from scopetrace.containers.structure import instantiate
 from scopetrace.errors import PlanError
 from scopetrace.ir.tape import Op, Tape, Value, flat
 
@@ -99,7 +99,7 @@ def _leaf_key(x: Any) -> Any:
 def _count(op: Op) -> int:
     if any(isinstance(x, Symbolic) for x in flat((op.args, op.kwargs))) or _has_dynamic_sizes(op.inputs()):
         raise PlanError("FLOPs need sizes: trace with the sizes of one micro-batch, without dynamic_shapes")
-    args, kwargs = map_structure(lambda v: v.fake.detach(), (op.args, op.kwargs), Value)
+    args, kwargs = instantiate(lambda v: v.fake.detach(), (op.args, op.kwargs), Value)
     mode = next((v.fake.fake_mode for v in op.inputs()), None)  # type: ignore[attr-defined]
     if mode is None:
         return 0

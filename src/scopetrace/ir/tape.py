@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from scopetrace.containers.objects import Returned, object_types
-from scopetrace.containers.structure import OBJECT_TYPES, leaves
+from scopetrace.containers.objects import Returned
+from scopetrace.containers.structure import leaves
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Scope
 
@@ -245,11 +245,9 @@ class Tape:
 
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        templates = [self.args, self.outputs, *((c.args, c.kwargs, c.outputs) for c in self.calls)]
-        return {**state, "owners": {}, "fake_mode": None, "object_types": object_types(templates)}
+        return {**state, "owners": {}, "fake_mode": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        OBJECT_TYPES.update(state.pop("object_types"))
         for name, a in state.items():
             setattr(self, name, a)
         for op in self.ops:

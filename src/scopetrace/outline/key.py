@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace.containers.structure import open_container
+from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.outline.given import Given
 
@@ -58,7 +58,7 @@ class Numbering:
             return (type(x).__name__, *((self.of(k), self.of(v)) for k, v in x.items()))
         inner = open_container(x)
         if inner is not None:
-            return (type(x).__name__, *((path, self.of(item)) for path, item in inner))
+            return (container_type(x).__name__, *((path, self.of(item)) for path, item in inner))
         return ("object", type(x).__name__, _Identity(x))
 
     def _number(self, value: Value) -> int:

@@ -10,8 +10,8 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id
-from scopetrace.containers.objects import Returned, apply, targets
-from scopetrace.containers.structure import map_structure, match
+from scopetrace.containers.objects import Returned, apply_effects, effect_targets
+from scopetrace.containers.structure import instantiate, match
 from scopetrace.errors import InputMismatchError
 from scopetrace.ir.arguments import bind
 from scopetrace.ir.tape import Tape, Value
@@ -127,7 +127,7 @@ class CallBoundary:
         tensors = Entered(match_inputs(self.tape, args, kwargs, self.forward))
         if isinstance(self.tape.outputs, Returned):
             form = _in_traced_form(self.tape, args, kwargs, self.forward)
-            tensors.containers = targets(self.tape.outputs.effects, form)
+            tensors.containers = effect_targets(self.tape.outputs.effects, self.tape.args, form)
         self.state.refresh()
         return tensors
 
@@ -136,11 +136,11 @@ class CallBoundary:
         count = len(given(self.tape))
         program, found = self.tape.write_back, values[:count]
         results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))
-        out = map_structure(lambda _: next(results), self.tape.outputs, (Value, *Symbolic))
+        out = instantiate(lambda _: next(results), self.tape.outputs, (Value, *Symbolic))
         self.state.write(iter(values[count:]))
         if not isinstance(out, Returned):
             return out
-        apply(out.effects, getattr(inputs, "containers", []))
+        apply_effects(out.effects, getattr(inputs, "containers", []))
         return out.result
 
     def _number(self, inputs: Sequence[Any]) -> Callable[[Any], Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +16,8 @@ import torch
 from scopetrace._compat.dispatch import dispatching_to
 from scopetrace._compat.fake import FakeTensor
 from scopetrace._compat.patches import observing, python_random_state_kept
-from scopetrace.containers.names import identifier
-from scopetrace.containers.objects import NeedsOpening, Returned, Saved, Watch, learn
-from scopetrace.containers.structure import leaves_with_path, map_structure, refuse_hidden
+from scopetrace.containers.objects import Returned, SavedContents, Watch, tensor_holders
+from scopetrace.containers.structure import identifier, instantiate, leaves_with_path, map_structure, refuse_hidden
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.ir import scopes
 from scopetrace.ir.tape import Tape, Value, garbage_collection_paused
@@ -26,7 +25,8 @@ from scopetrace.record.explain import explained
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
 from scopetrace.record.observe import CallObserver, Progress
-from scopetrace.record.recorder import NeedsAutograd, Recorder
+from scopetrace.record.recorder import Recorder
+from scopetrace.record.retrace import Assumptions, Retrace
 from scopetrace.record.sizes import DynamicSizes, read_dynamic_shapes, refuse_shared, symbolic_strides
 
 _one_at_a_time = threading.RLock()
@@ -46,15 +46,15 @@ def record(
 ) -> Tape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError."""
 
-    def attempt(exact_autograd: bool) -> Tape:
+    def attempt(assumptions: Assumptions) -> Tape:
         model = Model(fn)
         _refuse_sharded(model)
         root = scopes.Scope("", model.type_name)
-        recorder = Recorder(model, root, exact_autograd=exact_autograd, specialize=specialize)
+        recorder = Recorder(model, root, assumptions, specialize=specialize)
         observer = CallObserver(recorder, leaf_rule(leaves, model), progress)
         return run_recorded(observer, fn, model.forward, args, kwargs, dynamic_shapes)
 
-    return until_exact_enough(attempt)
+    return retraced(attempt)
 
 
 def _refuse_sharded(model: Model) -> None:
@@ -71,20 +71,15 @@ def _refuse_sharded(model: Model) -> None:
             )
 
 
-def until_exact_enough(attempt: Callable[[bool], T]) -> T:
-    """`attempt(False)`, or `attempt(True)` where the forward turns out to need autograd's own history.
-
-    Again, where an object turns out to hold tensors that was taken for a constant.
-    """
-    exact = False
+def retraced(attempt: Callable[[Assumptions], T]) -> T:
+    """What `attempt` returns; where it raises Retrace, it is tried again with the assumptions that failed corrected."""
+    assumptions = Assumptions()
     with _one_at_a_time, garbage_collection_paused():
         while True:
             try:
-                return attempt(exact)
-            except NeedsAutograd:
-                exact = True
-            except NeedsOpening:  # each time of another class
-                continue
+                return attempt(assumptions)
+            except Retrace as failed:
+                assumptions = assumptions.corrected(failed)
 
 
 def run_recorded(
@@ -99,21 +94,23 @@ def run_recorded(
     recorder = observer.recorder
     model, tape = recorder.model, recorder.tape
     tape.registered = model.registered()
-    learn((args, kwargs))
+    recorder.object_types |= tensor_holders((args, kwargs))
     fake_args, fake_kwargs = _add_inputs(recorder, forward, args, kwargs, dynamic_shapes)
-    saved, watch = Saved((args, kwargs)), Watch((fake_args, fake_kwargs))
+    saved = SavedContents((args, kwargs), recorder.object_types)
+    watch = Watch((fake_args, fake_kwargs), recorder.object_types)
     try:
         with python_random_state_kept(), explained(recorder), scopes.activate(recorder.state):
             with observing(observer, model.modules), dispatching_to(recorder.mode, recorder.factory.mode):
                 out = observer.run_root(fn, fake_args, fake_kwargs)
-            if learn((out, fake_args, fake_kwargs)):
+            missed = tensor_holders((out, fake_args, fake_kwargs)) - recorder.object_types
+            if missed:
                 saved.restore()
-                raise NeedsOpening
-            effects = watch.effects(lambda x: map_structure(recorder.value_of, x, torch.Tensor))
+                raise Retrace("objects hold tensors that held none before the forward", object_types=missed)
+            effects = watch.effects(recorder.value_of)
             result = tape.calls[0].outputs
             tape.outputs = Returned(result, effects) if effects else result
-            refuse_hidden(out, (FakeTensor,), "the result")
-            refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments")
+            refuse_hidden(out, (FakeTensor,), "the result", recorder.object_types)
+            refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments", recorder.object_types)
     finally:
         tape.attribute_writes = model.restore(recorder.known_value)
     if recorder.broken is not None:
@@ -129,23 +126,23 @@ def _add_inputs(
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Placeholders for the tensors in the arguments, and the arguments with fake tensors in their place."""
     inputs = _Inputs(recorder, _dynamic_sizes(recorder, forward, args, kwargs, dynamic_shapes))
-    for path, leaf in _named_leaves(forward, args, kwargs):
+    for path, leaf in _named_leaves(forward, args, kwargs, recorder.object_types):
         if _may_be_input(leaf):
             inputs.add(path, leaf)
     inputs.add_numbers()
-    recorder.tape.args = _put(inputs.on_tape, (args, kwargs))
-    faked: tuple[Any, Any] = _put(inputs.for_model, (args, kwargs))
+    on_tape = iter(inputs.on_tape)
+    recorder.tape.args = map_structure(
+        lambda leaf: next(on_tape) if _may_be_input(leaf) else leaf,
+        (args, kwargs),
+        (torch.Tensor, int),
+        recorder.object_types,
+    )
+    faked: tuple[Any, Any] = instantiate(lambda v: v.fake, recorder.tape.args, Value)
     return faked
 
 
 def _may_be_input(leaf: Any) -> bool:
     return isinstance(leaf, (torch.Tensor, int)) and not isinstance(leaf, bool)
-
-
-def _put(values: list[Any], x: Any) -> Any:
-    """The structure with these values in the places of tensors and whole numbers."""
-    each = iter(values)
-    return map_structure(lambda leaf: next(each) if _may_be_input(leaf) else leaf, x, (torch.Tensor, int))
 
 
 class _Inputs:
@@ -158,13 +155,11 @@ class _Inputs:
         self._fakes: dict[int, torch.Tensor] = {}
         self._numbers: dict[str, Any] = {}
         self.on_tape: list[Any] = []
-        self.for_model: list[Any] = []
 
     def add(self, path: str, leaf: Any) -> None:
         """A tensor, or a whole number that may be dynamic."""
         if isinstance(leaf, torch.Tensor):
             fake = self._fake(path, leaf)
-            self.for_model.append(fake)
             value = self._recorder.add_input(identifier(path, self._taken), fake)
             self._recorder.values.add_input(value, leaf)
             self.on_tape.append(value)
@@ -175,8 +170,7 @@ class _Inputs:
             number = self._dynamic.number_of(path, leaf, len(self._numbers))
         if number is not None:
             self._numbers[path] = number
-        self.for_model.append(leaf if number is None else number)
-        self.on_tape.append(self.for_model[-1])
+        self.on_tape.append(leaf if number is None else number)
 
     def add_numbers(self) -> None:
         """The placeholders of the dynamic numbers."""
@@ -206,10 +200,10 @@ def _dynamic_sizes(
     if not spec:
         return None
     named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
-    specs = read_dynamic_shapes(spec, named, lambda: bound_arguments(forward, args, kwargs))
+    specs = read_dynamic_shapes(spec, named, lambda: bound_arguments(forward, args, kwargs), recorder.object_types)
     refuse_shared(
         [t for _, t, _ in specs if isinstance(t, torch.Tensor)],
-        [leaf for _, leaf in _named_leaves(forward, args, kwargs)],
+        [leaf for _, leaf in _named_leaves(forward, args, kwargs, recorder.object_types)],
     )
     dynamic = DynamicSizes(recorder.factory.shape_env, specs)
     recorder.tape.sizes = dynamic.rules
@@ -222,10 +216,12 @@ def bound_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
     return dict(inspect.signature(target).bind(*args, **kwargs).arguments)
 
 
-def _named_leaves(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+def _named_leaves(
+    forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any], object_types: Collection[type]
+) -> list[tuple[str, Any]]:
     """Each leaf with its path from the name of forward's parameter: `"ys[0]['k']"`."""
     named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
-    return [found for name, arg in named for found in leaves_with_path(arg, name)]
+    return [found for name, arg in named for found in leaves_with_path(arg, name, object_types)]
 
 
 def argument_names(forward: Any, count: int) -> list[str]:
@@ -245,4 +241,4 @@ def argument_names(forward: Any, count: int) -> list[str]:
     return names[:count]
 
 
-__all__ = ["Tape", "Value", "argument_names", "record", "run_recorded", "until_exact_enough"]
+__all__ = ["Tape", "Value", "argument_names", "record", "retraced", "run_recorded"]

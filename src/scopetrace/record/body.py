@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic, stand_ins, symbols_of, to_expr
-from scopetrace.containers.names import identifier
-from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.containers.structure import identifier, leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Op, Tape, Value, flat
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from scopetrace._compat.fake import DATA_DEPENDENT, NO_SHAPE_RULE
 from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
 from scopetrace.ir.frames import frames_of_traceback, user_line
-from scopetrace.record.recorder import NeedsAutograd, Recorder
+from scopetrace.record.recorder import Recorder
+from scopetrace.record.retrace import Retrace
 from scopetrace.record.values import NoRealValue
 
 _NO_DATA = (
@@ -31,7 +32,7 @@ def explained(recorder: Recorder) -> Iterator[None]:
     """Turn what torch raises for a value that is not there into a TraceError; add the place to all other errors."""
     try:
         yield
-    except (ScopetraceError, NeedsAutograd):
+    except (ScopetraceError, Retrace):
         raise
     except Exception as error:
         found = _explain(recorder, error)

@@ -14,7 +14,8 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Value
 from scopetrace.record.classes import Classes
 from scopetrace.record.leaves import LeafRule
-from scopetrace.record.recorder import NeedsAutograd, Recorder
+from scopetrace.record.recorder import Recorder
+from scopetrace.record.retrace import Retrace
 
 Progress = Callable[[str, int], None]
 
@@ -61,7 +62,7 @@ class CallObserver:
                 hint="return the loss and call backward() outside, or use torch.autograd.grad",
             )
         if not self.recorder.exact:
-            raise NeedsAutograd
+            raise Retrace("the forward differentiates", exact_autograd=True)
 
     def on_custom_function(self, cls: type, args: Any) -> None:
         """A function with a backward of its own, which a graph of its forward would lose."""
@@ -167,7 +168,7 @@ class CallObserver:
         return call
 
     def _snapshot(self, x: Any) -> Any:
-        return map_structure(self.recorder.value_of, x, torch.Tensor)
+        return map_structure(self.recorder.value_of, x, torch.Tensor, self.recorder.object_types)
 
     def _run(self, call: Call, began: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         recorder = self.recorder
@@ -177,7 +178,7 @@ class CallObserver:
         try:
             out = run(*args, **kwargs)
             if outer is None:
-                map_structure(recorder.tell_apart, out, torch.Tensor)
+                map_structure(recorder.tell_apart, out, torch.Tensor, recorder.object_types)
             call.outputs = self._snapshot(out)
             return out
         except BaseException as error:
@@ -198,7 +199,9 @@ class CallObserver:
         self.paused = True
         state = _LeafState(call.module)
         try:
-            read = [t for _, t in leaves_with_path((args, kwargs)) if isinstance(t, torch.Tensor)]
+            read = [
+                t for _, t in leaves_with_path((args, kwargs), "", recorder.object_types) if isinstance(t, torch.Tensor)
+            ]
             versions = [t._version for t in read]
             with paused():
                 out = run(call.module, *args, **kwargs)
@@ -206,7 +209,9 @@ class CallObserver:
             op = recorder.add_module_op(name, call)
             op.writes = tuple(recorder.value_of(t) for t, old in zip(read, versions, strict=True) if t._version != old)
             slots = iter(range(1 << 30))
-            op.outputs = map_structure(lambda t: recorder.add_results(op, t, next(slots)), out, torch.Tensor)
+            op.outputs = map_structure(
+                lambda t: recorder.add_results(op, t, next(slots)), out, torch.Tensor, recorder.object_types
+            )
             call.outputs = op.outputs
             return out
         except BaseException as error:

@@ -33,6 +33,7 @@ from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_va
 from scopetrace.record.bodies import FORMS, INLINED, BodyRecorder
 from scopetrace.record.model import Model
 from scopetrace.record.reading import READ_INSIDE, ReadingWriter
+from scopetrace.record.retrace import Assumptions, Retrace
 from scopetrace.record.values import reads_a_value
 from scopetrace.record.writer import place_of
 
@@ -41,10 +42,6 @@ _ATOMS = (int, float, bool, str, type(None), torch.dtype, torch.device, torch.la
 _ATOM_SET = frozenset(_ATOMS)
 _Parameter = torch.nn.Parameter
 _grad_enabled = torch.is_grad_enabled
-
-
-class NeedsAutograd(BaseException):
-    """This forward needs autograd's own history while it is recorded. Never seen by users."""
 
 
 class _OpFacts:
@@ -88,9 +85,10 @@ class _OpFacts:
 class Recorder(ReadingWriter):
     """Writes `tape` from the ops and module calls of one forward."""
 
-    def __init__(self, model: Model, root: Scope, *, exact_autograd: bool, specialize: bool = False) -> None:
-        super().__init__(model, root, exact_autograd=exact_autograd)
-        self.exact = exact_autograd
+    def __init__(self, model: Model, root: Scope, assumptions: Assumptions, *, specialize: bool = False) -> None:
+        super().__init__(model, root, exact_autograd=assumptions.exact_autograd)
+        self.object_types = assumptions.object_types
+        self.exact = assumptions.exact_autograd
         self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
         self.run_graph: Callable[[torch.fx.GraphModule, Any], Any] = lambda gm, args: torch.fx.Interpreter(gm).run(
             *args
@@ -106,7 +104,7 @@ class Recorder(ReadingWriter):
         """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
         if dispatch.in_transform():
             if not self.exact:
-                raise NeedsAutograd
+                raise Retrace("a transform such as torch.vmap runs", exact_autograd=True)
             return dispatch.through_transform(self._record, func, args, kwargs)
         if dispatch.autocast_enabled():
             out = dispatch.through_autocast(self.mode, func, self._device(args, kwargs), args, kwargs)
@@ -331,7 +329,7 @@ class Recorder(ReadingWriter):
         for value in written:
             same_memory = self._by_storage.get(value.storage, ())
             if any(v.fake is not value.fake for v in same_memory):
-                raise NeedsAutograd
+                raise Retrace("an op writes to a view of a tensor that requires grad", exact_autograd=True)
             if any(v.stand_in for v in same_memory):
                 self.factory.give_history(value.fake)
             for v in same_memory:

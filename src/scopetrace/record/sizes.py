@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from scopetrace._compat.shape_env import (
     symint,
 )
 from scopetrace._compat.symbols import expression_text, to_expr
-from scopetrace.containers.structure import OBJECT_TYPES, open_container
+from scopetrace.containers.structure import open_container
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 
 
@@ -243,7 +243,9 @@ class DynamicSizes:
         return symbol
 
 
-def read_dynamic_shapes(spec: Any, named: list[tuple[str, Any]], whole: Callable[[], dict[str, Any]]) -> list[Spec]:
+def read_dynamic_shapes(
+    spec: Any, named: list[tuple[str, Any]], whole: Callable[[], dict[str, Any]], object_types: Collection[type]
+) -> list[Spec]:
     """Each tensor of the arguments with its dynamic dimensions, and the dynamic numbers.
 
     `named` are the arguments with forward's names. `whole` gives them as forward's signature binds them, `*args` and
@@ -266,10 +268,10 @@ def read_dynamic_shapes(spec: Any, named: list[tuple[str, Any]], whole: Callable
         raise DynamicShapeError(
             f"dynamic_shapes is a {type(spec).__name__}: pass a dict or a tuple, as to torch.export"
         )
-    return [found for name, a, s in pairs for found in _walk(a, s, name)]
+    return [found for name, a, s in pairs for found in _walk(a, s, name, object_types)]
 
 
-def _walk(x: Any, spec: Any, path: str) -> Iterator[Spec]:
+def _walk(x: Any, spec: Any, path: str, object_types: Collection[type]) -> Iterator[Spec]:
     if spec is None:
         return
     if isinstance(x, torch.Tensor):
@@ -278,24 +280,24 @@ def _walk(x: Any, spec: Any, path: str) -> Iterator[Spec]:
     if type(x) is int:
         yield path, x, _number(x, spec, path)
         return
-    inner = open_container(x)
+    inner = open_container(x, object_types)
     if inner is None:
         raise DynamicShapeError(
             f"dynamic_shapes has {spec!r} for {path}, which is a {type(x).__name__}: "
             "Python values are fixed in a trace; write None, or pass a tensor"
         )
-    named = vars(x) if type(x) in OBJECT_TYPES else x
+    named = vars(x) if type(x) in object_types else x
     if isinstance(spec, dict) and isinstance(named, dict):
         if not spec.keys() <= named.keys():
             raise DynamicShapeError(f"dynamic_shapes has keys {list(spec)} for {path}, which has {list(named)}")
         for key, item in spec.items():
-            yield from _walk(named[key], item, path + (f"[{key!r}]" if named is x else f".{key}"))
+            yield from _walk(named[key], item, path + (f"[{key!r}]" if named is x else f".{key}"), object_types)
         return
     items = list(spec.values()) if isinstance(spec, dict) else list(spec)
     if len(items) != len(inner):
         raise DynamicShapeError(f"dynamic_shapes has {len(items)} items for {path}, which has {len(inner)}")
     for (key, value), item in zip(inner, items, strict=True):
-        yield from _walk(value, item, path + key)
+        yield from _walk(value, item, path + key, object_types)
 
 
 def _number(x: int, spec: Any, path: str) -> Any:

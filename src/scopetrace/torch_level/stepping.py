@@ -12,11 +12,12 @@ from scopetrace._compat.dispatch import autocast_enabled, in_transform
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, Tape, Value
-from scopetrace.record import run_recorded, until_exact_enough
+from scopetrace.record import retraced, run_recorded
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
 from scopetrace.record.observe import CallObserver
 from scopetrace.record.recorder import Recorder
+from scopetrace.record.retrace import Assumptions
 from scopetrace.torch_level.places import root_scope, scope_of_node
 from scopetrace.torch_level.twins import PureCall, pure_call
 
@@ -62,15 +63,15 @@ def record_steps(gm: torch.fx.GraphModule, args: tuple[Any, ...], *, with_trials
     Its ops have the scopes and the stack traces of the nodes. With trials, each node that has a
     pure form knows what that does.
     """
-    return until_exact_enough(lambda exact: _record(gm, args, exact, with_trials))
+    return retraced(lambda assumptions: _record(gm, args, assumptions, with_trials))
 
 
 def _record(
-    gm: torch.fx.GraphModule, args: tuple[Any, ...], exact_autograd: bool, with_trials: bool
+    gm: torch.fx.GraphModule, args: tuple[Any, ...], assumptions: Assumptions, with_trials: bool
 ) -> tuple[Tape, list[Stretch]]:
     stepped = _Stepped(gm)
     model = Model(stepped)
-    recorder = Recorder(model, root_scope(gm), exact_autograd=exact_autograd)
+    recorder = Recorder(model, root_scope(gm), assumptions)
     stepper = stepped.stepper = _Stepper(gm, recorder, with_trials=with_trials)
     observer = CallObserver(recorder, leaf_rule((), model), None)
     return run_recorded(observer, stepped, gm, args, {}), stepper.stretches

@@ -189,8 +189,8 @@ def _wiring(x: Any, names: _Names) -> Any:
     if children is None:
         return value_text(x, names)
     if isinstance(x, (list, tuple, dict)) or dataclasses.is_dataclass(x):
-        return (container_type(x), *((key, _wiring(item, names)) for key, item in children))
-    return type(x)
+        return (type(x), *((key, _wiring(item, names)) for key, item in children))
+    return container_type(x)
 
 
 def _is_call(item: Any) -> bool:

@@ -27,8 +27,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat import export as compat
 from scopetrace._compat.symbols import Symbolic
-from scopetrace.containers.names import identifier
-from scopetrace.containers.structure import map_structure
+from scopetrace.containers.structure import container_type, identifier, instantiate, map_structure
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import Tape, Value, garbage_collection_paused
@@ -163,8 +162,9 @@ class Lifted:
                 node = self._placeholder(identifier(path, set()), leaf)
                 self.specs.append(InputSpec(InputKind.USER_INPUT, ConstantArgument(node.name, leaf), None))
             else:
+                kind = container_type(leaf).__name__
                 raise ExportError(
-                    f"the argument {path} is a {type(leaf).__name__}, which is no tensor, number, text or None",
+                    f"the argument {path} is a {kind}, which is no tensor, number, text or None",
                     module=self._program.tape.root.path,
                     hint="register its class with torch.utils._pytree.register_pytree_node, or bind it to the model",
                 )
@@ -200,5 +200,7 @@ def _module_names(tape: Tape) -> list[str]:
 
 def _example_inputs(tape: Tape) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Zeros like the inputs: AOTInductor and the guards of `ExportedProgram.module` ask for their form."""
-    args, kwargs = map_structure(compat.example_of, map_structure(lambda v: v.fake, tape.args, Value), compat.INPUTS)
+    args, kwargs = instantiate(
+        lambda x: compat.example_of(x.fake if isinstance(x, Value) else x), tape.args, (Value, *compat.INPUTS)
+    )
     return args, kwargs

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.fake import run_fake
 from scopetrace._compat.symbols import Symbolic
-from scopetrace.containers.structure import map_structure
+from scopetrace.containers.structure import container_type, map_structure
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import Value
@@ -229,7 +229,7 @@ class Outputs:
         found = argument_of(x)
         if found is None:
             raise ExportError(
-                f"the result{path} is a {type(x).__name__}, which is no tensor, number, text or None",
+                f"the result{path} is a {container_type(x).__name__}, which is no tensor, number, text or None",
                 module=self._tape.root.path,
                 hint="register its class with torch.utils._pytree.register_pytree_node, or do not return it",
             )

@@ -10,7 +10,7 @@ import torch
 
 from scopetrace._compat.shape_env import evaluated
 from scopetrace._compat.symbols import Symbolic, example, to_expr
-from scopetrace.containers.structure import map_structure
+from scopetrace.containers.structure import instantiate
 from scopetrace.errors import InputMismatchError
 from scopetrace.ir.tape import Tape, Value
 
@@ -39,7 +39,7 @@ class Example:
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments of the model."""
         table = dict(zip(self.tape.inputs, self.tensors, strict=True))
-        args, kwargs = map_structure(
+        args, kwargs = instantiate(
             lambda x: table[x] if isinstance(x, Value) else self.size(x), self.tape.args, (Value, *Symbolic)
         )
         return args, kwargs
