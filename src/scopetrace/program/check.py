@@ -11,6 +11,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import buffers_of
+from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path, match
 from scopetrace.errors import CheckError
 from scopetrace.ir.tape import Tape, Value
@@ -153,7 +154,7 @@ def run_once(
 def copy_inputs(x: Any) -> Any:
     """A deep copy that keeps shared memory, strides and `requires_grad`, of non-leaf tensors too."""
     memo: dict[int, Any] = {}
-    for _, leaf in leaves_with_path(x):
+    for _, leaf in leaves_with_path(x, "", tensor_holders(x)):
         if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
             with torch.no_grad():
                 new = copy.deepcopy(leaf.detach(), memo)
@@ -165,7 +166,8 @@ def _differences(path: str, expected: Any, actual: Any) -> Iterator[str]:
     if type(expected) is not type(actual):
         yield f"{path}: {type(expected).__name__} became {type(actual).__name__}"
         return
-    old, new = dict(leaves_with_path(expected)), dict(leaves_with_path(actual))
+    object_types = tensor_holders((expected, actual))
+    old, new = (dict(leaves_with_path(x, "", object_types)) for x in (expected, actual))
     if old.keys() != new.keys():
         yield f"{path}: structure {list(old)} became {list(new)}"
         return

@@ -16,6 +16,7 @@ import torch.fx
 
 from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import Symbolic
+from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import OnnxExportError
 from scopetrace.ir import meta
@@ -64,7 +65,7 @@ class Results:
 
     def of_run(self, result: Any, inputs: Sequence[torch.Tensor], held: Callable[[str], torch.Tensor]) -> list[Any]:
         """The values of the outputs after a run of the model: from its result, its inputs, and its own tensors."""
-        given = dict(leaves_with_path(result))
+        given = dict(leaves_with_path(result, "", tensor_holders(result)))
         kept = [p for p, leaf in leaves_with_path(self._tape.outputs) if isinstance(leaf, (Value, *Symbolic))]
         changed = [inputs[t.index] if isinstance(t, GraphInput) else held(t.name) for t in self._changed]
         bound = [getattr(w.module, w.name) for w in self._tape.attribute_writes]
