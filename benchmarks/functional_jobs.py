@@ -14,11 +14,12 @@ Result = dict[str, Any]
 def functional_share(model: str, rounds: int) -> Result:
     """Seconds of a whole trace, and of its functional pass alone on the same recording."""
     st: Any = models.import_scopetrace()
+    from scopetrace.api.trace import program_of
     from scopetrace.functionalization.functionalizer import functionalize
 
     net, args = models.MUTATION[model]()
     with torch.no_grad():
-        tape = st.trace(net, args, functional=False).tape
+        tape = program_of(st.trace(net, args, functional=False)).tape
         table = {"trace": lambda: st.trace(net, args), "pass": lambda: functionalize(tape)}
         best, failed = best_in_turn(table, rounds)
     return best | {"writes": sum(bool(op.writes) for op in tape.ops), "failed": failed}

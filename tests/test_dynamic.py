@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import Dim, ShapesCollection
 
 import scopetrace as st
+from scopetrace.api.trace import program_of
 from scopetrace.cli.torchvision_ops import declare_missing_ops
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 from scopetrace.ir.tape import values_in
@@ -501,8 +502,8 @@ def test_what_is_said_of_results_holds_at_other_lengths(fn, grad):
     for batch, length in ((2, 8), (3, 24), (7, 31), (5, 40)):
         inputs = (make(batch, length),)
         assert_like_eager(fn, tr, inputs)
-        sizes = tr.tape.sizes.values(inputs, ())
-        found, static = (t.tape.outputs for t in (tr, st.trace(fn, inputs)))
+        sizes = program_of(tr).tape.sizes.values(inputs, ())
+        found, static = (program_of(t).tape.outputs for t in (tr, st.trace(fn, inputs)))
         for said, want in zip(values_in(found), values_in(static), strict=True):
             size, stride = (resolved(list(n), sizes) for n in (said.fake.size(), said.fake.stride()))
             assert (size, stride) == (list(want.fake.size()), list(want.fake.stride()))

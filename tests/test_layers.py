@@ -11,6 +11,7 @@ import pytest
 # The rooms of src/scopetrace, ground floor first: a module imports from its own room and those before it.
 LAYERS = {
     "errors": "one exception class for each kind of mistake",
+    "formatting": "aligned columns and quantities as text",
     "_compat": "all private torch, one file for each concern, and a manifest of the names",
     "containers": "arguments and results as trees: pytree, dataclasses, objects that hold tensors",
     "ir": "the program as data: values, ops, calls, scopes, tapes, write-back, node.meta",

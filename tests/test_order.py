@@ -15,7 +15,7 @@ from torch.distributed.fsdp import _trace_utils
 
 import scopetrace as st
 from benchmarks import order_oracle
-from scopetrace.order.text import steps_text
+from scopetrace.order.execution import steps_text
 from tests.nets import Net, weight
 
 F = nn.functional

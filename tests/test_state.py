@@ -11,6 +11,7 @@ from nets import Net
 from torch import nn
 
 import scopetrace as st
+from scopetrace.api.trace import program_of
 
 
 class Stateful(nn.Module):
@@ -287,7 +288,7 @@ def test_check_names_a_buffer_that_stays_unbound():
     net = Net(fill_once, seen=[])
     net.register_buffer("a", None)
     tr = st.trace(net, (torch.ones(2, 2),))
-    tr.tape.attribute_writes.clear()
+    program_of(tr).tape.attribute_writes.clear()
     with pytest.raises(st.CheckError, match=r"'bound buffer a of module 0'\]: Tensor became None"):
         tr.check((torch.ones(2, 2),))
 

@@ -10,10 +10,9 @@ from scopetrace import distributed as distributed
 from scopetrace.api.functional import Functionalized as Functionalized
 from scopetrace.api.functional import functional_backend as functional_backend
 from scopetrace.api.functional import functionalize as functionalize
-from scopetrace.api.outlined import Function as Function
-from scopetrace.api.outlined import OutlinedProgram as OutlinedProgram
-from scopetrace.api.saved import load as load
+from scopetrace.api.trace import OutlinedProgram as OutlinedProgram
 from scopetrace.api.trace import Trace as Trace
+from scopetrace.api.trace import load as load
 from scopetrace.api.trace import trace as trace
 from scopetrace.errors import CheckError as CheckError
 from scopetrace.errors import CompiledGraphError as CompiledGraphError
@@ -50,7 +49,8 @@ from scopetrace.ir.write_back import WriteBack as WriteBack
 from scopetrace.order.execution import ExecutionOrder as ExecutionOrder
 from scopetrace.order.symbolic import ExecOrderTracer as ExecOrderTracer
 from scopetrace.order.symbolic import TracingConfig as TracingConfig
-from scopetrace.program.calls import ModuleCall as ModuleCall
+from scopetrace.program.outlined import Function as Function
+from scopetrace.program.traced import ModuleCall as ModuleCall
 from scopetrace.record.specialize import Specialization as Specialization
 
 __version__ = "0.1.0"

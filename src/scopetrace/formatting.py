@@ -1,20 +1,9 @@
-"""Module calls as a table."""
+"""Aligned columns, and quantities with three digits, as text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-
-from scopetrace.program.calls import ModuleCall
-from scopetrace.view.values import typed, value_text
-
-_LIMIT = 8  # items of a container that a cell shows
-
-
-def calls_table(calls: list[ModuleCall]) -> str:
-    """One line for each call: its position, fqn, index and class, what went in and what came out."""
-    rows = [("call", "fqn", "index", "class", "arguments", "outputs"), *map(_row, calls)]
-    return columns(rows, widest=80)  # one call with many arguments must not push all outputs away
 
 
 def columns(rows: Sequence[Sequence[str]], widest: int | None = None) -> str:
@@ -38,13 +27,3 @@ def amount(count: float, unit: str) -> str:
 def duration(seconds: float) -> str:
     """Seconds with three digits: `12.3 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
-
-
-def _row(call: ModuleCall) -> tuple[str, ...]:
-    cls = call.module_type.__name__ if call.module_type is not None else "function"
-    given = ", ".join(f"{name}={value_text(x, typed, _LIMIT)}" for name, x in call.arguments.items())
-    if call.raised is not None:
-        result = f"raised {type(call.raised).__name__}"
-    else:
-        result = value_text(call.outputs, typed, _LIMIT)
-    return str(call.position), "-" if call.fqn is None else call.fqn or '""', str(call.index), cls, given, result

@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args
 import torch
 import torch.fx
 
-from scopetrace.api.trace import Trace
 from scopetrace.errors import ScopetraceError
-from scopetrace.functionalization.report import Alias, Mutation
+from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.scatters import Form, lower_scatters
+from scopetrace.program.traced import TracedProgram
 from scopetrace.torch_level import aten_tapes, torch_level_tapes
 from scopetrace.torch_level.names import name_torch_functions
 from scopetrace.torch_level.purity import assert_pure as assert_pure
@@ -31,12 +31,12 @@ Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., An
 class Functionalized:
     """A program without mutation and what follows it. Calling it does what the original does: results and effects."""
 
-    def __init__(self, traced: Trace, level: Level, lower_scatter: Form | None) -> None:
-        self._trace = traced
+    def __init__(self, program: TracedProgram, level: Level, lower_scatter: Form | None) -> None:
+        self._program = program
         self.level = level
-        self.graph_module: torch.fx.GraphModule = traced.graph_module
+        self.graph_module: torch.fx.GraphModule = program.graph_module
         """The pure graph: the tensors of the inputs in order as placeholders, a tuple of tensors as output."""
-        tape = traced.tape
+        tape = program.tape
         if lower_scatter is not None:
             lower_scatters(self.graph_module, lower_scatter, tape.fake_mode)
         if level == "torch":
@@ -46,17 +46,17 @@ class Functionalized:
     @property
     def write_back(self) -> WriteBack | None:
         """What follows the graph so that the whole does what the original does; None where nothing has to."""
-        return self._trace.write_back
+        return self._program.tape.write_back
 
     @property
     def mutations(self) -> list[Mutation]:
         """What the original changes in its inputs, parameters and buffers, in the order of the program."""
-        return self._trace.mutations
+        return mutations(self._program.recorded)
 
     @property
     def aliases(self) -> list[Alias]:
         """For each tensor of the result: is it fresh, an input itself, or a view of an input or earlier result?"""
-        return self._trace.aliases
+        return aliases(self._program.recorded)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, then the write-back.
@@ -73,17 +73,17 @@ class Functionalized:
 
         Raises CompiledGraphError for values of other shapes or dtypes than the graph's.
         """
-        return self._trace.run(graph, *args, **kwargs)
+        return self._program.run(graph, *args, **kwargs)
 
     @property
     def uses_absolute_offset(self) -> bool:
         """Whether the program counts from the start of an input's memory, as `as_strided` with an offset does."""
-        tape = self._trace.tape
+        tape = self._program.tape
         return any(v.storage in tape.uses_absolute_offset for v in tape.inputs)
 
     def tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
         """The inputs of the graph among the arguments of the original."""
-        return self._trace.boundary.enter(args, {})
+        return self._program.boundary.enter(args, {})
 
     def __repr__(self) -> str:
         return f"<Functionalized at {self.level} level: {len(self.graph_module.graph.nodes)} nodes>"
@@ -119,7 +119,7 @@ def functionalize(
         raise ScopetraceError(f"lower_scatter={lower_scatter!r}: must be one of {', '.join(map(repr, get_args(Form)))}")
     args = tuple(example_inputs)
     recorded, pure = aten_tapes(gm, args) if level == "aten" else torch_level_tapes(gm, args)
-    return Functionalized(Trace(recorded, pure, gm), level, lower_scatter)
+    return Functionalized(TracedProgram(recorded, pure, gm), level, lower_scatter)
 
 
 def functional_backend(

@@ -1,10 +1,15 @@
-"""`trace` and what it gives: a `Trace`."""
+"""`trace`, `load`, and the objects that they give: `Trace`, `OutlinedProgram`.
+
+Data flow:
+    model + example inputs -> record -> RecordedTape -> functionalize -> TracedProgram, held by a Trace
+    a Trace asks the rooms below for graph, calls, order, text, ExportedProgram, ONNX when somebody asks it
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
+import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,30 +18,22 @@ import torch
 import torch.export
 import torch.fx
 
-from scopetrace._compat import pickling
-from scopetrace._compat.graph_module import TracedGraphModule
-from scopetrace.api.outlined import OutlinedProgram, Target
-from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.errors import ScopetraceError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
-from scopetrace.ir import meta
-from scopetrace.ir.scopes import Scope, common_scope
-from scopetrace.ir.tape import Tape, Value
+from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.exported.exported_program import to_exported_program
 from scopetrace.lower.onnx import require_packages
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
-from scopetrace.program.calls import CallTable, ModuleCall
-from scopetrace.program.check import Decisions, compare_with_model
-from scopetrace.program.graph import FxLowering, given
-from scopetrace.program.inputs import CallBoundary, held_now, without_autocast
+from scopetrace.program.check import compare_with_model
 from scopetrace.program.lint import lint
-from scopetrace.program.returned import as_the_graph_returns
+from scopetrace.program.outlined import Function, OutlinedFunctions, Target, outline_calls
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record import record
 from scopetrace.record.observe import Progress
-from scopetrace.record.specialize import Specialization, specialized
+from scopetrace.record.specialize import Specialization
 from scopetrace.view.terminal import print_text
 from scopetrace.view.text import TextOptions, render
 
@@ -50,83 +47,38 @@ class Trace:
     The graph, the scopes and the calls are made from the recording when they are first asked for.
     """
 
-    def __init__(self, recorded: Tape, tape: Tape, model: Callable[..., Any] | None) -> None:
-        self._recorded = recorded
-        self._tape = tape
-        self._model = model
-
-    @property
-    def tape(self) -> Tape:
-        """What the trace is made from: the recording, or the same program without mutation."""
-        return self._tape
+    def __init__(self, program: TracedProgram) -> None:
+        self._program = program
 
     @property
     def model(self) -> Callable[..., Any] | None:
         """The module or function that was traced; None for a loaded trace."""
-        return self._model
-
-    @functools.cached_property
-    def _program(self) -> FxLowering:
-        return FxLowering(self._tape)
+        return self._program.model
 
     @property
-    def program(self) -> FxLowering:
-        """The graph, and the node of each value of the tape."""
-        return self._program
-
-    def with_tape(self, tape: Tape) -> Trace:
-        """The same trace with another program in the place of its own."""
-        return Trace(self._recorded, tape, self._model)
-
-    @functools.cached_property
-    def _table(self) -> CallTable:
-        return CallTable(self._tape, lambda: self._program, self._model)
-
-    @functools.cached_property
-    def graph_module(self) -> TracedGraphModule:
+    def graph_module(self) -> torch.fx.GraphModule:
         """The flat ATen graph: the input tensors in order as placeholders, the result's tensors in order as outputs.
 
         Parameters, buffers and constants are `get_attr` nodes; the module holds the model's own tensors.
         """
-        return self._program.graph_module()
-
-    @functools.cached_property
-    def boundary(self) -> CallBoundary:
-        """What comes before the graph and after it in a call: the check of the arguments, and the write-back."""
-        return CallBoundary(self._tape, self.graph_module, self.root_function)
-
-    @property
-    def root_function(self) -> Callable[..., Any] | None:
-        """What was traced as a function: a module's forward. None for a loaded trace."""
-        return self._model.forward if isinstance(self._model, torch.nn.Module) else self._model
+        return self._program.graph_module
 
     @property
     def scope(self) -> Scope:
         """The root scope, named after the model's class."""
-        return self._tape.root
-
-    @functools.cached_property
-    def _scopes(self) -> dict[str, Scope]:
-        return {s.path: s for s in self._tape.root.walk()}
+        return self._program.tape.root
 
     def scope_of(self, node: torch.fx.Node) -> Scope:
         """The scope of a node of this trace's graph, or of a graph made from it.
 
         A node that a pass made without copying `node.meta` gets the innermost scope around its users, or its inputs.
         """
-        path = meta.scope_path(node)
-        if path is not None and path in self._scopes:
-            return self._scopes[path]
-        for near in (list(node.users), node.all_input_nodes):
-            found = [self._scopes[p] for n in near if (p := meta.scope_path(n)) in self._scopes and n.op != "output"]
-            if found:
-                return common_scope(found)
-        return self._tape.root
+        return self._program.scope_of(node)
 
     @property
     def calls(self) -> list[ModuleCall]:
         """Every module call in forward order, the root first."""
-        return self._table.calls
+        return self._program.calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph: same results and same effects as the model.
@@ -134,10 +86,7 @@ class Trace:
         Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
         those of the trace, tensors share memory in another way, or a value that the trace is specialized on differs.
         """
-        inputs = self.boundary.enter(args, kwargs)
-        with without_autocast(), specialized(self.specializations):
-            values = self.graph_module(*inputs)
-        return self.boundary.leave(inputs, values)
+        return self._program(*args, **kwargs)
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call, with `graph` in the place of the graph: what a compiler or a pass made of it.
@@ -148,14 +97,7 @@ class Trace:
 
         Raises CompiledGraphError for values of other shapes or dtypes than the graph's.
         """
-        tensors = self.boundary.enter(args, kwargs)
-        with without_autocast():
-            values = graph(*tensors)
-        values = (values,) if isinstance(values, torch.Tensor) else tuple(values)
-        if graph is not self.graph_module:
-            promised = [*given(self._tape), *(w.value for w in self._tape.attribute_writes)]
-            values = tuple(as_the_graph_returns(self._tape, promised, tensors, values))
-        return self.boundary.leave(tensors, values)
+        return self._program.run(graph, *args, **kwargs)
 
     def outline(self, *targets: Target) -> OutlinedProgram:
         """The same program with chosen module calls as calls of shared functions.
@@ -167,7 +109,7 @@ class Trace:
         Raises:
             OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
         """
-        return OutlinedProgram.of(self, targets)
+        return OutlinedProgram(self, outline_calls(self._program, targets))
 
     def to_onnx(
         self,
@@ -213,54 +155,37 @@ class Trace:
 
         names, table = (input_names, output_names), custom_translation_table
         options = Options(functions, plugins, opset_version, *names, optimize, attributes, table)
-        return write(self.without_argument_mutation(), path, options, external_data, verify, progress).model
-
-    def pure(self) -> Trace:
-        """The same program without mutation, with the tensors that the model holds now."""
-        tape = functionalize(self._recorded) if self._tape is self._recorded else self._tape
-        return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
-
-    def without_argument_mutation(self) -> Trace:
-        """This trace without mutation and without what the forward puts into the containers of its arguments.
-
-        Raises ExportError where the forward does not return what it puts there.
-        """
-        result = without_argument_mutation(self._recorded.outputs, Value)
-        if result is self._recorded.outputs:
-            return self.pure()
-        recorded = dataclasses.replace(self._recorded, outputs=result)
-        return Trace(recorded, recorded, self._model).pure()
+        return write(self._program.without_argument_mutation(), path, options, external_data, verify, progress).model
 
     @functools.cached_property
     def order(self) -> ExecutionOrder:
         """In which order modules run and parameters are used."""
-        return execution_order(self._recorded)
+        return execution_order(self._program.recorded)
 
     @property
     def specializations(self) -> list[Specialization]:
         """What the example inputs decided, because Python looked at a value (`specialize=True`), in order."""
-        return list(self._tape.specializations)
+        return list(self._program.tape.specializations)
 
     @property
     def mutations(self) -> list[Mutation]:
         """What the model changes in its inputs, parameters and buffers, in the order of the program."""
-        return mutations(self._recorded)
+        return mutations(self._program.recorded)
 
     @property
     def aliases(self) -> list[Alias]:
         """For each tensor of the result: is it fresh, an input itself, or a view of an input or earlier result?"""
-        return aliases(self._recorded)
+        return aliases(self._program.recorded)
 
     @property
     def write_back(self) -> WriteBack | None:
         """What follows the graph so that the whole does what the model does; None where nothing has to."""
-        program: WriteBack | None = self._tape.write_back
-        return program
+        return self._program.tape.write_back
 
     @property
     def range_constraints(self) -> dict[Any, Any]:
         """By sympy symbol of a dynamic size, the `ValueRanges` that a call may have; as ExportedProgram has it."""
-        sizes = self._tape.sizes
+        sizes = self._program.tape.sizes
         return {} if sizes is None else sizes.range_constraints()
 
     def to_exported_program(self) -> torch.export.ExportedProgram:
@@ -274,11 +199,11 @@ class Trace:
         Raises ExportError for what else it cannot say: changes of an input's shape or memory, changes of tensors of the
         model that are no parameters or buffers, leaf modules, one tensor given for two inputs.
         """
-        return to_exported_program(self.without_argument_mutation().tape, self.root_function)
+        return to_exported_program(self._program.without_argument_mutation())
 
     def lint(self) -> None:
         """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""
-        lint(self._program, self.graph_module, self.calls, self._scopes)
+        lint(self._program)
 
     def check(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         """Run the model and the trace on copies of the same inputs from the same random state, and compare.
@@ -287,21 +212,14 @@ class Trace:
         back. Raises CheckError with all differences. Where these inputs decide otherwise than those that the trace is
         specialized on, the error says which of its decisions differ; those after the first are as on the traced path.
         """
-        if self._model is None:
-            raise ScopetraceError("a loaded trace has no model to check against; trace the model again")
-        compare_with_model(self._model, self, self._tape, self._decided_otherwise, args, kwargs or {})
-
-    def _decided_otherwise(self, *args: Any, **kwargs: Any) -> list[Specialization]:
-        tensors = self.boundary.enter(args, kwargs)
-        with without_autocast():
-            return Decisions(self.graph_module, self.specializations).collect(tensors)
+        compare_with_model(self._program, args, kwargs or {})
 
     def print_readable(self, depth: int | None = None, *, scope: str | None = None, print_output: bool = True) -> str:
         """Print the program as text, and return it; calls deeper than `depth` are one line each.
 
         `scope` is an fnmatch pattern of scope paths: only calls that match are shown.
         """
-        text = render(self.calls, TextOptions(depth=depth, scope=scope))
+        text = render(self._program, TextOptions(depth=depth, scope=scope))
         if print_output:
             print_text(text)
         return text
@@ -311,38 +229,113 @@ class Trace:
 
         Raises pickle.PicklingError for objects among the arguments that pickle refuses.
         """
-        Path(path).write_bytes(self._to_bytes())
-
-    def _to_bytes(self) -> bytes:
-        for tape in (self._tape, self._recorded):
-            tape.attributes.update(held_now(tape))
-        return pickling.dumps((self._tape, self._recorded))
+        Path(path).write_bytes(self._program.to_bytes())
 
     def __reduce__(self) -> Any:
-        return from_bytes, (self._to_bytes(),)
+        return _from_bytes, (self._program.to_bytes(),)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
-        return Trace(self._recorded, self._tape, self._model)
+        return Trace(self._program.with_tape(self._program.tape))
 
     def __str__(self) -> str:
-        return render(self.calls, TextOptions())
+        return render(self._program)
 
     def __repr__(self) -> str:
-        tapes = list(self._tape.walk())
+        tapes = list(self._program.tape.walk())
         ops = sum(op.kind in ("call_function", "call_module") for tape in tapes for op in tape.ops)
         calls = sum(len(tape.calls) for tape in tapes)
-        return f"<Trace of {self._tape.root.path}: {ops} ops, {calls} module calls>"
+        return f"<Trace of {self.scope.path}: {ops} ops, {calls} module calls>"
 
     def __iter__(self) -> Iterator[ModuleCall]:
         return iter(self.calls)
 
 
-def from_bytes(data: bytes) -> Trace:
-    """What `Trace.save` wrote. Raises TypeError for another pickle."""
-    tapes = pickling.loads(data)
-    if not (isinstance(tapes, tuple) and all(isinstance(t, Tape) for t in tapes)):
-        raise TypeError("these are not the tapes of a trace")
-    return Trace(tapes[1], tapes[0], None)
+class OutlinedProgram:
+    """A traced program in which chosen module calls are calls of shared functions. It runs and prints."""
+
+    def __init__(self, source: Trace, outlined: OutlinedFunctions) -> None:
+        self._source = source
+        self._outlined = outlined
+
+    @property
+    def functions(self) -> tuple[Function, ...]:
+        """The functions, callees before their callers."""
+        return self._outlined.functions
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The main program, with an `invoke_subgraph` node for each call; equal calls share the submodule."""
+        return self._outlined.program.graph_module
+
+    def function_of(self, node: torch.fx.Node) -> Function:
+        """The function that an `invoke_subgraph` node of this program, or of a function's body, calls.
+
+        Raises OutlineError for a node that calls no function of this program.
+        """
+        return self._outlined.function_of(node)
+
+    @property
+    def calls(self) -> list[ModuleCall]:
+        """The module calls of the main program and of each function's body, once."""
+        return self._outlined.program.calls
+
+    @property
+    def write_back(self) -> WriteBack | None:
+        """What follows the graph in a call, as in the trace; None where nothing has to."""
+        return self._source.write_back
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run it: same results and same effects as the model. Raises InputMismatchError as the trace does."""
+        return self._outlined(*args, **kwargs)
+
+    def inline(self) -> Trace:
+        """The flat program: the trace that this one was made from."""
+        return self._source
+
+    def lint(self) -> None:
+        """Check that graphs, scopes, calls and functions agree. Raises LintError that lists all that is wrong."""
+        lint(self._outlined.program)
+
+    def print_readable(self, print_output: bool = True) -> str:
+        """Print the functions' signatures and the main program as text, and return it."""
+        text = str(self)
+        if print_output:
+            print_text(text)
+        return text
+
+    def __str__(self) -> str:
+        functions = [f"{f}  # {len(f.calls)} call{'s' * (len(f.calls) != 1)}" for f in self.functions]
+        return "\n".join([*functions, render(self._outlined.program)])
+
+    def __repr__(self) -> str:
+        return f"<OutlinedProgram {self._source.scope.path}: {len(self.functions)} functions>"
+
+
+def program_of(traced: Trace) -> TracedProgram:
+    """The program that a trace holds, for `distributed` and `cli`, which read tapes."""
+    return traced._program
+
+
+def _from_bytes(data: bytes) -> Trace:
+    return Trace(TracedProgram.from_bytes(data))
+
+
+def save(traced: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace to a file; see `Trace.save`."""
+    traced.save(path)
+
+
+def load(path: str | os.PathLike[str]) -> Trace:
+    """Read a trace that `save` wrote. A pickle: load files only from sources that you trust.
+
+    `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file.
+
+    Raises ScopetraceError for a file that is no trace, OSError where it cannot be read.
+    """
+    try:
+        return _from_bytes(Path(path).read_bytes())
+    except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
+        raise ScopetraceError(f"{path} was not written by Trace.save") from error
 
 
 def trace(
@@ -396,4 +389,4 @@ def trace(
         specialize=specialize,
         progress=progress,
     )
-    return Trace(tape, functionalize(tape) if functional else tape, model)
+    return Trace(TracedProgram(tape, functionalize(tape) if functional else tape, model))

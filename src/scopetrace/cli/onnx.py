@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import click
 import torch
 
-from scopetrace.api.outlined import REPEATED
+from scopetrace.api.trace import program_of
 from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, progress, quiet, takes_model
+from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
-from scopetrace.program.calls import ModuleCall
-from scopetrace.view.table import columns
+from scopetrace.program.outlined import REPEATED
+from scopetrace.program.traced import ModuleCall
 
 if TYPE_CHECKING:
     from scopetrace.lower.onnx.write import Written
@@ -89,7 +90,7 @@ def _write(
 
     targets = [f if f == REPEATED else Matching(f) for f in functions]
     chosen = Options(targets, [Matching(p) for p in plugins], opset, None, None, optimize, attributes)
-    return write(traced.only_result(), output, chosen, external_data or None, verify, say)
+    return write(program_of(traced).without_argument_mutation(), output, chosen, external_data or None, verify, say)
 
 
 def _table(written: Written, output: Path) -> str:

@@ -7,7 +7,7 @@ import torch
 
 from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, progress, quiet, takes_model
-from scopetrace.order.text import steps_text
+from scopetrace.order.execution import steps_text
 
 
 @click.command()

@@ -14,7 +14,7 @@ from scopetrace.distributed.plan import Plan
 from scopetrace.distributed.planning import plan as make_plan
 from scopetrace.distributed.simulation import Simulation, simulate
 from scopetrace.errors import UsageError
-from scopetrace.view.table import amount, columns, duration
+from scopetrace.formatting import amount, columns, duration
 
 _DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 

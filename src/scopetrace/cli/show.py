@@ -7,13 +7,12 @@ from typing import Any
 import click
 import torch
 
-from scopetrace.api.trace import Trace
+from scopetrace.api.trace import Trace, program_of
 from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, progress, quiet, takes_model
 from scopetrace.errors import UsageError
 from scopetrace.view.document import document, json_text
-from scopetrace.view.select import level, select_calls, unmatched
-from scopetrace.view.table import calls_table
+from scopetrace.view.select import calls_table, level, select_calls, unmatched
 
 
 @click.command()
@@ -49,7 +48,7 @@ def _text(traced: Trace, depth: int | None, scope: str | None, as_table: bool, a
     if scope is not None and all(level(s, scope) is None for s in traced.scope.walk()):
         raise UsageError(f"--scope: {unmatched(traced.scope, scope)}")
     if as_json:
-        return json_text(document(traced.graph_module.graph, traced.calls, depth=depth, scope=scope))
+        return json_text(document(program_of(traced), depth=depth, scope=scope))
     if as_table:
         return calls_table(select_calls(traced.calls, depth, scope))
     return traced.print_readable(depth, scope=scope, print_output=False)

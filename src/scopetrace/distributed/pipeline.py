@@ -14,12 +14,12 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from scopetrace.api.trace import Trace
+from scopetrace.api.trace import Trace, program_of
 from scopetrace.containers.structure import leaves
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params
 from scopetrace.errors import PlanError
+from scopetrace.formatting import columns
 from scopetrace.ir.tape import Call, Tape, Value
-from scopetrace.view.table import columns
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -97,7 +97,7 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
         raise PlanError(f"balance={balance!r}: write one of {', '.join(map(repr, _COSTS))}")
     if stages < 2:
         raise PlanError(f"stages={stages}: write 2 or more")
-    tape = tr.pure().tape
+    tape = program_of(tr).functional().tape
     if tape.sizes is not None:
         raise PlanError("the trace has dynamic sizes: trace with the sizes of one micro-batch")
     _refuse_order_of_inputs(tape)

@@ -19,9 +19,9 @@ from scopetrace.distributed.agreement import check_groups, check_order
 from scopetrace.distributed.groups import ROOT, Group, Grouping, contains, disjoint, first_call
 from scopetrace.distributed.schedule import Schedule, backward_gathers, forward_schedule
 from scopetrace.errors import PlanError
+from scopetrace.formatting import amount, columns
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.record.model import Model
-from scopetrace.view.table import amount, columns
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -18,13 +18,13 @@ from typing import NamedTuple
 
 import torch
 
-from scopetrace.api.trace import Trace
+from scopetrace.api.trace import Trace, program_of
 from scopetrace.distributed.costs import call_flops, op_results
 from scopetrace.distributed.groups import ROOT, Group
 from scopetrace.distributed.plan import Plan, ShardGroup
 from scopetrace.distributed.schedule import backward_events
 from scopetrace.errors import PlanError
-from scopetrace.view.table import amount, columns, duration
+from scopetrace.formatting import amount, columns, duration
 
 
 class Transfer(NamedTuple):
@@ -152,7 +152,7 @@ def _memory(plan: Plan, tr: Trace, ranks: int, sizes: Mapping[Group, int], optim
         "optimizer": sum(rows * width * optimizer_bytes for rows, width, _ in shards),
         "gathered parameters, at most": _peak(plan, sizes),
         "gradients of a group, at most": max(sizes.values(), default=0),
-        "results of ops, without recomputation": sum(op_results(tr.tape)),
+        "results of ops, without recomputation": sum(op_results(program_of(tr).tape)),
     }
 
 
@@ -172,7 +172,7 @@ def _peak(plan: Plan, sizes: Mapping[Group, int]) -> int:
 
 def _step_flops(tr: Trace, plan: Plan) -> list[int]:
     """For each step of the order, the FLOPs of all ops before it."""
-    at_call = call_flops(tr.tape)
+    at_call = call_flops(program_of(tr).tape)
     positions = [call.position for call in tr.calls]
     found: list[int] = []
     for step in plan.order.steps:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import copy
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,34 +14,39 @@ import torch.fx
 from scopetrace._compat.tensors import buffers_of
 from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path, match
-from scopetrace.errors import CheckError
+from scopetrace.errors import CheckError, ScopetraceError
 from scopetrace.ir.tape import Tape, Value
+from scopetrace.program.inputs import without_autocast
+from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import SavedModule
 from scopetrace.record.specialize import Specialization, decided_by
 
 
-def compare_with_model(
-    model: Callable[..., Any],
-    trace: Callable[..., Any],
-    tape: Tape,
-    decided_otherwise: Callable[..., list[Specialization]],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> None:
-    """Run both on copies of the inputs, from one random state and one model state. Raises CheckError.
+def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Run the program and its model on copies of the inputs, from one random state and one model state.
 
-    `decided_otherwise` is called like the trace, and gives the specializations that do not hold on these inputs.
+    Raises CheckError with all differences, ScopetraceError for a loaded program, which has no model.
     """
-    state = _State(tape, model)
-    if tape.specializations:
-        differ = _run(decided_otherwise, args, kwargs, state)["result"]
+    model = program.model
+    if model is None:
+        raise ScopetraceError("a loaded trace has no model to check against; trace the model again")
+    state = _State(program.tape, model)
+    if program.tape.specializations:
+        differ = _run(functools.partial(_decided_otherwise, program), args, kwargs, state)["result"]
         if differ:
             raise CheckError("on these inputs the model goes another way:\n  " + "\n  ".join(map(str, differ)))
     expected = _run(model, args, kwargs, state)
-    actual = _run(trace, args, kwargs, state)
+    actual = _run(program, args, kwargs, state)
     problems = [p for key, old in expected.items() for p in _differences(key, old, actual.get(key))]
     if problems:
         raise CheckError("the trace differs from the model:\n  " + "\n  ".join(problems))
+
+
+def _decided_otherwise(program: TracedProgram, *args: Any, **kwargs: Any) -> list[Specialization]:
+    """The specializations that do not hold on these inputs."""
+    tensors = program.boundary.enter(args, kwargs)
+    with without_autocast():
+        return Decisions(program.graph_module, program.tape.specializations).collect(tensors)
 
 
 class Decisions(torch.fx.Interpreter):

@@ -11,20 +11,19 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import LintError
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import FxLowering
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record.bodies import FORMS, operand_count
 
 
-def lint(
-    program: FxLowering, graph_module: torch.fx.GraphModule, calls: list[ModuleCall], scopes: dict[str, Scope]
-) -> None:
-    """Raise LintError that lists every disagreement."""
-    problems = [*_graph_problems(graph_module), *_count_problems(calls)]
-    for inner in program.walk():
+def lint(program: TracedProgram) -> None:
+    """Raise LintError that lists every disagreement between the tape, the graph, the scopes and the calls."""
+    calls = program.calls
+    problems = [*_graph_problems(program.graph_module), *_count_problems(calls)]
+    for inner in program.lowering.walk():
         problems += _tape_problems(inner)
-        problems += _node_problems(inner, calls, scopes)
-        problems += _call_problems(inner.graph, [call for call in calls if call.program is inner])
+        problems += _node_problems(inner, calls, program.scopes)
+        problems += _call_problems(inner.graph, [call for call in calls if call.lowering is inner])
         problems += _boundary_problems(inner)
     if problems:
         raise LintError("\n".join(problems))

@@ -1,29 +1,29 @@
-"""Programs whose repeated module calls are calls of shared functions.
+"""A TracedProgram with chosen module calls as calls of shared functions.
+
+Data flow:
+    targets -> the calls that they name -> outline: main tape and function bodies -> TracedProgram and one Function each
 
 The successor of torch.onnx's `export_modules_as_functions`, for every consumer of graphs: calls are the
-`torch.ops.higher_order.invoke_subgraph` nodes that torch itself uses for repeated regions.
+`torch.ops.higher_order.invoke_subgraph` nodes that torch itself makes for repeated regions.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.fx
 
 from scopetrace.errors import OutlineError
 from scopetrace.ir.tape import Call
-from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import FunctionInput, FunctionOutput, Numbers, OutlinedBody, outline
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import FxLowering
-
-if TYPE_CHECKING:
-    from scopetrace.api.trace import Trace
+from scopetrace.program.traced import ModuleCall, TracedProgram
 
 Target = type | torch.nn.Module | str | Callable[[ModuleCall], bool]
 REPEATED = "repeated"
@@ -32,9 +32,10 @@ REPEATED = "repeated"
 class Function:
     """One function of an outlined program: equal module calls have one."""
 
-    def __init__(self, body: OutlinedBody, program: FxLowering, calls: list[ModuleCall]) -> None:
+    def __init__(self, body: OutlinedBody, lowering: FxLowering, calls: list[ModuleCall]) -> None:
         self._body = body
-        self._program = program
+        self.lowering = lowering
+        """The body's graph, and the node of each of its values."""
         self.calls = calls
         """The module calls that it stands for, in order; nested ones in the first body that makes them."""
 
@@ -74,17 +75,12 @@ class Function:
     @functools.cached_property
     def graph_module(self) -> torch.fx.GraphModule:
         """The body. It returns a tuple."""
-        return self._program.graph_module()
+        return self.lowering.graph_module()
 
     @property
     def graph(self) -> torch.fx.Graph:
         """The body's graph, whose nodes have scopes."""
-        return self._program.graph
-
-    @property
-    def program(self) -> FxLowering:
-        """The body's graph, and the node of each of its values."""
-        return self._program
+        return self.lowering.graph
 
     def __str__(self) -> str:
         taken = ", ".join(f"{x.name}=None" if x.kind == "absent" else x.name for x in self.inputs)
@@ -95,111 +91,65 @@ class Function:
         return f"<Function {self}: {len(self.calls)} calls>"
 
 
-class OutlinedProgram:
-    """The program of a trace with chosen module calls as functions. It runs and prints."""
+@dataclasses.dataclass
+class OutlinedFunctions:
+    """A program in which chosen module calls are `invoke_subgraph` calls of functions."""
 
-    def __init__(self, source: Trace, traced: Trace, bodies: Sequence[OutlinedBody], chosen: Sequence[Call]) -> None:
-        self._source = source
-        self._traced = traced
-        self._bodies = bodies
-        self.chosen = chosen
-        """The calls of the source that became calls of functions."""
-
-    @classmethod
-    def of(cls, source: Trace, targets: Iterable[Target]) -> OutlinedProgram:
-        """See `Trace.outline`."""
-        tape = source.tape
-        if any(op.writes for op in tape.ops):
-            raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
-        numbers, forward = Numbers(tape), source.root_function
-        named, repeated = _named(source, list(targets), numbers)
-        chosen = list(dict.fromkeys([*named, *repeated]))
-        outlined, bodies = outline(tape, chosen, forward)
-        twice = {body.module_type for body in bodies if len(body.calls) > 1}
-        kept = [call for call in chosen if call in named or call.module_type in twice]
-        if kept != chosen:
-            outlined, bodies = outline(tape, kept, forward)
-        return cls(source, source.with_tape(outlined), bodies, kept)
+    source: TracedProgram
+    """The program that it was made from, with every call inline."""
+    program: TracedProgram
+    """The same with calls of the functions."""
+    bodies: Sequence[OutlinedBody]
+    chosen: Sequence[Call]
+    """The calls of `source` that became calls of functions."""
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
-        """The functions, callees before those that call them."""
-        program = self._traced.program
-        programs = {p.tape: p for p in reversed(list(program.walk()))}
-        calls = {id(call.record): call for call in self._traced.calls}
+        """The functions, callees before their callers."""
+        lowerings = {p.tape: p for p in reversed(list(self.program.lowering.walk()))}
+        calls = {id(call.record): call for call in self.program.calls}
         return tuple(
-            Function(body, programs[body.tape], [calls[id(c)] for c in body.calls if id(c) in calls])
-            for body in self._bodies
+            Function(body, lowerings[body.tape], [calls[id(c)] for c in body.calls if id(c) in calls])
+            for body in self.bodies
         )
 
-    @property
-    def graph_module(self) -> torch.fx.GraphModule:
-        """The main program, with an `invoke_subgraph` node for each call; equal calls share the submodule."""
-        return self._traced.graph_module
-
     def function_of(self, node: torch.fx.Node) -> Function:
-        """The function that an `invoke_subgraph` node of this program, or of a body, calls."""
+        """The function that an `invoke_subgraph` node calls. Raises OutlineError for other nodes."""
         found = next((f for f in self.functions if f.identifier == node.args[1]), None)
         if node.target is not torch.ops.higher_order.invoke_subgraph or found is None:
             raise OutlineError(f"{node.name} does not call a function of this program")
         return found
 
-    @property
-    def calls(self) -> list[ModuleCall]:
-        """The module calls of the main program and of each body, once."""
-        return self._traced.calls
-
-    @property
-    def write_back(self) -> WriteBack | None:
-        """As of the trace."""
-        return self._source.write_back
-
-    @property
-    def traced(self) -> Trace:
-        """The main program as a trace."""
-        return self._traced
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it: same results and same effects as the model. Raises InputMismatchError as the trace does."""
-        return self._source.run(self._run_graph, *args, **kwargs)
+        """Run the graph with its functions, then the write-back. Raises what a call of `source` raises."""
+        return self.source.run(self._run_graph, *args, **kwargs)
 
     def _run_graph(self, *inputs: Any) -> Any:
-        graph = self.graph_module
-        self._traced.boundary.state.refresh()
+        graph = self.program.graph_module
+        self.program.boundary.state.refresh()
         tensors = [x for x in (*inputs, *graph.parameters()) if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return self._source.graph_module(*inputs)  # torch has no eager backward of invoke_subgraph
+            return self.source.graph_module(*inputs)  # torch has no eager backward of invoke_subgraph
         return graph(*inputs)
 
-    def inline(self) -> Trace:
-        """The flat program: the trace that this one was made from."""
-        return self._source
 
-    def lint(self) -> None:
-        """Check that graphs, scopes, calls and functions agree. Raises LintError with all that is wrong."""
-        self._traced.lint()
-
-    def print_readable(self, print_output: bool = True) -> str:
-        """Print the functions and the main program as text, and return it."""
-        text = str(self)
-        if print_output:
-            print(text)
-        return text
-
-    def __str__(self) -> str:
-        return "\n".join(self._lines())
-
-    def _lines(self) -> Iterator[str]:
-        for function in self.functions:
-            count = len(function.calls)
-            yield f"{function}  # {count} call{'s' * (count != 1)}"
-        yield str(self._traced)
-
-    def __repr__(self) -> str:
-        return f"<Outlined {self._traced.scope.path}: {len(self._bodies)} functions>"
+def outline_calls(source: TracedProgram, targets: Iterable[Target]) -> OutlinedFunctions:
+    """Make functions of the calls that `targets` name; see `Trace.outline`. Raises OutlineError."""
+    tape = source.tape
+    if any(op.writes for op in tape.ops):
+        raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
+    numbers = Numbers(tape)
+    named, repeated = _named(source, list(targets), numbers)
+    chosen = list(dict.fromkeys([*named, *repeated]))
+    outlined, bodies = outline(tape, chosen, source.forward)
+    twice = {body.module_type for body in bodies if len(body.calls) > 1}
+    kept = [call for call in chosen if call in named or call.module_type in twice]
+    if kept != chosen:
+        outlined, bodies = outline(tape, kept, source.forward)
+    return OutlinedFunctions(source, source.with_tape(outlined), bodies, kept)
 
 
-def _named(source: Trace, targets: list[Any], numbers: Numbers) -> tuple[dict[Call, None], list[Call]]:
+def _named(source: TracedProgram, targets: list[Any], numbers: Numbers) -> tuple[dict[Call, None], list[Call]]:
     """The calls that the targets name, and those that "repeated" asks about.
 
     Raises OutlineError for a target that names none, or that names one that cannot be a function.
@@ -229,13 +179,13 @@ def _named(source: Trace, targets: list[Any], numbers: Numbers) -> tuple[dict[Ca
     ) else []
 
 
-def _outside_bodies(source: Trace) -> list[ModuleCall]:
+def _outside_bodies(source: TracedProgram) -> list[ModuleCall]:
     """The calls of the program itself. A body of `torch.cond` runs or not, and calls in it stay inline."""
     own = set(source.tape.calls)
     return [call for call in source.calls if call.record in own]
 
 
-def _perhaps_repeated(source: Trace, numbers: Numbers) -> list[Call]:
+def _perhaps_repeated(source: TracedProgram, numbers: Numbers) -> list[Call]:
     """The calls of classes with several calls, without those that cannot be functions."""
     calls = [call for call in _outside_bodies(source) if call.module_type is not None and call.parent]
     calls = [call for call in calls if not call.is_leaf and call.raised is None and not numbers.lost(call.record)]

@@ -1,10 +1,17 @@
-"""Module calls as people read them: which module, with which values, giving which.
+"""`TracedProgram`: a recorded program and what is derived from it on demand.
 
-The idea is RFC-0015 of pytorch/rfcs: a scope that knows the inputs and outputs of the module behind it.
+Data flow:
+    tape -> FxLowering (torch.fx graph) -> GraphModule
+    tape's call records + graph -> one ModuleCall each
+    tape + GraphModule -> CallBoundary: checks of a call's arguments, write-back of its effects
+
+`api`, `lower`, `view` and outlining take this object. That a module call knows its arguments and outputs as graph
+values is the idea of RFC-0015 in pytorch/rfcs.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +19,19 @@ from typing import Any
 import torch
 import torch.fx
 
+from scopetrace._compat import pickling
+from scopetrace._compat.graph_module import TracedGraphModule
+from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.containers.structure import leaves_with_path
+from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
 from scopetrace.ir.arguments import bind, forward_of
-from scopetrace.ir.scopes import Scope
+from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call, Tape, Value
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, given
+from scopetrace.program.inputs import CallBoundary, held_now, without_autocast
+from scopetrace.program.returned import as_the_graph_returns
+from scopetrace.record.specialize import specialized
 
 
 class ModuleCall:
@@ -28,9 +42,9 @@ class ModuleCall:
         self._table = table
 
     @property
-    def program(self) -> FxLowering:
-        """The graph, or the body in it, where the call was made."""
-        return self._table.program_of(self._call)
+    def lowering(self) -> FxLowering:
+        """The graph, or the subgraph of a higher-order op, that has the call's nodes."""
+        return self._table.lowering_of(self._call)
 
     @property
     def record(self) -> Call:
@@ -97,7 +111,7 @@ class ModuleCall:
         For a call inside a body of `torch.cond` and its kind, those of the body's graph. In the other direction, a call
         with a cond in it has the cond's node, and not those of the bodies.
         """
-        return self._table.nodes_between(self.program, self.position, self._table.ends[self.position])
+        return self._table.nodes_between(self.lowering, self.position, self._table.ends[self.position])
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -106,7 +120,7 @@ class ModuleCall:
         Tensors are `torch.fx.Node`s, symbolic sizes too; everything else is the Python object itself. `*args` and
         `**kwargs` stand under their own names, as a tuple and a dict.
         """
-        lower = self.program.lower
+        lower = self.lowering.lower
         args = tuple(lower(a) for a in self._call.args)
         kwargs = {name: lower(a) for name, a in self._call.kwargs.items()}
         return bind(self._forward(), args, kwargs)
@@ -114,7 +128,7 @@ class ModuleCall:
     @functools.cached_property
     def outputs(self) -> Any:
         """What the call returned, tensors as `torch.fx.Node`s. None when it raised."""
-        return self.program.lower(self._call.outputs)
+        return self.lowering.lower(self._call.outputs)
 
     @property
     def attributes(self) -> dict[str, Any]:
@@ -124,7 +138,7 @@ class ModuleCall:
     @functools.cached_property
     def mutated(self) -> dict[str, torch.fx.Node]:
         """What the call changed in place: an argument's path or a buffer's name, and the node after the change."""
-        return self._table.mutated(self.program, self._call, self._forward())
+        return self._table.mutated(self.lowering, self._call, self._forward())
 
     def _forward(self) -> Any:
         return forward_of(self._call, self._table.forward)
@@ -136,18 +150,17 @@ class ModuleCall:
 
 
 class CallTable:
-    """All calls of a trace, and what they share."""
+    """The ModuleCalls of a TracedProgram, and the graph nodes of each."""
 
-    def __init__(self, tape: Tape, program: Callable[[], FxLowering], forward: Callable[..., Any] | None) -> None:
-        """`program` gives the graph of the tape, when a call is first asked for its nodes."""
+    def __init__(self, program: TracedProgram) -> None:
         self._program = program
-        self.forward = forward.forward if isinstance(forward, torch.nn.Module) else forward
-        records = [record for inner in tape.walk() for record in inner.calls]
-        made = {record: ModuleCall(record, self) for record in dict.fromkeys(records)}
-        self.calls = sorted(made.values(), key=lambda call: call.position)
+        self.forward = program.forward
+        records = dict.fromkeys(record for tape in program.tape.walk() for record in tape.calls)
+        self.calls = sorted((ModuleCall(record, self) for record in records), key=lambda call: call.position)
         self.at = {call.position: call for call in self.calls}
         self.children: dict[int, list[ModuleCall]] = {position: [] for position in self.at}
         self.ends = {position: position + 1 for position in self.at}
+        """By position, the position after the last call made inside."""
         for call in reversed(self.calls):
             if call.parent is not None:
                 above = call.parent.position
@@ -156,26 +169,21 @@ class CallTable:
             if call.parent is not None:
                 self.children[call.parent.position].append(call)
 
-    @property
-    def program(self) -> FxLowering:
-        """The graph of the whole."""
-        return self._program()
-
     @functools.cached_property
-    def _programs(self) -> dict[Call, FxLowering]:
+    def _lowerings(self) -> dict[Call, FxLowering]:
         found: dict[Call, FxLowering] = {}
-        for program in self.program.walk():
-            for record in program.tape.calls:
-                found.setdefault(record, program)  # a body may stand in several others
+        for lowering in self._program.lowering.walk():
+            for record in lowering.tape.calls:
+                found.setdefault(record, lowering)  # several higher-order ops may share a body
         return found
 
-    def program_of(self, call: Call) -> FxLowering:
-        """The graph, or the body in it, where a call was made; the whole for one in a body that nothing needs."""
-        return self._programs.get(call, self.program)
+    def lowering_of(self, call: Call) -> FxLowering:
+        """The graph or subgraph that holds a call's nodes; the outermost graph for a call in a dead body."""
+        return self._lowerings.get(call, self._program.lowering)
 
     @functools.cached_property
     def _by_call(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
-        return {program: _with_call(program) for program in self.program.walk()}
+        return {lowering: _with_call(lowering) for lowering in self._program.lowering.walk()}
 
     def nodes_between(self, program: FxLowering, start: int, stop: int) -> list[torch.fx.Node]:
         """The nodes of a graph whose innermost call is from `start` to before `stop`."""
@@ -183,7 +191,7 @@ class CallTable:
 
     def mutated(self, program: FxLowering, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
         """See `ModuleCall.mutated`."""
-        if self.program.tape.write_back is not None:
+        if self._program.tape.write_back is not None:
             return self._mutated_values(program, call, forward)
         ops = program.tape.ops[call.start : call.stop]
         last = {v.storage: op for op in ops for v in op.writes}
@@ -217,3 +225,116 @@ class CallTable:
 def _with_call(program: FxLowering) -> list[tuple[int, torch.fx.Node]]:
     found = [(meta.call_position(n), n) for n in program.graph.nodes if n.op not in ("placeholder", "output")]
     return [(position, n) for position, n in found if position is not None]
+
+
+class TracedProgram:
+    """A program on a tape, with its graph, module calls, scopes and call boundary, each made when first used.
+
+    Attributes:
+        recorded: the ops as they ran, mutations included.
+        tape: what the graph is made from: `recorded`, or the functional tape made from it.
+        model: the traced module or function; None for a loaded program.
+    """
+
+    def __init__(self, recorded: Tape, tape: Tape, model: Callable[..., Any] | None) -> None:
+        self.recorded = recorded
+        self.tape = tape
+        self.model = model
+
+    def with_tape(self, tape: Tape) -> TracedProgram:
+        """The same trace with another tape to make the graph from."""
+        return TracedProgram(self.recorded, tape, self.model)
+
+    @functools.cached_property
+    def lowering(self) -> FxLowering:
+        """The torch.fx graph, and the node of each value of the tape."""
+        return FxLowering(self.tape)
+
+    @functools.cached_property
+    def graph_module(self) -> TracedGraphModule:
+        """The graph as a GraphModule that holds the model's own tensors; see `Trace.graph_module`."""
+        return self.lowering.graph_module()
+
+    @functools.cached_property
+    def boundary(self) -> CallBoundary:
+        """What a call does before and after the graph: the check of the arguments, and the write-back."""
+        return CallBoundary(self.tape, self.graph_module, self.forward)
+
+    @property
+    def forward(self) -> Callable[..., Any] | None:
+        """The function whose signature the program has: the module's `forward`. None for a loaded program."""
+        return self.model.forward if isinstance(self.model, torch.nn.Module) else self.model
+
+    @functools.cached_property
+    def _table(self) -> CallTable:
+        return CallTable(self)
+
+    @property
+    def calls(self) -> list[ModuleCall]:
+        """Every module call in forward order, the root first."""
+        return self._table.calls
+
+    @functools.cached_property
+    def scopes(self) -> dict[str, Scope]:
+        """Every scope by its path."""
+        return {s.path: s for s in self.tape.root.walk()}
+
+    def scope_of(self, node: torch.fx.Node) -> Scope:
+        """See `Trace.scope_of`."""
+        path = meta.scope_path(node)
+        if path is not None and path in self.scopes:
+            return self.scopes[path]
+        for near in (list(node.users), node.all_input_nodes):
+            found = [self.scopes[p] for n in near if (p := meta.scope_path(n)) in self.scopes and n.op != "output"]
+            if found:
+                return common_scope(found)
+        return self.tape.root
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph, then the write-back; see `Trace.__call__`."""
+        inputs = self.boundary.enter(args, kwargs)
+        with without_autocast(), specialized(self.tape.specializations):
+            values = self.graph_module(*inputs)
+        return self.boundary.leave(inputs, values)
+
+    def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As a call, with `graph` in place of the GraphModule; see `Trace.run`."""
+        inputs = self.boundary.enter(args, kwargs)
+        with without_autocast():
+            values = graph(*inputs)
+        values = (values,) if isinstance(values, torch.Tensor) else tuple(values)
+        if graph is not self.graph_module:
+            promised = [*given(self.tape), *(w.value for w in self.tape.attribute_writes)]
+            values = tuple(as_the_graph_returns(self.tape, promised, inputs, values))
+        return self.boundary.leave(inputs, values)
+
+    def functional(self) -> TracedProgram:
+        """The same program without mutation, holding the tensors that the model has now."""
+        tape = functionalize(self.recorded) if self.tape is self.recorded else self.tape
+        return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
+
+    def without_argument_mutation(self) -> TracedProgram:
+        """`functional()`, for forms of programs that only return values.
+
+        What forward puts into containers among its arguments is left out of the outputs. Raises ExportError where
+        forward does not return it as well.
+        """
+        outputs = without_argument_mutation(self.recorded.outputs, Value)
+        if outputs is self.recorded.outputs:
+            return self.functional()
+        recorded = dataclasses.replace(self.recorded, outputs=outputs)
+        return TracedProgram(recorded, recorded, self.model).functional()
+
+    def to_bytes(self) -> bytes:
+        """Both tapes as a pickle, with the tensors that the model has now. Raises pickle.PicklingError."""
+        for tape in (self.tape, self.recorded):
+            tape.attributes.update(held_now(tape))
+        return pickling.dumps((self.tape, self.recorded))
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> TracedProgram:
+        """What `to_bytes` wrote. Raises TypeError for another pickle."""
+        tapes = pickling.loads(data)
+        if not (isinstance(tapes, tuple) and all(isinstance(t, Tape) for t in tapes)):
+            raise TypeError("these are not the tapes of a trace")
+        return cls(tapes[1], tapes[0], None)

@@ -14,24 +14,23 @@ import torch.fx
 from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import FxLowering
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.select import level, select_calls
 from scopetrace.view.values import named, target_text, value_text
 
 
-def document(
-    graph: torch.fx.Graph, calls: list[ModuleCall], *, depth: int | None = None, scope: str | None = None
-) -> dict[str, Any]:
+def document(program: TracedProgram, *, depth: int | None = None, scope: str | None = None) -> dict[str, Any]:
     """The inputs, attributes, ops and calls of a trace.
 
     `scope` is a pattern of scope paths: ops and calls elsewhere are left out. `depth` leaves out deeper calls. The
     ops in bodies of higher-order ops follow those of the graph, and have the name of their graph: node names are those
     of one graph.
     """
+    graph, calls = program.lowering.graph, program.calls
     root = calls[0].scope
     chosen = {s.path for s in root.walk() if level(s, scope) is not None}
-    graphs = [("", graph), *_bodies(calls[0].program)]
+    graphs = [("", graph), *_bodies(program.lowering)]
     ops = [
         _op(n, root) | ({"graph": name} if name else {})
         for name, inner in graphs
@@ -45,7 +44,7 @@ def document(
         "ops": ops,
         "calls": [_call(call) for call in select_calls(calls, depth, scope)],
         "outputs": plain_data(calls[0].outputs),
-        "specializations": [dataclasses.asdict(s) for s in calls[0]._table.program.tape.specializations],
+        "specializations": [dataclasses.asdict(s) for s in program.tape.specializations],
     }
 
 

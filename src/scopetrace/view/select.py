@@ -1,11 +1,15 @@
-"""Choosing a part of a program by scope path and depth."""
+"""Module calls: chosen by scope path and depth, and as a table."""
 
 from __future__ import annotations
 
 import fnmatch
 
+from scopetrace.formatting import columns
 from scopetrace.ir.scopes import Scope
-from scopetrace.program.calls import ModuleCall
+from scopetrace.program.traced import ModuleCall
+from scopetrace.view.values import typed, value_text
+
+_LIMIT = 8  # items of a container that a cell shows
 
 
 def matches(path: str, pattern: str) -> bool:
@@ -37,3 +41,19 @@ def unmatched(root: Scope, pattern: str) -> str:
     paths = [scope.path for scope in root.walk()]
     some = [p for p in paths[1:] if p.count("/") <= 2][:2] or paths[:1]
     return f"no scope matches {pattern!r}; paths are such as {' and '.join(map(repr, some))}, and * stands for any text"
+
+
+def calls_table(calls: list[ModuleCall]) -> str:
+    """One line for each call: its position, fqn, index and class, what went in and what came out."""
+    rows = [("call", "fqn", "index", "class", "arguments", "outputs"), *map(_row, calls)]
+    return columns(rows, widest=80)  # one call with many arguments must not push all outputs away
+
+
+def _row(call: ModuleCall) -> tuple[str, ...]:
+    cls = call.module_type.__name__ if call.module_type is not None else "function"
+    given = ", ".join(f"{name}={value_text(x, typed, _LIMIT)}" for name, x in call.arguments.items())
+    if call.raised is not None:
+        result = f"raised {type(call.raised).__name__}"
+    else:
+        result = value_text(call.outputs, typed, _LIMIT)
+    return str(call.position), "-" if call.fqn is None else call.fqn or '""', str(call.index), cls, given, result

@@ -27,8 +27,8 @@ import torch
 import torch.fx
 
 from scopetrace.ir import meta
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import FxLowering
+from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.fold import CONSTANT, Folder, Run, module_prefix
 from scopetrace.view.select import matches, unmatched
 from scopetrace.view.tree import Op, Section, Tree
@@ -48,16 +48,16 @@ class TextOptions:
     """A pattern of scope paths, with `*` for any text and `?` for any character; None for the whole program."""
 
 
-def render(calls: list[ModuleCall], options: TextOptions) -> str:
+def render(program: TracedProgram, options: TextOptions | None = None) -> str:
     """The program as text."""
-    return "\n".join(_Writer(calls, options).lines())
+    return "\n".join(_Writer(program, options or TextOptions()).lines())
 
 
 class _Writer:
-    def __init__(self, calls: list[ModuleCall], options: TextOptions) -> None:
+    def __init__(self, program: TracedProgram, options: TextOptions) -> None:
         self._options = options
-        self._tree = Tree(calls)
-        self._tape = calls[0]._table.program.tape
+        self._tree = Tree(program)
+        self._tape = program.tape
         self._attributes = self._tape.attributes
         self._folder = Folder(self._tree, self._attributes)
 

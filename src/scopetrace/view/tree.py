@@ -14,8 +14,8 @@ from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace.containers.structure import leaves
 from scopetrace.ir import meta
 from scopetrace.ir.tape import Tape
-from scopetrace.program.calls import ModuleCall
 from scopetrace.program.graph import FxLowering
+from scopetrace.program.traced import ModuleCall, TracedProgram
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -76,15 +76,15 @@ class Section:
 class Tree:
     """The tree of a trace: `root`, and where each node of the graph is in it."""
 
-    def __init__(self, calls: list[ModuleCall]) -> None:
-        self.calls = calls
+    def __init__(self, program: TracedProgram) -> None:
+        self.calls = program.calls
         self.ops: dict[torch.fx.Node, tuple[Op, int]] = {}
         """Node -> its op, and its slot among the op's results."""
         self.bodies: set[torch.fx.Node] = set()
         """The nodes that stand for bodies of higher-order ops among their arguments."""
-        self.root = Section(calls[0].scope.path, calls[0])
+        self.root = Section(self.calls[0].scope.path, self.calls[0])
         self._bodies: dict[Tape, Section] = {}
-        self._fill(calls[0].program, self.root)
+        self._fill(program.lowering, self.root)
         self._number()
 
     def _fill(self, program: FxLowering, top: Section) -> None:
@@ -131,7 +131,7 @@ class _Filling:
     def __init__(self, tree: Tree, program: FxLowering, top: Section) -> None:
         self._tree = tree
         self._top = top
-        self._calls = [call for call in tree.calls if call.program is program]
+        self._calls = [call for call in tree.calls if call.lowering is program]
         self._sections = {call.position: Section(call.scope.path, call) for call in self._calls}
         self._attached = 0  # the calls before this one are in the section of their parent
         if not program.tape.is_body:

@@ -37,16 +37,17 @@ from scopetrace.lower.exported.module_calls import ModuleCalls
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.lower.exported.state import State, states
 from scopetrace.program.graph import FxLowering
+from scopetrace.program.traced import TracedProgram
 from scopetrace.record import argument_names
 
 
-def to_exported_program(tape: Tape, forward: Any) -> ExportedProgram:
-    """The ExportedProgram of a tape without mutation. `forward` names the arguments; None in a loaded trace.
+def to_exported_program(program: TracedProgram) -> ExportedProgram:
+    """The ExportedProgram of a program without mutation.
 
     Raises ExportError for what an ExportedProgram cannot say.
     """
     with garbage_collection_paused():
-        return _build(tape, forward)
+        return _build(program.tape, program.forward)
 
 
 def _build(tape: Tape, forward: Any) -> ExportedProgram:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx_ir as ir
 import torch
 import torch.fx
 
-from scopetrace.api.outlined import Function, OutlinedProgram, is_named
 from scopetrace.errors import OnnxOpError, OnnxOptionError
 from scopetrace.ir import meta
 from scopetrace.lower.onnx.assemble import Assembler, Parts
@@ -23,9 +22,8 @@ from scopetrace.lower.onnx.results import Results
 from scopetrace.lower.onnx.sizes import SizeNames
 from scopetrace.lower.onnx.translate import Table, translate
 from scopetrace.lower.onnx.weights import attach
-
-if TYPE_CHECKING:
-    from scopetrace.api.trace import Trace
+from scopetrace.program.outlined import Function, OutlinedFunctions, is_named, outline_calls
+from scopetrace.program.traced import TracedProgram
 
 Say = Callable[[str], None]
 
@@ -76,24 +74,24 @@ class Exported:
         return count(self.model.graph)
 
 
-def export(trace: Trace, options: Options, say: Say) -> Exported:
-    """Make the ONNX model of a trace without mutation."""
+def export(program: TracedProgram, options: Options, say: Say) -> Exported:
+    """Make the ONNX model of a program without mutation."""
     functions, names = read_targets(options.functions, "functions")
     plugins, plugin_names = read_targets(options.plugins, "plugins")
-    outlined: OutlinedProgram | None = None
+    outlined: OutlinedFunctions | None = None
     if functions or plugins:
         say("outlining")
-        outlined = trace.outline(*functions, *plugins)
-    main = trace if outlined is None else outlined.traced
-    results, held = Results(main.tape, main.write_back), main.tape.attributes
-    input_names = read_names(options.input_names, _input_names(main.program.graph), "input_names", held)
+        outlined = outline_calls(program, [*functions, *plugins])
+    main = program if outlined is None else outlined.program
+    results, held = Results(main.tape, main.tape.write_back), main.tape.attributes
+    input_names = read_names(options.input_names, _input_names(main.lowering.graph), "input_names", held)
     output_names = read_names(options.output_names, results.names(), "output_names", held)
 
     def convert(is_left_out: Callable[[Any], bool]) -> tuple[CombinedGraph, ir.Model, torch.fx.Graph]:
-        whole = CombinedGraph(main.program, _function_of(outlined), results.values, is_left_out)
+        whole = CombinedGraph(main.lowering, _function_of(outlined), results.values, is_left_out)
         say(f"translating {len(whole.graph.nodes):,} nodes")
-        program, table = exported_program(whole.root, whole.graph), options.custom_translation_table
-        return whole, *translate(program, opset_version=options.opset_version, optimize=options.optimize, table=table)
+        exported, table = exported_program(whole.root, whole.graph), options.custom_translation_table
+        return whole, *translate(exported, opset_version=options.opset_version, optimize=options.optimize, table=table)
 
     def is_plugin(function: Function) -> bool:
         return _is_plugin(function, plugins)
@@ -110,7 +108,7 @@ def export(trace: Trace, options: Options, say: Say) -> Exported:
     parts = Parts(
         FunctionNames({**names, **plugin_names}),
         Labels(source),
-        _Attributes(trace, main, options.attributes).of,
+        _Attributes(program, main, options.attributes).of,
         sizes,
         lambda piece: not is_plugin(piece.function),
     )
@@ -143,7 +141,7 @@ def _input_names(graph: torch.fx.Graph) -> list[str]:
     return [str(n.target) for n in graph.nodes if n.op == "placeholder"]
 
 
-def _function_of(outlined: OutlinedProgram | None) -> Callable[[torch.fx.Node], Any]:
+def _function_of(outlined: OutlinedFunctions | None) -> Callable[[torch.fx.Node], Any]:
     if outlined is None:
         return lambda node: None
     known = {function.identifier: function for function in outlined.functions}
@@ -153,7 +151,7 @@ def _function_of(outlined: OutlinedProgram | None) -> Callable[[torch.fx.Node], 
 class _Attributes:
     """The ONNX attributes of calls: plain attributes of the modules."""
 
-    def __init__(self, flat: Trace, main: Trace, attributes: bool | Sequence[str]) -> None:
+    def __init__(self, flat: TracedProgram, main: TracedProgram, attributes: bool | Sequence[str]) -> None:
         self._flat, self._main = flat.calls, {call.position: call for call in main.calls}
         self._wanted = read_attributes(attributes)
 

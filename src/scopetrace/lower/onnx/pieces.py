@@ -181,7 +181,7 @@ class CombinedGraph:
         function = self._function_of(node)
         callee = self._bodies.get(function)
         if callee is None:
-            callee = self._bodies[function] = Subgraph(function, function.program)
+            callee = self._bodies[function] = Subgraph(function, function.lowering)
             self._add(callee)
         operands = [self._map(piece, a) for a in node.args[2:]]
         callee.fits_all &= list(map(_kind, operands)) == list(map(_kind, callee.inputs))

@@ -8,7 +8,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import onnx
 import onnx.inliner
@@ -21,9 +21,7 @@ from scopetrace.lower.onnx.inputs import Example, examples
 from scopetrace.lower.onnx.runtime import Session
 from scopetrace.lower.onnx.weights import save
 from scopetrace.program.check import run_once
-
-if TYPE_CHECKING:
-    from scopetrace.api.trace import Trace
+from scopetrace.program.traced import TracedProgram
 
 SEEDS = 3
 
@@ -37,9 +35,9 @@ _ROUNDING = 1e-2
 """The part of the tolerance by which values may differ that should be 0, where larger ones cancel."""
 
 
-def verify(exported: Exported, trace: Trace, say: Callable[[str], None]) -> float:
+def verify(exported: Exported, program: TracedProgram, say: Callable[[str], None]) -> float:
     """The largest error of ONNX Runtime against the model. Raises OnnxVerificationError with all that is wrong."""
-    if any(t.device.type == "meta" for t in trace.tape.attributes.values()):
+    if any(t.device.type == "meta" for t in program.tape.attributes.values()):
         raise OnnxVerificationError("the model is on the meta device: it has no weights to compute with; verify=False")
     if exported.without_form:
         names = ", ".join(exported.without_form)
@@ -48,7 +46,7 @@ def verify(exported: Exported, trace: Trace, say: Callable[[str], None]) -> floa
         say("checking the file")
         modular, flat = _files(exported, Path(folder))
         _check_calls(exported)
-        return _Comparison(exported, trace, modular, flat, say).run()
+        return _Comparison(exported, program, modular, flat, say).run()
 
 
 def _files(exported: Exported, folder: Path) -> tuple[Path, Path]:
@@ -87,7 +85,7 @@ def _said(counts: Counter[Any]) -> str:
 @dataclasses.dataclass
 class _Comparison:
     exported: Exported
-    trace: Trace
+    program: TracedProgram
     modular: Path
     flat: Path
     say: Callable[[str], None]
@@ -96,7 +94,7 @@ class _Comparison:
         """Run the model and both files on the same inputs."""
         modular, flat = Session(self.modular), Session(self.flat)
         worst, compared = 0.0, 0
-        for i, inputs in enumerate(examples(self.trace.tape, SEEDS)):
+        for i, inputs in enumerate(examples(self.program.tape, SEEDS)):
             if self._goes_another_way(inputs):
                 continue
             self.say(f"comparing with the model, inputs {i + 1}")
@@ -108,28 +106,28 @@ class _Comparison:
         if not compared:
             raise OnnxVerificationError(
                 "no random inputs go the way of the example inputs, which the trace is specialized on: "
-                f"{self.trace.specializations[0]}; write verify=False, and compare on inputs of yours"
+                f"{self.program.tape.specializations[0]}; write verify=False, and compare on inputs of yours"
             )
         return worst
 
     def _goes_another_way(self, inputs: Example) -> bool:
         """Whether a decision by value, which the trace took from its example inputs, is another one on these."""
-        if not self.trace.specializations:
+        if not self.program.tape.specializations:
             return False
         try:
-            run_once(self.trace, inputs.tape, *inputs.arguments(), lambda result, given: None)
+            run_once(self.program, inputs.tape, *inputs.arguments(), lambda result, given: None)
         except InputMismatchError:
             return True
         return False
 
     def _eager(self, inputs: Example, seed: int = 0) -> list[torch.Tensor]:
-        model = self.trace.model or self.trace
+        model = self.program.model or self.program
         with torch.no_grad():
             found: list[torch.Tensor] = run_once(model, inputs.tape, *inputs.arguments(), self._read, seed)
         return found
 
     def _read(self, result: Any, inputs: list[torch.Tensor]) -> list[Any]:
-        values = self.exported.results.of_run(result, inputs, self.trace.boundary.state.held)
+        values = self.exported.results.of_run(result, inputs, self.program.boundary.state.held)
         return [v.detach().clone() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in values]
 
     def _compare(self, where: str, inputs: Example, expected: Any, found: Any) -> float:
@@ -167,7 +165,7 @@ class _Comparison:
     @functools.cached_property
     def _limit(self) -> float:
         """That of the least exact dtype in the program: what is computed in it does not become exact again."""
-        dtypes = {v.fake.dtype for op in self.trace.tape.ops for v in op.values()}
+        dtypes = {v.fake.dtype for op in self.program.tape.ops for v in op.values()}
         return max(TOLERANCE.get(dtype, _TOLERANCE) for dtype in (*dtypes, torch.float32))
 
 

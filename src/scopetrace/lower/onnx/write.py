@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import onnx_ir as ir
 
@@ -13,9 +12,7 @@ from scopetrace.ir.tape import garbage_collection_paused
 from scopetrace.lower.onnx.export import Exported, Options, export
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import save
-
-if TYPE_CHECKING:
-    from scopetrace.api.trace import Trace
+from scopetrace.program.traced import TracedProgram
 
 
 @dataclasses.dataclass
@@ -33,7 +30,7 @@ class Written:
 
 
 def write(
-    trace: Trace,
+    program: TracedProgram,
     path: str | os.PathLike[str] | None,
     options: Options,
     external_data: bool | None,
@@ -43,8 +40,8 @@ def write(
     """Make a model, and only when it is right write it. For the arguments see `Trace.to_onnx`."""
     say = progress or (lambda text: None)
     with garbage_collection_paused():
-        exported = export(trace, options, say)
-    error = verify(exported, trace, say) if verified else None
+        exported = export(program, options, say)
+    error = verify(exported, program, say) if verified else None
     if path is not None:
         say(f"writing {os.fspath(path)}")
         save(exported.model, path, external_data)
