@@ -515,7 +515,7 @@ def test_a_backend_sees_pure_bodies(name, level):
 
     def compiler(gm, inputs):
         seen.append(gm)
-        st.functional.assert_pure(gm)
+        st.api.functional.assert_pure(gm)
         return gm
 
     compiled = torch.compile(PROGRAMS[name], backend=st.functional_backend(compiler, level=level), fullgraph=True)

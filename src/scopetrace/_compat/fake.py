@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.tensors import is_symbolic, storage_id
 
-__all__ = ["FakeFactory", "FakeMaker", "FakeTensor"]
+__all__ = ["FakeFactory", "FakeMaker", "FakeTensor", "FakeTensorMode"]
 
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 NO_SHAPE_RULE = (DynamicOutputShapeException, UnsupportedOperatorException)

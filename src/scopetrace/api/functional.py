@@ -46,7 +46,7 @@ class Functionalized:
     @property
     def write_back(self) -> WriteBack | None:
         """What follows the graph so that the whole does what the original does; None where nothing has to."""
-        return self._program.tape.write_back
+        return self._program.write_back
 
     @property
     def mutations(self) -> list[Mutation]:

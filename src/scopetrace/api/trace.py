@@ -180,7 +180,7 @@ class Trace:
     @property
     def write_back(self) -> WriteBack | None:
         """What follows the graph so that the whole does what the model does; None where nothing has to."""
-        return self._program.tape.write_back
+        return self._program.write_back
 
     @property
     def range_constraints(self) -> dict[Any, Any]:

@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import instantiate
 from scopetrace.errors import PlanError
-from scopetrace.ir.tape import Op, Tape, Value, flat
+from scopetrace.ir.tape import Op, ProgramTape, Value, flat
 
 
 def _grouped_mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
@@ -31,18 +31,18 @@ def nbytes(value: Value) -> int:
     return int(value.fake.numel()) * value.fake.element_size()
 
 
-def op_params(tape: Tape) -> list[int]:
+def op_params(tape: ProgramTape) -> list[int]:
     """For each op, the elements of the parameters that it is the first to use."""
     return _of_params(tape, lambda name: torch.Size(tape.registered.params[name].shape).numel())
 
 
-def op_bytes(tape: Tape) -> list[int]:
+def op_bytes(tape: ProgramTape) -> list[int]:
     """For each op, the bytes of the parameters that it is the first to use and of the memory that it makes."""
     params = _of_params(tape, lambda name: tape.registered.params[name].nbytes)
     return [param + made for param, made in zip(params, op_results(tape), strict=True)]
 
 
-def op_results(tape: Tape) -> list[int]:
+def op_results(tape: ProgramTape) -> list[int]:
     """For each op, the bytes of the memory that it makes; a view makes none."""
     known = {v.storage for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()}
     found = [0] * len(tape.ops)
@@ -54,7 +54,7 @@ def op_results(tape: Tape) -> list[int]:
     return found
 
 
-def _of_params(tape: Tape, size: Callable[[str], int]) -> list[int]:
+def _of_params(tape: ProgramTape, size: Callable[[str], int]) -> list[int]:
     params = {}
     for op in tape.ops:
         name = tape.registered.param(op.target) if op.kind == "get_attr" else None
@@ -69,7 +69,7 @@ def _of_params(tape: Tape, size: Callable[[str], int]) -> list[int]:
     return found
 
 
-def op_flops(tape: Tape) -> list[int]:
+def op_flops(tape: ProgramTape) -> list[int]:
     """For each op, its floating-point operations as `torch.utils.flop_counter` counts them: of matrix products,
     convolutions and attention, a multiplication and an addition being two. Ops with bodies (`cond`) count as none.
 
@@ -112,7 +112,7 @@ def _has_dynamic_sizes(values: Sequence[Value]) -> bool:
     return any(isinstance(n, torch.SymInt) for v in values for n in v.fake.shape)
 
 
-def call_flops(tape: Tape) -> dict[int, tuple[int, int]]:
+def call_flops(tape: ProgramTape) -> dict[int, tuple[int, int]]:
     """By position of a call, the FLOPs of all ops before it and of all up to its end."""
     before = [0, *itertools.accumulate(op_flops(tape))]
     ranges: dict[int, tuple[int, int]] = {}

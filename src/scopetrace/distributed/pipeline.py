@@ -19,7 +19,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params
 from scopetrace.errors import PlanError
 from scopetrace.formatting import columns
-from scopetrace.ir.tape import Call, Tape, Value
+from scopetrace.ir.tape import Call, ProgramTape, Value
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -115,13 +115,13 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
 # ---------------------------------------------------------------- the possible cuts
 
 
-def _inputs(tape: Tape) -> list[Value]:
+def _inputs(tape: ProgramTape) -> list[Value]:
     """The inputs that ops read, in the order of the signature."""
     read = {v for op in tape.ops for v in op.inputs()}
     return [v for op in tape.ops if op.kind == "placeholder" for v in op.values() if v in read]
 
 
-def _refuse_order_of_inputs(tape: Tape) -> None:
+def _refuse_order_of_inputs(tape: ProgramTape) -> None:
     """torch takes the inputs of the first stage for those that it reads, in that order, and mixes them up."""
     inputs = _inputs(tape)
     by_use = list(dict.fromkeys(v for op in tape.ops for v in op.inputs() if v.op.kind == "placeholder"))
@@ -137,7 +137,7 @@ def _cloned(inputs: Sequence[Value]) -> str:
     return f"begin the forward with {', '.join(names)} = {', '.join(f'{name}.clone()' for name in names)}"
 
 
-def _refuse_few(tape: Tape, alive: Alive, cuts: Sequence[Cut], stages: int) -> None:
+def _refuse_few(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut], stages: int) -> None:
     if len(cuts) >= stages - 1:
         return
     places = _places(tape)
@@ -163,7 +163,7 @@ def _refuse_few(tape: Tape, alive: Alive, cuts: Sequence[Cut], stages: int) -> N
     raise PlanError(f"{text}, with all inputs used before and all results made after: " + "; ".join(reasons))
 
 
-def _possible_cuts(tape: Tape, alive: Alive) -> list[Cut]:
+def _possible_cuts(tape: ProgramTape, alive: Alive) -> list[Cut]:
     """In order; where several modules begin with the same op, the outermost one."""
     places = _places(tape)
     crossing = _crossing(alive, sorted(places))
@@ -179,7 +179,7 @@ def _cut(module: str, depth: int, at: int, values: Sequence[Value]) -> Cut:
     return Cut(module, at, depth, sum(map(nbytes, values)), tuple(tuple(v.fake.shape) for v in values))
 
 
-def _places(tape: Tape) -> dict[int, tuple[str, int]]:
+def _places(tape: ProgramTape) -> dict[int, tuple[str, int]]:
     """By the op with which it begins, a module that is called once, and how deep it is."""
     counts: dict[str, int] = {}
     for call in tape.calls:
@@ -199,11 +199,11 @@ def _depth(call: Call) -> int:
     return 0 if call.parent is None else 1 + _depth(call.parent)
 
 
-def _first_computation(tape: Tape) -> int:
+def _first_computation(tape: ProgramTape) -> int:
     return next((i for i, op in enumerate(tape.ops) if op.kind.startswith("call")), len(tape.ops))
 
 
-def _first_ops(tape: Tape) -> dict[int, int]:
+def _first_ops(tape: ProgramTape) -> dict[int, int]:
     """By position of a call, the first op that it or a call inside it runs."""
     first: dict[int, int] = {}
     for i, op in enumerate(tape.ops):
@@ -214,7 +214,7 @@ def _first_ops(tape: Tape) -> dict[int, int]:
     return first
 
 
-def _alive(tape: Tape) -> Alive:
+def _alive(tape: ProgramTape) -> Alive:
     """By value, the op that makes it and the last one that reads it; not parameters, buffers and constants."""
     made = {v: i for i, op in enumerate(tape.ops) if op.kind != "get_attr" for v in op.values()}
     last = dict.fromkeys(made, -1)
@@ -233,7 +233,7 @@ def _crossing(alive: Alive, places: Sequence[int]) -> dict[int, list[Value]]:
     return found
 
 
-def _with_what_is_sent(tape: Tape, alive: Alive, cuts: Sequence[Cut]) -> list[Cut]:
+def _with_what_is_sent(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut]) -> list[Cut]:
     """With the tensors of each stage: torch sends a tensor to the stages that read it, past those between."""
     places = [cut.at for cut in cuts]
     read: list[dict[Value, None]] = [{} for _ in cuts]
@@ -244,7 +244,7 @@ def _with_what_is_sent(tape: Tape, alive: Alive, cuts: Sequence[Cut]) -> list[Cu
     return [_cut(cut.module, cut.depth, cut.at, list(values)) for cut, values in zip(cuts, read, strict=True)]
 
 
-def _shared(tape: Tape, cuts: list[Cut]) -> dict[str, list[int]]:
+def _shared(tape: ProgramTape, cuts: list[Cut]) -> dict[str, list[int]]:
     places = [cut.at for cut in cuts]
     names: dict[Any, str] = {}
     users: dict[str, dict[int, None]] = {}

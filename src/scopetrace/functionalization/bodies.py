@@ -8,7 +8,7 @@ from scopetrace._compat.symbols import to_expr
 from scopetrace.functionalization.geometry import Emit
 from scopetrace.functionalization.layout import in_order_of
 from scopetrace.functionalization.refusal import refusal
-from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.tape import BodyTape, Op, Value
 
 _aten = torch.ops.aten
 
@@ -42,7 +42,7 @@ def as_laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:
     return turned
 
 
-def lift_constants(bodies: list[Tape]) -> list[torch.Tensor]:
+def lift_constants(bodies: list[BodyTape]) -> list[torch.Tensor]:
     """Make the constants that the bodies hold inputs of all of them; gives the constants."""
     found: list[torch.Tensor] = []
     for body in bodies:
@@ -53,7 +53,7 @@ def lift_constants(bodies: list[Tape]) -> list[torch.Tensor]:
     return found
 
 
-def _take(body: Tape, own: Op | None, constant: Op) -> None:
+def _take(body: BodyTape, own: Op | None, constant: Op) -> None:
     """One more placeholder for a constant, in the place of the op that reads it where there is one."""
     first = sum(op.kind == "placeholder" for op in body.ops)
     read = body.ops.index(own) if own is not None else len(body.ops)

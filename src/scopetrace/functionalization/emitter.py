@@ -11,13 +11,13 @@ import torch
 
 from scopetrace._compat.tensors import storage_id
 from scopetrace.infer.repeat import FakeRuns
-from scopetrace.ir.tape import Op, Tape, Value, flat
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, flat
 
 
 class Emitter:
     """Appends to `tape`. Each op is put on for the sake of an op of the old tape, whose place (scope, call) it gets."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: FunctionalTape | BodyTape) -> None:
         self.tape = tape
         self._fakes = FakeRuns(tape.fake_mode)
         self._storages = itertools.count(-1, -1)  # of values whose fake was borrowed from the old tape
@@ -111,6 +111,7 @@ class Emitter:
             self._count += 1
             self.tape.attributes[name] = real
             op = dataclasses.replace(origin, kind="get_attr", target=name, args=(), kwargs={}, outputs=None, writes=())
+            assert self.tape.fake_mode is not None
             fake = self.tape.fake_mode.from_tensor(real, static_shapes=True)
             found = op.outputs = Value(fake, op, 0, next(self._storages), None)
             found.real = real

@@ -11,7 +11,7 @@ from scopetrace._compat.symbols import Symbolic, has_unbacked, to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.refusal import refusal
 from scopetrace.functionalization.region import Region, became, last_of
-from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value
 from scopetrace.ir.write_back import (
     ChangeShape,
     CopyInto,
@@ -31,7 +31,7 @@ from scopetrace.ir.write_back import (
 _aten = torch.ops.aten
 
 
-def attach(old: Tape, new: Tape, regions: dict[int, Region], read: Callable[[Value], Value]) -> None:
+def attach(old: RecordedTape, new: FunctionalTape, regions: dict[int, Region], read: Callable[[Value], Value]) -> None:
     """Give `new` its `returned` and `write_back`. `read` gives the final value of one of the old tape."""
     builder = _Builder(old, new, regions, read)
     new.returned = builder.returned
@@ -40,7 +40,9 @@ def attach(old: Tape, new: Tape, regions: dict[int, Region], read: Callable[[Val
 
 
 class _Builder:
-    def __init__(self, old: Tape, new: Tape, regions: dict[int, Region], read: Callable[[Value], Value]) -> None:
+    def __init__(
+        self, old: RecordedTape, new: FunctionalTape, regions: dict[int, Region], read: Callable[[Value], Value]
+    ) -> None:
         self.old, self.new, self.regions, self.read = old, new, regions, read
         self.returned: list[Any] = []
         self._outputs = leaves(old.outputs, (Value, *Symbolic))
@@ -83,7 +85,7 @@ class _Builder:
 
     def _change(self, target: GraphInput | StateRef, op: Op, after: Value) -> ChangeShape | SetTo:
         if op.target is _aten.set_.source_Tensor:
-            return SetTo(target, self._source(op.args[1]))
+            return SetTo(target, self._source(op.tensor(1)))
         if op.target._schema.name.startswith("aten::resize"):
             sizes = self._numbers(list(after.fake.size()))
             return ChangeShape(target, ViewStep(_aten.resize_.default, (sizes,), {}, None))
@@ -118,7 +120,7 @@ class _Builder:
         for value in self.outside:
             for op, _ in self._changes(value):
                 if op.target is _aten.set_.source_Tensor:
-                    seen.setdefault(op.args[1].storage, set()).add(id(op.args[1].fake))
+                    seen.setdefault(op.tensor(1).storage, set()).add(id(op.tensor(1).fake))
         return {storage: len(objects) for storage, objects in seen.items()}
 
     def _result(self, i: int, leaf: Any) -> Source:

@@ -24,7 +24,7 @@ from scopetrace.functionalization.overlap import refuse_overlap
 from scopetrace.functionalization.refusal import refusal
 from scopetrace.functionalization.region import Link, Region, geometry_of
 from scopetrace.functionalization.rewriter import Rewriter, writes
-from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,
@@ -36,13 +36,13 @@ from scopetrace.ops.functional_variants import (
 _aten = torch.ops.aten
 
 
-def functionalize(tape: Tape) -> Tape:
-    """The same program without an op that writes. A tape without writes is returned as it is.
+def functionalize(tape: RecordedTape) -> FunctionalTape:
+    """The same program without an op that writes. The result shares the ops of a tape that has none.
 
     Raises FunctionalizationError for what cannot be said in pure ops.
     """
     if not writes(tape):
-        return tape
+        return FunctionalTape.of(tape)
     return Functionalizer(tape).run()
 
 
@@ -172,13 +172,14 @@ class Functionalizer(Rewriter):
                     inside = inside or v not in later.writes
                 else:
                     outside = True
-        kept = [*leaves(self.old.outputs, Value), *(w.value for w in self.old.attribute_writes)]
+        bound = self.old.attribute_writes if isinstance(self.old, RecordedTape) else []
+        kept = [*leaves(self.old.outputs, Value), *(w.value for w in bound)]
         mine = [v in family or detached in region.above(v) for v in kept if v.storage == storage]
         return inside or any(mine), outside or not all(mine)
 
     def _copy(self, op: Op) -> None:
         """`copy_` where gradients flow: its twin `aten.copy` has no derivative, its parts have."""
-        target, source = op.args[:2]
+        target, source = op.tensor(0), op.tensor(1)
         origin, size = self._moved(op), list(target.fake.size())
         new = self.read(source, origin)
         if new.fake.dtype != target.fake.dtype or new.fake.device != target.fake.device:
@@ -191,7 +192,8 @@ class Functionalizer(Rewriter):
 
     def _fill_diagonal(self, op: Op) -> None:
         """Where the diagonal is, with `wrap` or without, is known from the shape."""
-        target, value, *wrap = op.args
+        target, value = op.tensor(0), op.args[1]
+        wrap = [bool(a) for a in op.args[2:]]
         mask = torch.zeros(tuple(target.fake.size()), dtype=torch.bool, device="cpu").fill_diagonal_(True, *wrap)
         origin = self._moved(op)
         now = self.read(target, origin)
@@ -239,7 +241,7 @@ class Functionalizer(Rewriter):
         """`x.set_(y)`: from here on the tensor is another name of `y`."""
         if op.target is not _aten.set_.source_Tensor:
             raise refusal("set_ gives a tensor other memory", op)
-        before, source = op.args
+        before, source = op.tensor(0), op.tensor(1)
         after: Value = op.outputs
         left, region = self.regions[before.storage], self.regions.get(after.storage)
         loses_gradient = self.grad and after.fake.requires_grad and not source.fake.requires_grad
@@ -256,7 +258,7 @@ class Functionalizer(Rewriter):
 
     def _resize(self, op: Op) -> None:
         """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""
-        before, after = op.args[0], op.outputs
+        before, after = op.tensor(0), op.outputs
         region, origin = self.regions[before.storage], self._moved(op)
         old, new = geometry_of(before), geometry_of(after)
         front = Geometry((old.numel,), (1,), old.offset)
@@ -276,7 +278,7 @@ class Functionalizer(Rewriter):
 
     def _resize_storage(self, op: Op) -> None:
         """Memory that no one reads afterwards needs not be freed in a graph."""
-        storage = op.args[0].storage
+        storage = op.tensor(0).storage
         after = self.old.ops[self.old.ops.index(op) + 1 :]
         used = any(v.storage == storage for o in after for v in (*o.inputs(), *o.values()))
         if (

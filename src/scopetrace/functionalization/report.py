@@ -8,7 +8,7 @@ import torch
 
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.ir.frames import source_of
-from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.tape import Op, RecordedTape, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Alias:
         return f"result{self.path}: {self.kind}" + (f" of {self.of}" if self.of else "")
 
 
-def mutations(tape: Tape) -> list[Mutation]:
+def mutations(tape: RecordedTape) -> list[Mutation]:
     """The writes to what came from outside, in the order of the program."""
     outside = _outside(tape)
     found: list[Mutation] = []
@@ -67,7 +67,7 @@ def _mutation(name: str, kind: str, what: str, op: Op) -> Mutation:
     return Mutation(name, kind, what, str(op.target), str(op.scope), source_of(op.frames))
 
 
-def _outside(tape: Tape) -> dict[int, list[tuple[str, str, Value]]]:
+def _outside(tape: RecordedTape) -> dict[int, list[tuple[str, str, Value]]]:
     """By storage: name, kind and value of each tensor from outside."""
     found: dict[int, list[tuple[str, str, Value]]] = {}
     for path, value in zip(tape.input_paths, tape.inputs, strict=True):
@@ -78,7 +78,7 @@ def _outside(tape: Tape) -> dict[int, list[tuple[str, str, Value]]]:
     return found
 
 
-def _kind(tape: Tape, op: Op) -> str:
+def _kind(tape: RecordedTape, op: Op) -> str:
     if op.target.startswith("_tensor_constant"):
         return "constant"
     return "parameter" if isinstance(tape.attributes.get(op.target), torch.nn.Parameter) else "buffer"
@@ -105,7 +105,7 @@ def _span(v: Value) -> tuple[int, int]:
     return start, start + (int(reach) + 1) * size - 1
 
 
-def aliases(tape: Tape) -> list[Alias]:
+def aliases(tape: RecordedTape) -> list[Alias]:
     """One entry for each tensor of the result."""
     outside, first = _outside(tape), _reshaped(tape)
     results: dict[int, list[tuple[str, Value]]] = {}
@@ -122,7 +122,7 @@ def aliases(tape: Tape) -> list[Alias]:
     return found
 
 
-def _reshaped(tape: Tape) -> dict[int, int]:
+def _reshaped(tape: RecordedTape) -> dict[int, int]:
     """By the id of a fake tensor that an op such as `transpose_` left: the id of what it was at first."""
     first: dict[int, int] = {}
     for op in tape.ops:

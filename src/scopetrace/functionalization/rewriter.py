@@ -19,7 +19,19 @@ from scopetrace.functionalization.layout import in_order_of, is_random
 from scopetrace.functionalization.refusal import refusal
 from scopetrace.functionalization.region import Link, Region, geometry_of, last_of
 from scopetrace.functionalization.verify import verify_pure
-from scopetrace.ir.tape import AttributeWrite, Call, Op, Tape, Value, flat, garbage_collection_paused, values_in
+from scopetrace.ir.tape import (
+    AttributeWrite,
+    BodyTape,
+    Call,
+    FunctionalTape,
+    Op,
+    RecordedTape,
+    Tape,
+    Value,
+    flat,
+    garbage_collection_paused,
+    values_in,
+)
 from scopetrace.record.bodies import with_more_operands, written_inputs
 
 _aten = torch.ops.aten
@@ -33,18 +45,9 @@ _SIZED_BY_OTHER = {
 class Rewriter(abc.ABC):
     """Goes along the old tape, and puts what it says on the new one. Subclasses say what becomes of writes."""
 
-    def __init__(self, old: Tape) -> None:
+    def __init__(self, old: RecordedTape | BodyTape) -> None:
         self.old = old
-        self.new = dataclasses.replace(
-            old,
-            ops=[],
-            calls=[],
-            inputs=[],
-            attributes=dict(old.attributes),
-            modules=dict(old.modules),
-            attribute_writes=[],
-            written=frozenset(v.storage for op in old.ops for v in op.writes),
-        )
+        self.new = _started(old)
         self.emitter = Emitter(self.new)
         self.grad = any(op.grad for op in old.ops)
         self.map: dict[Value, Value] = {}  # outside of the regions
@@ -60,18 +63,19 @@ class Rewriter(abc.ABC):
         self._stops: dict[int, list[Call]] = {}
         self._find_roots()
 
-    def run(self) -> Tape:
+    def run(self) -> FunctionalTape:
         """The new tape."""
         with garbage_collection_paused():
             return self._rewritten()
 
-    def run_body(self, calls: dict[Call, Call], changed: list[int]) -> Tape:
+    def run_body(self, calls: dict[Call, Call], changed: list[int]) -> BodyTape:
         """The new tape of a body, which gives the new values of these inputs too. `calls` are those around it."""
         self._calls = calls
         last = self._go_along()
         results = Results(self.emitter.bound(self._moved(last)), self.new.inputs)
         placeholders = [op.outputs for op in self.old.ops if op.kind == "placeholder"]
-        if self.old.is_condition:
+        assert isinstance(self.new, BodyTape)
+        if self.new.is_condition:
             self.new.outputs = map_structure(lambda v: self.read(v, last), self.old.outputs, Value)
             return self.new
         given = [*self.old.outputs, *(placeholders[i] for i in changed)]
@@ -93,7 +97,8 @@ class Rewriter(abc.ABC):
         self.new.calls = [self._calls[call] for call in self.old.calls]
         return last
 
-    def _rewritten(self) -> Tape:
+    def _rewritten(self) -> FunctionalTape:
+        assert isinstance(self.old, RecordedTape) and isinstance(self.new, FunctionalTape)
         last = self._go_along()
         last = self._at_edge(last, self._calls[self.old.calls[0]])
         self.new.attribute_writes = [
@@ -174,7 +179,7 @@ class Rewriter(abc.ABC):
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
         prefix = f"{call.fqn}." if call.fqn else ""
         held = [v for s in written for v in self._held.get(s, ()) if v.op.target.startswith(prefix)]
-        return args, kwargs, {v.op.target.removeprefix(prefix): changed(v) for v in held}
+        return args, kwargs, {v.op.target.removeprefix(prefix): new for v in held if (new := changed(v)) is not None}
 
     # ---------------------------------------------------------------- ops
 
@@ -250,7 +255,7 @@ class Rewriter(abc.ABC):
     def _run_bodies(self, op: Op) -> None:
         """A higher-order op: its bodies without mutation. What they write to comes out as more results."""
         changed = sorted({i for body in op.bodies() for i in written_inputs(body)})
-        pure: dict[Tape, Tape] = {}
+        pure: dict[BodyTape, BodyTape] = {}
         for body in op.bodies():
             needed = bool(changed) or writes(body)
             pure[body] = type(self)(body).run_body(self._calls, changed) if needed else body
@@ -261,9 +266,9 @@ class Rewriter(abc.ABC):
         def present(x: Any) -> Any:
             if isinstance(x, Value):
                 return as_laid_out(emit, self.read(x, origin), x.fake)
-            return pure[x] if isinstance(x, Tape) else x
+            return pure[x] if isinstance(x, BodyTape) else x
 
-        args = with_more_operands(op.target, map_structure(present, op.args, (Value, Tape)), lifted)
+        args = with_more_operands(op.target, map_structure(present, op.args, (Value, BodyTape)), lifted)
         storages = {old.storage: new.storage for old, new in zip(op.inputs(), values_in(args), strict=False)}
         outputs = self.emitter.again(origin, args, op.kwargs, storages)
         new = self.emitter.more_results(self.new.ops[-1], list(op.writes))
@@ -277,7 +282,7 @@ class Rewriter(abc.ABC):
         region = self.regions.get(value.storage)
         if region is None or not region.version:
             return False
-        region.link(value, self._link(op, op.args[0], value, None))
+        region.link(value, self._link(op, op.tensor(0), value, None))
         region.read(value, self._moved(op))
         return True
 
@@ -345,6 +350,16 @@ class Rewriter(abc.ABC):
     @abc.abstractmethod
     def _assign(self, op: Op, target: Value, new: Value) -> None:
         """`target` gets the elements of `new`."""
+
+
+def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
+    """The tape of the functional program before its first op."""
+    empty: dict[str, Any] = {"ops": [], "calls": [], "inputs": [], "attributes": dict(old.attributes)}
+    if isinstance(old, BodyTape):
+        return dataclasses.replace(old, **empty)
+    return FunctionalTape.of(
+        old, **empty, modules=dict(old.modules), attribute_writes=[], written=old.written_storages()
+    )
 
 
 def writes(tape: Tape) -> bool:

@@ -1,9 +1,12 @@
-"""The tape: what a recording leaves behind, and what everything else is derived from.
+"""Tapes: the program as data, on which every stage works.
 
-Three lists: the ops in the order in which they ran, the module calls in forward order, and nothing more. An op has
-its inputs and outputs as `Value`s, its scope, its call and its Python frames. A call is a range of ops with the
-arguments that went in and the structure that came out. Each value knows its storage, so aliasing and mutation are
-questions to the tape and need no record of their own.
+    callable -> RecordedTape -> FunctionalTape -> torch.fx graph, ExportedProgram, ONNX
+                 an op may hold a BodyTape: the branch or loop body of a higher-order op, or an outlined function
+
+A tape has the ops in the order in which they ran, and the module calls in the order in which they began. An op reads
+and makes `Value`s and knows its scope, its call and the Python frames that it was called from. A call is a range of
+ops, with the arguments that went in and the result that came out. Each value knows its storage, so that aliasing and
+mutation are read off the ops.
 """
 
 from __future__ import annotations
@@ -13,28 +16,63 @@ import dataclasses
 import gc
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, Union
 
 import torch
 
+from scopetrace._compat.fake import FakeTensorMode
+from scopetrace._compat.shape_env import WatchedShapeEnv
+from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.objects import Returned
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Scope
+from scopetrace.ir.write_back import WriteBack
 
 Frames = tuple[Any, ...] | str
 """Where an op was called: a linked list, (outer frames | (), ((code, line), ...)), outermost first; or a stack trace
 as text, for ops of a graph that has it on its nodes."""
 
+Number = bool | int | float | complex | torch.SymBool | torch.SymInt | torch.SymFloat
+"""A number of the program, known or symbolic."""
+
+Constant = (
+    str | bytes | None | slice | torch.dtype | torch.device | torch.layout | torch.memory_format | torch.Tensor | type
+)
+"""An argument that is the same in every run."""
+
+Argument = Union["Value", "BodyTape", Number, Constant, list["Argument"], tuple["Argument", ...], dict[str, "Argument"]]
+"""What an op takes, as `torch.fx.node.Argument`: values stand for tensors. An op of kind `call_module` takes templates
+instead, since a module takes anything."""
+
+Template = Any
+"""A user's container tree (see `containers.structure`) with a `Value` in the place of each tensor."""
+
 
 class Value:
-    """A tensor of the traced program: one output of one op.
+    """A tensor of the program: one output of one op. It belongs to the tape of that op."""
 
-    `fake` has its shape, dtype, strides and device; `storage` is equal for values that share memory; `key` stands
-    for all that decides the metadata of an op's results (None when that is not known, as for symbolic sizes).
-    """
+    __slots__ = ("autograd_placeholder", "fake", "key", "offset", "op", "real", "requires_grad", "slot", "storage")
 
-    __slots__ = ("fake", "key", "offset", "op", "real", "requires_grad", "slot", "stand_in", "storage")
+    fake: torch.Tensor
+    """Its metadata: shape, dtype, strides, device."""
+    op: Op
+    """The op that made it."""
+    slot: int
+    """Its position among the op's outputs."""
+    storage: int
+    """Equal for values of one tape that share memory. Any number otherwise."""
+    key: int | None
+    """Stands for the metadata that decides that of an op's results, for the cache of `infer.results`. None where it is
+    not known, as for symbolic sizes."""
+    requires_grad: bool
+    """As the op left it; a later write may change that of `fake`."""
+    offset: int | torch.SymInt
+    """Its position in its storage, in elements, as the op left it."""
+    real: torch.Tensor | None
+    """The tensor itself, of a parameter, buffer or constant."""
+    autograd_placeholder: bool
+    """Whether `fake` requires grad without the history that autograd would have given it: its metadata was inferred."""
 
     def __init__(self, fake: torch.Tensor, op: Op, slot: int, storage: int, key: int | None) -> None:
         self.fake = fake
@@ -42,10 +80,10 @@ class Value:
         self.slot = slot
         self.storage = storage
         self.key = key
-        self.requires_grad = fake.requires_grad  # when it was made; writes may change that
+        self.requires_grad = fake.requires_grad
         self.offset = fake.storage_offset() if fake.layout is torch.strided else 0
-        self.real: torch.Tensor | None = None  # the tensor itself, for attributes and constants
-        self.stand_in = False  # requires grad without autograd's own history (see recorder)
+        self.real = None
+        self.autograd_placeholder = False
 
     def __getstate__(self) -> tuple[Any, ...]:
         # Without the op, which has its values: pickle would recurse along the whole program.
@@ -53,7 +91,7 @@ class Value:
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.fake, self.slot, self.storage, self.real, self.offset = state
-        self.key, self.stand_in, self.requires_grad = None, False, self.fake.requires_grad
+        self.key, self.autograd_placeholder, self.requires_grad = None, False, self.fake.requires_grad
 
     def __repr__(self) -> str:
         return f"Value({self.op.kind} {self.op.target}, {self.slot})"
@@ -66,23 +104,27 @@ class Op:
     kind: str
     """`placeholder`, `get_attr`, `call_function` or `call_module`, as in torch.fx."""
     target: Any
-    """The OpOverload or higher-order op; a name for placeholders; a dotted path for attributes and modules."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    """Of `call_function`, the OpOverload or higher-order op. The name of a placeholder; the dotted path of an attribute
+    or module."""
+    args: tuple[Argument, ...]
+    kwargs: dict[str, Argument]
     outputs: Any
-    """Value, SymInt, None, or a list or tuple of these. For `call_module`, a template. A placeholder of a body may be a
-    plain number, which is fixed."""
+    """Value, symbolic number, None, or a list or tuple of these. Of `call_module`, a template. A placeholder of a body
+    may be a plain number, which is fixed."""
     scope: Scope
+    """The module scope or user scope in which it ran."""
     call: Call | None
+    """The innermost module call around it; None before the first."""
     frames: Frames
+    """The Python frames that it was called from."""
     grad: bool = True
     """Whether autograd was on."""
     writes: tuple[Value, ...] = ()
     """The values whose data or metadata the op changed."""
-    unbacked: Any = None
-    """The `unbacked_bindings` of torch.fx, where the op made symbols."""
+    unbacked: dict[Any, Any] | None = None
+    """The `unbacked_bindings` of torch.fx: by sympy symbol that the op made, where in its result it stands."""
     tracked: tuple[Value, ...] = ()
-    """If the op writes: its inputs that required grad before it. A write can make its target do so."""
+    """Of an op that writes: its inputs that required grad before it. A write can make its target do so."""
 
     def values(self) -> list[Value]:
         """The tensors that the op made, in order."""
@@ -92,9 +134,16 @@ class Op:
         """The tensors that the op read or wrote, in order."""
         return values_in((self.args, self.kwargs))
 
-    def bodies(self) -> list[Tape]:
+    def tensor(self, position: int) -> Value:
+        """The tensor that is the positional argument at `position`. Raises TypeError for anything else."""
+        found = self.args[position]
+        if type(found) is not Value:
+            raise TypeError(f"argument {position} of {self.target} is no tensor")
+        return found
+
+    def bodies(self) -> list[BodyTape]:
         """Of a higher-order op such as `cond`, the tapes among its arguments."""
-        return [a for a in self.args if type(a) is Tape]
+        return [a for a in self.args if type(a) is BodyTape]
 
     def moved_to(self, call: Call | None) -> Op:
         """The same op, as one of another call."""
@@ -116,33 +165,41 @@ class Op:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Call:
-    """One call of a module; the root of the tape is the call of the traced callable itself."""
+    """One call of a module. The first call of a tape, its root, is that of the traced callable."""
 
     module: torch.nn.Module | None
+    """None of a function, and in a loaded trace."""
     fqn: str | None
     """The module's name in the model; None for a module that is not in its tree."""
     index: int
-    """0 for the first call of this instance."""
+    """How many calls of this module were before it."""
     parent: Call | None
+    """The call around it; None of the root."""
     scope: Scope
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: tuple[Template, ...]
+    kwargs: dict[str, Template]
     start: int
+    """The position in `Tape.ops` of its first op."""
     frames: Frames
+    """The Python frames that it was called from."""
     attributes: dict[str, Any]
+    """The module's plain attributes at the start of the call: neither tensors nor modules."""
     position: int
-    """Its index in `Tape.calls`."""
+    """Its position in `Tape.calls` of the recording."""
     stop: int = -1
-    outputs: Any = None
+    """The position in `Tape.ops` after its last op; equal to `start` for a call without ops."""
+    outputs: Template = None
     raised: BaseException | None = None
     """The exception that ended the call, if one did."""
     leaf: bool = False
+    """Whether the call is one op of kind `call_module`."""
     direct: bool = False
     """Whether `module.forward(...)` was called in place of the module, so that no hook ran."""
-    mutated: Any = None
-    """In a tape without mutation: (args, kwargs, held), what was changed as its new value, all else None. `held` are
-    the module's own tensors by their names in it."""
+    mutated: tuple[Any, Any, dict[str, Value]] | None = None
+    """In a functional tape: the templates of `args` and `kwargs` with the new values of what the call changed and None
+    for all else, and the new values of the module's own tensors, by their names in it. None if nothing was changed."""
     module_type: type | None = None
+    """None of a function."""
     replaced: tuple[str, ...] = ()
     """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
 
@@ -164,7 +221,9 @@ class AttributeWrite:
     module: torch.nn.Module | None
     """None in a loaded trace, which holds the attribute itself."""
     fqn: str
+    """The module's name in the model."""
     name: str
+    """The attribute's name in the module."""
     value: Value
 
     def __getstate__(self) -> tuple[Any, ...]:
@@ -176,65 +235,27 @@ class AttributeWrite:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Tape:
-    """A recorded program."""
+    """What all tapes share."""
 
     root: Scope
     ops: list[Op] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
     inputs: list[Value] = dataclasses.field(default_factory=list)
-    """The placeholders' values, in order; one object given twice has one value in two places."""
-    input_paths: list[str] = dataclasses.field(default_factory=list)
-    numbers: list[Any] = dataclasses.field(default_factory=list)
-    """The symbolic numbers that stand for whole numbers given as arguments: placeholders after those of the tensors."""
-    args: Any = None
-    """Template of (args, kwargs)."""
-    outputs: Any = None
-    """Template of the result."""
-    attribute_writes: list[AttributeWrite] = dataclasses.field(default_factory=list)
+    """The tensors among the placeholders, in order. One tensor given twice has two values, and the ops read the first
+    one."""
+    outputs: Template = None
+    """The result. Of a program it may be a `Returned`, with what the forward puts into the containers of its
+    arguments."""
     attributes: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """The real tensors behind `get_attr` ops: parameters and buffers by fqn, constants as `_tensor_constant0`."""
-    owners: dict[str, tuple[torch.nn.Module, str]] = dataclasses.field(default_factory=dict)
-    """Where the model keeps them: the module, and the name there. Constants have no owner."""
-    modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
-    """The modules behind `call_module` ops."""
-    shape_env: Any = None
-    sizes: Any = None
-    """The rules of symbolic input sizes (`record.sizes`); None where all sizes are those of the example."""
-    fake_mode: Any = None
-    """The mode of the fake tensors, for passes that make more of them."""
-    returned: list[Value] | None = None
-    """What the graph gives, where that is not the tensors of `outputs` in order."""
-    write_back: Any = None
-    """What follows the graph (`passes.write_back`), in a tape without mutation."""
-    written: frozenset[int] = frozenset()
-    """The storages that the recorded program writes to, in a tape without mutation."""
-    uses_absolute_offset: set[int] = dataclasses.field(default_factory=set)
-    """The storages in which as_strided counts from the start, so that it matters where an input lies in them."""
-    specializations: list[Any] = dataclasses.field(default_factory=list)
-    """What the example inputs decided (`record.specialize`)."""
-    registered: Registered = dataclasses.field(default_factory=Registered)
-    """The model's modules and parameters with all their names."""
-    exact_autograd: bool = False
-    name: str = ""
-    """Of the body of a higher-order op: what its GraphModule is named after, as `true_graph`. See `record.bodies`."""
+    """The real tensors behind `get_attr` ops: parameters and buffers by fqn, constants as `_tensor_constant0`. A
+    complete body has none: it takes them as operands."""
+    shape_env: WatchedShapeEnv | None = None
+    """What is known of the symbols of its sizes."""
+    fake_mode: FakeTensorMode | None = None
+    """The mode of its fake tensors, for passes that make more of them; None in a loaded trace."""
 
-    @property
-    def result(self) -> Any:
-        """Template of the result, without what the forward puts into the containers of its arguments."""
-        return self.outputs.result if isinstance(self.outputs, Returned) else self.outputs
-
-    @property
-    def is_body(self) -> bool:
-        """Whether this is the body of a higher-order op. It gives `outputs` as they are: a tuple, or one value."""
-        return bool(self.name)
-
-    @property
-    def is_condition(self) -> bool:
-        """Whether this is the body that says if a loop goes on: it gives one value."""
-        return self.is_body and not isinstance(self.outputs, tuple)
-
-    def bodies(self) -> list[Tape]:
-        """The bodies of the program's higher-order ops, each once, without those inside them."""
+    def bodies(self) -> list[BodyTape]:
+        """The bodies of the higher-order ops, each once, without those inside them."""
         return list(dict.fromkeys(body for op in self.ops for body in op.bodies()))
 
     def walk(self) -> Iterator[Tape]:
@@ -243,9 +264,15 @@ class Tape:
         for body in self.bodies():
             yield from body.walk()
 
+    def graph_outputs(self) -> list[Any]:
+        """What the graph of this tape gives beside the tensors bound to attributes: values and symbolic numbers."""
+        return leaves(self.outputs, (Value, *Symbolic))
+
     def __getstate__(self) -> dict[str, Any]:
         state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        return {**state, "owners": {}, "fake_mode": None}
+        if "owners" in state:
+            state["owners"] = {}
+        return {**state, "fake_mode": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, a in state.items():
@@ -253,6 +280,91 @@ class Tape:
         for op in self.ops:
             for value in leaves(op.outputs, Value) if op.kind == "call_module" else op.values():
                 value.op = op
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class BodyTape(Tape):
+    """The body of a higher-order op: a program whose placeholders are all that it reads.
+
+    `outputs` is what it gives as it is: a tuple, or one value where it is a condition.
+    """
+
+    name: str = ""
+    """What its GraphModule is named after, as `true_graph`."""
+    is_condition: bool = False
+    """Whether it says if a loop goes on."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class ProgramTape(Tape):
+    """A whole program: what `RecordedTape` and `FunctionalTape` share."""
+
+    args: Template = None
+    """(args, kwargs) of the traced call."""
+    input_paths: list[str] = dataclasses.field(default_factory=list)
+    """Where each of `inputs` stands in the arguments, such as `cache[0]`."""
+    numbers: list[torch.SymInt] = dataclasses.field(default_factory=list)
+    """The symbolic numbers that stand for whole numbers among the arguments: placeholders after those of `inputs`."""
+    attribute_writes: list[AttributeWrite] = dataclasses.field(default_factory=list)
+    owners: dict[str, tuple[torch.nn.Module, str]] = dataclasses.field(default_factory=dict)
+    """Where the model keeps the tensors of `attributes`: the module, and the name there. Constants have no owner."""
+    modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
+    """The modules behind `call_module` ops."""
+    sizes: Any = None
+    """The rules of symbolic input sizes (`record.sizes`); None where all sizes are those of the example."""
+    uses_absolute_offset: set[int] = dataclasses.field(default_factory=set)
+    """The storages that `as_strided` reads at an offset from their start, so that the offset of an input matters."""
+    specializations: list[Any] = dataclasses.field(default_factory=list)
+    """What the example inputs decided (`record.specialize`)."""
+    registered: Registered = dataclasses.field(default_factory=Registered)
+    """The model's modules and parameters with all their names."""
+
+    @property
+    def result(self) -> Template:
+        """The result of the forward, without what it puts into the containers of its arguments."""
+        return self.outputs.result if isinstance(self.outputs, Returned) else self.outputs
+
+    def written_storages(self) -> frozenset[int]:
+        """The storages that the recorded program writes to."""
+        return frozenset(v.storage for op in self.ops for v in op.writes)
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class RecordedTape(ProgramTape):
+    """The ops as they ran: they may write."""
+
+    exact_autograd: bool = False
+    """Whether autograd saw every op while it was recorded, because the forward itself differentiates."""
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class FunctionalTape(ProgramTape):
+    """A program in which no op writes, and what has to follow it so that the whole does what the recorded one does."""
+
+    returned: list[Any] | None = None
+    """The values and symbolic numbers that the graph gives; None for the leaves of `outputs` in order."""
+    write_back: WriteBack | None = None
+    """What makes the results and effects of the recorded program from what the graph gives; None where the graph's
+    outputs are the results, and there are no effects."""
+    written: frozenset[int] = frozenset()
+    """The storages that the recorded program writes to."""
+
+    @classmethod
+    def of(cls, program: ProgramTape, **changed: Any) -> FunctionalTape:
+        """A functional tape with the fields of another program, but for those that are given.
+
+        Without `changed` it shares the ops of `program`, none of which may write.
+        """
+        shared = {f.name: getattr(program, f.name) for f in dataclasses.fields(ProgramTape)}
+        return cls(**{**shared, **changed})
+
+    def graph_outputs(self) -> list[Any]:
+        """What the graph of this tape gives beside the tensors bound to attributes: values and symbolic numbers."""
+        return Tape.graph_outputs(self) if self.returned is None else self.returned
+
+    def written_storages(self) -> frozenset[int]:
+        """The storages that the recorded program writes to."""
+        return self.written
 
 
 def _is_plain(x: Any) -> bool:

@@ -9,12 +9,12 @@ from typing import Any
 
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.registered import Registered
-from scopetrace.ir.tape import Call, Op, Tape, Value, values_in
+from scopetrace.ir.tape import Call, Op, ProgramTape, Tape, Value, values_in
 from scopetrace.order.execution import CallUsage, ExecutionOrder
 from scopetrace.record.bodies import FORMS
 
 
-def execution_order(tape: Tape) -> ExecutionOrder:
+def execution_order(tape: ProgramTape) -> ExecutionOrder:
     """Read it off the ops and calls of a recording (with its mutations)."""
     reader, params = _Reader(tape.registered), _Params()
     reader.read(tape, params)
@@ -26,7 +26,7 @@ def execution_order(tape: Tape) -> ExecutionOrder:
     return ExecutionOrder(calls, tape.registered, tuple(written))
 
 
-def _writers(tape: Tape) -> set[Call]:
+def _writers(tape: ProgramTape) -> set[Call]:
     """The calls that change in place what they were given, and that requires grad."""
     found: set[Call] = set()
     for op in [op for part in tape.walk() for op in part.ops if op.writes]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from scopetrace.ir.tape import Call, Tape, Value
+from scopetrace.ir.tape import Call, FunctionalTape, Value
 from scopetrace.outline.readers import Readers
 
 Place = tuple[int, int]
@@ -20,7 +20,7 @@ Bound = tuple[str, str] | None
 class Captured:
     """The captured values of chosen calls; `wanted` are those that equal calls must give too."""
 
-    def __init__(self, tape: Tape, readers: Readers, wanted: dict[Call, dict[Place, Bound]]) -> None:
+    def __init__(self, tape: FunctionalTape, readers: Readers, wanted: dict[Call, dict[Place, Bound]]) -> None:
         self._readers = readers
         self._wanted = wanted
         self._held = tape.attributes.keys()

@@ -13,7 +13,7 @@ import torch
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
 from scopetrace.ir.arguments import bind, forward_of
-from scopetrace.ir.tape import Call, Op, Tape, Value
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value
 from scopetrace.outline.captured import Bound, Captured, Place
 from scopetrace.outline.function import FunctionInput, FunctionOutput, OutlinedBody
 from scopetrace.outline.given import Given, given, without_unread
@@ -26,7 +26,7 @@ _aten = torch.ops.aten
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 
-def outline(tape: Tape, chosen: list[Call], forward: Any = None) -> tuple[Tape, list[OutlinedBody]]:
+def outline(tape: FunctionalTape, chosen: list[Call], forward: Any = None) -> tuple[FunctionalTape, list[OutlinedBody]]:
     """The program with the chosen calls as calls of functions, and the functions, callees first.
 
     The tape is one without mutation. `forward` is what the root call ran.
@@ -74,12 +74,14 @@ class _Result:
 
 
 class _Outliner:
-    def __init__(self, tape: Tape, chosen: list[Call], forward: Any, wanted: dict[Call, dict[Place, Bound]]) -> None:
+    def __init__(
+        self, tape: FunctionalTape, chosen: list[Call], forward: Any, wanted: dict[Call, dict[Place, Bound]]
+    ) -> None:
         self.old = tape
         self.forward = forward
         self.functions: dict[Any, OutlinedBody] = {}
         self._taken: set[tuple[str, str]] = set()  # domains and names
-        self._names: dict[Tape, str] = {}  # of the functions' bodies
+        self._names: dict[BodyTape, str] = {}  # of the functions' bodies
         self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is given
         self._readers = Readers(tape)
         self.captured = Captured(tape, self._readers, wanted)
@@ -93,7 +95,7 @@ class _Outliner:
             (self._inside if call in self._chosen else self._others)[above].append(call)
         self._main = _Region(None)
 
-    def run(self) -> Tape:
+    def run(self) -> FunctionalTape:
         """The main program."""
         main = self._main
         self._fill(main, 0, len(self.old.ops))

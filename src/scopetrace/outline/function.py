@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from scopetrace.ir.tape import Call, Tape
+from scopetrace.ir.tape import BodyTape, Call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,6 @@ class OutlinedBody:
     """Of `invoke_subgraph`: the name, and a hash of the content."""
     inputs: list[FunctionInput]
     outputs: list[FunctionOutput]
-    tape: Tape
+    tape: BodyTape
     calls: list[Call]
     """Of the outlined program, and of bodies inside it."""

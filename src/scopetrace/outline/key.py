@@ -13,7 +13,7 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import container_type, open_container
-from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.tape import BodyTape, Op, Value
 from scopetrace.outline.given import Given
 
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
@@ -25,7 +25,7 @@ class Numbering:
     `names` has those of bodies that are functions already: equal ones are the same tape.
     """
 
-    def __init__(self, names: dict[Tape, str]) -> None:
+    def __init__(self, names: dict[BodyTape, str]) -> None:
         self._names = names
         self._values: dict[Value, int] = {}
         self._symbols: dict[Any, str] = {}
@@ -52,7 +52,7 @@ class Numbering:
             return (type(x).__name__, x)
         if isinstance(x, (float, complex)):
             return (type(x).__name__, repr(x))  # tells 0.0 from -0.0, and nan equals nan
-        if isinstance(x, Tape):
+        if isinstance(x, BodyTape):
             return ("body", self._names.get(x) or tape_key(x, self._names))
         if isinstance(x, dict):
             return (type(x).__name__, *((self.of(k), self.of(v)) for k, v in x.items()))
@@ -96,7 +96,7 @@ def call_key(
     operands: list[Any],
     ops: list[Op],
     outputs: list[Value],
-    names: dict[Tape, str],
+    names: dict[BodyTape, str],
 ) -> Any:
     """The key of a call. `passed` are forward's arguments, `operands` all that its function takes, in order."""
     numbers = Numbering(names)
@@ -105,7 +105,7 @@ def call_key(
     return cls, given, taken, tuple(numbers.op(op) for op in ops), numbers.of(outputs)
 
 
-def tape_key(tape: Tape, names: dict[Tape, str]) -> Any:
+def tape_key(tape: BodyTape, names: dict[BodyTape, str]) -> Any:
     """The key of the body of a higher-order op."""
     numbers = Numbering(names)
     taken = tuple(numbers.operand(op.outputs) for op in tape.ops if op.kind == "placeholder")

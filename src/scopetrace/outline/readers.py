@@ -8,13 +8,13 @@ from typing import Any
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.tape import Call, Op, Tape, Value
+from scopetrace.ir.tape import Call, FunctionalTape, Op, Tape, Value
 
 
 class Readers:
     """Of each value of a tape: where it is made, the last op that reads it, and the calls that take or give it."""
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: FunctionalTape) -> None:
         self._made: dict[Value, int] = {}
         self._last: dict[Value, int] = {}
         self._calls: dict[Value, list[Call]] = collections.defaultdict(list)
@@ -26,7 +26,7 @@ class Readers:
         for call in tape.calls:
             for value in leaves((call.args, call.kwargs, call.outputs, call.mutated), Value):
                 self._calls[value].append(call)
-        self._results = set(leaves(tape.outputs if tape.returned is None else tape.returned, Value))
+        self._results = set(leaves(tape.graph_outputs(), Value))
         self._results.update(w.value for w in tape.attribute_writes)
 
     def makes(self, call: Call, value: Value) -> bool:

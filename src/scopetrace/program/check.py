@@ -15,7 +15,7 @@ from scopetrace._compat.tensors import buffers_of
 from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path, match
 from scopetrace.errors import CheckError, ScopetraceError
-from scopetrace.ir.tape import Tape, Value
+from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.inputs import without_autocast
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import SavedModule
@@ -79,10 +79,10 @@ class Decisions(torch.fx.Interpreter):
 class _State:
     """What a run may change: the attributes of the model's modules, its buffers, and what the trace writes to."""
 
-    def __init__(self, tape: Tape, model: Callable[..., Any]) -> None:
+    def __init__(self, tape: ProgramTape, model: Callable[..., Any]) -> None:
         modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
         self._modules = [SavedModule("", module) for module in modules]
-        written = {v.storage for op in tape.ops for v in op.writes} | tape.written
+        written = tape.written_storages()
         read = [op for op in tape.ops if op.kind == "get_attr" and op.outputs.storage in written]
         tensors = {**self._buffers(), **{f"attribute {op.target}": tape.attributes[op.target] for op in read}}
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
@@ -115,7 +115,7 @@ class _State:
                 t.copy_(value)
 
 
-def _modules_of(tape: Tape) -> list[torch.nn.Module]:
+def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
     """The modules that a trace of a function, or of a method, knows."""
     called = [call.module for call in tape.calls if call.module is not None]
     return list(dict.fromkeys([*called, *(module for module, _ in tape.owners.values())]))
@@ -134,7 +134,7 @@ def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> dict[
 
 def run_once(
     model: Callable[..., Any],
-    tape: Tape,
+    tape: ProgramTape,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     read: Callable[..., Any],

@@ -15,7 +15,7 @@ from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
 from scopetrace.ir import meta
 from scopetrace.ir.frames import format_stack
-from scopetrace.ir.tape import Call, Op, Tape, Value, flat
+from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value, flat
 
 _EFFECTS = (torch.Tag.nondeterministic_seeded,)
 
@@ -39,7 +39,7 @@ class FxLowering:
         self._grad = tape.ops[0].grad if tape.ops else True
         self._outer_grad = self._grad
         live = live_ops(tape)
-        self._messages = {s.message for s in tape.specializations}
+        self._messages = {s.message for s in tape.specializations} if isinstance(tape, ProgramTape) else set()
         first = [op for op in tape.ops if op.kind == "placeholder"]
         for op in first:
             self._emit(op)
@@ -50,7 +50,9 @@ class FxLowering:
             if id(op) in live and op.kind != "placeholder":
                 self._emit(op)
         self._switch_grad(self._outer_grad)
-        returned = tape.outputs if tape.is_body else (*given(tape), *(w.value for w in tape.attribute_writes))
+        returned = tape.outputs
+        if isinstance(tape, ProgramTape):
+            returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
         self.output = self.graph.output(self.lower(returned))
         meta.set_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
         meta.set_place(self.output, str(tape.root), 0)
@@ -63,13 +65,15 @@ class FxLowering:
 
     def graph_module(self) -> TracedGraphModule:
         """The graph with the model's own tensors."""
-        written = self.tape.name or self.tape.root.type_name
+        tape = self.tape
+        written = tape.name if isinstance(tape, BodyTape) else tape.root.type_name
         name = "".join(c for c in written if c.isidentifier() or c.isdigit()) or "Traced"
         used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
         bodies = {name: body.graph_module() for name, body in self.bodies.items()}
-        everything = {**self.tape.attributes, **self.tape.modules, **self._opaque, **bodies}
+        modules = tape.modules if isinstance(tape, ProgramTape) else {}
+        everything = {**tape.attributes, **modules, **self._opaque, **bodies}
         held = {k: v for k, v in everything.items() if k in used}
-        return make_graph_module(held, self.graph, name, is_body=self.tape.is_body)
+        return make_graph_module(held, self.graph, name, is_body=isinstance(tape, BodyTape))
 
     def lower(self, x: Any) -> Any:
         """The structure with nodes in place of tape values and symbolic numbers."""
@@ -77,22 +81,23 @@ class FxLowering:
             return self._nodes[x]
         if type(x) in (int, float, bool, str, type(None)):
             return x
-        return map_structure(self._lower_leaf, x, (Value, Tape, *Symbolic))
+        return map_structure(self._lower_leaf, x, (Value, BodyTape, *Symbolic))
 
     def has(self, x: Any) -> bool:
         """Whether the graph has a node for a value or symbolic number; those that nothing needs have none."""
         return x in self._nodes if isinstance(x, Value) else self._symbols.has(x)
 
     def _lower_leaf(self, x: Any) -> Any:
-        if isinstance(x, Tape):
+        if isinstance(x, BodyTape):
             return self._body(x)
         return self._nodes[x] if isinstance(x, Value) else self._symbols.node_of(x)
 
-    def _body(self, tape: Tape) -> torch.fx.Node:
+    def _body(self, tape: BodyTape) -> torch.fx.Node:
         """The attribute that holds a body. Ops that share a tape share it."""
         name = next((name for name, body in self.bodies.items() if body.tape is tape), None)
         if name is None:
-            name = f"{tape.name}_{sum(body.tape.name == tape.name for body in self.bodies.values())}"
+            used = [body.tape.name for body in self.bodies.values() if isinstance(body.tape, BodyTape)]
+            name = f"{tape.name}_{used.count(tape.name)}"
             self.bodies[name] = FxLowering(tape)
         return self.graph.create_node("get_attr", name, name=name)
 
@@ -212,17 +217,13 @@ class FxLowering:
             self._grad = enabled
 
 
-def given(tape: Tape) -> list[Any]:
-    """What the graph gives beside the tensors that are bound to attributes."""
-    return leaves(tape.outputs, (Value, *Symbolic)) if tape.returned is None else tape.returned
-
-
 def live_ops(tape: Tape) -> set[int]:
     """The ids of the ops that something shows of: results, arguments and results of calls, effects."""
     needed = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
-    needed.update(v for v in given(tape) if isinstance(v, Value))
+    needed.update(v for v in tape.graph_outputs() if isinstance(v, Value))
     needed.update(v for call in tape.calls for v in leaves(call.mutated, Value))
-    needed.update(w.value for w in tape.attribute_writes)
+    if isinstance(tape, ProgramTape):
+        needed.update(w.value for w in tape.attribute_writes)
     live: set[int] = set()
     for op in reversed(tape.ops):
         if has_effect(op) or any(v in needed for v in op.values()):

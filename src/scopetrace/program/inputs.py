@@ -14,12 +14,11 @@ from scopetrace.containers.objects import Returned, apply_effects, effect_target
 from scopetrace.containers.structure import instantiate, match
 from scopetrace.errors import InputMismatchError
 from scopetrace.ir.arguments import bind
-from scopetrace.ir.tape import Tape, Value
-from scopetrace.program.graph import given
+from scopetrace.ir.tape import FunctionalTape, ProgramTape, Value
 from scopetrace.record import argument_names
 
 
-def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> list[Any]:
+def match_inputs(tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> list[Any]:
     """The tensors among the arguments and then the dynamic numbers, in the order of the placeholders.
 
     With `forward`, arguments may be given by name or by position, and defaults given or left out, as to the model.
@@ -53,7 +52,7 @@ def match_inputs(tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forw
 
 
 def _in_traced_form(
-    tape: Tape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any
+    tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The same arguments, passed as they were in the trace; as they are when they do not fit forward's signature."""
     traced_args, traced_kwargs = tape.args
@@ -90,9 +89,9 @@ def _check_tensor(path: str, fake: torch.Tensor, tensor: torch.Tensor) -> None:
             raise InputMismatchError(f"{path}: {what} was {old} when traced and is {new} now")
 
 
-def _check_sharing(tape: Tape, tensors: list[torch.Tensor]) -> None:
+def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
     """Inputs that shared memory must still share it, and those that are written must not share it anew."""
-    written = tape.written | {v.storage for op in tape.ops for v in op.writes}
+    written = tape.written_storages()
     old = [v.storage for v in tape.inputs]
     if len(set(old)) == len(old) and written.isdisjoint(old):
         return
@@ -117,7 +116,7 @@ class CallBoundary:
     Both raise what `match_inputs` raises, or torch for results that cannot be written back.
     """
 
-    def __init__(self, tape: Tape, graph_module: torch.nn.Module, forward: Any = None) -> None:
+    def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module, forward: Any = None) -> None:
         self.tape = tape
         self.forward = forward
         self.state = LiveState(tape, graph_module)
@@ -133,8 +132,9 @@ class CallBoundary:
 
     def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
         """The result of the program, from what the graph gave; what the program changes outside is changed."""
-        count = len(given(self.tape))
-        program, found = self.tape.write_back, values[:count]
+        count = len(self.tape.graph_outputs())
+        program = self.tape.write_back if isinstance(self.tape, FunctionalTape) else None
+        found = values[:count]
         results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))
         out = instantiate(lambda _: next(results), self.tape.outputs, (Value, *Symbolic))
         self.state.write(iter(values[count:]))
@@ -152,7 +152,7 @@ class CallBoundary:
 class LiveState:
     """The model's tensors as they are now: a module may have got a new buffer since the trace."""
 
-    def __init__(self, tape: Tape, graph_module: torch.nn.Module) -> None:
+    def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module) -> None:
         self._writes = [(w.module or _submodule(graph_module, w.fqn), w.name) for w in tape.attribute_writes]
         self._owners = _owners(tape)
         self._attributes = tape.attributes
@@ -182,13 +182,13 @@ class LiveState:
             _bind(module, name, tensor)
 
 
-def held_now(tape: Tape) -> dict[str, torch.Tensor]:
+def held_now(tape: ProgramTape) -> dict[str, torch.Tensor]:
     """By name, the tensors that the model holds now."""
     found = {name: _look_up(module, attribute) for name, (module, attribute) in _owners(tape).items()}
     return {name: t for name, t in found.items() if t is not None}
 
 
-def _owners(tape: Tape) -> dict[str, tuple[torch.nn.Module, str]]:
+def _owners(tape: ProgramTape) -> dict[str, tuple[torch.nn.Module, str]]:
     """Without script modules, which keep their tensors in C++."""
     return {n: owner for n, owner in tape.owners.items() if not isinstance(owner[0], torch.jit.ScriptModule)}
 

@@ -11,6 +11,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import LintError
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import BodyTape, ProgramTape
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record.bodies import FORMS, operand_count
@@ -85,17 +86,17 @@ def _tape_problems(program: FxLowering) -> Iterator[str]:
         if call is None:
             continue
         if call not in own:
-            if not tape.is_body:  # the ops of a body are in the call around it, too
+            if not isinstance(tape, BodyTape):  # the ops of a body are in the call around it, too
                 yield f"op {i}, {op.target}: its call of {call.scope} is one of another tape"
         elif op.kind != "get_attr" and not call.start <= i < call.stop:
             yield f"op {i}, {op.target}: it stands outside of its call of {call.scope}, ops {call.start} to {call.stop}"
 
 
 def _boundary_problems(program: FxLowering) -> Iterator[str]:
+    tape = program.tape
     placeholders = sum(n.op == "placeholder" for n in program.graph.nodes)
-    inputs = len(program.tape.inputs) + len(program.tape.numbers)
-    if not program.tape.is_body and placeholders != inputs:
-        yield f"the graph has {placeholders} placeholders for {inputs} inputs"
+    if isinstance(tape, ProgramTape) and placeholders != len(tape.inputs) + len(tape.numbers):
+        yield f"the graph has {placeholders} placeholders for {len(tape.inputs) + len(tape.numbers)} inputs"
     for name, body in program.bodies.items():
         taken = sum(n.op == "placeholder" for n in body.graph.nodes)
         for node in program.graph.find_nodes(op="get_attr", target=name):

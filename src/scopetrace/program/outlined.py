@@ -20,7 +20,7 @@ import torch
 import torch.fx
 
 from scopetrace.errors import OutlineError
-from scopetrace.ir.tape import Call
+from scopetrace.ir.tape import Call, FunctionalTape
 from scopetrace.outline import FunctionInput, FunctionOutput, Numbers, OutlinedBody, outline
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
@@ -138,6 +138,8 @@ def outline_calls(source: TracedProgram, targets: Iterable[Target]) -> OutlinedF
     tape = source.tape
     if any(op.writes for op in tape.ops):
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
+    if not isinstance(tape, FunctionalTape):
+        tape = FunctionalTape.of(tape)
     numbers = Numbers(tape)
     named, repeated = _named(source, list(targets), numbers)
     chosen = list(dict.fromkeys([*named, *repeated]))

@@ -27,8 +27,9 @@ from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
 from scopetrace.ir.arguments import bind, forward_of
 from scopetrace.ir.scopes import Scope, common_scope
-from scopetrace.ir.tape import Call, Tape, Value
-from scopetrace.program.graph import FxLowering, given
+from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value
+from scopetrace.ir.write_back import WriteBack
+from scopetrace.program.graph import FxLowering
 from scopetrace.program.inputs import CallBoundary, held_now, without_autocast
 from scopetrace.program.returned import as_the_graph_returns
 from scopetrace.record.specialize import specialized
@@ -191,7 +192,7 @@ class CallTable:
 
     def mutated(self, program: FxLowering, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
         """See `ModuleCall.mutated`."""
-        if self._program.tape.write_back is not None:
+        if isinstance(self._program.tape, FunctionalTape):
             return self._mutated_values(program, call, forward)
         ops = program.tape.ops[call.start : call.stop]
         last = {v.storage: op for op in ops for v in op.writes}
@@ -236,14 +237,19 @@ class TracedProgram:
         model: the traced module or function; None for a loaded program.
     """
 
-    def __init__(self, recorded: Tape, tape: Tape, model: Callable[..., Any] | None) -> None:
+    def __init__(self, recorded: RecordedTape, tape: ProgramTape, model: Callable[..., Any] | None) -> None:
         self.recorded = recorded
         self.tape = tape
         self.model = model
 
-    def with_tape(self, tape: Tape) -> TracedProgram:
+    def with_tape(self, tape: ProgramTape) -> TracedProgram:
         """The same trace with another tape to make the graph from."""
         return TracedProgram(self.recorded, tape, self.model)
+
+    @property
+    def write_back(self) -> WriteBack | None:
+        """What follows the graph in a call; None where nothing has to."""
+        return self.tape.write_back if isinstance(self.tape, FunctionalTape) else None
 
     @functools.cached_property
     def lowering(self) -> FxLowering:
@@ -304,13 +310,13 @@ class TracedProgram:
             values = graph(*inputs)
         values = (values,) if isinstance(values, torch.Tensor) else tuple(values)
         if graph is not self.graph_module:
-            promised = [*given(self.tape), *(w.value for w in self.tape.attribute_writes)]
+            promised = [*self.tape.graph_outputs(), *(w.value for w in self.tape.attribute_writes)]
             values = tuple(as_the_graph_returns(self.tape, promised, inputs, values))
         return self.boundary.leave(inputs, values)
 
     def functional(self) -> TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""
-        tape = functionalize(self.recorded) if self.tape is self.recorded else self.tape
+        tape = self.tape if isinstance(self.tape, FunctionalTape) else functionalize(self.recorded)
         return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
 
     def without_argument_mutation(self) -> TracedProgram:
@@ -335,6 +341,6 @@ class TracedProgram:
     def from_bytes(cls, data: bytes) -> TracedProgram:
         """What `to_bytes` wrote. Raises TypeError for another pickle."""
         tapes = pickling.loads(data)
-        if not (isinstance(tapes, tuple) and all(isinstance(t, Tape) for t in tapes)):
+        if not (isinstance(tapes, tuple) and all(isinstance(t, ProgramTape) for t in tapes)):
             raise TypeError("these are not the tapes of a trace")
         return cls(tapes[1], tapes[0], None)

@@ -20,7 +20,7 @@ from scopetrace.containers.objects import Returned, SavedContents, Watch, tensor
 from scopetrace.containers.structure import identifier, instantiate, leaves_with_path, map_structure, refuse_hidden
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.ir import scopes
-from scopetrace.ir.tape import Tape, Value, garbage_collection_paused
+from scopetrace.ir.tape import RecordedTape, Value, garbage_collection_paused
 from scopetrace.record.explain import explained
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
@@ -43,10 +43,10 @@ def record(
     leaves: Any = (),
     specialize: bool = False,
     progress: Progress | None = None,
-) -> Tape:
+) -> RecordedTape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError."""
 
-    def attempt(assumptions: Assumptions) -> Tape:
+    def attempt(assumptions: Assumptions) -> RecordedTape:
         model = Model(fn)
         _refuse_sharded(model)
         root = scopes.Scope("", model.type_name)
@@ -89,7 +89,7 @@ def run_recorded(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     dynamic_shapes: Any = None,
-) -> Tape:
+) -> RecordedTape:
     """The tape of the observer's recorder after `fn(*args, **kwargs)`; `forward` names the arguments."""
     recorder = observer.recorder
     model, tape = recorder.model, recorder.tape
@@ -241,4 +241,4 @@ def argument_names(forward: Any, count: int) -> list[str]:
     return names[:count]
 
 
-__all__ = ["Tape", "Value", "argument_names", "record", "retraced", "run_recorded"]
+__all__ = ["RecordedTape", "Value", "argument_names", "record", "retraced", "run_recorded"]

@@ -23,7 +23,7 @@ from scopetrace._compat.dispatch import in_transform
 from scopetrace._compat.fake import without_dispatch
 from scopetrace._compat.higher_order import fake_results, first_slice, unbacked_symint
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
-from scopetrace.ir.tape import Op, Tape, Value, values_in
+from scopetrace.ir.tape import BodyTape, Op, Value, values_in
 from scopetrace.ops.functional_variants import is_metadata_only
 from scopetrace.record.body import Stretch, body_tapes, name_of
 from scopetrace.record.writer import TapeWriter
@@ -174,7 +174,7 @@ class BodyRecorder:
 
     # ---------------------------------------------------------------- what torch does not allow
 
-    def _check_results(self, body: Tape) -> None:
+    def _check_results(self, body: BodyTape) -> None:
         """Results have memory of their own."""
         seen = {op.outputs.storage for op in body.ops if op.kind == "placeholder" and isinstance(op.outputs, Value)}
         for value in values_in(body.outputs):
@@ -182,7 +182,7 @@ class BodyRecorder:
                 self._refuse("a result of a body shares memory with an operand or another result", "clone() it")
             seen.add(value.storage)
 
-    def _written(self, bodies: list[Tape], inputs: list[Any]) -> list[Value]:
+    def _written(self, bodies: list[BodyTape], inputs: list[Any]) -> list[Value]:
         """The inputs that bodies write to."""
         indices = dict.fromkeys(i for body in bodies for i in written_inputs(body))
         found: list[Value] = [inputs[i] for i in sorted(indices)]
@@ -207,7 +207,7 @@ class BodyRecorder:
 
     # ---------------------------------------------------------------- the op
 
-    def _append(self, bodies: list[Tape], spec: Any, captured: list[Any], written: tuple[Value, ...]) -> Any:
+    def _append(self, bodies: list[BodyTape], spec: Any, captured: list[Any], written: tuple[Value, ...]) -> Any:
         factory = self.writer.factory
         args, fakes = list(self.args), list(self.args)
         positions = [position for position, _, _ in self.form.bodies]
@@ -230,7 +230,7 @@ class BodyRecorder:
             self._give_grad(out)
         op.outputs = self.writer.register(tuple(out), op)
         for value in op.values():
-            value.stand_in = value.fake.requires_grad
+            value.autograd_placeholder = value.fake.requires_grad
         return pytree.tree_unflatten(list(out), spec)
 
     def _give_grad(self, out: Any) -> None:
@@ -245,7 +245,7 @@ class BodyRecorder:
             if isinstance(t, torch.Tensor) and t.is_floating_point():
                 t.requires_grad_()
 
-    def _results_of(self, body: Tape) -> Callable[..., Any]:
+    def _results_of(self, body: BodyTape) -> Callable[..., Any]:
         """For the shape function: the body as a callable, whose results are those recorded, with new memory."""
 
         def results(*_: Any) -> Any:
@@ -262,12 +262,12 @@ def _storages(values: list[Any]) -> set[int]:
     return {v.storage for v in values if isinstance(v, Value)}
 
 
-def _writes_to(op: Op, body: Tape) -> bool:
+def _writes_to(op: Op, body: BodyTape) -> bool:
     """Whether an op writes to an input of the body."""
     return bool({v.storage for v in op.writes} & {v.storage for v in body.inputs}) and not op.bodies()
 
 
-def written_inputs(body: Tape) -> list[int]:
+def written_inputs(body: BodyTape) -> list[int]:
     """The numbers of the placeholders that a body writes to."""
     written = {v.storage for op in body.ops for v in op.writes}
     placeholders = [op.outputs for op in body.ops if op.kind == "placeholder"]

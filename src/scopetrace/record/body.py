@@ -11,7 +11,7 @@ import torch
 from scopetrace._compat.symbols import Symbolic, stand_ins, symbols_of, to_expr
 from scopetrace.containers.structure import identifier, leaves, map_structure
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import Call, Op, Tape, Value, flat
+from scopetrace.ir.tape import BodyTape, Call, Op, Tape, Value, flat
 
 
 @dataclasses.dataclass
@@ -44,7 +44,7 @@ class Stretch:
         return [op for op in self.ops if op.kind != "get_attr"]
 
 
-def body_tapes(tape: Tape, stretches: list[Stretch]) -> tuple[list[Tape], list[Any]]:
+def body_tapes(tape: Tape, stretches: list[Stretch]) -> tuple[list[BodyTape], list[Any]]:
     """The stretches as tapes that take the same, and what they take beside their own placeholders.
 
     These are values of `tape` and symbolic sizes.
@@ -101,7 +101,7 @@ class _Known:
                 yield from (s for s in symbols_of(number) if to_expr(s) in rest - self._expressions)
 
 
-def body_tape(tape: Tape, stretch: Stretch, captured: list[Any], names: list[str] | None = None) -> Tape:
+def body_tape(tape: Tape, stretch: Stretch, captured: list[Any], names: list[str] | None = None) -> BodyTape:
     """The stretch as a tape, whose placeholders are its own and then the captured values, with these names."""
     own = [op for op in stretch.ops if op.kind == "placeholder"]
     inside: dict[Value, Value] = {}
@@ -124,7 +124,7 @@ def body_tape(tape: Tape, stretch: Stretch, captured: list[Any], names: list[str
         call.kwargs = placed(call.kwargs)
         call.start, call.stop = (_moved(stretch, i, len(own) + len(taken)) for i in (call.start, call.stop))
     outputs = placed(stretch.outputs)
-    return Tape(
+    return BodyTape(
         stretch.scope,
         ops=[*own, *taken, *kept],
         calls=stretch.calls,
@@ -132,8 +132,8 @@ def body_tape(tape: Tape, stretch: Stretch, captured: list[Any], names: list[str
         outputs=outputs[0] if stretch.is_condition else tuple(outputs),
         shape_env=tape.shape_env,
         fake_mode=tape.fake_mode,
-        exact_autograd=tape.exact_autograd,
         name=stretch.name,
+        is_condition=stretch.is_condition,
     )
 
 

@@ -301,10 +301,10 @@ class Recorder(ReadingWriter):
                 if isinstance(part, results.Same):
                     old = inputs[part.base]
                     value = Value(fake, op, slot, old.storage, old.key)
-                    value.stand_in = old.stand_in
+                    value.autograd_placeholder = old.autograd_placeholder
                 else:
                     value = Value(fake, op, slot, fake.untyped_storage()._cdata, part.key)
-                    value.stand_in = part.requires_grad
+                    value.autograd_placeholder = part.requires_grad
                 self._by_id[id(fake)] = value
                 self._by_storage.setdefault(value.storage, []).append(value)
                 values.append(value)
@@ -330,10 +330,10 @@ class Recorder(ReadingWriter):
             same_memory = self._by_storage.get(value.storage, ())
             if any(v.fake is not value.fake for v in same_memory):
                 raise Retrace("an op writes to a view of a tensor that requires grad", exact_autograd=True)
-            if any(v.stand_in for v in same_memory):
+            if any(v.autograd_placeholder for v in same_memory):
                 self.factory.give_history(value.fake)
             for v in same_memory:
-                v.stand_in = False
+                v.autograd_placeholder = False
         return False
 
     def resize_storage(self, storage: torch.UntypedStorage, size: int) -> bool:

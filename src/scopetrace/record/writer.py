@@ -16,7 +16,7 @@ from scopetrace.errors import ForeignTensorError, UnsupportedOpError
 from scopetrace.infer import results
 from scopetrace.ir.frames import capture_frames, source_of
 from scopetrace.ir.scopes import Scope, TracingState
-from scopetrace.ir.tape import Call, Frames, Op, Tape, Value
+from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value
 from scopetrace.record.model import Model
 
 _aten = torch.ops.aten
@@ -30,7 +30,7 @@ class TapeWriter:
     def __init__(self, model: Model, root: Scope, *, exact_autograd: bool) -> None:
         self.factory = FakeFactory()
         shape_env, mode = self.factory.shape_env, self.factory.mode
-        self.tape = Tape(root, shape_env=shape_env, fake_mode=mode, exact_autograd=exact_autograd)
+        self.tape = RecordedTape(root, shape_env=shape_env, fake_mode=mode, exact_autograd=exact_autograd)
         self.model = model
         self.state = TracingState(root)
         self.call: Call | None = None

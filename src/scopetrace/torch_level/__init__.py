@@ -13,13 +13,13 @@ from scopetrace.functionalization.layout import draws_differ
 from scopetrace.functionalization.overlap import refuse_overlap
 from scopetrace.functionalization.refusal import refusal
 from scopetrace.functionalization.rewriter import writes
-from scopetrace.ir.tape import Op, Tape
+from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape
 from scopetrace.torch_level.lift import lift
 from scopetrace.torch_level.step import Renew, Step
 from scopetrace.torch_level.stepping import Stretch, record_steps
 
 
-def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, Tape]:
+def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[RecordedTape, FunctionalTape]:
     """`gm(*args)` as recorded, and without mutation, in ATen ops.
 
     Raises FunctionalizationError for what cannot be said in pure ops.
@@ -28,7 +28,7 @@ def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, T
     return tape, functionalize(tape)
 
 
-def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Tape, Tape]:
+def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[RecordedTape, FunctionalTape]:
     """`gm(*args)` as recorded, and without mutation: with `Step`s, and ATen ops where none says it.
 
     Raises FunctionalizationError for what cannot be said in pure ops.
@@ -36,7 +36,7 @@ def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[
     tape, stretches = record_steps(gm, args, with_trials=True)
     lifted, origin = lift(tape, stretches)
     if not writes(lifted):
-        return tape, lifted
+        return tape, FunctionalTape.of(lifted)
     work = _TorchLevel(lifted)
     try:
         return tape, work.run()
@@ -70,7 +70,7 @@ class _TorchLevel(Functionalizer):
             refuse_overlap(write)
             if draws_differ(write.target, write.args, write.kwargs):
                 raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
-        target, new = op.args
+        target, new = op.tensor(0), op.tensor(1)
         self._assign(op, target, self.read(new, self._moved(op)))
         self._rename(op, target, op.outputs)
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.ops.functional_variants import functional_variant, undeclared_variant
 from scopetrace.torch_level.step import Renew, Step
 from scopetrace.torch_level.stepping import Stretch, Trial
@@ -21,13 +21,13 @@ from scopetrace.torch_level.stepping import Stretch, Trial
 _EFFECTS = (torch.Tag.nondeterministic_seeded,)
 
 
-def lift(tape: Tape, stretches: list[Stretch]) -> tuple[Tape, dict[int, Stretch]]:
+def lift(tape: RecordedTape, stretches: list[Stretch]) -> tuple[RecordedTape, dict[int, Stretch]]:
     """The tape with torch-level ops, and the node behind each of its ops, by the op's `id`."""
     return _Lifter(tape, stretches).run()
 
 
 class _Lifter:
-    def __init__(self, tape: Tape, stretches: list[Stretch]) -> None:
+    def __init__(self, tape: RecordedTape, stretches: list[Stretch]) -> None:
         self.tape = tape
         self.stretches = stretches
         self.written = {v.storage for op in tape.ops for v in op.writes}
@@ -39,7 +39,7 @@ class _Lifter:
             for v in _made(op):
                 self._born.setdefault(v.storage, i)
 
-    def run(self) -> tuple[Tape, dict[int, Stretch]]:
+    def run(self) -> tuple[RecordedTape, dict[int, Stretch]]:
         chosen = [s for s in self.stretches if self._can_lift(s)]
         while True:
             needed = self._needed(chosen)

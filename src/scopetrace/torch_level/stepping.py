@@ -11,7 +11,7 @@ import torch.fx
 from scopetrace._compat.dispatch import autocast_enabled, in_transform
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.record import retraced, run_recorded
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
@@ -57,7 +57,9 @@ class Stretch:
     """Where the node comes from."""
 
 
-def record_steps(gm: torch.fx.GraphModule, args: tuple[Any, ...], *, with_trials: bool) -> tuple[Tape, list[Stretch]]:
+def record_steps(
+    gm: torch.fx.GraphModule, args: tuple[Any, ...], *, with_trials: bool
+) -> tuple[RecordedTape, list[Stretch]]:
     """The ATen tape of `gm(*args)`, and its nodes. Raises what recording raises.
 
     Its ops have the scopes and the stack traces of the nodes. With trials, each node that has a
@@ -68,7 +70,7 @@ def record_steps(gm: torch.fx.GraphModule, args: tuple[Any, ...], *, with_trials
 
 def _record(
     gm: torch.fx.GraphModule, args: tuple[Any, ...], assumptions: Assumptions, with_trials: bool
-) -> tuple[Tape, list[Stretch]]:
+) -> tuple[RecordedTape, list[Stretch]]:
     stepped = _Stepped(gm)
     model = Model(stepped)
     recorder = Recorder(model, root_scope(gm), assumptions)

@@ -13,7 +13,7 @@ import torch.fx
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace.containers.structure import leaves
 from scopetrace.ir import meta
-from scopetrace.ir.tape import Tape
+from scopetrace.ir.tape import BodyTape, Tape
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
@@ -134,7 +134,7 @@ class _Filling:
         self._calls = [call for call in tree.calls if call.lowering is program]
         self._sections = {call.position: Section(call.scope.path, call) for call in self._calls}
         self._attached = 0  # the calls before this one are in the section of their parent
-        if not program.tape.is_body:
+        if not isinstance(program.tape, BodyTape):
             self._sections[self._calls[0].position] = top
             self._attached = 1
         nodes = [n for n in program.graph.nodes if n.op in ("call_function", "call_module", "call_method")]

@@ -30,7 +30,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import container_type, identifier, instantiate, map_structure
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
-from scopetrace.ir.tape import Tape, Value, garbage_collection_paused
+from scopetrace.ir.tape import FunctionalTape, Value, garbage_collection_paused
 from scopetrace.lower.exported.arguments import PLAIN
 from scopetrace.lower.exported.frames import frames_of, place_nodes, with_marks
 from scopetrace.lower.exported.module_calls import ModuleCalls
@@ -47,17 +47,19 @@ def to_exported_program(program: TracedProgram) -> ExportedProgram:
     Raises ExportError for what an ExportedProgram cannot say.
     """
     with garbage_collection_paused():
+        assert isinstance(program.tape, FunctionalTape)
         return _build(program.tape, program.forward)
 
 
-def _build(tape: Tape, forward: Any) -> ExportedProgram:
+def _build(tape: FunctionalTape, forward: Any) -> ExportedProgram:
     _refuse(tape)
     frames = frames_of(tape)
-    program = FxLowering(with_marks(tape, frames))
+    marked = with_marks(tape, frames)
+    program = FxLowering(marked)
     _fill_values(program.graph)
     names = argument_names(forward, len(tape.args[0]))
-    lifted = Lifted(program, states(tape, frames), names)
-    outputs = Outputs(program, lifted.lower, lifted.inputs, lifted.state)
+    lifted = Lifted(program, marked, states(tape, frames), names)
+    outputs = Outputs(program, marked, lifted.lower, lifted.inputs, lifted.state)
     place = place_nodes(program.graph, frames)
     calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], lifted.lower)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
@@ -77,7 +79,7 @@ def _build(tape: Tape, forward: Any) -> ExportedProgram:
     )
 
 
-def _refuse(tape: Tape) -> None:
+def _refuse(tape: FunctionalTape) -> None:
     leaf = next((op for op in tape.ops if op.kind == "call_module"), None)
     if leaf is not None:
         raise ExportError(
@@ -107,11 +109,11 @@ class Lifted:
         state: by name on the tape, what the program takes from the model, and its placeholder.
     """
 
-    def __init__(self, program: FxLowering, held: dict[str, State], names: list[str]) -> None:
-        self._program, self._graph = program, program.graph
+    def __init__(self, program: FxLowering, tape: FunctionalTape, held: dict[str, State], names: list[str]) -> None:
+        self._program, self._tape, self._graph = program, tape, program.graph
         self._moved: dict[torch.fx.Node, torch.fx.Node] = {}
         given = self._graph.find_nodes(op="placeholder")  # the tensors, then the numbers
-        self.inputs, self._numbers = given[: len(program.tape.inputs)], given[len(program.tape.inputs) :]
+        self.inputs, self._numbers = given[: len(tape.inputs)], given[len(tape.inputs) :]
         read = {n.target: n for n in self._graph.find_nodes(op="get_attr") if n.target in held}
         self.state = {name: (state, self._lift(state, read.get(name))) for name, state in held.items()}
         self.specs = [
@@ -131,7 +133,7 @@ class Lifted:
 
     def _lift(self, state: State, read: torch.fx.Node | None) -> torch.fx.Node:
         if read is None:
-            mode = self._program.tape.fake_mode
+            mode = self._tape.fake_mode
             return self._placeholder(state.placeholder, compat.stored_fake(mode, state.tensor))
         node = self._moved[read] = self._placeholder(state.placeholder, meta.value(read))
         read.replace_all_uses_with(node)
@@ -146,7 +148,7 @@ class Lifted:
         return node
 
     def _arguments(self, names: list[str]) -> tuple[list[torch.fx.Node], Any]:
-        flat, spec = pytree.tree_flatten_with_path(self._program.tape.args)
+        flat, spec = pytree.tree_flatten_with_path(self._tape.args)
         tensors, numbers, found = iter(self.inputs), iter(self._numbers), list[torch.fx.Node]()
         for (_, argument, *inner), leaf in flat:
             path = names[argument.idx] if isinstance(argument, pytree.SequenceKey) else argument.key  # type: ignore[attr-defined]
@@ -166,7 +168,7 @@ class Lifted:
                 kind = container_type(leaf).__name__
                 raise ExportError(
                     f"the argument {path} is a {kind}, which is no tensor, number, text or None",
-                    module=self._program.tape.root.path,
+                    module=self._tape.root.path,
                     hint="register its class with torch.utils._pytree.register_pytree_node, or bind it to the model",
                 )
             found.append(node)
@@ -192,14 +194,14 @@ def _identifiers(positional: list[str], keywords: Iterable[str]) -> list[str]:
     return [identifier(name, taken) for name in positional] + list(keywords)
 
 
-def _module_names(tape: Tape) -> list[str]:
+def _module_names(tape: FunctionalTape) -> list[str]:
     root = tape.calls[0].module
     if root is not None:
         return [name for name, _ in root.named_modules(remove_duplicate=False)]
     return list(dict.fromkeys(call.fqn for call in tape.calls if call.fqn))
 
 
-def _example_inputs(tape: Tape) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _example_inputs(tape: FunctionalTape) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Zeros like the inputs: AOTInductor and the guards of `ExportedProgram.module` ask for their form."""
     args, kwargs = instantiate(
         lambda x: compat.example_of(x.fake if isinstance(x, Value) else x), tape.args, (Value, *compat.INPUTS)

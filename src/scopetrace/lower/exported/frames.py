@@ -18,8 +18,8 @@ from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace.containers.structure import leaves
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import Call, Frames, Op, Tape, Value
-from scopetrace.program.graph import given, has_effect, live_ops
+from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
+from scopetrace.program.graph import has_effect, live_ops
 
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
 
@@ -57,7 +57,7 @@ class ModuleCallFrame:
         return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def frames_of(tape: Tape) -> dict[Call, ModuleCallFrame]:
+def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
     """The frame in which each call of the tape runs: its own, or the one around it."""
     count: collections.Counter[str] = collections.Counter()
     found: dict[Call, ModuleCallFrame] = {}
@@ -75,7 +75,7 @@ def frames_of(tape: Tape) -> dict[Call, ModuleCallFrame]:
     return found
 
 
-def with_marks(tape: Tape, frames: dict[Call, ModuleCallFrame]) -> Tape:
+def with_marks(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> FunctionalTape:
     """The tape with a mark in each call that has no op, and on each argument or result of a call that nothing needs.
 
     A call without nodes (`nn.Identity`) is no call to `torch.export.unflatten`, and makes it fail where the call has a
@@ -91,7 +91,7 @@ def with_marks(tape: Tape, frames: dict[Call, ModuleCallFrame]) -> Tape:
     return dataclasses.replace(tape, ops=[*ops, *marks.get(len(tape.ops), ())])
 
 
-def _mark_idle_calls(tape: Tape, frames: dict[Call, ModuleCallFrame], marks: dict[int, list[Op]]) -> None:
+def _mark_idle_calls(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], marks: dict[int, list[Op]]) -> None:
     live = live_ops(tape)
     busy = {frame for op in tape.ops if op.kind == "call_function" and id(op) in live for frame in _around(op, frames)}
     for call in sorted(tape.calls, key=lambda c: -c.position):  # inner calls first: theirs is their callers' too
@@ -102,9 +102,9 @@ def _mark_idle_calls(tape: Tape, frames: dict[Call, ModuleCallFrame], marks: dic
             marks[call.start].insert(0, _mark(passed[0], call, call.scope, call.frames))
 
 
-def _mark_dead_values(tape: Tape, marks: dict[int, list[Op]]) -> None:
+def _mark_dead_values(tape: FunctionalTape, marks: dict[int, list[Op]]) -> None:
     named = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
-    needed = {v for v in given(tape) if isinstance(v, Value)} | {w.value for w in tape.attribute_writes}
+    needed = {v for v in tape.graph_outputs() if isinstance(v, Value)} | {w.value for w in tape.attribute_writes}
     for i, op in reversed(list(enumerate(tape.ops))):
         dead = [v for v in op.values() if v in named and v not in needed] if op.kind == "call_function" else []
         for value in dead:

@@ -22,7 +22,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import container_type, map_structure
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
-from scopetrace.ir.tape import Value
+from scopetrace.ir.tape import FunctionalTape, Value
 from scopetrace.ir.write_back import (
     CopyInto,
     FromGraph,
@@ -35,7 +35,7 @@ from scopetrace.ir.write_back import (
 )
 from scopetrace.lower.exported.arguments import argument_of
 from scopetrace.lower.exported.state import State
-from scopetrace.program.graph import FxLowering, given
+from scopetrace.program.graph import FxLowering
 
 _aten = torch.ops.aten
 _KINDS = {InputKind.PARAMETER: OutputKind.PARAMETER_MUTATION, InputKind.BUFFER: OutputKind.BUFFER_MUTATION}
@@ -62,13 +62,14 @@ class Outputs:
     def __init__(
         self,
         program: FxLowering,
+        tape: FunctionalTape,
         lower: Callable[[Any], Any],
         inputs: list[torch.fx.Node],
         state: dict[str, tuple[State, torch.fx.Node]],
     ) -> None:
-        self._program, self._tape, self._graph, self._lower = program, program.tape, program.graph, lower
+        self._program, self._tape, self._graph, self._lower = program, tape, program.graph, lower
         self._inputs, self._state = inputs, state
-        self._values = [lower(v) for v in given(self._tape)]
+        self._values = [lower(v) for v in tape.graph_outputs()]
         self._memory = {lower(v): v.storage for op in self._tape.ops for v in op.values() if program.has(v)}
         self._results: list[Any] = []
         self._changes = self._find_changes()

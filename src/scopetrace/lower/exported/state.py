@@ -11,7 +11,7 @@ import torch
 from torch.export.graph_signature import InputKind
 
 from scopetrace._compat.tensors import buffers_of, persistent_buffers_of
-from scopetrace.ir.tape import Call, Tape
+from scopetrace.ir.tape import Call, FunctionalTape
 from scopetrace.lower.exported.frames import ModuleCallFrame
 
 _PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_"}
@@ -42,7 +42,7 @@ class State:
         return _PREFIX[self.kind] + re.sub(r"\W", "_", self.fqn).lower()
 
 
-def states(tape: Tape, frames: dict[Call, ModuleCallFrame]) -> dict[str, State]:
+def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, State]:
     """By name on the tape, all tensors of the model and of the program, in torch.export's order.
 
     All parameters and buffers of a traced module, a tied one once, then constants. Of a function, and
@@ -83,7 +83,7 @@ def _persistent(root: torch.nn.Module) -> set[str]:
     return found
 
 
-def _readers(tape: Tape, frames: dict[Call, ModuleCallFrame]) -> dict[str, list[str]]:
+def _readers(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, list[str]]:
     """By name on the tape, the modules that read a tensor."""
     found: dict[str, list[str]] = {op.target: [] for op in tape.ops if op.kind == "get_attr"}
     for op in tape.ops:
@@ -95,7 +95,7 @@ def _readers(tape: Tape, frames: dict[Call, ModuleCallFrame]) -> dict[str, list[
     return found
 
 
-def _beside(tape: Tape, name: str, tensor: torch.Tensor, readers: list[str]) -> State:
+def _beside(tape: FunctionalTape, name: str, tensor: torch.Tensor, readers: list[str]) -> State:
     """What the program reads beside the state of a traced module."""
     if name.startswith(_UNNAMED):
         leaf = f"lifted_tensor_{name.removeprefix(_UNNAMED)}"

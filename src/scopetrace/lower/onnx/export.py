@@ -83,7 +83,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         say("outlining")
         outlined = outline_calls(program, [*functions, *plugins])
     main = program if outlined is None else outlined.program
-    results, held = Results(main.tape, main.tape.write_back), main.tape.attributes
+    results, held = Results(main.tape, main.write_back), main.tape.attributes
     input_names = read_names(options.input_names, _input_names(main.lowering.graph), "input_names", held)
     output_names = read_names(options.output_names, results.names(), "output_names", held)
 

@@ -12,7 +12,7 @@ from scopetrace._compat.shape_env import evaluated
 from scopetrace._compat.symbols import Symbolic, example, to_expr
 from scopetrace.containers.structure import instantiate
 from scopetrace.errors import InputMismatchError
-from scopetrace.ir.tape import Tape, Value
+from scopetrace.ir.tape import ProgramTape, Value
 
 Size = Callable[[Any], int]
 """Gives the value of a size, symbolic or not."""
@@ -22,7 +22,7 @@ Size = Callable[[Any], int]
 class Example:
     """Inputs of a trace."""
 
-    tape: Tape
+    tape: ProgramTape
     size: Size
     tensors: list[torch.Tensor]
 
@@ -45,7 +45,7 @@ class Example:
         return args, kwargs
 
 
-def examples(tape: Tape, seeds: int) -> Iterator[Example]:
+def examples(tape: ProgramTape, seeds: int) -> Iterator[Example]:
     """Random inputs: `seeds` times of the traced sizes, and once of others where sizes are dynamic.
 
     Whole numbers are 0 and 1, which are valid as indices, masks and positions alike, and 1 where the last dimension
@@ -58,7 +58,7 @@ def examples(tape: Tape, seeds: int) -> Iterator[Example]:
         yield _example(tape, seeds, other)
 
 
-def _other_sizes(tape: Tape) -> Size | None:
+def _other_sizes(tape: ProgramTape) -> Size | None:
     """The first of some changes of all dynamic sizes that the trace takes."""
     if tape.sizes is None:
         return None
@@ -79,7 +79,7 @@ def _sizes(values: dict[Any, int]) -> Size:
     return lambda n: int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
 
 
-def _example(tape: Tape, seed: int, size: Size) -> Example:
+def _example(tape: ProgramTape, seed: int, size: Size) -> Example:
     """Inputs that share memory do so as when they were traced."""
     random = torch.Generator().manual_seed(seed)
     memory: dict[int, torch.Tensor] = {}

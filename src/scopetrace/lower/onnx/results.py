@@ -20,7 +20,7 @@ from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import OnnxExportError
 from scopetrace.ir import meta
-from scopetrace.ir.tape import Tape, Value
+from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import (
     ChangeShape,
     FromGraph,
@@ -40,7 +40,7 @@ from scopetrace.lower.onnx.naming import result_name
 class Results:
     """The outputs of a program."""
 
-    def __init__(self, tape: Tape, program: WriteBack | None) -> None:
+    def __init__(self, tape: ProgramTape, program: WriteBack | None) -> None:
         self._tape, self._program = tape, program
 
     @property
