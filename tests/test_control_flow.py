@@ -502,7 +502,7 @@ def test_other_uses_that_are_refused():
     with pytest.raises(st.UnsupportedOpError, match="the forward differentiates"):
         st.trace(differentiated, (X.clone().requires_grad_(),))
     with pytest.raises(st.ControlFlowError, match="a leaf module is called in a body"):
-        st.trace(Gate(), (X,), leaves=[nn.Linear])
+        st.trace(Gate(), (X,), leaf_modules=[nn.Linear])
 
 
 # ---------------------------------------------------------------- graphs that have such ops

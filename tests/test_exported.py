@@ -539,7 +539,7 @@ def test_refused(model, args, message, hint):
 
 def test_leaf_modules_are_refused():
     with pytest.raises(st.ExportError, match="leaf module"):
-        st.trace(nn.Sequential(nn.Linear(4, 4)), (X,), leaves=[nn.Linear]).to_exported_program()
+        st.trace(nn.Sequential(nn.Linear(4, 4)), (X,), leaf_modules=[nn.Linear]).to_exported_program()
 
 
 def test_two_equal_inputs_stay_two():

@@ -103,7 +103,7 @@ def test_leaves():
 
     x = torch.randn(1, 2)
     for leaves in (nn.Sequential, "a", lambda m, fqn: fqn == "a", ["a", nn.Sequential]):
-        tr = st.trace(Net(), (x,), leaves=leaves)
+        tr = st.trace(Net(), (x,), leaf_modules=leaves)
         tr.lint()
         tr.check((x,))
         kinds = [(n.op, str(n.target)) for n in tr.graph_module.graph.nodes if n.op.startswith("call")]
@@ -127,7 +127,7 @@ def test_a_leaf_with_nested_arguments_and_results():
 
     marker = object()
     x = torch.randn(2)
-    tr = st.trace(Net(), (x,), leaves="inner")
+    tr = st.trace(Net(), (x,), leaf_modules="inner")
     tr.lint()
     tr.check((x,))
     call = tr.calls[1]
@@ -147,7 +147,7 @@ def test_a_leaf_with_nested_arguments_and_results():
 )
 def test_wrong_leaves(leaves, message):
     with pytest.raises((st.LeafPatternError, TypeError), match=message):
-        st.trace(nn.Linear(2, 2), (torch.randn(1, 2),), leaves=leaves)
+        st.trace(nn.Linear(2, 2), (torch.randn(1, 2),), leaf_modules=leaves)
 
 
 def test_lint_and_check_find_what_is_wrong():

@@ -841,7 +841,7 @@ def test_the_weights_are_those_that_the_model_has_now():
 
 
 def test_leaf_modules_are_refused():
-    trace = st.trace(nn.Sequential(Block(), Scaled(1.0)), (X,), leaves=Scaled)
+    trace = st.trace(nn.Sequential(Block(), Scaled(1.0)), (X,), leaf_modules=Scaled)
     with pytest.raises(st.OnnxExportError, match=r"Sequential/Scaled\[1\]: a leaf module .* plugins="):
         trace.to_onnx()
 

@@ -269,7 +269,7 @@ def test_forward_called_directly_is_a_call_without_hooks():
 
 def test_leaf_modules_use_all_that_they_hold():
     model = nn.Sequential(nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.ReLU()))
-    order = st.trace(model, (X,), leaves=["1"]).order
+    order = st.trace(model, (X,), leaf_modules=["1"]).order
     assert uses(order) == ["(root)", "  0", "    - 0.weight, 0.bias", "  1", "    - 1.0.weight, 1.0.bias"]
 
 

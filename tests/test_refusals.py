@@ -78,7 +78,7 @@ def test_a_leaf_module_that_writes_is_refused():
             return x.add_(1)
 
     with pytest.raises(st.FunctionalizationError, match="a leaf module changes its arguments"):
-        st.trace(nn.Sequential(Adds()), (torch.randn(3),), leaves=[Adds])
+        st.trace(nn.Sequential(Adds()), (torch.randn(3),), leaf_modules=[Adds])
 
 
 def test_an_undefined_result_is_not_that_of_torch_either():

@@ -210,7 +210,7 @@ def test_only_the_ops_that_a_value_comes_from_run():
     [
         lambda: st.trace(Net(), (X.to("meta"), N), specialize=True),
         lambda: st.trace(lambda x, n: x * int(x.numpy().sum()), (X.to("meta"), N), specialize=True),
-        lambda: st.trace(nn.Sequential(nn.Identity(), Gate0()), (X,), leaves=nn.Identity, specialize=True),
+        lambda: st.trace(nn.Sequential(nn.Identity(), Gate0()), (X,), leaf_modules=nn.Identity, specialize=True),
     ],
 )
 def test_a_value_that_is_nowhere_is_an_error(trace):

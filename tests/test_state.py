@@ -238,7 +238,7 @@ def test_data_of_another_dtype_or_in_a_leaf_is_refused_before_harm(leaves):
     net = nn.Sequential(Net(run, a=nn.Buffer(torch.zeros(2, 2))))
     before = state_bytes(net)
     with pytest.raises(st.UnsupportedOpError, match=r"`\.data = \.\.\.` of a tensor of the model") as error:
-        st.trace(net, (torch.ones(2, 2),), leaves=leaves)
+        st.trace(net, (torch.ones(2, 2),), leaf_modules=leaves)
     assert error.value.op == "Tensor.data" and "m.a.data = x" in error.value.source
     assert state_bytes(net) == before and "data" not in torch.Tensor.__dict__
 

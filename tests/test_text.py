@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import scopetrace as st
-from scopetrace.view.terminal import print_text
+from scopetrace.cli.terminal import print_text
 
 X = torch.zeros(2, 4)
 
@@ -157,7 +157,7 @@ class Odd(nn.Module):
 
 def test_calls_that_are_special():
     check(
-        trace(Odd(), X, torch.zeros(1, dtype=torch.int64), leaves=["leaf"]),
+        trace(Odd(), X, torch.zeros(1, dtype=torch.int64), leaf_modules=["leaf"]),
         """
         Odd: 7 ops, 6 module calls, 3 parameters (32 elements)
         Odd(x=%x: f32[2, 4], ids=%ids: i64[1]) -> (%matmul: f32[1, 2], %embedding_1: f32[1, 4], %linear: f32[2, 3])

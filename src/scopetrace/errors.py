@@ -1,6 +1,11 @@
 """One exception class for each kind of mistake; every message says what to do instead.
 
-`TraceError` and its subclasses carry where the problem is: `op`, `module` and `source`.
+    ScopetraceError
+      TraceError            the model does what cannot be captured, or what a target format cannot express
+      ArgumentError         an argument does not fit the model, the trace or the other arguments
+      VerificationError     two things that must agree do not: graph and calls, trace and model, ranks
+
+Those that no base describes derive from `ScopetraceError` directly.
 """
 
 from __future__ import annotations
@@ -11,13 +16,14 @@ class ScopetraceError(Exception):
 
 
 class TraceError(ScopetraceError):
-    """A model cannot be traced.
+    """A model, or a part of it, that cannot be captured or translated.
 
     Attributes:
-        op: the op that could not be recorded, as `"aten.item.default"`, or None.
-        module: the scope path in which it happened, as `"Net/Linear[fc]"`.
-        source: the user's line, as `'model.py:12, in forward: if x.sum() > 0:'`.
-        hint: what to write instead.
+        problem: what is wrong, the first line of the message.
+        op: the op, as `"aten.item.default"`; None where no single op is the reason.
+        module: the scope path of the module call, as `"Net/Linear[fc]"`; None where it is not known.
+        source: the user's source line, as `'model.py:12, in forward: if x.sum() > 0:'`; None where it is not known.
+        hint: what to write instead; None where `problem` says it.
     """
 
     def __init__(
@@ -34,20 +40,35 @@ class TraceError(ScopetraceError):
         super().__init__("\n".join([problem, *(f"  {name}: {text}" for name, text in rows if text)]))
 
 
+class ArgumentError(ScopetraceError, ValueError):
+    """An argument that does not fit the model, the trace or the other arguments."""
+
+
+class VerificationError(ScopetraceError, AssertionError):
+    """Two things that must agree do not; the message lists every difference."""
+
+
+# Tracing -------------------------------------------------------------------------------------------------------------
+
+
 class DataDependentError(TraceError):
-    """Python needs the value of a tensor (`if x.sum() > 0`) that depends on the inputs."""
+    """Python needs the value of a tensor that depends on the inputs (`if x.sum() > 0`)."""
+
+
+class DynamicShapeError(TraceError):
+    """`dynamic_shapes` does not fit the arguments, or the model fixes a size that it names."""
 
 
 class ForeignTensorError(TraceError):
-    """A tensor of another trace, thread or fake mode reached this trace, which did not see it made."""
+    """A tensor of another trace, thread or fake mode is used, whose origin this trace has not recorded."""
 
 
 class OpaqueOutputError(TraceError):
-    """A model takes or returns tensors inside an object of a type that pytree does not know."""
+    """A model takes or returns tensors inside an object of a class that pytree does not know."""
 
 
 class RandomStateError(TraceError):
-    """The forward seeds a random generator, which no graph can repeat."""
+    """The forward seeds a random generator, which a graph cannot express."""
 
 
 class UnsupportedOpError(TraceError):
@@ -59,66 +80,48 @@ class ControlFlowError(TraceError):
 
 
 class FunctionalizationError(TraceError):
-    """A mutation that cannot be turned into pure ops with the same meaning."""
-
-
-class ExportError(TraceError):
-    """A trace does what an ExportedProgram cannot say."""
-
-
-class LeafPatternError(ScopetraceError, ValueError):
-    """An entry of `leaves=` is of the wrong kind, or matches no module of the model."""
+    """A mutation that has no functional form with the same meaning."""
 
 
 class ScopeError(ScopetraceError):
-    """A user scope was left open, closed twice, or has a name that cannot stand in a path."""
+    """A user scope was left open, closed twice, or has a name that cannot stand in a scope path."""
 
 
-class InputMismatchError(ScopetraceError, ValueError):
+class LeafPatternError(ArgumentError):
+    """An entry of `leaf_modules=` is of the wrong kind, or matches no module of the model."""
+
+
+# A trace in use ------------------------------------------------------------------------------------------------------
+
+
+class InputMismatchError(ArgumentError):
     """A trace was called with inputs that differ from those that it was recorded with."""
 
 
-class CompiledGraphError(ScopetraceError):
-    """What a compiler made of a graph returns values of other shapes or dtypes than the graph."""
+class OutlineError(ArgumentError):
+    """A target of `outline` matches no module call, or a call that cannot be a function."""
 
 
-class OutlineError(ScopetraceError, ValueError):
-    """A module call cannot be made a function, or no call is what was asked for."""
+class CompiledGraphError(VerificationError):
+    """A compiled graph returned values of other shapes or dtypes than the graph that it was made from."""
 
 
-class LintError(ScopetraceError):
+class LintError(VerificationError):
     """The graph, the scopes and the calls of a trace disagree."""
 
 
-class CheckError(ScopetraceError, AssertionError):
+class CheckError(VerificationError):
     """The trace and the model gave different results on the same inputs."""
 
 
-class UsageError(ScopetraceError):
-    """A wrong argument on the command line; the message is one line that says what to write."""
+# Other forms of a trace ----------------------------------------------------------------------------------------------
 
 
-class DynamicShapeError(TraceError):
-    """`dynamic_shapes` does not fit the arguments, or the model fixes a size that was said to be dynamic."""
+class ExportError(TraceError):
+    """A trace that the target format, ExportedProgram or ONNX, cannot express."""
 
 
-class PlanError(ScopetraceError, ValueError):
-    """A plan for sharding or splitting a model that cannot be made, or that would fail when it runs."""
-
-
-class OrderMismatchError(ScopetraceError):
-    """Ranks, or iterations, that run modules or use parameters in different orders."""
-
-
-class OnnxDependencyError(ScopetraceError, ImportError):
-    """A package that ONNX export needs is not installed."""
-
-
-class OnnxOptionError(ScopetraceError, ValueError):
-    """An argument of `Trace.to_onnx` that does not fit the model or the other arguments."""
-
-
-class OnnxExportError(ScopetraceError):
+class OnnxExportError(ExportError):
     """A trace that has no form as an ONNX model; the message says what in it, where, and what to do."""
 
 
@@ -132,14 +135,36 @@ class OnnxOpError(OnnxExportError):
 
     def __init__(self, ops: list[tuple[str, str | None, str | None]]) -> None:
         self.ops = ops
-        rows = ["  " + ", ".join(part for part in found if part) for found in ops]
+        rows = dict.fromkeys("  " + ", ".join(part for part in found if part) for found in ops)
         super().__init__(
-            "these ops have no ONNX form here:\n"
-            + "\n".join(dict.fromkeys(rows))
-            + "\n  instead: give their form in custom_translation_table, name a module around them in plugins=, "
-            "or take a higher opset_version"
+            "\n".join(["these ops have no ONNX form here:", *rows]),
+            hint="give their form in custom_translation_table, name a module around them in plugins=, "
+            "or take a higher opset_version",
         )
 
 
-class OnnxVerificationError(ScopetraceError, AssertionError):
+class OnnxOptionError(ArgumentError):
+    """An argument of `Trace.to_onnx` that does not fit the model or the other arguments."""
+
+
+class OnnxDependencyError(ScopetraceError, ImportError):
+    """A package that ONNX export needs is not installed."""
+
+
+class OnnxVerificationError(VerificationError):
     """The ONNX model is not valid, or does not compute what the model computes."""
+
+
+# Training on several devices, command line ---------------------------------------------------------------------------
+
+
+class PlanError(ArgumentError):
+    """A plan for sharding or splitting a model that cannot be made, or that would fail when it runs."""
+
+
+class OrderMismatchError(VerificationError):
+    """Ranks, or iterations, that run modules or use parameters in different orders."""
+
+
+class UsageError(ArgumentError):
+    """A wrong argument on the command line; the message is one line that says what to write."""

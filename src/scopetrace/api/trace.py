@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import pickle
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,11 +34,14 @@ from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record import record
 from scopetrace.record.observe import Progress
 from scopetrace.record.specialize import Specialization
-from scopetrace.view.terminal import print_text
 from scopetrace.view.text import TextOptions, render
 
 if TYPE_CHECKING:
     import onnx_ir
+
+
+Leaf = type[torch.nn.Module] | str | Callable[[torch.nn.Module, str], bool]
+"""Which modules are leaves: those of a class, with a matching fqn, or for which the predicate is true."""
 
 
 class Trace:
@@ -221,7 +224,7 @@ class Trace:
         """
         text = render(self._program, TextOptions(depth=depth, scope=scope))
         if print_output:
-            print_text(text)
+            print(text)
         return text
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -300,7 +303,7 @@ class OutlinedProgram:
         """Print the functions' signatures and the main program as text, and return it."""
         text = str(self)
         if print_output:
-            print_text(text)
+            print(text)
         return text
 
     def __str__(self) -> str:
@@ -345,9 +348,10 @@ def trace(
     *,
     dynamic_shapes: Any = None,
     functional: bool = True,
-    leaves: Any = (),
+    leaf_modules: Leaf | Iterable[Leaf] | None = None,
     specialize: bool = False,
     progress: Progress | None = None,
+    leaves: Leaf | Iterable[Leaf] | None = None,
 ) -> Trace:
     """Trace a module, or any callable, into a graph that knows its modules.
 
@@ -363,15 +367,17 @@ def trace(
             other sizes are those of the arguments. A call checks its sizes against what was captured.
         functional: True gives a graph in which no op writes, and `Trace.write_back` beside it; False keeps the ops as
             they ran.
-        leaves: module classes, fqn patterns (`"layers.*.attn"`) and predicates `(module, fqn) -> bool`. A call of such
-            a module is one `call_module` node that runs the module.
+        leaf_modules: one or several module classes, fqn patterns (`"layers.*.attn"`) or predicates
+            `(module, fqn) -> bool`. A call of such a module is one `call_module` node that runs the module.
         specialize: where Python needs a value that depends on data (`if x.sum() > 0`, `int(t)`, `range(n.item())`), the
             example inputs decide. Each decision is in `Trace.specializations` and an assertion in the graph: a call
             with inputs that decide otherwise is refused. Of the model, only the ops that such a value comes from run
             for real, on copies. Sizes and numbers that Python does not look at stay symbols.
         progress: called with (scope path, number of ops so far) at each module call.
+        leaves: the earlier name of `leaf_modules`.
 
     Raises:
+        LeafPatternError: an entry of leaf_modules matches no module of the model.
         DynamicShapeError: dynamic_shapes does not fit the arguments, or the model fixes a size that it names.
         FunctionalizationError: a mutation has no pure form (with functional=True).
         DataDependentError: Python needs a value that depends on the inputs (`if x.sum() > 0`); with specialize=True,
@@ -379,13 +385,17 @@ def trace(
         TraceError: for other things that cannot be recorded; it has one subclass for each.
         Exception: what the model itself raises.
     """
+    if leaves is not None:
+        if leaf_modules is not None:
+            raise TypeError("leaves= is the earlier name of leaf_modules=: give one of them")
+        leaf_modules = leaves
     arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
     tape = record(
         model,
         arguments,
         kwargs or {},
         dynamic_shapes=dynamic_shapes,
-        leaves=leaves,
+        leaves=() if leaf_modules is None else leaf_modules,
         specialize=specialize,
         progress=progress,
     )

@@ -12,8 +12,8 @@ from typing import Any
 
 import click
 
+from scopetrace.cli.terminal import print_text
 from scopetrace.errors import ScopetraceError, TraceError, UsageError
-from scopetrace.view.terminal import print_text
 
 _OURS = Path(__file__).resolve().parents[1]
 

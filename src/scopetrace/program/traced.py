@@ -87,7 +87,7 @@ class ModuleCall:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether the call was recorded as one op, because `leaves=` named its module."""
+        """Whether the call was recorded as one op, because `leaf_modules=` named its module."""
         return self._call.leaf
 
     @property

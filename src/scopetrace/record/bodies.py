@@ -129,7 +129,7 @@ class BodyRecorder:
         stretch = Stretch(graph, scope, writer.call, start, tape.ops[start:], tape.calls[first_call:], outputs, spec)
         del tape.ops[start:], tape.calls[first_call:]
         if any(op.kind == "call_module" for op in stretch.ops):
-            self._refuse("a leaf module is called in a body", "do not name it in leaves=")
+            self._refuse("a leaf module is called in a body", "do not name it in leaf_modules=")
         for op in stretch.hoisted():
             op.call, op.scope = writer.call, writer.state.current_scope
             tape.ops.append(op)

@@ -62,7 +62,7 @@ def _explain(recorder: Recorder, error: Exception) -> TraceError | None:
         return UnsupportedOpError(
             f"torch cannot tell the shape of what an op returns: {type(error).__name__}: {first}",
             op=op,
-            hint="register a fake implementation with torch.library.register_fake, or name the module in leaves=",
+            hint="register a fake implementation with torch.library.register_fake, or name the module in leaf_modules=",
             **place,
         )
     return None

@@ -1,4 +1,4 @@
-"""Which module calls become one op: the `leaves=` argument."""
+"""Which module calls become one op: the `leaf_modules=` argument."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def leaf_rule(leaves: Any, model: Model) -> LeafRule:
     for entry in entries:
         if not (isinstance(entry, (str, type)) or callable(entry)):
             raise LeafPatternError(
-                f"leaves: {entry!r} is a {type(entry).__name__}; give a module class, a pattern of names such as "
+                f"leaf_modules: {entry!r} is a {type(entry).__name__}; give a module class, a pattern of names such as "
                 "'layers.*.attn', or a predicate (module, fqn) -> bool"
             )
     _refuse_unused(patterns, classes, model)
@@ -50,9 +50,9 @@ def _refuse_unused(patterns: Iterable[str], classes: Iterable[type], model: Mode
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             some = ", ".join(names[:5])
-            raise LeafPatternError(f"leaves: no module is named {pattern!r}; the model has {some or 'none'}, …")
+            raise LeafPatternError(f"leaf_modules: no module is named {pattern!r}; the model has {some or 'none'}, …")
     for cls in classes:
         if not issubclass(cls, torch.nn.Module):
-            raise LeafPatternError(f"leaves: {cls.__name__} is not a torch.nn.Module class")
+            raise LeafPatternError(f"leaf_modules: {cls.__name__} is not a torch.nn.Module class")
         if model.modules and not any(isinstance(m, cls) for m in model.modules):
-            raise LeafPatternError(f"leaves: the model has no {cls.__name__}")
+            raise LeafPatternError(f"leaf_modules: the model has no {cls.__name__}")

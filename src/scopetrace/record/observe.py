@@ -71,7 +71,7 @@ class CallObserver:
                 f"{cls.__qualname__} is a torch.autograd.Function, whose backward a graph of ops does not have",
                 op=f"{cls.__module__}.{cls.__qualname__}",
                 **self.recorder.where(),
-                hint="trace under torch.no_grad(), name the module in leaves=, or make it a torch.library.custom_op",
+                hint="trace under torch.no_grad(), name it in leaf_modules=, or make it a torch.library.custom_op",
             )
 
     def on_seed(self) -> None:

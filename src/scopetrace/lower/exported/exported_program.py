@@ -86,7 +86,7 @@ def _refuse(tape: FunctionalTape) -> None:
             "a leaf module is no op of an ExportedProgram",
             op=str(leaf.target),
             module=leaf.scope.path,
-            hint="trace without leaves=",
+            hint="trace without leaf_modules=",
         )
     seen: dict[int, str] = {}
     for path, value in zip(tape.input_paths, tape.inputs, strict=True):

@@ -132,7 +132,7 @@ class CombinedGraph:
             piece.outputs = list(_flat(self._map(piece, node.args[0])))
         elif node.op == "call_module":
             where = meta.scope_path(node) or node.target
-            raise OnnxExportError(f"{where}: a leaf module has no ONNX form; name it in plugins= in place of leaves=")
+            raise OnnxExportError(f"{where}: a leaf module has no ONNX form; name it in plugins= instead")
         elif node.target is INVOKE:
             self._cut(piece, node)
         elif node.target in _SQUEEZES and _kind(node) == _kind(node.args[0]):

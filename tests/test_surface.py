@@ -1,0 +1,78 @@
+"""The names that people see: those of the package, those of a Trace, and earlier ones that go on working."""
+
+import subprocess
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+
+import scopetrace as st
+
+EARLIER = """
+    Alias CheckError CompiledGraphError ControlFlowError DataDependentError DynamicShapeError ExecOrderTracer
+    ExecutionOrder ExportError ForeignTensorError Function FunctionalizationError Functionalized InputMismatchError
+    LeafPatternError LintError ModuleCall Mutation OnnxDependencyError OnnxExportError OnnxOpError OnnxOptionError
+    OnnxVerificationError OpaqueOutputError OrderMismatchError OutlineError Outlined PlanError RandomStateError
+    Scope ScopeError ScopetraceError Specialization Trace TraceError TracingConfig TracingState UnsupportedOpError
+    WriteBack __version__ distributed errors functional_backend functionalize load scope trace tracing_state
+"""
+
+OF_A_TRACE = """
+    aliases calls check graph_module lint model mutations order outline print_readable range_constraints run save
+    scope scope_of specializations to_exported_program to_onnx write_back
+"""
+
+
+@pytest.mark.parametrize("name", EARLIER.split())
+def test_an_earlier_name_can_be_imported(name):
+    found = {}
+    exec(f"from scopetrace import {name}", found)
+    assert found[name] is getattr(st, name)
+
+
+def test_few_names_are_listed_and_no_module_among_them_but_two():
+    assert len(dir(st)) <= 32
+    assert set(st.__all__) <= set(dir(st))
+    assert all(hasattr(st, name) for name in dir(st))
+    assert [name for name in dir(st) if isinstance(getattr(st, name), ModuleType)] == ["distributed", "errors"]
+
+
+def test_a_name_that_is_not_there():
+    with pytest.raises(AttributeError, match="no attribute 'Tracer'"):
+        st.Tracer  # noqa: B018
+
+
+def test_a_trace_shows_what_people_use():
+    assert [name for name in dir(st.Trace) if not name.startswith("_")] == OF_A_TRACE.split()
+
+
+def test_every_error_has_a_listed_base():
+    bases = (st.TraceError, st.ArgumentError, st.VerificationError)
+    classes = [c for c in vars(st.errors).values() if isinstance(c, type)]
+    assert all(issubclass(c, st.ScopetraceError) for c in classes)
+    other = {c.__name__ for c in classes if not issubclass(c, bases)}
+    assert other == {"ScopetraceError", "ScopeError", "OnnxDependencyError"}
+    assert all(c.__doc__ for c in classes)
+
+
+def test_the_command_line_s_packages_are_not_imported():
+    code = "import sys, scopetrace; print([m for m in ('click', 'rich', 'onnx', 'onnxruntime') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert out.strip() == "[]"
+
+
+def test_the_earlier_name_of_leaf_modules():
+    x = torch.randn(1, 2)
+    tr = st.trace(nn.Sequential(nn.Linear(2, 2)), (x,), leaves=nn.Linear)
+    assert [call.is_leaf for call in tr.calls] == [False, True]
+    with pytest.raises(TypeError, match="earlier name of leaf_modules="):
+        st.trace(nn.Linear(2, 2), (x,), leaves="0", leaf_modules="0")
+
+
+def test_save_and_load_are_a_pair(tmp_path):
+    x = torch.randn(1, 2)
+    tr = st.trace(nn.Linear(2, 2), (x,))
+    st.save(tr, tmp_path / "linear.st")
+    torch.testing.assert_close(st.load(tmp_path / "linear.st")(x), tr(x))
