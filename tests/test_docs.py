@@ -1,0 +1,227 @@
+"""README.md and docs/: every Python block and every `scopetrace` command runs and prints what the page says.
+
+A page is one program: its ```python blocks run in order in one module named `model`, in an empty directory. A ```text
+block right after a Python block is what that block prints. In a ```console block, the lines after `$ scopetrace ...`
+are what the command prints; other commands (pip, make) are not run. In expected output `…` stands for any text on a
+line, and a line with nothing else for any number of lines.
+
+A block whose first line is `# needs: PACKAGE, ...` is left out where a package is missing; the page is then
+reported as skipped, after its other blocks passed. A block with `# needs: several GPUs` is never run.
+"""
+
+import contextlib
+import dataclasses
+import importlib.util
+import io
+import re
+import shlex
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+
+from scopetrace.cli import main
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+LINKING_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md"]
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+NEEDS = re.compile(r"# needs: (.+)")
+HARDWARE = "several GPUs"
+
+
+@dataclasses.dataclass(frozen=True)
+class Block:
+    """A fenced block of a page."""
+
+    line: int
+    language: str
+    text: str
+    output: str | None
+    """For Python: what it prints, if the page says so."""
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The fenced blocks of a Markdown text, each Python block with the text block that follows it as its output."""
+    found = list(FENCE.finditer(text))
+    blocks = []
+    for match, following in zip(found, [*found[1:], None], strict=False):
+        output = None
+        if following and following[1] == "text" and not text[match.end() : following.start()].strip():
+            output = following[2]
+        line = text.count("\n", 0, match.start()) + 1
+        blocks.append(Block(line, match[1], match[2], output))
+    return blocks
+
+
+def matches(expected: str, printed: str) -> bool:
+    """Whether `printed` is `expected`, where `…` stands for any text on a line or any lines; trailing blanks aside."""
+    lines = [r"(?:.*\n)*?" if line.strip() == "…" else one_line(line) for line in expected.strip("\n").splitlines()]
+    printed = "".join(f"{line.rstrip()}\n" for line in printed.strip("\n").splitlines())
+    return re.fullmatch("".join(lines), printed) is not None
+
+
+def one_line(line: str) -> str:
+    return ".*".join(map(re.escape, line.rstrip().split("…"))) + r"\n"
+
+
+def missing(block: Block) -> list[str]:
+    """The packages that a block asks for and that are not installed."""
+    needs = NEEDS.match(block.text)
+    names = [name.strip() for name in needs[1].split(",")] if needs else []
+    return [name for name in names if name == HARDWARE or importlib.util.find_spec(name) is None]
+
+
+class Page:
+    """Runs the blocks of one page."""
+
+    def __init__(self, directory: Path) -> None:
+        self.file = directory / "model.py"
+        self.file.write_text("")
+        self.module = types.ModuleType("model")
+        self.module.__file__ = str(self.file)
+
+    def run_python(self, block: Block) -> str:
+        """Append the block to model.py, so that source lines can be read, and run it. Returns what it prints."""
+        before = self.file.read_text()
+        self.file.write_text(before + block.text)
+        code = compile("\n" * before.count("\n") + block.text, self.file, "exec")
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(code, vars(self.module))
+        return printed.getvalue()
+
+    def run_console(self, block: Block) -> Iterator[tuple[str, str, str]]:
+        """(command, expected output, printed output) of each `scopetrace` command."""
+        for part in re.split(r"^\$ ", block.text, flags=re.MULTILINE)[1:]:
+            command, _, expected = part.partition("\n")
+            program, *arguments = shlex.split(command, comments=True)
+            if program == "scopetrace":
+                result = CliRunner().invoke(main, arguments)
+                assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+                yield command, expected, result.output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_blocks_of_a_page_print_what_it_says(page, tmp_path, monkeypatch):
+    run = Page(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(ROOT)
+    monkeypatch.setitem(sys.modules, "model", run.module)
+    torch.manual_seed(0)
+    left_out = []
+    for block in blocks_of(page.read_text()):
+        where = f"{page.name}:{block.line}"
+        if names := missing(block):
+            left_out += [f"line {block.line} needs {name}" for name in names if name != HARDWARE]
+        elif block.language == "python":
+            check(where, block.output, run.run_python(block))
+        elif block.language == "console":
+            for command, expected, printed in run.run_console(block):
+                check(f"{where}: {command}", expected, printed)
+    if left_out:
+        pytest.skip("left out: " + "; ".join(left_out))
+
+
+def check(where: str, expected: str | None, printed: str) -> None:
+    if expected is None:
+        assert not printed, f"{where} prints what the page does not show:\n{printed}"
+    elif not matches(expected, printed):
+        pytest.fail(f"{where}\n--- the page\n{expected}\n--- printed\n{printed}", pytrace=False)
+
+
+# Links and sizes ----------------------------------------------------------------------------------------------------
+
+
+def anchors(text: str) -> set[str]:
+    """The anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", text), flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", LINKING_PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    text = page.read_text()
+    for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
+        if not target.startswith("http"):
+            path, _, anchor = target.partition("#")
+            file = page.parent / path if path else page
+            assert file.exists(), f"{page.name}: {target}"
+            assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target}"
+
+
+def test_every_page_is_linked_from_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in readme] == []
+
+
+def test_the_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+# The functions above -------------------------------------------------------------------------------------------------
+
+PAGE = """
+# A page
+
+```python
+print(1)
+```
+
+```text
+1
+```
+
+```python
+x = 2
+```
+
+Words.
+
+```console
+$ scopetrace --version
+scopetrace …
+```
+"""
+
+
+def test_blocks_and_their_output_are_found():
+    found = [(b.line, b.language, b.output) for b in blocks_of(PAGE) if b.language != "text"]
+    assert found == [(4, "python", "1\n"), (12, "python", None), (18, "console", None)]
+
+
+@pytest.mark.parametrize(
+    ("expected", "printed", "same"),
+    [
+        ("a\nb\n", "a\nb\n", True),
+        ("a\nb\n", "a\nc\n", False),
+        ("a …\n", "a b c\n", True),
+        ("a …\n", "b\n", False),
+        ("a\n…\nd\n", "a\nb\nc\nd\n", True),
+        ("a\n…\nd\n", "a\nd\n", True),
+        ("a\n…\nd\n", "a\nd\ne\n", False),
+        ("  …\nd\n", "a\nd\n", True),
+        ("[1 … 11] (x)\n", "[1 … 11] (x)\n", True),
+        ("a\n", "", False),
+    ],
+)
+def test_expected_output_is_compared(expected, printed, same):
+    assert matches(expected, printed) is same
+
+
+@pytest.mark.parametrize("text", ["```python\nprint(2)\n```\n\n```text\n3\n```\n", "```python\nprint(2)\n```\n"])
+def test_wrong_or_unshown_output_fails(text, tmp_path):
+    [block, *_] = blocks_of(text)
+    with pytest.raises((AssertionError, pytest.fail.Exception)):
+        check("page", block.output, Page(tmp_path).run_python(block))
+
+
+def test_a_missing_package_is_found():
+    assert missing(Block(1, "python", "# needs: torch, no_such_package\n", None)) == ["no_such_package"]
+    assert missing(Block(1, "python", "# needs: torch\n", None)) == []
+    assert missing(Block(1, "python", "import torch\n", None)) == []
