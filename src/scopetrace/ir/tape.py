@@ -74,9 +74,10 @@ class Value:
     autograd_placeholder: bool
     """Whether `fake` requires grad without the history that autograd would have given it: its metadata was inferred."""
 
-    def __init__(self, fake: torch.Tensor, op: Op, slot: int, storage: int, key: int | None) -> None:
+    def __init__(self, fake: torch.Tensor, op: Op | None, slot: int, storage: int, key: int | None) -> None:
+        """`op` is None for a value that the next op is made with: see `Op`."""
         self.fake = fake
-        self.op = op
+        self.op = op  # type: ignore[assignment]
         self.slot = slot
         self.storage = storage
         self.key = key
@@ -84,6 +85,13 @@ class Value:
         self.offset = fake.storage_offset() if fake.layout is torch.strided else 0
         self.real = None
         self.autograd_placeholder = False
+
+    def copy(self, storage: int) -> Value:
+        """A value for the same tensor, among the outputs of an op of another tape that is made next."""
+        new = Value(self.fake, None, self.slot, storage, self.key)
+        new.offset, new.requires_grad, new.real = self.offset, self.requires_grad, self.real
+        new.autograd_placeholder = self.autograd_placeholder
+        return new
 
     def __getstate__(self) -> tuple[Any, ...]:
         # Without the op, which has its values: pickle would recurse along the whole program.
@@ -99,7 +107,7 @@ class Value:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Op:
-    """One step of the program."""
+    """One step of the program. It becomes the op of the values among its outputs that have none yet."""
 
     kind: str
     """`placeholder`, `get_attr`, `call_function` or `call_module`, as in torch.fx."""
@@ -126,13 +134,22 @@ class Op:
     tracked: tuple[Value, ...] = ()
     """Of an op that writes: its inputs that required grad before it. A write can make its target do so."""
 
+    def __post_init__(self) -> None:
+        outputs = self.outputs
+        if type(outputs) is Value:
+            outputs.op = outputs.op or self
+        elif outputs is not None:
+            for value in self.values():
+                value.op = value.op or self
+
     def values(self) -> list[Value]:
         """The tensors that the op made, in order."""
-        return values_in(self.outputs)
+        return leaves(self.outputs, Value) if self.kind == "call_module" else values_in(self.outputs)
 
     def inputs(self) -> list[Value]:
         """The tensors that the op read or wrote, in order."""
-        return values_in((self.args, self.kwargs))
+        given = (self.args, self.kwargs)
+        return leaves(given, Value) if self.kind == "call_module" else values_in(given)
 
     def tensor(self, position: int) -> Value:
         """The tensor that is the positional argument at `position`. Raises TypeError for anything else."""
@@ -278,7 +295,7 @@ class Tape:
         for name, a in state.items():
             setattr(self, name, a)
         for op in self.ops:
-            for value in leaves(op.outputs, Value) if op.kind == "call_module" else op.values():
+            for value in op.values():
                 value.op = op
 
 

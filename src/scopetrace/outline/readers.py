@@ -8,7 +8,7 @@ from typing import Any
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.tape import Call, FunctionalTape, Op, Tape, Value
+from scopetrace.ir.tape import Call, FunctionalTape, Tape, Value
 
 
 class Readers:
@@ -21,8 +21,8 @@ class Readers:
         self._ops = tape.ops
         self._steps = [i for i, op in enumerate(tape.ops) if op.kind not in ("placeholder", "get_attr")]
         for i, op in enumerate(tape.ops):
-            self._last.update(dict.fromkeys(_read(op), i))
-            self._made.update(dict.fromkeys(_given(op), i))
+            self._last.update(dict.fromkeys(op.inputs(), i))
+            self._made.update(dict.fromkeys(op.values(), i))
         for call in tape.calls:
             for value in leaves((call.args, call.kwargs, call.outputs, call.mutated), Value):
                 self._calls[value].append(call)
@@ -36,11 +36,11 @@ class Readers:
     def place(self, call: Call, value: Value) -> tuple[int, int]:
         """Where in a call a value is made: the op, counted from the call's first, and which of its results it is."""
         i = self._made[value]
-        return bisect.bisect_left(self._steps, i) - self._first_step(call), _given(self._ops[i]).index(value)
+        return bisect.bisect_left(self._steps, i) - self._first_step(call), self._ops[i].values().index(value)
 
     def at(self, call: Call, place: tuple[int, int]) -> Value:
         """The value that a call makes there."""
-        found: Value = _given(self._ops[self._steps[self._first_step(call) + place[0]]])[place[1]]
+        found: Value = self._ops[self._steps[self._first_step(call) + place[0]]].values()[place[1]]
         return found
 
     def _first_step(self, call: Call) -> int:
@@ -86,14 +86,6 @@ class Numbers:
 
 def _symbols(x: Any) -> set[Any]:
     return {symbol for number in leaves(x, Symbolic) for symbol in to_expr(number).free_symbols}
-
-
-def _read(op: Op) -> list[Value]:
-    return leaves((op.args, op.kwargs), Value) if op.kind == "call_module" else op.inputs()
-
-
-def _given(op: Op) -> list[Value]:
-    return leaves(op.outputs, Value) if op.kind == "call_module" else op.values()
 
 
 def _is_inside(call: Call | None, outer: Call) -> bool:

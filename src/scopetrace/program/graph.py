@@ -228,7 +228,7 @@ def live_ops(tape: Tape) -> set[int]:
     for op in reversed(tape.ops):
         if has_effect(op) or any(v in needed for v in op.values()):
             live.add(id(op))
-            needed.update(op.inputs() if op.kind != "call_module" else leaves((op.args, op.kwargs), Value))
+            needed.update(op.inputs())
     return live
 
 
@@ -238,7 +238,7 @@ def has_effect(op: Op) -> bool:
         return True
     if op.kind == "get_attr":
         return False
-    return not leaves(op.outputs, Value) or any(tag in getattr(op.target, "tags", ()) for tag in _EFFECTS)
+    return not op.values() or any(tag in getattr(op.target, "tags", ()) for tag in _EFFECTS)
 
 
 _names: dict[Any, str] = {}

@@ -36,7 +36,7 @@ class _Lifter:
         self.origin: dict[int, Stretch] = {}
         self._born: dict[int, int] = {}  # storage -> the index of the op that made it
         for i, op in enumerate(tape.ops):
-            for v in _made(op):
+            for v in op.values():
                 self._born.setdefault(v.storage, i)
 
     def run(self) -> tuple[RecordedTape, dict[int, Stretch]]:
@@ -73,8 +73,8 @@ class _Lifter:
 
     def _reads_only_arguments(self, s: Stretch, ops: list[Op]) -> bool:
         """A module whose own tensors are written elsewhere must not read them unseen."""
-        own = {v for op in ops for v in _made(op)} | set(leaves((s.args, s.kwargs), Value))
-        return all(v in own or v.storage not in self.written for op in ops for v in _read(op))
+        own = {v for op in ops for v in op.values()} | set(leaves((s.args, s.kwargs), Value))
+        return all(v in own or v.storage not in self.written for op in ops for v in op.inputs())
 
     def _has_pure_form(self, s: Stretch, ops: list[Op], outer: set[int]) -> bool:
         trial = s.trial
@@ -94,7 +94,7 @@ class _Lifter:
     def _needed(self, chosen: list[Stretch]) -> set[Value]:
         """What the ops outside of the chosen nodes, their arguments and the result read."""
         inside = {i for s in chosen for i in range(s.start, s.stop)}
-        needed = {v for i, op in enumerate(self.tape.ops) if i not in inside for v in _read(op)}
+        needed = {v for i, op in enumerate(self.tape.ops) if i not in inside for v in op.inputs()}
         needed.update(v for s in chosen for v in leaves(_call_of(s), Value))
         needed.update(leaves(self.tape.outputs, Value))
         needed.update(w.value for w in self.tape.attribute_writes)
@@ -103,7 +103,7 @@ class _Lifter:
     def _hides(self, s: Stretch, needed: set[Value]) -> bool:
         """Whether someone needs a value that the node made on its way."""
         shown = set(leaves(s.outputs, Value)) | set(s.trial.after if s.trial is not None else ())
-        return any(v in needed and v not in shown for op in self._ops(s) for v in _made(op))
+        return any(v in needed and v not in shown for op in self._ops(s) for v in op.values())
 
     # ---------------------------------------------------------------- building
 
@@ -172,14 +172,6 @@ def _call_of(s: Stretch) -> Any:
 def _name(s: Stretch) -> str:
     target = s.node.target
     return target if isinstance(target, str) else str(getattr(target, "__name__", target))
-
-
-def _made(op: Op) -> list[Value]:
-    return leaves(op.outputs, Value) if op.kind == "call_module" else op.values()
-
-
-def _read(op: Op) -> list[Value]:
-    return leaves((op.args, op.kwargs), Value) if op.kind == "call_module" else op.inputs()
 
 
 def _is_flat(x: Any) -> bool:
