@@ -276,6 +276,16 @@ class Aside(nn.Module):
 
 BatchNorms = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
+
+class Same(nn.Module):
+    """Ops that return their argument."""
+
+    def forward(self, x):
+        return torch.ops.aten.positive(torch.ops.aten.resolve_neg(x.conj()))
+
+
+DROPOUTS = (nn.Dropout(), nn.AlphaDropout(), nn.Dropout1d(0.3), nn.FeatureAlphaDropout())
+
 MODELS = [
     (Counter(), (X,), {"more": {"y": X}}),
     (Rebind(), (X,), {}),
@@ -293,6 +303,8 @@ MODELS = [
     (BatchNorms, (X,), {}),
     (nn.Sequential(BatchNorms, BatchNorms), (X,), {}),
     (nn.LSTM(4, 3), (X.reshape(2, 1, 4),), {}),
+    (nn.Sequential(Same(), nn.Linear(4, 4), Same()), (X,), {}),
+    (nn.Sequential(*DROPOUTS, nn.Linear(4, 4), *DROPOUTS).eval(), (X,), {}),
     (nn.TransformerEncoderLayer(4, 2, batch_first=True).eval(), (X.reshape(1, 2, 4),), {}),
 ]
 

@@ -19,6 +19,8 @@ from torch._ops import _set_mode_pre_dispatch as _put_mode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from scopetrace._compat.versions import CURRENT
+
 OnOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 OnHigherOrderOp = Callable[[HigherOrderOperator, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -71,12 +73,21 @@ PreDispatchMode.__torch_dispatch__ = _torch_dispatch  # type: ignore[method-assi
 
 
 def _register_higher_order_ops() -> None:
-    """Tell each higher-order op, once, what to do under our mode."""
+    """Register an implementation under `PreDispatchMode` for each higher-order op that has none yet."""
     for hop in _higher_order_ops.values():
         if PreDispatchMode not in hop.python_key_table:
-            hop.py_impl(PreDispatchMode)(
-                lambda mode, *args, _hop=hop, **kwargs: mode.on_higher_order(_hop, args, kwargs)
-            )
+            hop.py_impl(PreDispatchMode)(_reported(hop))
+
+
+def _reported(hop: HigherOrderOperator) -> Callable[..., Any]:
+    """Hands a call of `hop` to the mode, without the keyword arguments that torch passes with a default value."""
+    defaults = CURRENT.hop_defaults.get(hop.name(), {})
+
+    def call(mode: PreDispatchMode, *args: Any, **kwargs: Any) -> Any:
+        given = {name: value for name, value in kwargs.items() if name not in defaults or value != defaults[name]}
+        return mode.on_higher_order(hop, args, given)
+
+    return call
 
 
 @contextlib.contextmanager

@@ -58,7 +58,10 @@ _IN_DTYPE_OF_OUT = frozenset(
 # They change what the tensor is, to autograd or to the allocator, and no value; torch does not tag them.
 _NO_VALUES = frozenset(
     f"aten::{name}"
-    for name in ("requires_grad_", "retain_grad", "record_stream", "set_data", "_resize_output_", "_coalesced_")
+    for name in (
+        *("requires_grad_", "retain_grad", "record_stream", "set_data", "_resize_output_", "_coalesced_"),
+        "shallow_copy_data_",  # since torch 2.15
+    )
 )
 
 # Ops that take running statistics and write them, whatever their schema says, and the argument that turns this on.

@@ -32,7 +32,7 @@ from scopetrace.errors import ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import FunctionalTape, Value, garbage_collection_paused
 from scopetrace.lower.exported.arguments import PLAIN
-from scopetrace.lower.exported.frames import frames_of, place_nodes, with_marks
+from scopetrace.lower.exported.frames import frames_of, is_erased, place_nodes, with_marks
 from scopetrace.lower.exported.module_calls import ModuleCalls
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.lower.exported.state import State, states
@@ -122,6 +122,9 @@ class Lifted:
         arguments, self.spec = self._arguments(names)
         for node in reversed([*(node for _, node in self.state.values()), *arguments]):
             next(iter(self._graph.nodes)).prepend(node)
+        for node in list(self._graph.nodes):
+            if node.op == "call_function" and is_erased(node):
+                self._move(node, node.all_input_nodes[0])
 
     def lower(self, x: Any) -> Any:
         """The structure with nodes of the lifted graph in place of tape values and symbolic numbers.
@@ -135,10 +138,14 @@ class Lifted:
         if read is None:
             mode = self._tape.fake_mode
             return self._placeholder(state.placeholder, compat.stored_fake(mode, state.tensor))
-        node = self._moved[read] = self._placeholder(state.placeholder, meta.value(read))
-        read.replace_all_uses_with(node)
-        self._graph.erase_node(read)
+        node = self._placeholder(state.placeholder, meta.value(read))
+        self._move(read, node)
         return node
+
+    def _move(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
+        self._moved[old] = new
+        old.replace_all_uses_with(new)
+        self._graph.erase_node(old)
 
     def _placeholder(self, name: str, value: Any) -> torch.fx.Node:
         with self._graph.inserting_before(next(iter(self._graph.nodes))):

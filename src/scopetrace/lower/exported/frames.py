@@ -15,10 +15,13 @@ import torch
 import torch.fx
 
 from scopetrace._compat.graph_module import set_grad_enabled
+from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
+from scopetrace.ops.functional_variants import by_name, tensor_of
 from scopetrace.program.graph import has_effect, live_ops
 
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
@@ -93,7 +96,8 @@ def with_marks(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> Fun
 
 def _mark_idle_calls(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], marks: dict[int, list[Op]]) -> None:
     live = live_ops(tape)
-    busy = {frame for op in tape.ops if op.kind == "call_function" and id(op) in live for frame in _around(op, frames)}
+    nodes = [op for op in tape.ops if id(op) in live and op.kind == "call_function" and not is_erased(op)]
+    busy = {frame for op in nodes for frame in _around(op, frames)}
     for call in sorted(tape.calls, key=lambda c: -c.position):  # inner calls first: theirs is their callers' too
         frame = frames[call]
         passed = leaves((call.args, call.kwargs), Value)
@@ -111,6 +115,21 @@ def _mark_dead_values(tape: FunctionalTape, marks: dict[int, list[Op]]) -> None:
             marks[i + 1].insert(0, _mark(value, op.call, op.scope, op.frames))
         if dead or has_effect(op) or any(v in needed for v in op.values()):
             needed.update(op.inputs())
+
+
+def is_erased(call: Op | torch.fx.Node) -> bool:
+    """Whether `run_decompositions` replaces the result of this call by its argument.
+
+    It does not follow that in `module_call_graph` and raises SpecViolationError, so such a call is left out.
+    """
+    op = call.target
+    if not is_op(op) or schema_of(op).name not in CURRENT.erased_ops:
+        return False
+    given = by_name(op, call.args, call.kwargs)
+    if "train" in given:
+        return not given["train"] or given["p"] == 0
+    tensor = tensor_of(call.args[0])
+    return not (tensor.is_complex() or tensor.is_neg())
 
 
 def _around(op: Op, frames: dict[Call, ModuleCallFrame]) -> list[ModuleCallFrame]:
