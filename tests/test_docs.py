@@ -9,12 +9,15 @@ A block whose first line is `# needs: PACKAGE, ...` is left out where a package 
 reported as skipped, after its other blocks passed. A block with `# needs: several GPUs` is never run.
 """
 
+import ast
 import contextlib
 import dataclasses
 import importlib.util
 import io
+import json
 import re
 import shlex
+import subprocess
 import sys
 import types
 from collections.abc import Iterator
@@ -23,6 +26,7 @@ from pathlib import Path
 import pytest
 import torch
 from click.testing import CliRunner
+from test_layers import LAYERS
 
 from scopetrace.cli import main
 
@@ -162,6 +166,86 @@ def test_every_page_is_linked_from_the_readme():
 
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+
+
+# CONTRIBUTING.md -----------------------------------------------------------------------------------------------------
+
+CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
+PLACE = re.compile(r"`([\w/]+\.py):([\w.]+)`")
+
+
+def section(title: str) -> str:
+    return CONTRIBUTING.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+PROFILED = """
+import json, pathlib, sys, torch, scopetrace as st
+
+source = f"{pathlib.Path(st.__file__).parent}/"
+x = torch.randn(3)
+
+
+def functions_entered(forward):
+    entered = []
+
+    def profile(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(source):
+            entered.append((code.co_filename.removeprefix(source), code.co_qualname))
+
+    model = type("Net", (torch.nn.Module,), {"forward": forward})()
+    sys.setprofile(profile)
+    tr = st.trace(model, (x,))
+    str(tr)
+    tr(x)
+    sys.setprofile(None)
+    return entered
+
+
+ways = {"relu": lambda self, x: torch.relu(x), "add_": lambda self, x: x.add_(1)}
+print(json.dumps({op: functions_entered(forward) for op, forward in ways.items()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def functions_entered():
+    """For each op, [file below src/scopetrace, qualified name] of our functions in a trace, its text and a call of it.
+
+    In a process of its own: what other tests left in caches is not entered again.
+    """
+    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, check=True)
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("op", ["relu", "add_"])
+def test_the_way_of_an_op_is_as_described(op, functions_entered):
+    named = PLACE.findall(section(f"The way of one `{op}`"))
+    assert len(named) == 10
+    entered = iter(functions_entered[op])
+    for place in named:
+        assert list(place) in entered, f"{':'.join(place)} is not entered, or not after the one before it"
+
+
+def test_functions_that_are_named_exist():
+    for file, name in PLACE.findall(CONTRIBUTING):
+        tree = ast.parse((ROOT / "src" / "scopetrace" / file).read_text())
+        assert name in defined(tree), f"{file} has no {name}"
+
+
+def defined(node: ast.AST, prefix: str = "") -> set[str]:
+    """Qualified names of functions, classes and assigned names."""
+    names = set()
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            names |= {prefix + child.name} | defined(child, f"{prefix}{child.name}.")
+        elif isinstance(child, ast.Assign | ast.AnnAssign):
+            targets = child.targets if isinstance(child, ast.Assign) else [child.target]
+            names |= {prefix + target.id for target in targets if isinstance(target, ast.Name)}
+    return names
+
+
+def test_the_table_of_rooms_is_that_of_the_layer_test():
+    assert dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", section("Rooms"), flags=re.MULTILINE)) == LAYERS
 
 
 # The functions above -------------------------------------------------------------------------------------------------
