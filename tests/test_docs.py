@@ -15,6 +15,7 @@ import dataclasses
 import importlib.util
 import io
 import json
+import os
 import re
 import shlex
 import subprocess
@@ -213,7 +214,8 @@ def functions_entered():
 
     In a process of its own: what other tests left in caches is not entered again.
     """
-    done = subprocess.run([sys.executable, "-c", PROFILED], capture_output=True, text=True, check=True)
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    done = subprocess.run([sys.executable, "-c", PROFILED], env=environment, capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
