@@ -1,0 +1,54 @@
+"""Small dense programs of views and writes do in a trace what they do in eager.
+
+All programs of two views and two writes run under the marker `slow`; the sample here has each so manyth of them.
+"""
+
+import pytest
+from dense_programs import Line, Program, Verdict, drawn_program, minimal, small_programs, verdict
+
+WAYS = {"static": {}, "gradients": {"grad": "derived"}, "leaves": {"grad": "leaf"}, "dynamic": {"dynamic": True}}
+
+
+def assert_none_wrong(programs, most_refused):
+    """At most the given part is refused."""
+    count = refused = 0
+    for program in programs:
+        found = verdict(program)
+        assert found.kind in ("right", "refused"), f"{found.why}\n{minimal(program).source}"
+        count += 1
+        refused += found.kind == "refused"
+    assert refused <= most_refused * count, f"{refused} of {count} refused"
+
+
+# What today's core is wrong on.
+wrong = pytest.mark.xfail(raises=AssertionError, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("way", "every"),
+    [("static", 60), pytest.param("gradients", 150, marks=wrong), ("leaves", 500), ("dynamic", 400)],
+)
+def test_small_programs(way, every):
+    assert_none_wrong(small_programs(**WAYS[way], every=every), 0.02)
+
+
+@pytest.mark.parametrize(
+    ("way", "number"),
+    [
+        pytest.param("static", 300, marks=wrong),
+        pytest.param("gradients", 100, marks=wrong),
+        ("leaves", 40),
+        pytest.param("dynamic", 40, marks=wrong),
+    ],
+)
+def test_drawn_programs(way, number):
+    assert_none_wrong((drawn_program(0, n, **WAYS[way]) for n in range(number)), 0.04)
+
+
+def program(inputs, *lines):
+    return Program(inputs, tuple(Line(line, makes=line.partition(" = ")[0]) for line in lines), ("a", "b"))
+
+
+@wrong
+def test_two_writes_to_a_view_of_a_view():
+    assert verdict(program("one", "a = x[0]", "b = a[1:]", "a.add_(1)", "b[::2] *= 0.5")) == Verdict("right")
