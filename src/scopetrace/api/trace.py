@@ -23,7 +23,7 @@ from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
-from scopetrace.lower.exported.exported_program import to_exported_program
+from scopetrace.lower.exported.program import to_exported_program
 from scopetrace.lower.onnx import require_packages
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order

@@ -16,7 +16,7 @@ from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path, match
 from scopetrace.errors import CheckError, ScopetraceError
 from scopetrace.ir.tape import ProgramTape, Value
-from scopetrace.program.inputs import without_autocast
+from scopetrace.program.boundary import without_autocast
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import SavedModule
 from scopetrace.record.specialize import Specialization, decided_by

@@ -29,9 +29,8 @@ from scopetrace.ir.arguments import bind, forward_of
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value
 from scopetrace.ir.write_back import WriteBack
+from scopetrace.program.boundary import CallBoundary, as_the_graph_returns, held_now, without_autocast
 from scopetrace.program.graph import FxLowering
-from scopetrace.program.inputs import CallBoundary, held_now, without_autocast
-from scopetrace.program.returned import as_the_graph_returns
 from scopetrace.record.specialize import specialized
 
 

@@ -29,9 +29,8 @@ import torch.fx
 from scopetrace.ir import meta
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
-from scopetrace.view.fold import CONSTANT, Folder, Run, module_prefix
 from scopetrace.view.select import matches, unmatched
-from scopetrace.view.tree import Op, Section, Tree
+from scopetrace.view.tree import CONSTANT, Folder, Op, Run, Section, Tree, module_prefix
 from scopetrace.view.values import Namer, named, op_text, typed, value_text
 
 _INDENT = "  "

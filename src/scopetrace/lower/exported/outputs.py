@@ -33,8 +33,8 @@ from scopetrace.ir.write_back import (
     StridedStep,
     ViewOf,
 )
-from scopetrace.lower.exported.arguments import argument_of
-from scopetrace.lower.exported.state import State
+from scopetrace.lower.exported.calls import argument_of
+from scopetrace.lower.exported.inputs import State
 from scopetrace.program.graph import FxLowering
 
 _aten = torch.ops.aten

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +13,9 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id
 from scopetrace.containers.objects import Returned, apply_effects, effect_targets
 from scopetrace.containers.structure import instantiate, match
-from scopetrace.errors import InputMismatchError
+from scopetrace.errors import CompiledGraphError, InputMismatchError
 from scopetrace.ir.arguments import bind
-from scopetrace.ir.tape import FunctionalTape, ProgramTape, Value
+from scopetrace.ir.tape import FunctionalTape, ProgramTape, Tape, Value
 from scopetrace.record import argument_names
 
 
@@ -225,3 +226,152 @@ def without_autocast() -> Iterator[None]:
             if torch.is_autocast_enabled(device):
                 stack.enter_context(torch.autocast(device, enabled=False))
         yield
+
+
+def as_the_graph_returns(
+    tape: Tape, promised: Sequence[Any], inputs: Sequence[Any], values: Sequence[Any]
+) -> list[Any]:
+    """`values`, each in such memory and with such strides as `promised`, what the graph of `tape` returns, has them.
+
+    Raises CompiledGraphError for another number of values, and for values of other shapes or dtypes.
+    """
+    if len(values) != len(promised):
+        raise CompiledGraphError(f"the compiled graph returned {len(values)} values, the graph has {len(promised)}")
+    groups: dict[int, list[int]] = {}
+    for i, (promise, value) in enumerate(zip(promised, values, strict=True)):
+        if _is_plain(promise) and isinstance(value, torch.Tensor):
+            _check(i, promise.fake, value)
+            groups.setdefault(promise.storage, []).append(i)
+    found = list(values)
+    owners, attributes = _input_owners(tape, inputs), _attributes(tape)
+    taken = _Ranges(x for x in inputs if isinstance(x, torch.Tensor))  # the others are numbers
+    for storage, places in groups.items():
+        pairs = [(promised[i], values[i]) for i in places]
+        if storage in owners:
+            tensors = [_of_input(*owners[storage], *pair) for pair in pairs]
+        elif storage in attributes:
+            tensors = [value for _, value in pairs]
+        else:
+            tensors = _in_one_memory(pairs, taken)
+        for i, tensor in zip(places, tensors, strict=True):
+            found[i] = tensor
+    return found
+
+
+def _is_plain(promise: Any) -> bool:
+    """Whether it is a dense tensor of known sizes, without a bit that says to read its memory in another way."""
+    if not isinstance(promise, Value) or promise.fake.layout is not torch.strided:
+        return False
+    fake = promise.fake
+    numbers = (*fake.size(), *fake.stride(), fake.storage_offset())
+    return all(isinstance(n, int) for n in numbers) and not fake.is_conj() and not fake.is_neg()
+
+
+def _check(i: int, fake: torch.Tensor, value: torch.Tensor) -> None:
+    if value.size() != fake.size() or value.dtype != fake.dtype:
+        was, wanted = (f"{t.dtype} of shape {list(t.size())}" for t in (value, fake))
+        raise CompiledGraphError(f"the compiled graph returned {was} as value {i}, the graph has {wanted} there")
+
+
+def _input_owners(tape: Tape, inputs: Sequence[Any]) -> dict[int, tuple[Value, torch.Tensor]]:
+    """By storage, the first input in it."""
+    found: dict[int, tuple[Value, torch.Tensor]] = {}
+    placeholders = [op.outputs for op in tape.ops if op.kind == "placeholder"]
+    for value, tensor in zip(placeholders, inputs, strict=True):
+        if _is_plain(value):
+            found.setdefault(value.storage, (value, tensor))
+    return found
+
+
+def _attributes(tape: Tape) -> set[int]:
+    return {op.outputs.storage for op in tape.ops if op.kind == "get_attr" and isinstance(op.outputs, Value)}
+
+
+class _Ranges:
+    """Addresses that inputs, or values that were seen before, lie at: disjoint ranges in order."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._ranges: list[tuple[int, int]] = []
+        for start, stop in sorted(_range(t) for t in tensors if t.layout is torch.strided):
+            if self._ranges and start < self._ranges[-1][1]:
+                start, stop = self._ranges[-1][0], max(stop, self._ranges.pop()[1])
+            if start < stop:
+                self._ranges.append((start, stop))
+
+    def take(self, t: torch.Tensor) -> bool:
+        """Whether `t` lies in none of them. If so, its memory becomes one of them."""
+        start, stop = _range(t)
+        i = bisect.bisect_left(self._ranges, (stop, 0))
+        if start < stop and i and start < self._ranges[i - 1][1]:
+            return False
+        if start < stop:
+            self._ranges.insert(i, (start, stop))
+        return True
+
+
+def _range(t: torch.Tensor) -> tuple[int, int]:
+    storage = t.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes() if storage.data_ptr() else 0
+
+
+def _of_input(owner: Value, given: torch.Tensor, promise: Value, value: torch.Tensor) -> torch.Tensor:
+    """The input itself, or a view of it."""
+    if promise is owner:
+        return given
+    if _is_view(owner, given, promise, value):
+        return value
+    fake, size = promise.fake, promise.fake.element_size()
+    start = given.storage_offset() * given.element_size()
+    start += promise.offset * size - owner.offset * given.element_size()
+    if fake.dtype != given.dtype:
+        with torch.no_grad():
+            other = torch.empty(0, dtype=fake.dtype, device=given.device)
+            return other.set_(given.untyped_storage(), start // size, fake.size(), fake.stride())
+    view = given.as_strided(fake.size(), fake.stride(), start // size)
+    return view if fake.requires_grad else view.detach()
+
+
+def _in_one_memory(pairs: list[tuple[Value, torch.Tensor]], taken: _Ranges) -> list[torch.Tensor]:
+    """Values that lie in one memory, which is no input's, and in which no other value lies."""
+    (first, value), *_ = pairs
+    together = all(_is_view(first, value, p, v) for p, v in pairs) and value.stride() == first.fake.stride()
+    if taken.take(value) and together:
+        return [v for _, v in pairs]
+    return _copied(pairs)
+
+
+def _is_view(root: Value, base: torch.Tensor, promise: Value, value: torch.Tensor) -> bool:
+    """Whether `value` stands to `base` as, in the graph, `promise` does to `root`."""
+    distance = promise.offset * promise.fake.element_size() - root.offset * root.fake.element_size()
+    return value.numel() == 0 or (
+        value.data_ptr() - base.data_ptr() == distance and value.stride() == promise.fake.stride()
+    )
+
+
+def _copied(pairs: list[tuple[Value, torch.Tensor]]) -> list[torch.Tensor]:
+    """Copies in new memory, where they lie as in the graph."""
+    if len({p.fake.dtype for p, _ in pairs}) > 1 or any(_overlaps(p.fake) for p, _ in pairs):
+        return [v.clone() for _, v in pairs]
+    start = min(p.offset for p, _ in pairs)
+    stop = max(p.offset + _extent(p.fake) for p, _ in pairs)
+    memory = pairs[0][1].new_empty(stop - start)
+    views = [memory.as_strided(p.fake.size(), p.fake.stride(), p.offset - start) for p, _ in pairs]
+    for view, (promise, value) in zip(views, pairs, strict=True):
+        once = tuple(slice(0, 1) if s == 0 else slice(None) for s in promise.fake.stride())
+        view[once].copy_(value[once])
+    return views
+
+
+def _extent(fake: torch.Tensor) -> int:
+    steps = zip(fake.size(), fake.stride(), strict=True)
+    return sum((n - 1) * s for n, s in steps) + 1 if fake.numel() else 0
+
+
+def _overlaps(fake: torch.Tensor) -> bool:
+    """Whether elements share memory other than along an expanded dimension."""
+    reach = 0
+    for stride, n in sorted((s, n) for n, s in zip(fake.size(), fake.stride(), strict=True) if s and n > 1):
+        if stride <= reach:
+            return True
+        reach += (n - 1) * stride
+    return False

@@ -16,26 +16,17 @@ import torch
 import torch.fx
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import (
-    ConstantArgument,
     ExportGraphSignature,
-    InputKind,
-    InputSpec,
-    SymIntArgument,
-    TensorArgument,
 )
-from torch.utils import _pytree as pytree
 
 from scopetrace._compat import export as compat
-from scopetrace._compat.symbols import Symbolic
-from scopetrace.containers.structure import container_type, identifier, instantiate, map_structure
+from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import FunctionalTape, Value, garbage_collection_paused
-from scopetrace.lower.exported.arguments import PLAIN
-from scopetrace.lower.exported.frames import frames_of, is_erased, place_nodes, with_marks
-from scopetrace.lower.exported.module_calls import ModuleCalls
+from scopetrace.lower.exported.calls import ModuleCalls, frames_of, place_nodes, with_marks
+from scopetrace.lower.exported.inputs import Lifted, states
 from scopetrace.lower.exported.outputs import Outputs
-from scopetrace.lower.exported.state import State, states
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record import argument_names
@@ -97,89 +88,6 @@ def _refuse(tape: FunctionalTape) -> None:
                 module=tape.root.path,
                 hint="clone() one of them for the trace: the program then takes any two",
             )
-
-
-class Lifted:
-    """A graph whose state and arguments are placeholders, in torch.export's order.
-
-    Attributes:
-        specs: one InputSpec for each placeholder.
-        spec: the tree of (args, kwargs).
-        inputs: the placeholders of the tensors among the arguments.
-        state: by name on the tape, what the program takes from the model, and its placeholder.
-    """
-
-    def __init__(self, program: FxLowering, tape: FunctionalTape, held: dict[str, State], names: list[str]) -> None:
-        self._program, self._tape, self._graph = program, tape, program.graph
-        self._moved: dict[torch.fx.Node, torch.fx.Node] = {}
-        given = self._graph.find_nodes(op="placeholder")  # the tensors, then the numbers
-        self.inputs, self._numbers = given[: len(tape.inputs)], given[len(tape.inputs) :]
-        read = {n.target: n for n in self._graph.find_nodes(op="get_attr") if n.target in held}
-        self.state = {name: (state, self._lift(state, read.get(name))) for name, state in held.items()}
-        self.specs = [
-            InputSpec(s.kind, TensorArgument(node.name), s.fqn, s.persistent) for s, node in self.state.values()
-        ]
-        arguments, self.spec = self._arguments(names)
-        for node in reversed([*(node for _, node in self.state.values()), *arguments]):
-            next(iter(self._graph.nodes)).prepend(node)
-        for node in list(self._graph.nodes):
-            if node.op == "call_function" and is_erased(node):
-                self._move(node, node.all_input_nodes[0])
-
-    def lower(self, x: Any) -> Any:
-        """The structure with nodes of the lifted graph in place of tape values and symbolic numbers.
-
-        Numbers that the graph does not compute stay as they are.
-        """
-        known = map_structure(lambda n: self._program.lower(n) if self._program.has(n) else n, x, (Value, *Symbolic))
-        return map_structure(lambda n: self._moved.get(n, n), known, torch.fx.Node)
-
-    def _lift(self, state: State, read: torch.fx.Node | None) -> torch.fx.Node:
-        if read is None:
-            mode = self._tape.fake_mode
-            return self._placeholder(state.placeholder, compat.stored_fake(mode, state.tensor))
-        node = self._placeholder(state.placeholder, meta.value(read))
-        self._move(read, node)
-        return node
-
-    def _move(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
-        self._moved[old] = new
-        old.replace_all_uses_with(new)
-        self._graph.erase_node(old)
-
-    def _placeholder(self, name: str, value: Any) -> torch.fx.Node:
-        with self._graph.inserting_before(next(iter(self._graph.nodes))):
-            node = self._graph.placeholder(name)
-        node.target = node.name
-        meta.set_value(node, value)
-        return node
-
-    def _arguments(self, names: list[str]) -> tuple[list[torch.fx.Node], Any]:
-        flat, spec = pytree.tree_flatten_with_path(self._tape.args)
-        tensors, numbers, found = iter(self.inputs), iter(self._numbers), list[torch.fx.Node]()
-        for (_, argument, *inner), leaf in flat:
-            path = names[argument.idx] if isinstance(argument, pytree.SequenceKey) else argument.key  # type: ignore[attr-defined]
-            path += pytree.keystr(tuple(inner))
-            if isinstance(leaf, Value):
-                node = next(tensors)
-                node.target = node.name  # torch.export knows arguments by their targets
-                self.specs.append(InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None))
-            elif isinstance(leaf, torch.SymInt):
-                node = next(numbers)
-                node.target = node.name
-                self.specs.append(InputSpec(InputKind.USER_INPUT, SymIntArgument(node.name), None))
-            elif type(leaf) in PLAIN:
-                node = self._placeholder(identifier(path, set()), leaf)
-                self.specs.append(InputSpec(InputKind.USER_INPUT, ConstantArgument(node.name, leaf), None))
-            else:
-                kind = container_type(leaf).__name__
-                raise ExportError(
-                    f"the argument {path} is a {kind}, which is no tensor, number, text or None",
-                    module=self._tape.root.path,
-                    hint="register its class with torch.utils._pytree.register_pytree_node, or bind it to the model",
-                )
-            found.append(node)
-        return found, spec
 
 
 def _bodies(program: FxLowering) -> dict[str, torch.fx.GraphModule]:

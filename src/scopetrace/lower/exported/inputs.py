@@ -1,0 +1,203 @@
+"""The tensors that a program holds, as `torch.export` files them: parameters, buffers, constants."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import re
+from collections.abc import Container, Iterator
+from typing import Any
+
+import torch
+import torch.fx
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, SymIntArgument, TensorArgument
+from torch.utils import _pytree as pytree
+
+from scopetrace._compat import export as compat
+from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.tensors import buffers_of, persistent_buffers_of
+from scopetrace.containers.structure import container_type, identifier, map_structure
+from scopetrace.errors import ExportError
+from scopetrace.ir import meta
+from scopetrace.ir.tape import Call, FunctionalTape, Value
+from scopetrace.lower.exported.calls import PLAIN, ModuleCallFrame, is_erased
+from scopetrace.program.graph import FxLowering
+
+_PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_"}
+_UNNAMED = "_tensor_constant"
+
+
+@dataclasses.dataclass
+class State:
+    """One tensor that the program takes from the model."""
+
+    kind: InputKind
+    fqn: str
+    """Its key in the state dict, or among the constants."""
+    tensor: torch.Tensor
+    persistent: bool | None = None
+    """Of a buffer: whether it is in the state dict."""
+    aliases: tuple[str, ...] = ()
+    """Its other names. A constant has one in each module that reads it: `unflatten` gives each module its own."""
+
+    @property
+    def in_state_dict(self) -> bool:
+        """Whether it belongs to the state dict; else it is among the constants."""
+        return self.kind is InputKind.PARAMETER or self.persistent is True
+
+    @property
+    def placeholder(self) -> str:
+        """The name of its placeholder, as torch.export makes it: `p_fc_weight`."""
+        return _PREFIX[self.kind] + re.sub(r"\W", "_", self.fqn).lower()
+
+
+def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, State]:
+    """By name on the tape, all tensors of the model and of the program, in torch.export's order.
+
+    All parameters and buffers of a traced module, a tied one once, then constants. Of a function, and
+    of a loaded trace, those that the program reads.
+    """
+    module = tape.calls[0].module if tape.calls else None
+    readers = _readers(tape, frames)
+    found = {s.fqn: s for s in _of_module(module, readers)} if module is not None else {}
+    for name, tensor in tape.attributes.items():
+        if name in readers and name not in found:
+            found[name] = _beside(tape, name, tensor, readers[name])
+    return dict(sorted(found.items(), key=lambda item: list(_PREFIX).index(item[1].kind)))
+
+
+def _of_module(root: torch.nn.Module, read: Container[str]) -> Iterator[State]:
+    """Parameters and buffers; of the names of a tied one, that by which the program reads it, the others as aliases."""
+    kept, tensors = _persistent(root), collections.defaultdict[int, list[tuple[str, torch.Tensor]]](list)
+    for name, tensor in (
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ):
+        tensors[id(tensor)].append((name, tensor))
+    for named in tensors.values():
+        names = [name for name, _ in named]
+        first = next((name for name in names if name in read), names[0])
+        aliases = tuple(name for name in names if name != first)
+        is_parameter = isinstance(named[0][1], torch.nn.Parameter)
+        kind = InputKind.PARAMETER if is_parameter else InputKind.BUFFER
+        yield State(kind, first, named[0][1], None if is_parameter else first in kept, aliases)
+
+
+def _persistent(root: torch.nn.Module) -> set[str]:
+    """The names of the buffers that are in the state dict."""
+    found: set[str] = set()
+    for fqn, module in root.named_modules(remove_duplicate=False):
+        prefix = f"{fqn}." if fqn else ""
+        found.update(prefix + name for name in persistent_buffers_of(module))
+    return found
+
+
+def _readers(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, list[str]]:
+    """By name on the tape, the modules that read a tensor."""
+    found: dict[str, list[str]] = {op.target: [] for op in tape.ops if op.kind == "get_attr"}
+    for op in tape.ops:
+        for value in op.inputs():
+            if value.op.kind == "get_attr":
+                fqn = frames[op.call].fqn if op.call is not None else ""
+                if fqn not in found[value.op.target]:
+                    found[value.op.target].append(fqn)
+    return found
+
+
+def _beside(tape: FunctionalTape, name: str, tensor: torch.Tensor, readers: list[str]) -> State:
+    """What the program reads beside the state of a traced module."""
+    if name.startswith(_UNNAMED):
+        leaf = f"lifted_tensor_{name.removeprefix(_UNNAMED)}"
+        fqn, *others = [f"{reader}.{leaf}" if reader else leaf for reader in readers or [""]]
+        return State(InputKind.CONSTANT_TENSOR, fqn, tensor, aliases=tuple(others))
+    if isinstance(tensor, torch.nn.Parameter):
+        return State(InputKind.PARAMETER, name, tensor)
+    module, attribute = tape.owners.get(name, (None, name))
+    if module is None:  # a loaded trace
+        return State(InputKind.BUFFER, name, tensor, persistent=True)
+    if attribute in buffers_of(module):
+        return State(InputKind.BUFFER, name, tensor, attribute in persistent_buffers_of(module))
+    return State(InputKind.CONSTANT_TENSOR, name, tensor)
+
+
+class Lifted:
+    """A graph whose state and arguments are placeholders, in torch.export's order.
+
+    Attributes:
+        specs: one InputSpec for each placeholder.
+        spec: the tree of (args, kwargs).
+        inputs: the placeholders of the tensors among the arguments.
+        state: by name on the tape, what the program takes from the model, and its placeholder.
+    """
+
+    def __init__(self, program: FxLowering, tape: FunctionalTape, held: dict[str, State], names: list[str]) -> None:
+        self._program, self._tape, self._graph = program, tape, program.graph
+        self._moved: dict[torch.fx.Node, torch.fx.Node] = {}
+        given = self._graph.find_nodes(op="placeholder")  # the tensors, then the numbers
+        self.inputs, self._numbers = given[: len(tape.inputs)], given[len(tape.inputs) :]
+        read = {n.target: n for n in self._graph.find_nodes(op="get_attr") if n.target in held}
+        self.state = {name: (state, self._lift(state, read.get(name))) for name, state in held.items()}
+        self.specs = [
+            InputSpec(s.kind, TensorArgument(node.name), s.fqn, s.persistent) for s, node in self.state.values()
+        ]
+        arguments, self.spec = self._arguments(names)
+        for node in reversed([*(node for _, node in self.state.values()), *arguments]):
+            next(iter(self._graph.nodes)).prepend(node)
+        for node in list(self._graph.nodes):
+            if node.op == "call_function" and is_erased(node):
+                self._move(node, node.all_input_nodes[0])
+
+    def lower(self, x: Any) -> Any:
+        """The structure with nodes of the lifted graph in place of tape values and symbolic numbers.
+
+        Numbers that the graph does not compute stay as they are.
+        """
+        known = map_structure(lambda n: self._program.lower(n) if self._program.has(n) else n, x, (Value, *Symbolic))
+        return map_structure(lambda n: self._moved.get(n, n), known, torch.fx.Node)
+
+    def _lift(self, state: State, read: torch.fx.Node | None) -> torch.fx.Node:
+        if read is None:
+            mode = self._tape.fake_mode
+            return self._placeholder(state.placeholder, compat.stored_fake(mode, state.tensor))
+        node = self._placeholder(state.placeholder, meta.value(read))
+        self._move(read, node)
+        return node
+
+    def _move(self, old: torch.fx.Node, new: torch.fx.Node) -> None:
+        self._moved[old] = new
+        old.replace_all_uses_with(new)
+        self._graph.erase_node(old)
+
+    def _placeholder(self, name: str, value: Any) -> torch.fx.Node:
+        with self._graph.inserting_before(next(iter(self._graph.nodes))):
+            node = self._graph.placeholder(name)
+        node.target = node.name
+        meta.set_value(node, value)
+        return node
+
+    def _arguments(self, names: list[str]) -> tuple[list[torch.fx.Node], Any]:
+        flat, spec = pytree.tree_flatten_with_path(self._tape.args)
+        tensors, numbers, found = iter(self.inputs), iter(self._numbers), list[torch.fx.Node]()
+        for (_, argument, *inner), leaf in flat:
+            path = names[argument.idx] if isinstance(argument, pytree.SequenceKey) else argument.key  # type: ignore[attr-defined]
+            path += pytree.keystr(tuple(inner))
+            if isinstance(leaf, Value):
+                node = next(tensors)
+                node.target = node.name  # torch.export knows arguments by their targets
+                self.specs.append(InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None))
+            elif isinstance(leaf, torch.SymInt):
+                node = next(numbers)
+                node.target = node.name
+                self.specs.append(InputSpec(InputKind.USER_INPUT, SymIntArgument(node.name), None))
+            elif type(leaf) in PLAIN:
+                node = self._placeholder(identifier(path, set()), leaf)
+                self.specs.append(InputSpec(InputKind.USER_INPUT, ConstantArgument(node.name, leaf), None))
+            else:
+                kind = container_type(leaf).__name__
+                raise ExportError(
+                    f"the argument {path} is a {kind}, which is no tensor, number, text or None",
+                    module=self._tape.root.path,
+                    hint="register its class with torch.utils._pytree.register_pytree_node, or bind it to the model",
+                )
+            found.append(node)
+        return found, spec
