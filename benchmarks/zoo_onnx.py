@@ -44,9 +44,8 @@ Row = choice.Row
 
 def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.Path, verify: bool = True) -> Row:
     """Our columns."""
-    from scopetrace.lower.onnx.export import Options
+    from scopetrace.lower.onnx.export import Options, write
     from scopetrace.lower.onnx.verify import verify as verified
-    from scopetrace.lower.onnx.write import write
 
     row: Row = {}
     start = time.perf_counter()

@@ -153,8 +153,7 @@ class Trace:
             OnnxVerificationError: with verify=True.
         """
         require_packages()
-        from scopetrace.lower.onnx.export import Options
-        from scopetrace.lower.onnx.write import write
+        from scopetrace.lower.onnx.export import Options, write
 
         names, table = (input_names, output_names), custom_translation_table
         options = Options(functions, plugins, opset_version, *names, optimize, attributes, table)

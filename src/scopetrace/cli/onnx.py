@@ -18,7 +18,7 @@ from scopetrace.program.outlined import REPEATED
 from scopetrace.program.traced import ModuleCall
 
 if TYPE_CHECKING:
-    from scopetrace.lower.onnx.write import Written
+    from scopetrace.lower.onnx.export import Written
 
 _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'"
 
@@ -85,8 +85,7 @@ def _write(
     external_data: bool,
     verify: bool,
 ) -> Written:
-    from scopetrace.lower.onnx.export import Options
-    from scopetrace.lower.onnx.write import write
+    from scopetrace.lower.onnx.export import Options, write
 
     targets = [f if f == REPEATED else Matching(f) for f in functions]
     chosen = Options(targets, [Matching(p) for p in plugins], opset, None, None, optimize, attributes)

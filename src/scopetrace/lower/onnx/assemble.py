@@ -1,21 +1,94 @@
-"""The translated whole taken apart again: bodies become functions, the main program the graph, cuts become calls."""
+"""When two translated bodies are the same function: equal nodes, wiring, attributes, constants; names do not count."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import torch
 import torch.fx
+from onnx_ir.tensor_adapters import TorchTensor
 
 from scopetrace.ir import meta
-from scopetrace.lower.onnx.equality import body_key
-from scopetrace.lower.onnx.naming import FunctionNames, Labels, output_names
-from scopetrace.lower.onnx.pieces import CallSite, CombinedGraph, Subgraph
-from scopetrace.lower.onnx.sizes import SizeNames, forget_sizes_made_inside
-from scopetrace.lower.onnx.weights import onnx_tensor
+from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
+from scopetrace.lower.onnx.naming import FunctionNames, Labels, SizeNames, forget_sizes_made_inside, output_names
+
+
+def body_key(graph: ir.Graph) -> Hashable:
+    """Equal for graphs that compute the same in the same way, of inputs of equal types and ranks.
+
+    Names, sizes and metadata do not count.
+    """
+    kinds = tuple((str(value.dtype), None if value.shape is None else len(value.shape)) for value in graph.inputs)
+    return kinds, _graph_key(graph, {})
+
+
+def _graph_key(graph: ir.Graph, numbers: dict[ir.Value, int]) -> Hashable:
+    for value in graph.inputs:
+        numbers[value] = len(numbers)
+    nodes = [_node_key(node, numbers) for node in graph]
+    return len(graph.inputs), tuple(nodes), tuple(numbers[value] for value in graph.outputs)
+
+
+def _node_key(node: ir.Node, numbers: dict[ir.Value, int]) -> Hashable:
+    inputs = tuple(-1 if value is None else numbers[value] for value in node.inputs)
+    attributes = tuple(sorted((name, _attribute_key(a, numbers)) for name, a in node.attributes.items()))
+    for value in node.outputs:
+        numbers[value] = len(numbers)
+    types = tuple(str(value.dtype) for value in node.outputs)
+    return node.domain, node.op_type, inputs, attributes, types
+
+
+def _attribute_key(attribute: ir.Attr, numbers: dict[ir.Value, int]) -> Any:
+    value = attribute.value
+    if attribute.type is ir.AttributeType.TENSOR:
+        return "tensor", str(value.dtype), tuple(value.shape), value.tobytes()
+    if attribute.type is ir.AttributeType.GRAPH:
+        return "graph", _graph_key(value, numbers)
+    return str(attribute.type), repr(value)
+
+
+PROTO_LIMIT = 2**31 - 2**27
+"""Bytes of weights up to which a file holds them itself: protobuf ends at 2 GiB, and the graph needs room too."""
+
+
+def onnx_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
+    """A tensor as ONNX holds it, without a copy; complex ones as pairs of real numbers, as torch.onnx has them."""
+    tensor = tensor.detach()
+    return TorchTensor(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg())
+
+
+def attach(graph: ir.Graph, held: Mapping[str, torch.Tensor], state: Iterable[str]) -> None:
+    """Give the last inputs of a graph, one for each tensor, their data.
+
+    What the model changes (`state`) stays an input as well, so that its new value can be given back; its data are the
+    default. Tensors on the meta device have no data: they stay inputs.
+    """
+    kept = set(state)
+    values = dict(zip(held, graph.inputs[len(graph.inputs) - len(held) :], strict=True))
+    for name, value in values.items():
+        if held[name].device.type == "meta":
+            continue
+        value.const_value = onnx_tensor(held[name])
+        value.const_value.name = value.name
+        if name not in kept:
+            graph.inputs.remove(value)
+        graph.register_initializer(value)
+
+
+def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool | None) -> None:
+    """Write a model; with `external_data` its weights go to a file beside it. None: where they have to."""
+    if external_data is None:
+        tensors = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
+        external_data = sum(t.nbytes for t in tensors) > PROTO_LIMIT
+    Path(path).unlink(missing_ok=True)
+    ir.save(model, path, external_data=f"{Path(path).name}.data" if external_data else None)
+
 
 IR_VERSION = 10
 """The first with `metadata_props` and value types in functions."""
@@ -250,3 +323,35 @@ def _without_shapes(function: ir.Function) -> ir.Function:
     for value in function.inputs:
         value.shape = None
     return function
+
+
+@dataclasses.dataclass
+class Exported:
+    """An ONNX model, and what it was made from."""
+
+    model: ir.Model
+    functions: list[ir.Function]
+    """All functions, callees first, with those whose bodies the model leaves out."""
+    plugins: list[ir.Function]
+    """Those whose bodies it leaves out."""
+    without_form: list[str]
+    """The names of those whose bodies are not known in ONNX at all."""
+    classes: dict[tuple[str, str], type | None]
+    """By domain and name, the class of the modules that a function stands for."""
+    results: Results
+    expected_calls: Counter[type | None]
+    """How often the trace calls the modules of each class that became functions."""
+
+    def calls_in_file(self) -> Counter[tuple[str, str]]:
+        """By domain and name, how often a run of the file calls each function."""
+        bodies = {(f.domain, f.name): f for f in self.functions}
+
+        def count(graph: Any) -> Counter[tuple[str, str]]:
+            found: Counter[tuple[str, str]] = Counter()
+            for node in ir.traversal.RecursiveGraphIterator(graph):
+                key = (node.domain, node.op_type)
+                if key in bodies:
+                    found += Counter({key: 1}) + count(bodies[key])
+            return found
+
+        return count(self.model.graph)

@@ -1,10 +1,12 @@
-"""A trace as an ONNX model: what `Trace.to_onnx` does before it writes and verifies."""
+"""The arguments of `Trace.to_onnx`, read and checked."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
+import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -13,17 +15,77 @@ import torch.fx
 
 from scopetrace.errors import OnnxOpError, OnnxOptionError
 from scopetrace.ir import meta
-from scopetrace.lower.onnx.assemble import Assembler, Parts
-from scopetrace.lower.onnx.naming import FunctionNames, Labels
-from scopetrace.lower.onnx.options import Targets, is_onnx_attribute, read_attributes, read_names, read_targets
-from scopetrace.lower.onnx.pieces import CallSite, CombinedGraph, Subgraph
-from scopetrace.lower.onnx.program import exported_program
-from scopetrace.lower.onnx.results import Results
-from scopetrace.lower.onnx.sizes import SizeNames
-from scopetrace.lower.onnx.translate import Table, translate
-from scopetrace.lower.onnx.weights import attach
+from scopetrace.ir.tape import garbage_collection_paused
+from scopetrace.lower.onnx.assemble import Assembler, Exported, Parts, attach, save
+from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
+from scopetrace.lower.onnx.naming import FunctionNames, Labels, SizeNames
+from scopetrace.lower.onnx.translate import Table, exported_program, translate
+from scopetrace.lower.onnx.verify import verify
 from scopetrace.program.outlined import Function, OutlinedFunctions, is_named, outline_calls
 from scopetrace.program.traced import TracedProgram
+
+Targets = Any
+"""Targets of `Trace.outline` (one, or several in a list, tuple or set), or a dict from classes to `"domain::Name"`."""
+
+_NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
+
+_OF_RUNTIMES = frozenset({"ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft"})
+
+
+def read_targets(targets: Targets, where: str) -> tuple[list[Any], dict[type, str]]:
+    """The targets for `Trace.outline`, and the names chosen for classes. Raises OnnxOptionError."""
+    if isinstance(targets, Mapping):
+        for cls, name in targets.items():
+            if not isinstance(cls, type):
+                raise OnnxOptionError(
+                    f"{where}: {cls!r} is no class; a dict names classes, {{Block: 'my.domain::Block'}}"
+                )
+            if not isinstance(name, str) or not _NAME.fullmatch(name):
+                raise OnnxOptionError(f"{where}: {name!r} is no name of a function; write 'my.domain::{cls.__name__}'")
+            if where == "functions" and name.partition("::")[0] in _OF_RUNTIMES:
+                raise OnnxOptionError(
+                    f"{where}: {name!r} is in a domain of ops that runtimes have, and these win over a function: "
+                    f"write 'my.domain::{cls.__name__}', or name it in plugins="
+                )
+        return list(targets), dict(targets)
+    if isinstance(targets, (list, tuple, set, frozenset)):
+        return list(targets), {}
+    return [targets], {}
+
+
+def read_names(given: Sequence[str] | None, own: Sequence[str], where: str, taken: Container[str]) -> list[str]:
+    """The names of inputs or outputs: those given for the first ones, the model's own for the rest.
+
+    Raises OnnxOptionError for names that are `taken` by tensors of the model, as well.
+    """
+    if given is None:
+        return list(own)
+    if isinstance(given, str) or len(given) > len(own):
+        raise OnnxOptionError(f"{where} has {len(given)} names for {len(own)}: {', '.join(own)}")
+    if len(set(given)) != len(given):
+        raise OnnxOptionError(f"{where} has a name twice; names of {where.split('_')[0]}s have to differ")
+    for name in given:
+        if name in taken:
+            raise OnnxOptionError(f"{where}: {name} is a tensor of the model, which has that name in the file")
+    return [*given, *own[len(given) :]]
+
+
+def read_attributes(attributes: bool | Sequence[str]) -> Callable[[str], bool]:
+    """Which module attributes become ONNX attributes."""
+    if isinstance(attributes, bool):
+        return lambda name: attributes
+    if isinstance(attributes, str):
+        raise OnnxOptionError(f"attributes={attributes!r}: write attributes=[{attributes!r}], or True for all")
+    return set(attributes).__contains__
+
+
+def is_onnx_attribute(value: Any) -> bool:
+    """Whether ONNX has the type: int, float, str, bool, and lists of one of them."""
+    if isinstance(value, (list, tuple)):
+        kinds = {type(item) for item in value}
+        return len(kinds) == 1 and kinds <= {int, float, str, bool}
+    return type(value) in (int, float, str, bool)
+
 
 Say = Callable[[str], None]
 
@@ -40,38 +102,6 @@ class Options:
     optimize: bool = True
     attributes: bool | Sequence[str] = False
     custom_translation_table: Table | None = None
-
-
-@dataclasses.dataclass
-class Exported:
-    """An ONNX model, and what it was made from."""
-
-    model: ir.Model
-    functions: list[ir.Function]
-    """All functions, callees first, with those whose bodies the model leaves out."""
-    plugins: list[ir.Function]
-    """Those whose bodies it leaves out."""
-    without_form: list[str]
-    """The names of those whose bodies are not known in ONNX at all."""
-    classes: dict[tuple[str, str], type | None]
-    """By domain and name, the class of the modules that a function stands for."""
-    results: Results
-    expected_calls: Counter[type | None]
-    """How often the trace calls the modules of each class that became functions."""
-
-    def calls_in_file(self) -> Counter[tuple[str, str]]:
-        """By domain and name, how often a run of the file calls each function."""
-        bodies = {(f.domain, f.name): f for f in self.functions}
-
-        def count(graph: Any) -> Counter[tuple[str, str]]:
-            found: Counter[tuple[str, str]] = Counter()
-            for node in ir.traversal.RecursiveGraphIterator(graph):
-                key = (node.domain, node.op_type)
-                if key in bodies:
-                    found += Counter({key: 1}) + count(bodies[key])
-            return found
-
-        return count(self.model.graph)
 
 
 def export(program: TracedProgram, options: Options, say: Say) -> Exported:
@@ -165,3 +195,36 @@ class _Attributes:
             others = [c.attributes for c in self._flat if c.module_type is call.module_type] if found else []
             found = {n: value for n, value in found.items() if all(o.get(n) == value for o in others)}
         return found
+
+
+@dataclasses.dataclass
+class Written:
+    """An ONNX model that was made, and perhaps written and verified."""
+
+    exported: Exported
+    error: float | None
+    """The largest error against the model, where it was verified."""
+
+    @property
+    def model(self) -> ir.Model:
+        """The model."""
+        return self.exported.model
+
+
+def write(
+    program: TracedProgram,
+    path: str | os.PathLike[str] | None,
+    options: Options,
+    external_data: bool | None,
+    verified: bool,
+    progress: Callable[[str], None] | None,
+) -> Written:
+    """Make a model, and only when it is right write it. For the arguments see `Trace.to_onnx`."""
+    say = progress or (lambda text: None)
+    with garbage_collection_paused():
+        exported = export(program, options, say)
+    error = verify(exported, program, say) if verified else None
+    if path is not None:
+        say(f"writing {os.fspath(path)}")
+        save(exported.model, path, external_data)
+    return Written(exported, error)

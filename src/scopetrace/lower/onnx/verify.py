@@ -1,27 +1,181 @@
-"""Is an ONNX model what it should be: valid, equal to the model when it runs, with the calls of the trace?"""
+"""Example inputs for a comparison, made from what a trace knows of its inputs."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 import tempfile
+import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import onnx
 import onnx.inliner
 import onnx_ir as ir
+import onnxruntime
 import torch
+import torch.utils.dlpack
+from onnx_ir import tensor_adapters
 
+from scopetrace._compat.shape_env import evaluated
+from scopetrace._compat.symbols import Symbolic, example, to_expr
+from scopetrace.containers.structure import instantiate
 from scopetrace.errors import InputMismatchError, OnnxVerificationError
-from scopetrace.lower.onnx.export import Exported
-from scopetrace.lower.onnx.inputs import Example, examples
-from scopetrace.lower.onnx.runtime import Session
-from scopetrace.lower.onnx.weights import save
+from scopetrace.ir.tape import ProgramTape, Value
+from scopetrace.lower.onnx.assemble import Exported, save
 from scopetrace.program.check import run_once
 from scopetrace.program.traced import TracedProgram
+
+Size = Callable[[Any], int]
+"""Gives the value of a size, symbolic or not."""
+
+
+@dataclasses.dataclass
+class Example:
+    """Inputs of a trace."""
+
+    tape: ProgramTape
+    size: Size
+    tensors: list[torch.Tensor]
+
+    @property
+    def numbers(self) -> list[int]:
+        """The whole numbers that are dynamic."""
+        return [self.size(n) for n in self.tape.numbers]
+
+    @property
+    def feed(self) -> list[torch.Tensor]:
+        """All inputs in order, numbers as tensors."""
+        return [*self.tensors, *map(torch.tensor, self.numbers)]
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the model."""
+        table = dict(zip(self.tape.inputs, self.tensors, strict=True))
+        args, kwargs = instantiate(
+            lambda x: table[x] if isinstance(x, Value) else self.size(x), self.tape.args, (Value, *Symbolic)
+        )
+        return args, kwargs
+
+
+def examples(tape: ProgramTape, seeds: int) -> Iterator[Example]:
+    """Random inputs: `seeds` times of the traced sizes, and once of others where sizes are dynamic.
+
+    Whole numbers are 0 and 1, which are valid as indices, masks and positions alike, and 1 where the last dimension
+    begins: a mask that hides everything is one that attention has no defined result for.
+    """
+    for seed in range(seeds):
+        yield _example(tape, seed, example)
+    other = _other_sizes(tape)
+    if other is not None:
+        yield _example(tape, seeds, other)
+
+
+def _other_sizes(tape: ProgramTape) -> Size | None:
+    """The first of some changes of all dynamic sizes that the trace takes."""
+    if tape.sizes is None:
+        return None
+    changes: list[Callable[[int], int]] = [lambda n: n + 1, lambda n: 2 * n, lambda n: n - 1, lambda n: 3 * n]
+    for change in changes:
+        values = {s: change(int(tape.sizes.env.backed_var_to_val[s])) for s in tape.sizes.specs}
+        size = _sizes(values)
+        try:
+            made = _example(tape, 0, size)
+            tape.sizes.check(made.tensors, made.numbers)
+        except (InputMismatchError, RuntimeError):
+            continue
+        return size
+    return None
+
+
+def _sizes(values: dict[Any, int]) -> Size:
+    return lambda n: int(evaluated(to_expr(n), values)) if isinstance(n, Symbolic) else n
+
+
+def _example(tape: ProgramTape, seed: int, size: Size) -> Example:
+    """Inputs that share memory do so as when they were traced."""
+    random = torch.Generator().manual_seed(seed)
+    memory: dict[int, torch.Tensor] = {}
+    tensors = []
+    for value in tape.inputs:
+        fake = value.fake
+        shape, stride = ([size(n) for n in numbers] for numbers in (fake.size(), fake.stride()))
+        if [v.storage for v in tape.inputs].count(value.storage) == 1:
+            tensors.append(_tensor(fake, shape, random))
+            continue
+        if value.storage not in memory:
+            length = max(_extent(v, size) for v in tape.inputs if v.storage == value.storage)
+            memory[value.storage] = _tensor(fake, [length], random)
+        tensors.append(memory[value.storage].as_strided(shape, stride, int(value.offset)))
+    return Example(tape, size, tensors)
+
+
+def _extent(value: Value, size: Size) -> int:
+    """How many elements of its memory a tensor reaches over."""
+    pairs = zip(value.fake.size(), value.fake.stride(), strict=True)
+    return int(value.offset) + 1 + sum((size(n) - 1) * size(s) for n, s in pairs)
+
+
+def _tensor(fake: torch.Tensor, shape: list[int], random: torch.Generator) -> torch.Tensor:
+    if fake.dtype.is_floating_point or fake.dtype.is_complex:
+        made = torch.randn(shape, generator=random, dtype=torch.complex64 if fake.dtype.is_complex else torch.float32)
+    else:
+        made = torch.randint(0, 2, shape, generator=random)
+        if made.dim():
+            made[..., :1] = 1
+    return made.to(fake.dtype).to(fake.device)
+
+
+class Session:
+    """A file that runs on the CPU."""
+
+    def __init__(self, path: Path, optimized: bool = True) -> None:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        if not optimized:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        try:
+            self._session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # ONNX Runtime's own classes are not public
+            raise _refused(error) from error
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs for the inputs in order."""
+        names = [i.name for i in self._session.get_inputs()]
+        feed = {name: _to_runtime(t) for name, t in zip(names, tensors, strict=True)}
+        try:
+            found = self._session.run_with_ort_values(None, feed)
+        except Exception as error:
+            raise _refused(error) from error
+        return [_from_runtime(value) for value in found]
+
+
+def _refused(error: Exception) -> OnnxVerificationError:
+    said = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    instead = "; it has no kernel for this on the CPU: verify a float32 copy of the model" if _NO_KERNEL in said else ""
+    return OnnxVerificationError(f"ONNX Runtime: {said}{instead}")
+
+
+_NO_KERNEL = "NOT_IMPLEMENTED"
+
+
+def _to_runtime(tensor: torch.Tensor) -> Any:
+    tensor = tensor.detach().cpu()
+    tensor = (torch.view_as_real(tensor) if tensor.is_complex() else tensor).contiguous()
+    dtype = int(tensor_adapters.from_torch_dtype(tensor.dtype))
+    if tensor.dtype is torch.bfloat16:  # numpy does not have it
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(tensor.view(torch.uint16).numpy(), dtype)
+    return onnxruntime.OrtValue.ortvalue_from_numpy(tensor.numpy())
+
+
+def _from_runtime(value: Any) -> torch.Tensor:
+    if value.data_type() == "tensor(bfloat16)":
+        return torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the array is not writable
+        return torch.from_numpy(value.numpy()).clone()
+
 
 SEEDS = 3
 
