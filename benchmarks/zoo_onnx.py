@@ -44,6 +44,7 @@ Row = choice.Row
 
 def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.Path, verify: bool = True) -> Row:
     """Our columns."""
+    from scopetrace.api.trace import program_of
     from scopetrace.lower.onnx.export import Options, write
     from scopetrace.lower.onnx.verify import verify as verified
 
@@ -52,11 +53,11 @@ def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.
     try:
         with torch.no_grad():
             traced = st.trace(model, args, kwargs)
-            written = write(traced, path, Options(functions="repeated"), True, False, None)
+            written = write(program_of(traced), path, Options(functions="repeated"), True, False, None)
         row |= {"seconds": time.perf_counter() - start, "bytes": path.stat().st_size, "main": len(written.model.graph)}
         row["functions"] = len(written.model.functions)
         row["nodes"] = row["main"] + sum(len(f) for f in written.model.functions.values())
-        row["error"] = verified(written.exported, traced, lambda text: None) if verify else None
+        row["error"] = verified(written.exported, program_of(traced), lambda text: None) if verify else None
     except Exception as error:
         row["failed"] = said(error)
     return row
