@@ -1,6 +1,6 @@
 """`Trace.to_exported_program` on the models of the zoo, beside torch.export.
 
-    python -m benchmarks.exported                       # all of ../shared/zoo, one process
+    python -m benchmarks.exported                       # all models of the zoo (--zoo FOLDER), one process
     python -m benchmarks.exported --only 'hf:*bert*' --no-export
     python -m benchmarks.exported --every 4 --offset 1  # each fourth model, from the second
     python -m benchmarks.exported --report-only         # print the last table again

@@ -1,6 +1,6 @@
 """`Trace.order` of the models of the zoo, beside what hooks and a TorchFunctionMode see in a real run.
 
-    python -m benchmarks.orders                    # all of ../shared/zoo
+    python -m benchmarks.orders                    # all models of the zoo (--zoo FOLDER)
     python -m benchmarks.orders --only 'hf:*bert*'
 
 Columns:

@@ -1,8 +1,8 @@
 """Mutation patterns through TVM, alone and behind `scopetrace.functional_backend`, compared with eager.
 
     pip install -c constraints.txt '.[tvm]'
-    python benchmarks/tvm_patterns.py                     # the patterns of ../shared/oracles
-    python benchmarks/tvm_patterns.py PATH --only 'input_*' --json out.json
+    python benchmarks/tvm_patterns.py FOLDER             # the mutation patterns in FOLDER
+    python benchmarks/tvm_patterns.py FOLDER --only 'input_*' --json out.json
 
 The patterns without gradients: those whose inputs do not require any, run under `torch.no_grad()`. Each is compiled by
 torch.compile, graph breaks allowed, and run twice: results, inputs, state, and shared memory are compared with eager,

@@ -1,6 +1,6 @@
 """Trace every model of the zoo beside torch.export, and check all that a trace promises.
 
-    python -m benchmarks.zoo                      # all of ../shared/zoo, two processes
+    python -m benchmarks.zoo                      # all models of the zoo (--zoo FOLDER), two processes
     python -m benchmarks.zoo --only 'hf:*moe*' --no-export
     python -m benchmarks.zoo --resume             # go on after an interruption
     python -m benchmarks.zoo --report-only        # print the last table again

@@ -1,6 +1,6 @@
 """`Trace.to_onnx(functions="repeated", verify=True)` on the models of the zoo, beside torch.onnx.export.
 
-    python -m benchmarks.zoo_onnx                       # all of ../shared/zoo, one process
+    python -m benchmarks.zoo_onnx                       # all models of the zoo (--zoo FOLDER), one process
     python -m benchmarks.zoo_onnx --only 'hf:*bert*' --no-peer
     python -m benchmarks.zoo_onnx --every 4 --offset 1  # each fourth model, from the second
     python -m benchmarks.zoo_onnx --llama               # 4 and 32 layers of a Llama of hidden size 128
