@@ -106,6 +106,10 @@ class CompiledGraphError(VerificationError):
     """A compiled graph returned values of other shapes or dtypes than the graph that it was made from."""
 
 
+class InvalidTapeError(VerificationError):
+    """A stage left a program that breaks a rule of its form: a defect of scopetrace, not of the model."""
+
+
 class LintError(VerificationError):
     """The graph, the scopes and the calls of a trace disagree."""
 
