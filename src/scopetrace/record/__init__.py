@@ -21,6 +21,7 @@ from scopetrace.containers.structure import identifier, instantiate, leaves_with
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.ir import scopes
 from scopetrace.ir.tape import RecordedTape, Value, garbage_collection_paused
+from scopetrace.ir.verify import checked
 from scopetrace.record.explain import explained
 from scopetrace.record.leaves import leaf_rule
 from scopetrace.record.model import Model
@@ -118,7 +119,7 @@ def run_recorded(
         raise ControlFlowError(f"torch.cond and its kind: {recorder.broken}", module=tape.root.path, hint=hint)
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()
-    return tape
+    return checked(tape, "recording")
 
 
 def _add_inputs(
