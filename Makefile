@@ -3,6 +3,8 @@ PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 VENV ?= .venv
 ARGS ?=
+# Processes that run tests; 0 runs them in this one, for a debugger.
+JOBS ?= 2
 
 BIN := $(VENV)/bin
 # Always with the constraints: a looser torch can bring gigabytes of GPU libraries with it.
@@ -10,10 +12,10 @@ PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test lint format zoo orders zoo-onnx exported bench ci clean
+.PHONY: help env demo test test-all lint format zoo orders zoo-onnx exported bench ci clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 env: $(STAMP) ## Make the environment (.venv) and install scopetrace into it
 
@@ -28,8 +30,14 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP) ## Trace a vision transformer and show its modules
 	$(BIN)/scopetrace show timm:vit_tiny_patch16_224 --input x=1x3x224x224 --depth 2
 
-test: $(STAMP) ## Run the tests (ARGS="-k name" for some of them)
-	$(BIN)/python -m pytest $(ARGS)
+# A file stays in one process, since its tests may share what is slow to make.
+PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+
+test: $(STAMP) ## Run the tests in a few minutes (ARGS="-k name" for some of them)
+	$(PYTEST) -m "not slow" $(ARGS)
+
+test-all: $(STAMP) ## Run all tests
+	$(PYTEST) $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """Small dense programs of views and writes do in a trace what they do in eager.
 
-All programs of two views and two writes run under the marker `slow`; the sample here has each so manyth of them.
+All programs of two views and two writes run under the marker `slow`; the samples have each so manyth of them.
 """
 
 import pytest
@@ -43,6 +43,12 @@ def test_small_programs(way, every):
 )
 def test_drawn_programs(way, number):
     assert_none_wrong((drawn_program(0, n, **WAYS[way]) for n in range(number)), 0.04)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(8))
+def test_all_programs_of_two_views_and_two_writes(part):
+    assert_none_wrong(small_programs(first=part, every=8), 0.02)
 
 
 def program(inputs, *lines):

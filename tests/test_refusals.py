@@ -55,6 +55,8 @@ REFUSALS = [
     ("two tensors that one op writes", same_statistics, (torch.randn(3, 4), torch.rand(4))),
     ("two tensors that one op writes", lambda x: torch.aminmax(x, dim=0, out=(x[0], x[0])), (torch.randn(3, 4),)),
     ("an input lies in the memory", lambda x, y: torch._foreach_add_([x, y], [y, x]), (BITS, torch.randn(4))),
+    # Right on some machines and wrong on others: it depends on whether torch's kernel reads all before it writes.
+    ("an input lies in the memory", lambda x, y: torch.mm(x, y, out=x), (torch.randn(4, 4), torch.randn(4, 4))),
     ("an input lies in the memory", lambda x: torch.mm(x.t(), x, out=x), (torch.randn(4, 4),)),
     ("an input lies in the memory", lambda x, y: x.addmm_(y, x), (torch.randn(4, 4), torch.randn(4, 4))),
     ("an input lies in the memory", lambda x: x[None].copy_(x), (torch.randn(3),)),  # eager raises
@@ -79,14 +81,6 @@ def test_a_leaf_module_that_writes_is_refused():
 
     with pytest.raises(st.FunctionalizationError, match="a leaf module changes its arguments"):
         st.trace(nn.Sequential(Adds()), (torch.randn(3),), leaf_modules=[Adds])
-
-
-def test_an_undefined_result_is_not_that_of_torch_either():
-    torch.manual_seed(0)
-    a, y = torch.randn(4, 4), torch.randn(4, 4)
-    expected = a @ y
-    torch.mm(a, y, out=a)
-    assert not torch.allclose(a, expected)
 
 
 RIGHT = [

@@ -1,0 +1,76 @@
+"""What holds for every test: one thread, one seed, and nothing left behind in the process."""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+# Before torch is imported, and for the processes that tests start: results and times do not depend on the cores.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import scopetrace as st
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    """The same random numbers in whichever order tests run."""
+    random.seed(0)
+    numpy.random.seed(0)
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """A test fails that leaves a setting, hook, patch or registration of the process other than it found it."""
+    before, modules, registered = process_state(), set(sys.modules), set(pytree.SUPPORTED_NODES)
+    yield
+    after = process_state()
+    changed = {name: (value, after[name]) for name, value in before.items() if after[name] != value}
+    assert not changed, f"left behind: {changed}"
+    # A library may register its own classes when it is imported.
+    added = {cls for cls in set(pytree.SUPPORTED_NODES) - registered if getattr(cls, "__module__", "") in modules}
+    assert not added, f"left in pytree's registry: {added}"
+
+
+def process_state():
+    """Everything in the process that a trace changes while it runs, or that changes what a trace does."""
+    module = nn.modules.module
+    return {
+        "trace in progress": st.tracing_state() is not None,
+        "grad mode": torch.is_grad_enabled(),
+        "inference mode": torch.is_inference_mode_enabled(),
+        "autocast": torch.is_autocast_enabled("cpu"),
+        "default dtype": torch.get_default_dtype(),
+        "default device": torch.get_default_device(),
+        "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
+        "threads": torch.get_num_threads(),
+        "exporting": (torch.compiler.is_exporting(), torch.compiler.is_compiling()),
+        "dispatch modes": [str(m) for m in torch.utils._python_dispatch._get_current_dispatch_mode_stack()],
+        "function modes": torch._C._len_torch_function_stack(),
+        "pre-dispatch mode": torch._ops._get_dispatch_mode_pre_dispatch(torch._C._TorchDispatchModeKey.PROXY),
+        "patches of nn.Module": (
+            nn.Module._call_impl,
+            nn.Module.__call__,
+            nn.Module.__getattr__,
+            nn.Module.__setattr__,
+        ),
+        "global hooks": [
+            len(hooks)
+            for hooks in (
+                module._global_forward_hooks,
+                module._global_forward_pre_hooks,
+                module._global_backward_hooks,
+                module._global_module_registration_hooks,
+            )
+        ],
+        "error on a nested trace": torch._dynamo.config.error_on_nested_fx_trace,
+        "working directory": Path.cwd(),
+    }
