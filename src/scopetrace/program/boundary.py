@@ -1,4 +1,13 @@
-"""The boundary of a trace: what comes in must be what was traced, and the model's state is the model's."""
+"""What a call of a trace does before and after its graph.
+
+Data flow:
+    arguments -> compared with the example inputs -> tensors and dynamic numbers, in the order of the placeholders
+    the model's present parameters and buffers -> bound to the GraphModule
+    values of the graph -> write-back: inputs, buffers and attributes get their new values -> the result's structure
+
+A compiler may return values in other memory and with other strides than the graph: an input where the graph says
+`clone`, a copy where it says `view`. The write-back depends on memory, so `as_the_graph_returns` restores it first.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +29,11 @@ from scopetrace.record import argument_names
 
 
 def match_inputs(tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> list[Any]:
-    """The tensors among the arguments and then the dynamic numbers, in the order of the placeholders.
+    """The tensors among the arguments, then the dynamic numbers: one value for each placeholder, in order.
 
-    With `forward`, arguments may be given by name or by position, and defaults given or left out, as to the model.
-    Raises InputMismatchError where the arguments are not those of the trace.
+    With `forward`, arguments may be passed by name or by position, and defaults passed or left out, as to the model.
+    Raises InputMismatchError where structure, Python values, shapes, dtypes, devices, layouts or shared memory differ
+    from those of the example inputs.
     """
     traced_args, traced_kwargs = tape.args
     args, kwargs = _in_traced_form(tape, args, kwargs, forward)
@@ -55,7 +65,7 @@ def match_inputs(tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any
 def _in_traced_form(
     tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The same arguments, passed as they were in the trace; as they are when they do not fit forward's signature."""
+    """The arguments split into positional and keyword ones as in the trace; unchanged where they do not fit."""
     traced_args, traced_kwargs = tape.args
     if forward is None or (len(args) == len(traced_args) and set(kwargs) == set(traced_kwargs)):
         return args, kwargs
@@ -91,7 +101,7 @@ def _check_tensor(path: str, fake: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
-    """Inputs that shared memory must still share it, and those that are written must not share it anew."""
+    """Inputs that shared memory when traced must share it now; inputs that are written must share no other."""
     written = tape.written_storages()
     old = [v.storage for v in tape.inputs]
     if len(set(old)) == len(old) and written.isdisjoint(old):
@@ -106,15 +116,15 @@ def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
 
 
 class Entered(list[Any]):
-    """The tensors and numbers of a call, and the caller's containers that the forward puts something into."""
+    """The tensors and numbers of a call, and the containers among its arguments that forward changes."""
 
     containers: list[Any]
 
 
 class CallBoundary:
-    """Where a program meets the outside: `enter` before its graph runs, `leave` after it.
+    """`enter` runs before the graph, `leave` after it.
 
-    Both raise what `match_inputs` raises, or torch for results that cannot be written back.
+    `enter` raises what `match_inputs` raises; `leave` passes on what torch raises where a value cannot be written back.
     """
 
     def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module, forward: Any = None) -> None:
@@ -123,7 +133,7 @@ class CallBoundary:
         self.state = LiveState(tape, graph_module)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-        """The tensors and numbers that the graph takes. The graph module gets those that the model holds now."""
+        """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
         tensors = Entered(match_inputs(self.tape, args, kwargs, self.forward))
         if isinstance(self.tape.outputs, Returned):
             form = _in_traced_form(self.tape, args, kwargs, self.forward)
@@ -132,7 +142,7 @@ class CallBoundary:
         return tensors
 
     def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
-        """The result of the program, from what the graph gave; what the program changes outside is changed."""
+        """Write back the new values among the graph's outputs, and return what the model would return."""
         count = len(self.tape.graph_outputs())
         program = self.tape.write_back if isinstance(self.tape, FunctionalTape) else None
         found = values[:count]
@@ -145,13 +155,13 @@ class CallBoundary:
         return out.result
 
     def _number(self, inputs: Sequence[Any]) -> Callable[[Any], Any]:
-        """Gives the value of a symbolic size in a call with these inputs."""
+        """A function from a symbolic size to its value in a call with these inputs."""
         rules, count = self.tape.sizes, len(self.tape.inputs)
         return (lambda n: n) if rules is None else rules.values(inputs[:count], inputs[count:])
 
 
 class LiveState:
-    """The model's tensors as they are now: a module may have got a new buffer since the trace."""
+    """The model's tensors as they are now: a parameter or buffer may have been assigned anew since the trace."""
 
     def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module) -> None:
         self._writes = [(w.module or _submodule(graph_module, w.fqn), w.name) for w in tape.attribute_writes]
@@ -165,37 +175,37 @@ class LiveState:
                 self._held.append((graph_module.get_submodule(path), leaf, module, attribute))
 
     def refresh(self) -> None:
-        """Give the graph module the tensors that the model holds now."""
+        """Bind the tensors that the model has now to the GraphModule."""
         for holder, leaf, module, attribute in self._held:
             now = _look_up(module, attribute)
             if now is not None and now is not _look_up(holder, leaf):
                 _bind(holder, leaf, now)
 
     def held(self, name: str) -> torch.Tensor:
-        """A tensor of the graph module by its name."""
+        """The present tensor behind a `get_attr` target."""
         module, attribute = self._owners.get(name, (None, ""))
         found = None if module is None else _look_up(module, attribute)
         return self._attributes[name] if found is None else found
 
     def write(self, results: Iterator[torch.Tensor]) -> None:
-        """Bind what the forward bound to the model's attributes."""
+        """Assign the tensors that forward assigned to attributes of the model's modules."""
         for (module, name), tensor in zip(self._writes, results, strict=True):
             _bind(module, name, tensor)
 
 
 def held_now(tape: ProgramTape) -> dict[str, torch.Tensor]:
-    """By name, the tensors that the model holds now."""
+    """By name on the tape, the tensors that the model has now."""
     found = {name: _look_up(module, attribute) for name, (module, attribute) in _owners(tape).items()}
     return {name: t for name, t in found.items() if t is not None}
 
 
 def _owners(tape: ProgramTape) -> dict[str, tuple[torch.nn.Module, str]]:
-    """Without script modules, which keep their tensors in C++."""
+    """By name on the tape, module and attribute; without script modules, which keep their tensors in C++."""
     return {n: owner for n, owner in tape.owners.items() if not isinstance(owner[0], torch.jit.ScriptModule)}
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
-    """For a loaded trace, whose model is not here; attributes that the graph does not read have no place in it."""
+    """A submodule of a loaded trace, which has no model; an empty one for attributes that the graph does not read."""
     try:
         return module.get_submodule(path)
     except AttributeError:
@@ -220,7 +230,7 @@ def _bind(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
 
 @contextlib.contextmanager
 def without_autocast() -> Iterator[None]:
-    """The graph has the casts of the trace; autocast at the call would add others."""
+    """Turn autocast off: the graph contains the casts of the trace, and autocast would add others."""
     with contextlib.ExitStack() as stack:
         for device in ("cpu", "cuda"):
             if torch.is_autocast_enabled(device):
@@ -231,7 +241,13 @@ def without_autocast() -> Iterator[None]:
 def as_the_graph_returns(
     tape: Tape, promised: Sequence[Any], inputs: Sequence[Any], values: Sequence[Any]
 ) -> list[Any]:
-    """`values`, each in such memory and with such strides as `promised`, what the graph of `tape` returns, has them.
+    """The values of a compiled graph, copied or viewed where memory or strides differ from those of the graph.
+
+    Args:
+        tape: the tape of the graph.
+        promised: its outputs: tape values, numbers or None.
+        inputs: the inputs of this call.
+        values: what the compiled graph returned.
 
     Raises CompiledGraphError for another number of values, and for values of other shapes or dtypes.
     """
@@ -259,7 +275,7 @@ def as_the_graph_returns(
 
 
 def _is_plain(promise: Any) -> bool:
-    """Whether it is a dense tensor of known sizes, without a bit that says to read its memory in another way."""
+    """Whether it is a dense tensor of static sizes without conjugate or negative bit."""
     if not isinstance(promise, Value) or promise.fake.layout is not torch.strided:
         return False
     fake = promise.fake
@@ -274,7 +290,7 @@ def _check(i: int, fake: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def _input_owners(tape: Tape, inputs: Sequence[Any]) -> dict[int, tuple[Value, torch.Tensor]]:
-    """By storage, the first input in it."""
+    """By storage, the first input that has it."""
     found: dict[int, tuple[Value, torch.Tensor]] = {}
     placeholders = [op.outputs for op in tape.ops if op.kind == "placeholder"]
     for value, tensor in zip(placeholders, inputs, strict=True):
@@ -288,7 +304,7 @@ def _attributes(tape: Tape) -> set[int]:
 
 
 class _Ranges:
-    """Addresses that inputs, or values that were seen before, lie at: disjoint ranges in order."""
+    """Address ranges of the inputs and of the values seen so far: disjoint, in order."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._ranges: list[tuple[int, int]] = []
@@ -299,7 +315,7 @@ class _Ranges:
                 self._ranges.append((start, stop))
 
     def take(self, t: torch.Tensor) -> bool:
-        """Whether `t` lies in none of them. If so, its memory becomes one of them."""
+        """Whether `t` overlaps none of the ranges; if so its own range is added."""
         start, stop = _range(t)
         i = bisect.bisect_left(self._ranges, (stop, 0))
         if start < stop and i and start < self._ranges[i - 1][1]:
@@ -315,7 +331,7 @@ def _range(t: torch.Tensor) -> tuple[int, int]:
 
 
 def _of_input(owner: Value, given: torch.Tensor, promise: Value, value: torch.Tensor) -> torch.Tensor:
-    """The input itself, or a view of it."""
+    """An output in the memory of an input: the input itself, or a view of it."""
     if promise is owner:
         return given
     if _is_view(owner, given, promise, value):
@@ -332,7 +348,7 @@ def _of_input(owner: Value, given: torch.Tensor, promise: Value, value: torch.Te
 
 
 def _in_one_memory(pairs: list[tuple[Value, torch.Tensor]], taken: _Ranges) -> list[torch.Tensor]:
-    """Values that lie in one memory, which is no input's, and in which no other value lies."""
+    """Outputs that share one storage, which no input and no other output may share."""
     (first, value), *_ = pairs
     together = all(_is_view(first, value, p, v) for p, v in pairs) and value.stride() == first.fake.stride()
     if taken.take(value) and together:
@@ -341,7 +357,7 @@ def _in_one_memory(pairs: list[tuple[Value, torch.Tensor]], taken: _Ranges) -> l
 
 
 def _is_view(root: Value, base: torch.Tensor, promise: Value, value: torch.Tensor) -> bool:
-    """Whether `value` stands to `base` as, in the graph, `promise` does to `root`."""
+    """Whether `value` lies at the same distance from `base` as `promise` from `root`, with its strides."""
     distance = promise.offset * promise.fake.element_size() - root.offset * root.fake.element_size()
     return value.numel() == 0 or (
         value.data_ptr() - base.data_ptr() == distance and value.stride() == promise.fake.stride()
@@ -349,7 +365,7 @@ def _is_view(root: Value, base: torch.Tensor, promise: Value, value: torch.Tenso
 
 
 def _copied(pairs: list[tuple[Value, torch.Tensor]]) -> list[torch.Tensor]:
-    """Copies in new memory, where they lie as in the graph."""
+    """Copies in one new storage, at the same relative offsets and with the same strides as in the graph."""
     if len({p.fake.dtype for p, _ in pairs}) > 1 or any(_overlaps(p.fake) for p, _ in pairs):
         return [v.clone() for _, v in pairs]
     start = min(p.offset for p, _ in pairs)
@@ -368,7 +384,7 @@ def _extent(fake: torch.Tensor) -> int:
 
 
 def _overlaps(fake: torch.Tensor) -> bool:
-    """Whether elements share memory other than along an expanded dimension."""
+    """Whether elements share memory, expanded dimensions (stride 0) aside."""
     reach = 0
     for stride, n in sorted((s, n) for n, s in zip(fake.size(), fake.stride(), strict=True) if s and n > 1):
         if stride <= reach:

@@ -1,4 +1,9 @@
-"""The trace against the model that it came from."""
+"""`compare_with_model`: runs a program and its model on the same inputs and compares.
+
+Data flow:
+    copies of the inputs, one random seed, the model's state saved -> model -> results, inputs, state -> state restored
+    the same with the program -> differences of results, changed inputs and changed buffers -> CheckError
+"""
 
 from __future__ import annotations
 
@@ -50,7 +55,7 @@ def _decided_otherwise(program: TracedProgram, *args: Any, **kwargs: Any) -> lis
 
 
 class Decisions(torch.fx.Interpreter):
-    """Runs a specialized graph past the decisions that do not hold, and collects them in `differ`."""
+    """An interpreter that continues past failing assertions of specializations, and collects these in `differ`."""
 
     def __init__(self, graph_module: torch.fx.GraphModule, known: Sequence[Specialization]) -> None:
         super().__init__(graph_module)
@@ -58,7 +63,7 @@ class Decisions(torch.fx.Interpreter):
         self.differ: list[Specialization] = []
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """As the base's; an assertion of a specialization only takes note."""
+        """As in the base class, but a failing assertion of a specialization is noted in place of raised."""
         if target is torch.ops.aten._assert_scalar.default and not args[0]:
             found = decided_by(self._known, args[1])
             if found is not None:
@@ -67,17 +72,20 @@ class Decisions(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
     def collect(self, tensors: Sequence[torch.Tensor]) -> list[Specialization]:
-        """The specializations that these inputs decide otherwise; those after the first are as on the traced path."""
+        """The specializations that do not hold on these inputs.
+
+        After the first one the graph goes on along the traced path, which the model would leave there.
+        """
         try:
             self.run(*tensors)
-        except Exception:  # past a decision that differs, any op of the other path may fail
+        except Exception:  # past a decision that differs, any op may get inputs that it does not take
             if not self.differ:
                 raise
         return self.differ
 
 
 class _State:
-    """What a run may change: the attributes of the model's modules, its buffers, and what the trace writes to."""
+    """What a run may change: attributes and buffers of the model's modules, and tensors that the program writes."""
 
     def __init__(self, tape: ProgramTape, model: Callable[..., Any]) -> None:
         modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
@@ -89,7 +97,7 @@ class _State:
         self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
 
     def _buffers(self) -> dict[str, torch.Tensor | None]:
-        """Those that the modules have now."""
+        """The buffers that the modules have now."""
         return {
             f"buffer {name} of module {i}": buffer
             for i, saved in enumerate(self._modules)
@@ -97,12 +105,12 @@ class _State:
         }
 
     def now(self) -> dict[str, Any]:
-        """Copies of the values after a run: of the tensors that there were, and of the buffers that there are."""
+        """Copies of the values after a run: of the tensors saved before it, and of the buffers bound now."""
         bound = {f"bound {name}": t for name, t in self._buffers().items()}
         return {name: None if t is None else t.detach().clone() for name, t in {**self._tensors, **bound}.items()}
 
     def restore(self) -> None:
-        """Put the bindings, the memory and the values back."""
+        """Restore attributes, the storages of tensors, and their values."""
         for saved in self._modules:
             collections.deque(saved.restore(lambda t: None), maxlen=0)
         with torch.no_grad():
@@ -116,7 +124,7 @@ class _State:
 
 
 def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
-    """The modules that a trace of a function, or of a method, knows."""
+    """The modules that a traced function or method calls or reads."""
     called = [call.module for call in tape.calls if call.module is not None]
     return list(dict.fromkeys([*called, *(module for module, _ in tape.owners.values())]))
 
@@ -140,14 +148,14 @@ def run_once(
     read: Callable[..., Any],
     seed: int = 0,
 ) -> Any:
-    """What `read(result, tensors)` makes of a run on copies of the inputs; then the model's state is put back.
+    """`read(result, tensors)` of a run on copies of the inputs; the model's state is restored afterwards.
 
     `tensors` are those among the arguments, as they are after the run.
     """
     state = _State(tape, model)
     given = copy_inputs((args, kwargs))
     found: list[tuple[str, Any]] = []
-    match(tape.args, given, Value, found, "")  # before the run, which may put others into their containers
+    match(tape.args, given, Value, found, "")  # before the run, which may replace tensors in containers
     tensors = [x for _, x in found if isinstance(x, torch.Tensor)]
     with torch.random.fork_rng():
         torch.manual_seed(seed)

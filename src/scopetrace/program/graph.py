@@ -1,7 +1,14 @@
-"""The tape as a `torch.fx` graph: one node for each op, in order, parameters as `get_attr`."""
+"""A tape as a `torch.fx` graph.
+
+Data flow:
+    ops of the tape -> without dead ones -> one node each, in order, with `node.meta` as torch.export writes it
+    results of ops with several outputs -> `getitem` nodes; parameters, buffers and constants -> `get_attr` nodes
+    symbolic sizes among arguments -> `sym_size` nodes and arithmetic; bodies of higher-order ops -> graphs of their own
+"""
 
 from __future__ import annotations
 
+import ast
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -15,16 +22,22 @@ from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
 from scopetrace.ir import meta
 from scopetrace.ir.frames import format_stack
-from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value, flat
+from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value
 
-_EFFECTS = (torch.Tag.nondeterministic_seeded,)
+_EFFECT_TAGS = (torch.Tag.nondeterministic_seeded,)  # a dead random op still advances the generator
 
 
 class FxLowering:
-    """The graph of a tape, and the node of each of its values.
+    """The torch.fx graph of a tape, and the node of each of its values.
 
-    The output node has the tensors of the result in order, then the new tensors of bound attributes. The body of a
-    higher-order op is a program of its own, whose GraphModule is an attribute of the outer one's.
+    The output node holds the values of `tape.graph_outputs()`, then the tensors that forward assigned to attributes.
+    The body of a higher-order op is an FxLowering of its own, whose GraphModule is a submodule of the outer one.
+
+    Attributes:
+        tape: what the graph is made from.
+        graph: the graph; passes may change it.
+        output: its output node.
+        bodies: the bodies of higher-order ops, by the name of the submodule.
     """
 
     def __init__(self, tape: Tape) -> None:
@@ -35,7 +48,6 @@ class FxLowering:
         self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
         self._opaque: dict[str, Any] = {}
         self.bodies: dict[str, FxLowering] = {}
-        """The bodies of its higher-order ops, by the attribute that holds their GraphModule."""
         self._grad = tape.ops[0].grad if tape.ops else True
         self._outer_grad = self._grad
         live = live_ops(tape)
@@ -58,13 +70,13 @@ class FxLowering:
         meta.set_place(self.output, str(tape.root), 0)
 
     def walk(self) -> Iterator[FxLowering]:
-        """This program and all bodies inside it, outer before inner."""
+        """This graph and those of all bodies inside it, outer before inner."""
         yield self
         for body in self.bodies.values():
             yield from body.walk()
 
     def graph_module(self) -> TracedGraphModule:
-        """The graph with the model's own tensors."""
+        """The graph as a GraphModule, which holds the model's own tensors and submodules, not copies."""
         tape = self.tape
         written = tape.name if isinstance(tape, BodyTape) else tape.root.type_name
         name = "".join(c for c in written if c.isidentifier() or c.isdigit()) or "Traced"
@@ -76,7 +88,7 @@ class FxLowering:
         return make_graph_module(held, self.graph, name, is_body=isinstance(tape, BodyTape))
 
     def lower(self, x: Any) -> Any:
-        """The structure with nodes in place of tape values and symbolic numbers."""
+        """A structure of arguments or results with nodes in place of tape values and symbolic numbers."""
         if type(x) is Value:
             return self._nodes[x]
         if type(x) in (int, float, bool, str, type(None)):
@@ -84,7 +96,7 @@ class FxLowering:
         return map_structure(self._lower_leaf, x, (Value, BodyTape, *Symbolic))
 
     def has(self, x: Any) -> bool:
-        """Whether the graph has a node for a value or symbolic number; those that nothing needs have none."""
+        """Whether a value or symbolic number has a node; dead ones have none."""
         return x in self._nodes if isinstance(x, Value) else self._symbols.has(x)
 
     def _lower_leaf(self, x: Any) -> Any:
@@ -93,7 +105,7 @@ class FxLowering:
         return self._nodes[x] if isinstance(x, Value) else self._symbols.node_of(x)
 
     def _body(self, tape: BodyTape) -> torch.fx.Node:
-        """The attribute that holds a body. Ops that share a tape share it."""
+        """A `get_attr` node of a body's GraphModule. Ops with the same body tape share the GraphModule."""
         name = next((name for name, body in self.bodies.items() if body.tape is tape), None)
         if name is None:
             used = [body.tape.name for body in self.bodies.values() if isinstance(body.tape, BodyTape)]
@@ -125,7 +137,7 @@ class FxLowering:
             self._assert_facts(op.unbacked)
 
     def _assert_facts(self, made: Iterable[Any]) -> None:
-        """What tracing took for true of symbols, where they are made or given to a body."""
+        """Assertions for what tracing assumed about symbols, placed where the symbols are defined."""
         self._symbols.assert_facts(self.tape.shape_env, made, self._messages)
 
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
@@ -134,7 +146,7 @@ class FxLowering:
             meta.set_origin(node, self._module_stack(op.call), format_stack(op.frames))
 
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
-        """Give the op's values their nodes; parts of a result are taken out of it by getitem."""
+        """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
         meta.set_value(node, map_structure(_fake, op.outputs, (Value, *Symbolic)))
         if isinstance(op.outputs, (Value, *Symbolic)):
             self._bind_one(node, op.outputs)
@@ -168,13 +180,13 @@ class FxLowering:
         return taken
 
     def _take_path(self, node: torch.fx.Node, op: Op, path: str, leaf: Value) -> torch.fx.Node:
-        """Follow a path such as `[0]['mask'].logits` from what a leaf module returned."""
+        """Nodes that follow a path such as `[0]['mask'].logits` into the result of a leaf module."""
         for how, key in _steps(path):
             node = self._take(node, op, how, key, leaf)
         return node
 
     def _module_arguments(self, op: Op) -> tuple[Any, Any]:
-        """Arguments of a leaf module; objects that a graph cannot hold become attributes."""
+        """Arguments of a leaf module; objects that a node cannot hold become attributes of the GraphModule."""
         return self._as_arguments(op.args), self._as_arguments(op.kwargs)
 
     def _as_arguments(self, x: Any) -> Any:
@@ -191,7 +203,7 @@ class FxLowering:
         return self.graph.create_node("get_attr", name)
 
     def _module_stack(self, call: Call | None) -> dict[str, tuple[str, str]]:
-        """`nn_module_stack` as torch.export writes it."""
+        """`nn_module_stack` in torch.export's format: `L__self__<fqn>[@index]` to (fqn, qualified class name)."""
         found = self._stacks.get(call)
         if found is None:
             assert call is not None
@@ -206,7 +218,7 @@ class FxLowering:
     # ---------------------------------------------------------------- autograd on and off
 
     def _switch_grad_for(self, op: Op) -> None:
-        """Only where it shows: for an op that has an input that requires grad."""
+        """Switch autograd only where the mode matters: before an op with an input that requires grad."""
         if op.grad != self._grad and op.kind != "placeholder" and any(v.fake.requires_grad for v in op.inputs()):
             self._switch_grad(op.grad)
 
@@ -218,7 +230,10 @@ class FxLowering:
 
 
 def live_ops(tape: Tape) -> set[int]:
-    """The ids of the ops that something shows of: results, arguments and results of calls, effects."""
+    """The ids of the ops that stay: those with effects, and those that results or module calls depend on.
+
+    Arguments and results of module calls count as used, so that a ModuleCall can show them.
+    """
     needed = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
     needed.update(v for v in tape.graph_outputs() if isinstance(v, Value))
     needed.update(v for call in tape.calls for v in leaves(call.mutated, Value))
@@ -233,12 +248,12 @@ def live_ops(tape: Tape) -> set[int]:
 
 
 def has_effect(op: Op) -> bool:
-    """Whether the op stays although nothing needs its results."""
+    """Whether an op stays although its results are not used: it writes, draws random numbers, or returns nothing."""
     if op.kind in ("placeholder", "call_module") or op.writes or op.unbacked:
         return True
     if op.kind == "get_attr":
         return False
-    return not op.values() or any(tag in getattr(op.target, "tags", ()) for tag in _EFFECTS)
+    return not op.values() or any(tag in getattr(op.target, "tags", ()) for tag in _EFFECT_TAGS)
 
 
 _names: dict[Any, str] = {}
@@ -254,8 +269,6 @@ def _op_name(target: Any) -> str:
 
 def _steps(path: str) -> list[tuple[Any, Any]]:
     """`[0].logits` as (getitem, 0), (getattr, "logits")."""
-    import ast
-
     steps: list[tuple[Any, Any]] = []
     expression: Any = ast.parse(f"_{path}", mode="eval").body
     while not isinstance(expression, ast.Name):
@@ -269,6 +282,3 @@ def _steps(path: str) -> list[tuple[Any, Any]]:
 
 def _fake(x: Any) -> Any:
     return x.fake if isinstance(x, Value) else x
-
-
-__all__ = ["FxLowering", "flat"]

@@ -1,4 +1,7 @@
-"""Do the graph, the scopes and the calls of a trace agree?"""
+"""`lint`: checks that tape, graph, scopes and module calls of a program agree.
+
+One generator for each subject yields a line of text for each disagreement; all lines become one LintError.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def _node_problems(program: FxLowering, calls: list[ModuleCall], scopes: dict[st
     for node in program.graph.nodes:
         path, position = meta.scope_path(node), meta.call_position(node)
         if path is None and position is None:
-            continue  # made by a pass of someone else
+            continue  # made by a user's pass
         if path not in scopes:
             yield f"{node.name}: its scope {path!r} is not in the trace"
         elif position not in table:
@@ -54,7 +57,7 @@ def _node_problems(program: FxLowering, calls: list[ModuleCall], scopes: dict[st
 
 
 def _count_problems(calls: list[ModuleCall]) -> Iterator[str]:
-    seen: dict[int, int] = {}  # module -> the least index that may come
+    seen: dict[int, int] = {}  # id of module -> the least index of its next call
     for before, call in zip([None, *calls], calls, strict=False):
         if before is not None and before.position >= call.position:
             yield f"{call}: its position {call.position} is not after {before.position}"

@@ -48,7 +48,7 @@ class ModuleCall:
 
     @property
     def record(self) -> Call:
-        """The call as the tape has it."""
+        """The record of the call on the tape."""
         return self._call
 
     @property
@@ -91,7 +91,7 @@ class ModuleCall:
 
     @property
     def raised(self) -> BaseException | None:
-        """The exception that ended this call, where one did and an outer module caught it."""
+        """The exception that ended this call and that an outer module caught; else None."""
         return self._call.raised
 
     @property
@@ -108,17 +108,17 @@ class ModuleCall:
     def nodes(self) -> list[torch.fx.Node]:
         """The graph's nodes that this call and the calls inside it made, in order.
 
-        For a call inside a body of `torch.cond` and its kind, those of the body's graph. In the other direction, a call
-        with a cond in it has the cond's node, and not those of the bodies.
+        For a call inside a body of `torch.cond` or another higher-order op, the nodes of the body's graph. A call that
+        contains a cond has the cond's node, and not those of its bodies.
         """
         return self._table.nodes_between(self.lowering, self.position, self._table.ends[self.position])
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
-        """forward's parameter names and what was passed for them, defaults included.
+        """By parameter name of `forward`, what was passed, defaults included.
 
-        Tensors are `torch.fx.Node`s, symbolic sizes too; everything else is the Python object itself. `*args` and
-        `**kwargs` stand under their own names, as a tuple and a dict.
+        Tensors and symbolic sizes are `torch.fx.Node`s; everything else is the Python object itself. `*args` and
+        `**kwargs` are under their own names, a tuple and a dict.
         """
         lower = self.lowering.lower
         args = tuple(lower(a) for a in self._call.args)
@@ -127,7 +127,7 @@ class ModuleCall:
 
     @functools.cached_property
     def outputs(self) -> Any:
-        """What the call returned, tensors as `torch.fx.Node`s. None when it raised."""
+        """The returned structure, with `torch.fx.Node`s for tensors and symbolic sizes. None when the call raised."""
         return self.lowering.lower(self._call.outputs)
 
     @property
@@ -137,7 +137,7 @@ class ModuleCall:
 
     @functools.cached_property
     def mutated(self) -> dict[str, torch.fx.Node]:
-        """What the call changed in place: an argument's path or a buffer's name, and the node after the change."""
+        """By argument path or buffer name, the node of the new value of each tensor that the call changed in place."""
         return self._table.mutated(self.lowering, self._call, self._forward())
 
     def _forward(self) -> Any:

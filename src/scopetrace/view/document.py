@@ -1,4 +1,4 @@
-"""A trace as plain data, for JSON."""
+"""A program as plain data: `document` makes a dict, `json_text` writes it as JSON."""
 
 from __future__ import annotations
 
@@ -21,11 +21,14 @@ from scopetrace.view.values import named, target_text, value_text
 
 
 def document(program: TracedProgram, *, depth: int | None = None, scope: str | None = None) -> dict[str, Any]:
-    """The inputs, attributes, ops and calls of a trace.
+    """The inputs, attributes, ops, module calls, outputs and specializations of a program.
 
-    `scope` is a pattern of scope paths: ops and calls elsewhere are left out. `depth` leaves out deeper calls. The
-    ops in bodies of higher-order ops follow those of the graph, and have the name of their graph: node names are those
-    of one graph.
+    Ops in bodies of higher-order ops follow those of the main graph, and have the name of their graph module as
+    `graph`, since node names are unique within one graph only.
+
+    Args:
+        depth: levels of calls below the root, or below the outermost match of `scope`; None for all.
+        scope: an fnmatch pattern of scope paths; None for all.
     """
     graph, calls = program.lowering.graph, program.calls
     root = calls[0].scope
@@ -49,7 +52,7 @@ def document(program: TracedProgram, *, depth: int | None = None, scope: str | N
 
 
 def json_text(data: dict[str, Any]) -> str:
-    """The document as JSON, one op or call on a line."""
+    """A document as JSON, with one line for each op and each call."""
     return "{\n" + ",\n".join(f"{json.dumps(key)}: {_lines(value)}" for key, value in data.items()) + "\n}"
 
 
@@ -94,7 +97,7 @@ def _call(call: ModuleCall) -> dict[str, Any]:
 
 
 def _type(node: torch.fx.Node) -> dict[str, Any]:
-    """Shape and dtype of a tensor; of ops with several results or none both are null, and each getitem has its own."""
+    """Shape and dtype of a node's tensor; None for ops with several results, whose `getitem` nodes have their own."""
     value = meta.value(node)
     if not isinstance(value, torch.Tensor):
         return {"shape": None, "dtype": None}

@@ -13,12 +13,15 @@ _LIMIT = 8  # items of a container that a cell shows
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a scope path matches. Brackets stand for themselves, as paths are full of them."""
+    """Whether a scope path matches an fnmatch pattern. Brackets stand for themselves: most paths contain them."""
     return fnmatch.fnmatchcase(path, pattern.replace("[", "[[]"))
 
 
 def level(scope: Scope, pattern: str | None = None) -> int | None:
-    """How many modules deep a scope is, from the root or the outermost scope that matches; None when none matches."""
+    """The number of modules between a scope and the outermost scope that matches (None: the root).
+
+    None where neither the scope nor one around it matches.
+    """
     found: Scope | None = None
     for outer in scope.ancestors():
         if matches(outer.path, pattern) if pattern is not None else outer.parent is None:
@@ -30,23 +33,23 @@ def level(scope: Scope, pattern: str | None = None) -> int | None:
 
 
 def select_calls(calls: list[ModuleCall], depth: int | None, pattern: str | None) -> list[ModuleCall]:
-    """The calls in scopes that match, down to `depth` levels below the first that does."""
+    """The calls in scopes that match, down to `depth` levels below the outermost match."""
     levels = {call.scope: level(call.scope, pattern) for call in calls}
     chosen = {scope for scope, found in levels.items() if found is not None and (depth is None or found <= depth)}
     return [call for call in calls if call.scope in chosen]
 
 
 def unmatched(root: Scope, pattern: str) -> str:
-    """What to say when no scope matches."""
+    """The message for a pattern that no scope matches, with examples of paths."""
     paths = [scope.path for scope in root.walk()]
     some = [p for p in paths[1:] if p.count("/") <= 2][:2] or paths[:1]
     return f"no scope matches {pattern!r}; paths are such as {' and '.join(map(repr, some))}, and * stands for any text"
 
 
 def calls_table(calls: list[ModuleCall]) -> str:
-    """One line for each call: its position, fqn, index and class, what went in and what came out."""
+    """A table with a line for each call: position, fqn, index, class, arguments, outputs."""
     rows = [("call", "fqn", "index", "class", "arguments", "outputs"), *map(_row, calls)]
-    return columns(rows, widest=80)  # one call with many arguments must not push all outputs away
+    return columns(rows, widest=80)  # so that one long cell does not move all outputs to the right
 
 
 def _row(call: ModuleCall) -> tuple[str, ...]:

@@ -9,9 +9,13 @@
       Linear[head](input=%linear_1: f32[1, 8]) -> %linear_2: f32[1, 2]
         %linear_2: f32[1, 2] = aten.linear(%linear_1, self.weight, self.bias)
 
-A parameter is written from the module whose call uses it (`self.weight`), or in full when it is not that module's own.
-Arguments that are `forward`'s defaults are left out. What is "as" another call does the same on its own weights. Of the
-calls that a `×` counts, `->` gives the last result when each works on the result of the one before, otherwise all.
+A parameter of the module whose call uses it is `self.weight`; any other has its full name. Arguments equal to the
+defaults of `forward` are left out. A call "as" another one has the same structure, with its own weights. A line with
+`×n` stands for n calls; its `->` gives the result of the last if each call takes the result of the one before, else
+all results.
+
+Data flow:
+    TracedProgram -> Tree of sections -> runs of equal neighbours -> lines
 """
 
 from __future__ import annotations
@@ -39,16 +43,16 @@ _LIMIT = 8  # items of a container that a header shows
 
 @dataclasses.dataclass(frozen=True)
 class TextOptions:
-    """How to write a program."""
+    """What of a program to write."""
 
     depth: int | None = None
     """How many levels of calls below the first are shown with what is in them; None for all."""
     scope: str | None = None
-    """A pattern of scope paths, with `*` for any text and `?` for any character; None for the whole program."""
+    """An fnmatch pattern of scope paths, in which brackets stand for themselves; None for the whole program."""
 
 
 def render(program: TracedProgram, options: TextOptions | None = None) -> str:
-    """The program as text."""
+    """The program as text, without a newline at the end."""
     return "\n".join(_Writer(program, options or TextOptions()).lines())
 
 
@@ -92,7 +96,7 @@ class _Writer:
             yield from (f"{_INDENT}{s}" for s in found)
 
     def _parameters(self) -> list[torch.Tensor]:
-        """The parameters that the ops read, and those of leaf modules."""
+        """The parameters that ops read and those of leaf modules, each once."""
         inputs = itertools.chain.from_iterable(op.node.all_input_nodes for op, _ in self._tree.ops.values())
         read = dict.fromkeys(str(node.target) for node in inputs if node.op == "get_attr")
         found = [self._attributes[name] for name in read if name in self._attributes]
@@ -131,7 +135,10 @@ class _Writer:
     def _sections(
         self, run: Run, indent: str, depth: int, label: Callable[[Section], str], shown: dict[int, str]
     ) -> Iterator[str]:
-        """The first section of a run, and one line for the others. `shown` has what its parent showed by signature."""
+        """The first section of a run, and one line for the others.
+
+        `shown` maps signatures to the labels of sections that the same parent has shown in full before.
+        """
         first = run.members[0]
         names = [label(member) for member in run.members]
         like = shown.setdefault(self._folder.signature(first), names[0])
@@ -151,7 +158,7 @@ class _Writer:
         return f"{label}({given}){result}" + (f"  # {said}" if said else "")
 
     def _fold_values(self, run: Run) -> str:
-        """Arguments that differ from member to member, and results: of a chain the last, otherwise all."""
+        """Arguments that differ from member to member, and results: the last of a chain, else all."""
         calls = [member.call for member in run.members[1:]]
         parts = [
             f"{key}={_listed([value_text(call.arguments[key], named) for call in calls])}"
@@ -166,7 +173,7 @@ class _Writer:
 
 
 def outermost(section: Section, pattern: str) -> Iterator[Section]:
-    """The sections whose path matches, without those inside another one that does."""
+    """The sections whose path matches and that are not inside another match."""
     if matches(section.path, pattern):
         yield section
         return
@@ -179,7 +186,7 @@ def outermost(section: Section, pattern: str) -> Iterator[Section]:
 
 
 def _op_line(op: Op, name: Namer) -> str:
-    """`%linear: f32[1, 16] = aten.linear(%x, self.weight)`, or the op alone where it gives nothing."""
+    """`%linear: f32[1, 16] = aten.linear(%x, self.weight)`, or the right side alone for an op without results."""
     value = meta.value(op.node)
     text = op_text(op.node, name)
     if op.parts:
@@ -190,13 +197,13 @@ def _op_line(op: Op, name: Namer) -> str:
 
 
 def _body_header(program: FxLowering, label: str) -> str:
-    """`true_graph_0(%x: f32[4]) -> (%cos: f32[4],)`: all that a body takes and gives."""
+    """`true_graph_0(%x: f32[4]) -> (%cos: f32[4],)`: the operands and results of a body."""
     given = ", ".join(typed(n) for n in program.graph.find_nodes(op="placeholder"))
     return f"{label}({given}) -> {value_text(program.output.args[0], typed)}"
 
 
 def _in_place(node: torch.fx.Node, prefix: str | None) -> str:
-    """A node where it is used; what belongs to the module whose attributes begin with `prefix`, as `self.weight`."""
+    """A node as an argument: `self.weight` for an attribute whose name begins with the module's `prefix`."""
     target = str(node.target)
     if (
         node.op != "get_attr"
@@ -223,7 +230,7 @@ def _index(call: ModuleCall) -> str:
 
 
 def _joined(labels: list[str]) -> str:
-    """`BertLayer[layer.1 … layer.11]` for the labels of a run."""
+    """The labels of a run as one: `BertLayer[layer.1 … layer.11]`."""
     first, last = labels[0], labels[-1]
     if first == last:
         return first
@@ -240,7 +247,7 @@ def _joined(labels: list[str]) -> str:
 
 
 def _listed(texts: list[str]) -> str:
-    """Texts in a row, of many the first two and the last."""
+    """Texts with commas, equal ones once; of more than four the first two and the last."""
     if len(set(texts)) == 1:
         return texts[0]
     return ", ".join(texts if len(texts) <= 4 else [*texts[:2], "…", texts[-1]])
@@ -261,7 +268,7 @@ def _notes(call: ModuleCall) -> Iterator[str]:
 
 
 def _given(call: ModuleCall) -> Iterator[tuple[str, Any]]:
-    """The arguments that say something: not `forward`'s defaults, not an empty `*args` or `**kwargs`."""
+    """The arguments that differ from the defaults of `forward`; no empty `*args` or `**kwargs`."""
     forward = getattr(call.module_type, "forward", None)
     defaults = _defaults(forward) if forward is not None else {}
     for name, value in call.arguments.items():

@@ -1,4 +1,14 @@
-"""The program as a tree: module calls, user scopes inside them, and ops, in execution order."""
+"""The program as a tree of module calls, user scopes and ops, and which neighbours in it repeat each other.
+
+Data flow:
+    nodes of the graph, by `node.meta`'s call and scope -> Tree: sections (calls, user scopes, bodies) with ops in them
+    each section -> SectionSignature: a number that is equal for sections of equal structure -> Runs of equal neighbours
+
+A signature covers class, ops, constants, shapes and how values are connected. It is made of the signatures of the
+sections inside, so that all signatures together cost one pass over the ops. Nodes from outside a section enter its
+signature by the order of their first use alone; `SectionSignature.outside` keeps them, so that a Run can compare where
+each member's inputs come from.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +31,7 @@ from scopetrace.view.values import op_text, type_text, value_text
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Op:
-    """One op, with the nodes that take single results out of it."""
+    """One op, and the `getitem` nodes of its results."""
 
     node: torch.fx.Node
     number: int
@@ -29,25 +39,25 @@ class Op:
     parts: dict[int, torch.fx.Node] = dataclasses.field(default_factory=dict)
     """For an op of several results: slot -> the `getitem` node."""
     bodies: list[Section] = dataclasses.field(default_factory=list)
-    """Of a higher-order op, what it runs, where no op before it runs the same."""
+    """The bodies of a higher-order op that no op before it has."""
     shared: list[Section] = dataclasses.field(default_factory=list)
-    """What it runs that an op before it runs, too, as equal calls of an outlined program do."""
+    """Its bodies that an op before it has, too, as calls of one function of an outlined program do."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class Section:
-    """A module call, a user scope, or the body of a higher-order op, and what happened in it."""
+    """A module call, a user scope, or the body of a higher-order op, with its items in execution order."""
 
     path: str
     """The scope's path."""
     call: ModuleCall
-    """The call itself; for a user scope or body, the call that it is in."""
+    """The call; for a user scope or body, the call around it."""
     user_scope: str = ""
     """The name of a user scope; empty for a call."""
     body: str = ""
-    """The name of the graph of a body."""
+    """The name of a body's graph module; empty for a call."""
     program: FxLowering | None = None
-    """The body."""
+    """The graph of a body."""
     items: list[Op | Section] = dataclasses.field(default_factory=list)
     first: int = 0
     """The number of the first op in it; the ops in it have the numbers from `first` to `stop` - 1."""
@@ -75,21 +85,26 @@ class Section:
 
 
 class Tree:
-    """The tree of a trace: `root`, and where each node of the graph is in it."""
+    """The tree of a program, and the place of each node of its graph in it.
+
+    Attributes:
+        calls: the program's module calls.
+        root: the section of the root call.
+        ops: by node, its op and its slot among the op's results.
+        bodies: the `get_attr` nodes that pass bodies to higher-order ops.
+    """
 
     def __init__(self, program: TracedProgram) -> None:
         self.calls = program.calls
         self.ops: dict[torch.fx.Node, tuple[Op, int]] = {}
-        """Node -> its op, and its slot among the op's results."""
         self.bodies: set[torch.fx.Node] = set()
-        """The nodes that stand for bodies of higher-order ops among their arguments."""
         self.root = Section(self.calls[0].scope.path, self.calls[0])
         self._bodies: dict[Tape, Section] = {}
         self._fill(program.lowering, self.root)
         self._number()
 
     def _fill(self, program: FxLowering, top: Section) -> None:
-        """Put in `top` what a graph has: for each higher-order op, the bodies too."""
+        """Add the ops and calls of a graph to `top`, and a section for each body of its higher-order ops."""
         for op in _Filling(self, program, top).run():
             for node in op.node.all_input_nodes:
                 body = program.bodies.get(str(node.target)) if node.op == "get_attr" else None
@@ -127,7 +142,7 @@ class Tree:
 
 
 class _Filling:
-    """Puts every op of a graph in the section of its call, and every call in that of its parent, in graph order."""
+    """Adds each op of a graph to the section of its call, and each call to that of its parent, in graph order."""
 
     def __init__(self, tree: Tree, program: FxLowering, top: Section) -> None:
         self._tree = tree
@@ -156,11 +171,11 @@ class _Filling:
         return found
 
     def _section(self, position: int) -> Section:
-        """Of a call in this graph; what belongs to a call around it is at the top."""
+        """The section of a call in this graph; `top` for a call around the graph."""
         return self._sections.get(position, self._top)
 
     def _add_op(self, node: torch.fx.Node, section: Section, path: str) -> list[Op]:
-        """The new op, if it is one."""
+        """Add a node as an op, or as a result of an op before it; gives the new op, if there is one."""
         ops = self._tree.ops
         taken = _taken(node)
         if taken is not None and taken[0] in ops:
@@ -182,7 +197,7 @@ class _Filling:
             self._attached += 1
 
     def _silent_calls(self) -> dict[int, int]:
-        """The calls in which no op ran (`Identity`), with the place in the graph of their last argument."""
+        """By position of each call without ops (`nn.Identity`), the place in the graph of its last argument."""
         busy = {position for _, position, _ in self._places}
         for call in reversed(self._calls):
             if call.parent is not None and call.position in busy:
@@ -195,7 +210,7 @@ class _Filling:
         return found
 
     def _attach_silent(self, starts: dict[int, int], done: int) -> None:
-        """A call without ops stands where its arguments are there."""
+        """Add calls without ops as soon as their arguments are computed."""
         while self._attached < len(self._calls):
             position = self._calls[self._attached].position
             if starts.get(position, done + 1) > done:
@@ -204,7 +219,7 @@ class _Filling:
 
 
 def _taken(node: torch.fx.Node) -> tuple[torch.fx.Node, int] | None:
-    """For a node that takes one result out of an op of several: the op's node and the slot."""
+    """For a `getitem` of an op with several results: the op's node and the slot."""
     if node.target is not operator.getitem:
         return None
     source, slot = node.args
@@ -216,8 +231,8 @@ def _taken(node: torch.fx.Node) -> tuple[torch.fx.Node, int] | None:
 def _places(nodes: list[torch.fx.Node]) -> list[tuple[torch.fx.Node, int, str]]:
     """Each node with the position of its call and the path of its scope.
 
-    Nodes that scopetrace puts before an op, to switch autograd or to ask for a size, belong where that op is; so do
-    those that a pass made without a place.
+    Nodes without a place of their own (switches of autograd, `sym_size`, nodes of users' passes) get that of the next
+    node.
     """
     places: list[tuple[torch.fx.Node, int, str]] = []
     near: tuple[int, str] = (0, "")
@@ -230,7 +245,7 @@ def _places(nodes: list[torch.fx.Node]) -> list[tuple[torch.fx.Node, int, str]]:
 
 
 def _inside(section: Section, path: str) -> Section:
-    """The part of a call's section that belongs to a scope path: user scopes are opened as the path says."""
+    """The section of a user scope inside a call's section, made if it is not the last item; `path` names the scope."""
     base = f"{section.path}/"
     if not path.startswith(base):
         return section
@@ -243,9 +258,9 @@ def _inside(section: Section, path: str) -> Section:
     return section
 
 
-CONSTANT = "_tensor_constant"  # what the names of constants that are no parameter or buffer begin with
+CONSTANT = "_tensor_constant"  # prefix of the names of lifted constants
 
-_SMALL = 16  # elements of a constant up to which its values count
+_SMALL = 16  # elements up to which the values of a lifted constant are part of a signature
 
 
 @dataclasses.dataclass(slots=True)
@@ -258,20 +273,20 @@ class SectionSignature:
 
 @dataclasses.dataclass(slots=True)
 class Run:
-    """Consecutive items of a section: one op, one section, or sections that repeat the first of them."""
+    """Consecutive items of a section: one op, one section, or a section and repetitions of it."""
 
     members: list[Any]
     relation: tuple[Any, ...] | None = None
-    """Where each outside node of a member comes from, seen from the member before it; equal for all members."""
+    """For each outside node of a member, where it comes from relative to the member before; equal for all members."""
 
     @property
     def is_chain(self) -> bool:
-        """Whether each member works on results of the one before."""
+        """Whether each member takes results of the one before."""
         return self.relation is not None and any(kind not in ("same", "own") for kind in self.relation)
 
 
 class Folder:
-    """Signatures of all sections of a tree. `constants` are the tensors behind `get_attr` nodes."""
+    """The signatures of all sections of a tree. `constants` are the tensors behind `get_attr` nodes."""
 
     def __init__(self, tree: Tree, constants: dict[str, torch.Tensor]) -> None:
         self._tree = tree
@@ -291,7 +306,7 @@ class Folder:
     # ---------------------------------------------------------------- runs
 
     def runs(self, items: list[Any]) -> list[Run]:
-        """The items in order, equal neighbours together."""
+        """The items in order, grouped into runs of equal neighbours."""
         found: list[Run] = []
         for item in items:
             if not (found and self._joins(found[-1], item)):
@@ -299,7 +314,7 @@ class Folder:
         return found
 
     def _joins(self, run: Run, item: Any) -> bool:
-        """Put `item` in the run if it repeats the run's members."""
+        """Add `item` to the run if it repeats the run's members."""
         last = run.members[-1]
         if not (_is_call(last) and _is_call(item)):
             return False
@@ -310,7 +325,7 @@ class Folder:
         if run.relation is not None and run.relation != relation:
             return False
         extended = Run([*run.members, item], relation) if run.relation is None else run
-        # What follows reads each result of calls that stand side by side; a single op says more than a fold.
+        # Parallel calls of a single op are shown one by one: a folded line would be no shorter and say less.
         if not extended.is_chain and item.op_count <= 1:
             return False
         run.relation = relation
@@ -326,7 +341,7 @@ class Folder:
         return "own"
 
     def differing(self, run: Run) -> list[str]:
-        """The arguments that each member of a run has of its own, neither shared nor from the member before."""
+        """The names of arguments that are neither shared by all members of a run nor results of the member before."""
         last = run.members[-1]
         own = {
             node for node, kind in zip(self._signed[id(last)].outside, run.relation or (), strict=True) if kind == "own"
@@ -360,7 +375,7 @@ class Folder:
 
 
 class _Names:
-    """Names of nodes that do not depend on where in the program a section is."""
+    """Names of nodes relative to a section: equal for equal sections anywhere in the program."""
 
     def __init__(self, section: Section, tree: Tree, constants: dict[str, torch.Tensor]) -> None:
         self._section = section
@@ -369,7 +384,7 @@ class _Names:
         self._prefix = module_prefix(section)
         self._found: dict[torch.fx.Node, str] = {}
         self.outside: list[torch.fx.Node] = []
-        if section.program is not None:  # a body takes nothing from outside but its operands
+        if section.program is not None:  # a body uses nothing from outside but its operands
             taken = section.program.graph.find_nodes(op="placeholder")
             self._found = {node: f"operand {i}: {type_text(meta.value(node))}" for i, node in enumerate(taken)}
         self._found |= dict.fromkeys(tree.bodies, "body")
@@ -388,7 +403,7 @@ class _Names:
         return text
 
     def _content(self, node: torch.fx.Node) -> str:
-        """The values of a small constant; of parameters and buffers, which training changes, only the shape counts."""
+        """The values of a small lifted constant; nothing for parameters and buffers, whose values training changes."""
         target = str(node.target)
         tensor = self._constants.get(target) if node.op == "get_attr" and "." not in target else None
         if tensor is None or not target.startswith(CONSTANT) or tensor.numel() > _SMALL:
@@ -397,15 +412,15 @@ class _Names:
 
 
 def module_prefix(section: Section) -> str | None:
-    """What the names of the parameters of a section's module begin with; None outside the model's tree."""
+    """The prefix of the parameter names of a section's module; None for a module outside the model's tree."""
     fqn = section.call.fqn
     return None if fqn is None else f"{fqn}." if fqn else ""
 
 
 def _wiring(x: Any, names: _Names) -> Any:
-    """An argument or result, with names for nodes.
+    """An argument or result as part of a signature, with relative names for nodes.
 
-    Of other objects that hold tensors, such as a cache that grows from layer to layer, only the class.
+    Of other objects with tensors inside, such as a cache that grows from layer to layer, only the class counts.
     """
     if isinstance(x, torch.fx.Node):
         return names(x)

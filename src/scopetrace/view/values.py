@@ -1,4 +1,4 @@
-"""Values, types and ops as text, in torch.fx's notation: `%add: f32[2, 3]`, `aten.add.Tensor(%x, 1)`."""
+"""Values, types and ops as text, in the notation of torch.fx: `%add: f32[2, 3]`, `aten.add.Tensor(%x, 1)`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir import meta
 
 Namer = Callable[[torch.fx.Node], str]
-"""How a node is written where it is used."""
+"""Gives the text of a node where it is an argument or result."""
 
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
 _LONGEST = 60
@@ -52,7 +52,7 @@ def typed(node: torch.fx.Node) -> str:
 
 
 def value_text(x: Any, name: Namer, limit: int | None = None) -> str:
-    """A Python value, the nodes in it written by `name`; of containers longer than `limit` the first ones."""
+    """A Python value as text: nodes in it by `name`, of containers only the first `limit` items (None: all)."""
     if isinstance(x, torch.fx.Node):
         return name(x)
     if isinstance(x, _PLAIN):
@@ -77,7 +77,7 @@ def _container_text(x: Any, children: list[tuple[str, Any]], name: Namer, limit:
         return f"({inside},)" if len(children) == 1 else f"({inside})"
     if type(x) is dict:
         return f"{{{', '.join([*(f'{key[1:-1]}: {text}' for key, text in items), *more])}}}"
-    # Fields of a ModelOutput or dataclass that are None are those that this model does not fill.
+    # Fields of a ModelOutput or dataclass that are None are left out: a model fills few of them.
     fields = [_field_text(key, text) for key, text in items if text != "None"]
     return f"{container_type(x).__name__}({', '.join([*fields, *more])})"
 
@@ -89,7 +89,7 @@ def _field_text(key: str, text: str) -> str:
 
 
 def _object_text(x: Any) -> str:
-    """An object of a type that has no written form here: its repr where that is short and the same at each run."""
+    """Any other object: its repr where that is short and does not contain an address, else its class."""
     if isinstance(x, (torch.dtype, torch.layout, torch.memory_format)):
         return str(x)
     if isinstance(x, Symbolic):
@@ -119,7 +119,7 @@ def target_text(node: torch.fx.Node) -> str:
 
 
 def op_text(node: torch.fx.Node, name: Namer) -> str:
-    """What the op computes, without its results: `aten.linear(%x, self.weight)`."""
+    """The right side of an op's line: `aten.linear(%x, self.weight)`."""
     if node.target is operator.getitem and len(node.args) == 2:
         return f"{value_text(node.args[0], name)}[{value_text(node.args[1], name)}]"
     if node.target is getattr and len(node.args) == 2:
