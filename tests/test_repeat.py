@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import scopetrace as st
-from scopetrace._compat.fake import FakeFactory, run_fake, storage_id
+from scopetrace._compat.tensors import FakeFactory, run_fake, storage_id
 from scopetrace.infer import repeat
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, Value

@@ -12,7 +12,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.fake import FakeMaker, without_dispatch
+from scopetrace._compat.tensors import FakeMaker, without_dispatch
 from scopetrace.infer import row_major
 from scopetrace.infer.results import Same
 from scopetrace.infer.size_rules import ACTIVATIONS

@@ -1,48 +1,44 @@
-"""The pre-dispatch mode slot, where ops arrive before autocast, autograd and decomposition.
+"""torch's dispatcher: the pre-dispatch mode that sees every op, transforms, autocast, higher-order ops.
 
-torch keeps three slots there: for proxy tracing, for functionalization, and for schema checking. The recorder takes
-the third: torch's own code looks into the other two (`torch.vmap`, symbolic integers and higher-order ops each look for
-a proxy tracer) and would find a tracer that is none. Schema checking is a test tool that is never on in a trace.
+Pre-dispatch is where ops arrive before autocast, autograd and decomposition. torch has three mode slots there, for
+proxy tracing, for functionalization and for schema checking. The recorder takes the third: torch's own code (`vmap`,
+symbolic integers, higher-order ops) looks into the first two, and would take the recorder for a proxy tracer. Schema
+checking is a debugging tool, which is never on in a trace.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
+from torch._higher_order_ops import utils
 from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops, _pop_mode_from_pre_dispatch
 from torch._ops import _set_mode_pre_dispatch as _put_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from scopetrace._compat.versions import CURRENT
 
+_subgraphs: Any = importlib.import_module(
+    "torch._higher_order_ops.invoke_subgraph"
+)  # the package has an op of this name
+
 OnOp = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Any]
 OnHigherOrderOp = Callable[[HigherOrderOperator, tuple[Any, ...], dict[str, Any]], Any]
 
-_AUTOCAST_KEYS = {
-    name: getattr(DispatchKey, key)
-    for name, key in {
-        "cpu": "AutocastCPU",
-        "cuda": "AutocastCUDA",
-        "xpu": "AutocastXPU",
-        "hpu": "AutocastHPU",
-        "mps": "AutocastMPS",
-        "xla": "AutocastXLA",
-    }.items()
-    if hasattr(DispatchKey, key)
-}
+
+# The recorder's mode -------------------------------------------------------------------------------------------------
 
 
 class PreDispatchMode(SchemaCheckMode):
-    """Calls `on_op` for each op that Python or C++ code calls, whole, with itself out of the way.
-
-    `on_higher_order` gets torch.cond and its kind.
-    """
+    """Calls `on_op` for each op, and `on_higher_order` for torch.cond and its kind, with the mode off inside."""
 
     def __init__(self, on_op: OnOp, on_higher_order: OnHigherOrderOp) -> None:
         super().__init__()
@@ -52,7 +48,7 @@ class PreDispatchMode(SchemaCheckMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        """True: dynamo and others need not stand back from it."""
+        """True, so that dynamo works under it."""
         return True
 
     def __enter__(self) -> PreDispatchMode:
@@ -67,8 +63,8 @@ def _torch_dispatch(
     return self.on_op(func, args, kwargs or {})
 
 
-# Set from outside the class body: TorchDispatchMode wraps what stands in the body with dynamo's `disable`, which costs
-# as much as recording an op does.
+# Set from outside the class body: TorchDispatchMode wraps a method of the body in dynamo's `disable`, which costs as
+# much as recording an op does.
 PreDispatchMode.__torch_dispatch__ = _torch_dispatch  # type: ignore[method-assign, assignment]
 
 
@@ -92,28 +88,19 @@ def _reported(hop: HigherOrderOperator) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def dispatching_to(mode: PreDispatchMode, *others: Any) -> Iterator[None]:
-    """`others` and, above them, `mode`, with an earlier trace of this thread set aside."""
-    outer = _pop_mode_from_pre_dispatch() if _pre_dispatch_modes() else None
-    try:
-        with contextlib.ExitStack() as stack:
-            for other in others:
-                stack.enter_context(other)
-            stack.enter_context(enable_python_dispatcher())
-            stack.enter_context(mode)
-            yield
-    finally:
-        if outer is not None:
-            _put_mode(outer)
-
-
-def _pre_dispatch_modes() -> int:
-    return torch._ops._len_torch_dispatch_stack_pre_dispatch()
+    """Enter the modes `others` and, above them, `mode`. The mode of an outer trace in this thread is off inside."""
+    with paused(), contextlib.ExitStack() as stack:
+        for other in others:
+            stack.enter_context(other)
+        stack.enter_context(enable_python_dispatcher())
+        stack.enter_context(mode)
+        yield
 
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """Ops inside are not recorded (they stay fake). A no-op where recording is already out of the way."""
-    mode = _pop_mode_from_pre_dispatch() if _pre_dispatch_modes() else None
+    """Take the mode off: ops inside run on fake tensors and are not recorded. Does nothing if the mode is off."""
+    mode = _pop_mode_from_pre_dispatch() if torch._ops._len_torch_dispatch_stack_pre_dispatch() else None
     try:
         yield
     finally:
@@ -121,12 +108,29 @@ def paused() -> Iterator[None]:
             _put_mode(mode)
 
 
+def with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
+    """Call `run` with the mode on again, from inside `on_op` or `on_higher_order`."""
+    _put_mode(mode)
+    try:
+        return run()
+    finally:
+        _pop_mode_from_pre_dispatch()
+
+
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Ops inside run for real, outside all modes and transforms, without autograd and autocast."""
+    """Ops inside run for real: outside all modes and transforms, without autograd and autocast."""
     no_transforms, no_autocast = torch._C._DisableFuncTorch(), torch._C._DisableAutocast()
     with _disable_current_modes(), torch._C._DisablePythonDispatcher(), no_transforms, no_autocast, torch.no_grad():
         yield
+
+
+def decomposed(mode: PreDispatchMode, func: OpOverload, args: Any, kwargs: Any) -> Any:
+    """Run a composite op as its parts, with the recorder on."""
+    return with_mode(mode, lambda: func.decompose(*args, **kwargs))
+
+
+# Transforms ----------------------------------------------------------------------------------------------------------
 
 
 def in_transform() -> bool:
@@ -135,33 +139,10 @@ def in_transform() -> bool:
 
 
 def unwrapped(t: torch.Tensor) -> torch.Tensor:
-    """The tensor inside the wrappers of functorch transforms: all of a batch, for one example of it."""
+    """The tensor inside the wrappers of functorch transforms: under vmap, the whole batch."""
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
         t = torch._C._functorch.get_unwrapped(t)
     return t
-
-
-autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
-
-
-def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
-    """Apply autocast's rule for `func` with the recorder on, so that the casts are recorded as ops.
-
-    Returns NotImplemented when autocast does not touch the op.
-    """
-    key = _AUTOCAST_KEYS.get(device)
-    if key is None or not torch.is_autocast_enabled(device) or torch._C._dispatch_tls_is_dispatch_key_excluded(key):
-        return NotImplemented
-    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
-        return with_mode(mode, lambda: func._op_dk(key, *args, **kwargs))
-    if func._can_decompose() and not func.is_view:
-        return decomposed(mode, func, args, kwargs)
-    return NotImplemented
-
-
-def decomposed(mode: PreDispatchMode, func: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Run a composite op as its parts, with the recorder on."""
-    return with_mode(mode, lambda: func.decompose(*args, **kwargs))
 
 
 class _BelowTransforms(TorchDispatchMode):
@@ -181,17 +162,84 @@ def through_transform(on_op: OnOp, func: OpOverload, args: Any, kwargs: Any) -> 
         return func(*args, **kwargs)
 
 
-def with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
-    """What `run` returns, with the recorder on again: for what an op that has arrived calls."""
-    _put_mode(mode)
-    try:
-        return run()
-    finally:
-        _pop_mode_from_pre_dispatch()
+# Autocast ------------------------------------------------------------------------------------------------------------
+
+_AUTOCAST_KEYS = {
+    device: getattr(DispatchKey, key)
+    for device, key in {
+        "cpu": "AutocastCPU",
+        "cuda": "AutocastCUDA",
+        "xpu": "AutocastXPU",
+        "hpu": "AutocastHPU",
+        "mps": "AutocastMPS",
+    }.items()
+}
+
+autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
+
+
+def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
+    """Apply autocast's rule for `func` with the recorder on, so that the casts are recorded as ops.
+
+    Returns NotImplemented when autocast does not touch the op.
+    """
+    key = _AUTOCAST_KEYS.get(device)
+    if key is None or not torch.is_autocast_enabled(device) or torch._C._dispatch_tls_is_dispatch_key_excluded(key):
+        return NotImplemented
+    if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
+        return with_mode(mode, lambda: func._op_dk(key, *args, **kwargs))
+    if func._can_decompose() and not func.is_view:
+        return decomposed(mode, func, args, kwargs)
+    return NotImplemented
+
+
+# Higher-order ops ----------------------------------------------------------------------------------------------------
+
+
+def hop_entry_points(mine: Callable[[], bool]) -> list[tuple[Any, str, Any]]:
+    """Replacements for two functions of torch, as (module, name, function), by which higher-order ops are called.
+
+    `torch.cond` and its kind compile their callables first, which finds what these close over; the recorder finds that
+    itself, so the replacement calls the op. A function under `mark_compile_region` is called as in eager.
+    """
+    compile_and_call, region = utils._hop_compile_and_call, _subgraphs.invoke_subgraph_placeholder
+
+    def call(fn: Callable[..., Any], args: Any, kwargs: Any = None) -> Any:
+        if not mine():
+            return compile_and_call(fn, args, kwargs)
+        if not callable(args[0]):  # the predicate of cond, the one op whose operands are still nested
+            args = _flat_operands(*args)
+        return fn(*args, **(kwargs or {}))
+
+    def call_region(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return fn(*args, **kwargs) if mine() else region(fn, *args, **kwargs)
+
+    return [(utils, "_hop_compile_and_call", call), (_subgraphs, "invoke_subgraph_placeholder", call_region)]
+
+
+def _flat_operands(pred: Any, true_fn: Any, false_fn: Any, operands: Any) -> tuple[Any, ...]:
+    flat, spec = pytree.tree_flatten(operands)
+
+    def nested(branch: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *operands: branch(*pytree.tree_unflatten(operands, spec))
+
+    return pred, nested(true_fn), nested(false_fn), tuple(flat)
+
+
+def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:
+    """What a higher-order op returns for fake tensors, by its own shape function, which calls the callables.
+
+    Raises what that raises, for branches whose results do not fit together and the like.
+    """
+    kernel = utils.registered_hop_fake_fns.get(hop)
+    with mode, torch.no_grad():
+        if kernel is not None:
+            return kernel(*args)
+        return hop.python_key_table[FakeTensorMode](mode, *args)
 
 
 def auto_functionalized() -> Any:
-    """The higher-order op that runs a mutating op on copies and returns what it changed."""
+    """The higher-order op that runs a mutable op on copies of what it writes, and returns these copies."""
     from torch._higher_order_ops.auto_functionalize import auto_functionalized as op
 
     return op

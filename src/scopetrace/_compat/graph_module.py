@@ -1,16 +1,25 @@
-"""The GraphModule of a trace: compiled when it first runs, with scopes that pickling and re-tracing keep."""
+"""The GraphModule of a trace, compiled when it first runs, and pickles of what torch cannot pickle.
+
+Fake tensors are pickled as their metadata, ops and code objects as their names.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import io
+import pickle
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
+from torch._ops import HigherOrderOperator, OpOverload
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
+from torch.nn.utils import parametrize
 
-from scopetrace._compat import pickling
+from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
 _PICKLED_META = ("val", "nn_module_stack", "stack_trace", "custom")
 
@@ -38,7 +47,7 @@ class TracedGraphModule(_LazyGraphModule):
         used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
         held = {name: _look_up(self, name) for name in used}
         is_body = isinstance(self, BodyGraphModule)
-        return _unpickle, (held, pickling.dumps(_records(self.graph)), self._get_name(), self.training, is_body)
+        return _unpickle, (held, dumps(_records(self.graph)), self._get_name(), self.training, is_body)
 
 
 class BodyGraphModule(TracedGraphModule):
@@ -98,7 +107,7 @@ def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool, is_b
             return [restore(i) for i in x] if isinstance(x, list) else tuple(restore(i) for i in x)
         return x
 
-    for op, node_name, target, args, kwargs, meta in pickling.loads(data):
+    for op, node_name, target, args, kwargs, meta in loads(data):
         node = graph.create_node(op, target, restore(args), restore(kwargs), name=node_name)
         node.meta.update(meta)
         nodes.append(node)
@@ -112,3 +121,95 @@ def _look_up(module: torch.nn.Module, name: str) -> Any:
 
 
 set_grad_enabled = torch._C._set_grad_enabled
+
+
+# Pickles -------------------------------------------------------------------------------------------------------------
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, OpOverload):
+            return _op, (obj._schema.name, obj._overloadname)
+        if isinstance(obj, CodeType):
+            return Code, (obj.co_filename, obj.co_name)
+        if isinstance(obj, HigherOrderOperator):
+            return _higher_order_op, (obj._name,)
+        if isinstance(obj, FakeTensor):
+            return _Fakes.make, (
+                tuple(obj.size()),
+                tuple(obj.stride()),
+                obj.dtype,
+                obj.device,
+                obj.requires_grad,
+            )
+        if isinstance(obj, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+            node = obj.node
+            return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
+        if isinstance(obj, WatchedShapeEnv):
+            return _Fakes.environment, (obj.saved(),)
+        if isinstance(obj, type) and obj.__module__ == parametrize.__name__ and not hasattr(parametrize, obj.__name__):
+            return _parametrized, (obj.__name__, obj.__base__)
+        return NotImplemented
+
+
+class Code(NamedTuple):
+    """What is kept of a code object: enough to say where a line is."""
+
+    co_filename: str
+    co_name: str
+
+
+class _Fakes:
+    """The fake tensors of one load share a fake mode."""
+
+    factory: FakeFactory | None = None
+
+    @classmethod
+    def environment(cls, state: dict[str, Any]) -> WatchedShapeEnv:
+        """The symbols of the load."""
+        assert cls.factory is not None
+        cls.factory.shape_env.restore(state)
+        return cls.factory.shape_env
+
+    @classmethod
+    def make(cls, size: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool) -> torch.Tensor:
+        assert cls.factory is not None
+        with without_dispatch(), torch.no_grad():
+            return cls.factory.fresh(size, stride, dtype, device, requires_grad)
+
+
+def _number(kind: type, env: WatchedShapeEnv, expr: Any, pytype: type, hint: Any) -> Any:
+    return kind(sym_node(env, expr, pytype, hint))
+
+
+def _op(name: str, overload: str) -> Any:
+    namespace, _, op = name.partition("::")
+    return getattr(getattr(getattr(torch.ops, namespace), op), overload)
+
+
+def _parametrized(name: str, base: type) -> type:
+    """A class as torch makes it for a parametrized module: it is in no module under its name."""
+    return type(name, (base,), {"__module__": parametrize.__name__})
+
+
+def _higher_order_op(name: str) -> Any:
+    return getattr(torch.ops.higher_order, name)
+
+
+def dumps(x: Any) -> bytes:
+    """`x` as bytes. Raises pickle.PicklingError for what pickle refuses."""
+    file = io.BytesIO()
+    _Pickler(file).dump(x)
+    return file.getvalue()
+
+
+def loads(data: bytes) -> Any:
+    """What `dumps` was given. As all pickles, to be read only from sources that you trust."""
+    outer, _Fakes.factory = _Fakes.factory, FakeFactory()
+    try:
+        return pickle.loads(data)
+    finally:
+        _Fakes.factory = outer

@@ -1,7 +1,9 @@
-"""What a trace changes in the process while it runs, and puts back when it ends, however it ends.
+"""What a trace replaces in the process while it runs, and puts back when it ends, with an exception too.
 
-`nn.Module._call_impl` rather than `__call__`: torch.fx kept `__call__` at import, so that a later patch of it is not
-seen under make_fx and export; hooks rather than either would turn off the fast path of `nn.TransformerEncoderLayer`.
+A dispatch mode sees ops only. Module calls, `backward`, custom autograd functions, seeding, writes to `.data`, and the
+ways from a tensor to a Python value that run no op are seen by replacing the functions that do them. A replacement asks
+`mine()`, whether the calling thread is the one that traces and recording is not paused, and otherwise calls what it
+replaced.
 """
 
 from __future__ import annotations
@@ -17,14 +19,20 @@ from typing import Any, Protocol
 import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils import _pytree as pytree
 
-from scopetrace._compat.batch_norm import averaging_in_tensors
-from scopetrace._compat.higher_order import called_at_once
-from scopetrace._compat.reads import Reader, report_reads
+from scopetrace._compat.dispatch import eager, hop_entry_points
+from scopetrace._compat.sources import NOT_THE_MODEL
+from scopetrace._compat.symbols import Symbolic
+
+Mine = Callable[[], bool]
+Replace = Callable[[Any, str, Any], None]
+"""Sets an attribute of a class or module for the time of the trace."""
 
 
-class Observer(Reader, Protocol):
-    """Who is told of module calls. `run` does what would have happened without the patch."""
+class Observer(Protocol):
+    """Who is told of what happens. `run` does what would have happened without the replacement."""
 
     paused: bool
 
@@ -32,30 +40,44 @@ class Observer(Reader, Protocol):
         """A module is called."""
 
     def on_forward(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The forward of a module is called."""
+        """The forward of a module is called, by its module or directly."""
 
     def on_backward(self, *, accumulates: bool) -> None:
         """The forward differentiates; with `accumulates`, into `.grad`."""
 
     def on_custom_function(self, cls: type, args: Any) -> None:
-        """A `torch.autograd.Function` with its own backward is applied."""
+        """A `torch.autograd.Function` is applied."""
 
     def on_seed(self) -> None:
         """The forward seeds torch's generator."""
 
     def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
-        """The forward gives a storage `size` bytes. Returns whether that is done."""
+        """The forward gives a storage `size` bytes. Returns whether the observer did that."""
 
     def on_data(self, t: torch.Tensor, get: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """The forward reads `t.data`, which `get` gives. Returns it."""
+        """The forward reads `t.data`, which `get` returns. Returns what the forward gets."""
 
     def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
-        """The forward sets `t.data`, perhaps in a leaf module. Returns whether that is done."""
+        """The forward assigns to `t.data`; told when paused too. Returns whether the observer did that."""
+
+    def on_number(self, x: Any) -> Any:
+        """A tensor of one element, or a symbolic number, becomes text or a dictionary key.
+
+        Returns the number, or NotImplemented for what torch would do.
+        """
+
+    def on_numpy(self, t: torch.Tensor) -> Any:
+        """A tensor becomes an array of NumPy. Returns the tensor to take it from, or NotImplemented."""
 
 
 @contextlib.contextmanager
 def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Tell `observer` of all module calls in this thread, and present the process to models as exporting."""
+    """Tell `observer` what this thread does inside, and tell models that they are being exported.
+
+    Args:
+        observer: is told, unless it is paused.
+        modules: those whose direct calls of `forward` are reported.
+    """
     thread = threading.get_ident()
 
     def here() -> bool:
@@ -65,42 +87,56 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         return here() and not observer.paused
 
     with contextlib.ExitStack() as stack:
-        stack.callback(_set, torch.nn.Module, "_call_impl", torch.nn.Module._call_impl)
-        torch.nn.Module._call_impl = _call_impl(observer, mine)  # type: ignore[method-assign]
-        stack.enter_context(averaging_in_tensors(mine))
-        for cls in {owner for m in modules if (owner := _owner(type(m))) is not None}:
-            stack.callback(_set, cls, "forward", cls.__dict__["forward"])
-            _set(cls, "forward", _forward(cls, observer, mine))
-        stack.enter_context(_backward_reported(observer, mine))
-        stack.enter_context(_custom_functions_reported(observer, mine))
+        replace = functools.partial(_replace, stack)
+        _replace_batch_norm(replace, mine)  # before what reports calls of its forward
+        _report_module_calls(replace, observer, mine, modules)
+        _report_backward(replace, observer, mine)
+        _report_custom_functions(replace, observer, mine)
+        _report_seeding(replace, observer, mine)
+        _report_storages(replace, observer, here, mine)
+        _report_values(replace, observer, mine)
+        _index_with_symbols(replace, mine)
+        for owner, name, value in hop_entry_points(mine):
+            replace(owner, name, value)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-        stack.enter_context(_seeding_reported(observer, mine))
-        stack.enter_context(_storage_resizes_reported(observer, mine))
-        stack.enter_context(_data_reported(observer, here, mine))
-        report_reads(stack, observer, mine)
+        stack.callback(torch.set_autocast_cache_enabled, torch.is_autocast_cache_enabled())
+        torch.set_autocast_cache_enabled(False)  # it would keep casts of parameters, which are fake here
         stack.enter_context(exporting())
         stack.enter_context(_not_compiling())
-        stack.enter_context(called_at_once(mine))
-        stack.enter_context(_no_autocast_cache())
         for module in modules:
             if getattr(module, "_compiled_call_impl", None) is not None:
-                module._compiled_call_impl = None  # what the module was is put back with its other attributes
+                module._compiled_call_impl = None  # put back with the other attributes of the module
         yield
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
+def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    """Set an attribute until `stack` is left; then the owner has again what it had, or inherits."""
+    own = vars(owner)
+    if name in own:
+        stack.callback(setattr, owner, name, own[name])
+    else:
+        stack.callback(delattr, owner, name)
     setattr(owner, name, value)
 
 
-def _bare(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """The function under the patches of an outer trace."""
-    return getattr(fn, "_scopetrace_original", fn)
+# Module calls --------------------------------------------------------------------------------------------------------
 
 
-def _call_impl(observer: Observer, mine: Callable[[], bool]) -> Callable[..., Any]:
+def _report_module_calls(replace: Replace, observer: Observer, mine: Mine, modules: Iterable[torch.nn.Module]) -> None:
+    """Replace `nn.Module._call_impl`, and the `forward` of each class of `modules`.
+
+    `_call_impl` rather than `__call__`, of which torch.fx keeps the original at import. Hooks are no way: they turn off
+    the fast path of `nn.TransformerEncoderLayer`.
+    """
+    replace(torch.nn.Module, "_call_impl", _call_impl(observer, mine))
+    for cls in {owner for m in modules if (owner := _owner(type(m))) is not None}:
+        replace(cls, "forward", _forward(cls, observer, mine))
+
+
+def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
     outer = torch.nn.Module._call_impl
-    original = _bare(outer)
+    original = _original(outer)
 
     def call_impl(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not mine():
@@ -115,23 +151,10 @@ def _call_impl(observer: Observer, mine: Callable[[], bool]) -> Callable[..., An
     return call_impl
 
 
-def _is_compiled(module: torch.nn.Module) -> bool:
-    return "_orig_mod" in module.__dict__.get("_modules", ()) and type(module).__name__ == "OptimizedModule"
-
-
-def _owner(cls: type) -> type | None:
-    """The class that defines the `forward` of `cls`, when it can be patched."""
-    for base in cls.__mro__:
-        if "forward" in base.__dict__:
-            plain = callable(base.__dict__["forward"]) and not issubclass(cls, torch.jit.ScriptModule)
-            return base if plain and base is not torch.nn.Module else None
-    return None
-
-
-def _forward(cls: type, observer: Observer, mine: Callable[[], bool]) -> Callable[..., Any]:
-    """`forward` of a class, seen when it is called without the module being called."""
+def _forward(cls: type, observer: Observer, mine: Mine) -> Callable[..., Any]:
+    """The `forward` of a class, reported when it is called without the module being called."""
     outer = cls.__dict__["forward"]
-    original = _bare(outer)
+    original = _original(outer)
 
     @functools.wraps(original)
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -145,28 +168,30 @@ def _forward(cls: type, observer: Observer, mine: Callable[[], bool]) -> Callabl
     return forward
 
 
-@contextlib.contextmanager
-def _backward_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[None]:
-    """autograd's engine is entered from two modules that each hold its name."""
-    places = [m for m in (torch.autograd, torch.autograd.graph) if hasattr(m, "_engine_run_backward")]
-    outer = places[0]._engine_run_backward
+def _original(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The function itself, if `fn` is its replacement by an outer trace."""
+    return getattr(fn, "_scopetrace_original", fn)
 
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if mine():
-            observer.on_backward(accumulates=bool(kwargs.get("accumulate_grad")))
-        return outer(*args, **kwargs)
 
-    for place in places:
-        place._engine_run_backward = run_backward  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        for place in places:
-            place._engine_run_backward = outer  # type: ignore[attr-defined]
+def _is_compiled(module: torch.nn.Module) -> bool:
+    return "_orig_mod" in module.__dict__.get("_modules", ()) and type(module).__name__ == "OptimizedModule"
+
+
+def _owner(cls: type) -> type | None:
+    """The class that defines the `forward` of `cls`, if it can be replaced."""
+    for base in cls.__mro__:
+        if "forward" in base.__dict__:
+            plain = callable(base.__dict__["forward"]) and not issubclass(cls, torch.jit.ScriptModule)
+            return base if plain and base is not torch.nn.Module else None
+    return None
 
 
 def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
-    """A script method calls the Python that it was compiled from, with one `self` too many, when the flags are set."""
+    """The call of a script module, as outside an export.
+
+    While the exporting flags are set, a script method calls the Python function that it was compiled from, and passes
+    `self` twice.
+    """
 
     def run(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         with exporting(False), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
@@ -175,26 +200,203 @@ def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+# Autograd, seeds, storages -------------------------------------------------------------------------------------------
+
+
+def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
+    outer = torch.autograd.graph._engine_run_backward
+
+    def run_backward(*args: Any, **kwargs: Any) -> Any:
+        if mine():
+            observer.on_backward(accumulates=bool(kwargs.get("accumulate_grad")))
+        return outer(*args, **kwargs)
+
+    for module in (torch.autograd, torch.autograd.graph):  # each has imported it under its name
+        replace(module, "_engine_run_backward", run_backward)
+
+
+def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:
+    outer = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        if mine():
+            if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
+                return args[0](*args[2:])
+            if cls.__module__ != "torch._library.autograd":  # that of a custom op, which is recorded itself
+                observer.on_custom_function(cls, args)
+        return outer.__get__(None, cls)(*args, **kwargs)
+
+    replace(torch.autograd.Function, "apply", classmethod(apply))
+
+
+def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
+    """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward seeds them."""
+
+    def reported(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(fn)
+        def seed(*args: Any, **kwargs: Any) -> Any:
+            if mine():
+                observer.on_seed()
+            return fn(*args, **kwargs)
+
+        return seed
+
+    for name in ("manual_seed", "seed"):
+        for module in (torch, torch.random):
+            replace(module, name, reported(getattr(module, name)))
+
+
+def _report_storages(replace: Replace, observer: Observer, here: Mine, mine: Mine) -> None:
+    """`x.untyped_storage().resize_(0)`, `x.data` and `x.data = y` are no ops that a mode sees."""
+    resize: Any = torch.UntypedStorage.resize_
+    data: Any = torch._C.TensorBase.data
+
+    def resize_(self: torch.UntypedStorage, size: int) -> Any:
+        if mine() and observer.on_storage_resize(self, size):
+            return self
+        return resize(self, size)
+
+    def get_data(self: torch.Tensor) -> Any:
+        return observer.on_data(self, data.__get__) if mine() else data.__get__(self)
+
+    def set_data(self: torch.Tensor, new: Any) -> None:
+        if not (here() and observer.on_set_data(self, new)):
+            data.__set__(self, new)
+
+    replace(torch.UntypedStorage, "resize_", resize_)
+    replace(torch.Tensor, "data", property(get_data, set_data))
+
+
+# From tensors and symbolic numbers to Python values ------------------------------------------------------------------
+
+
+def _report_values(replace: Replace, observer: Observer, mine: Mine) -> None:
+    """`tensor.numpy()`, `f"{tensor}"`, and `str` and `hash` of symbolic numbers run no op."""
+    to_array, to_text = torch.Tensor.numpy, torch.Tensor.__format__
+
+    def numpy(self: torch.Tensor, *, force: bool = False) -> Any:
+        found = observer.on_numpy(self) if mine() else NotImplemented
+        if found is NotImplemented:
+            return to_array(self, force=force)
+        with eager():
+            array = to_array(found, force=force)
+        array.flags.writeable = False  # a write to it would not be in the graph
+        return array
+
+    def __format__(self: torch.Tensor, spec: str) -> str:
+        found = observer.on_number(self) if mine() and self.dim() == 0 else NotImplemented
+        return to_text(self, spec) if found is NotImplemented else format(found, spec)
+
+    replace(torch.Tensor, "numpy", numpy)
+    replace(torch.Tensor, "__format__", __format__)
+    for cls in (torch.SymInt, torch.SymFloat):
+        for name in ("__hash__", "__str__"):
+            replace(cls, name, _of_the_number(getattr(cls, name), observer, mine))
+
+
+def _of_the_number(outer: Callable[[Any], Any], observer: Observer, mine: Mine) -> Callable[[Any], Any]:
+    """`hash` or `str` of a symbolic number: that of the number itself where the model's own code asks for it."""
+
+    def read(self: Any) -> Any:
+        asked_by_model = mine() and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_MODEL)
+        found = observer.on_number(self) if asked_by_model else NotImplemented
+        return outer(self) if found is NotImplemented else getattr(found, outer.__name__)()
+
+    read.__name__ = outer.__name__
+    return read
+
+
+def _index_with_symbols(replace: Replace, mine: Mine) -> None:
+    """Indexing with symbolic integers, and `torch.tensor` of them: C++ would ask for their values."""
+    index_with, make = torch.Tensor.__getitem__, torch.tensor
+
+    def __getitem__(self: torch.Tensor, index: Any) -> Any:
+        items = index if isinstance(index, tuple) else (index,)
+        if not (mine() and any(isinstance(item, torch.SymInt) for item in items)):
+            return index_with(self, index)
+        selected, rest = _select_symbols(self, items)
+        return selected if all(map(_is_everything, rest)) else index_with(selected, rest)
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        symbolic = mine() and any(isinstance(a, Symbolic) for a in pytree.tree_leaves(data))
+        found: torch.Tensor = (torch._refs.tensor if symbolic else make)(data, *args, **kwargs)
+        return found
+
+    replace(torch, "tensor", tensor)
+    replace(torch.Tensor, "__getitem__", __getitem__)
+
+
+def _select_symbols(t: torch.Tensor, items: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Apply the symbolic integers of an index, as `select`; torch too applies integers before the other items.
+
+    Returns the selected tensor and the other items.
+    """
+    ellipsis = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    skipped = t.dim() - sum(map(_dims, items))
+    for i in reversed(range(len(items))):
+        if isinstance(items[i], torch.SymInt):
+            t = t.select(sum(map(_dims, items[:i])) + (skipped if i > ellipsis else 0), items[i])
+    return t, tuple(item for item in items if not isinstance(item, torch.SymInt))
+
+
+def _is_everything(item: Any) -> bool:
+    return item is Ellipsis or (isinstance(item, slice) and item == slice(None))
+
+
+def _dims(item: Any) -> int:
+    """How many dimensions an item of an index consumes."""
+    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        return item.dim()
+    return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
+
+
+# Batch norm ----------------------------------------------------------------------------------------------------------
+
+
+def _replace_batch_norm(replace: Replace, mine: Mine) -> None:
+    """BatchNorm with `momentum=None` in training reads its number of batches as a Python float.
+
+    In a trace that float would be a constant. The replacement computes the same running statistics with tensors.
+    """
+    original = _BatchNorm.forward
+
+    def forward(self: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+        averages = self.training and self.momentum is None and self.track_running_stats
+        if mine() and averages and self.num_batches_tracked is not None:
+            return _cumulative_average(self, input)
+        return original(self, input)
+
+    replace(_BatchNorm, "forward", forward)
+
+
+def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
+    """The forward of a batch norm whose running statistics are the averages over all batches."""
+    norm._check_input_dim(input)
+    assert norm.num_batches_tracked is not None and norm.running_mean is not None and norm.running_var is not None
+    norm.num_batches_tracked.add_(1)
+    mean, var = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
+    out = torch.nn.functional.batch_norm(input, mean, var, norm.weight, norm.bias, True, 1.0, norm.eps)
+    share = norm.num_batches_tracked.reciprocal().to(mean.dtype)
+    norm.running_mean.lerp_(mean, share)
+    norm.running_var.lerp_(var, share)
+    return out
+
+
+# The state of the process --------------------------------------------------------------------------------------------
+
+
 @contextlib.contextmanager
 def exporting(flag: bool = True) -> Iterator[None]:
-    """Models ask `torch.compiler.is_exporting()` to choose a path that can be traced; torch.export sets both too."""
+    """`torch.compiler.is_exporting()` and `is_compiling()` return `flag` inside, as under torch.export.
+
+    Models ask them to choose a path that can be traced.
+    """
     old = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
     torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = flag
     try:
         yield
     finally:
         torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = old
-
-
-@contextlib.contextmanager
-def _no_autocast_cache() -> Iterator[None]:
-    """Autocast keeps casts of parameters; those of a trace are fake and must not outlive it."""
-    old = torch.is_autocast_cache_enabled()
-    torch.set_autocast_cache_enabled(False)
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(old)
 
 
 @contextlib.contextmanager
@@ -208,96 +410,8 @@ def _not_compiling() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _custom_functions_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[None]:
-    """Reentrant checkpointing is a custom function too; what it computes is what it was given to run."""
-    outer = torch.autograd.Function.__dict__["apply"]
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if mine():
-            if cls is torch.utils.checkpoint.CheckpointFunction:
-                return args[0](*args[2:])
-            if cls.__module__ != "torch._library.autograd":  # that of a custom op, which is itself recorded
-                observer.on_custom_function(cls, args)
-        return outer.__get__(None, cls)(*args, **kwargs)
-
-    torch.autograd.Function.apply = classmethod(apply)  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        torch.autograd.Function.apply = outer  # type: ignore[method-assign]
-
-
-@contextlib.contextmanager
-def _seeding_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[None]:
-    """Fake tensors draw no numbers, so that torch's generators change only where the forward seeds them."""
-    places = [(torch, "manual_seed"), (torch.random, "manual_seed"), (torch, "seed"), (torch.random, "seed")]
-    outer = [getattr(owner, name) for owner, name in places]
-
-    def report(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def seed(*args: Any, **kwargs: Any) -> Any:
-            if mine():
-                observer.on_seed()
-            return fn(*args, **kwargs)
-
-        return seed
-
-    for (owner, name), fn in zip(places, outer, strict=True):
-        setattr(owner, name, report(fn))
-    try:
-        yield
-    finally:
-        for (owner, name), fn in zip(places, outer, strict=True):
-            setattr(owner, name, fn)
-
-
-@contextlib.contextmanager
-def _overridden(cls: type, name: str, value: Any) -> Iterator[None]:
-    """Inside, `cls` itself has what it inherits, or has from an outer trace, in another form."""
-    own = cls.__dict__.get(name)
-    _set(cls, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(cls, name)
-        else:
-            _set(cls, name, own)
-
-
-@contextlib.contextmanager
-def _storage_resizes_reported(observer: Observer, mine: Callable[[], bool]) -> Iterator[None]:
-    """Memory that is freed by hand (`x.untyped_storage().resize_(0)`) is no op that a mode would see."""
-    inherited = torch.UntypedStorage.resize_
-
-    def resize_(self: torch.UntypedStorage, size: int) -> Any:
-        if mine() and observer.on_storage_resize(self, size):
-            return self
-        return inherited(self, size)
-
-    with _overridden(torch.UntypedStorage, "resize_", resize_):
-        yield
-
-
-@contextlib.contextmanager
-def _data_reported(observer: Observer, here: Callable[[], bool], mine: Callable[[], bool]) -> Iterator[None]:
-    """`x.data = y` is no op that a mode would see either, and would make a tensor of the model a fake one."""
-    data: Any = torch._C.TensorBase.data
-
-    def get_data(self: torch.Tensor) -> Any:
-        return observer.on_data(self, data.__get__) if mine() else data.__get__(self)
-
-    def set_data(self: torch.Tensor, new: Any) -> None:
-        if not (here() and observer.on_set_data(self, new)):
-            data.__set__(self, new)
-
-    with _overridden(torch.Tensor, "data", property(get_data, set_data)):
-        yield
-
-
-@contextlib.contextmanager
 def python_random_state_kept() -> Iterator[None]:
-    """Put the generators of Python and NumPy back, which a forward may draw from."""
+    """Restore the global generators of Python and NumPy, from which a forward may draw."""
     numpy = sys.modules.get("numpy")
     python_state = random.getstate()
     numpy_state = numpy.random.get_state() if numpy is not None else None

@@ -1,4 +1,4 @@
-"""Symbolic sizes: torch's ShapeEnv, watched for what it takes for true, and the forms of `dynamic_shapes`."""
+"""Symbolic sizes: torch's ShapeEnv, which remembers what tracing assumed of them, and the forms of `dynamic_shapes`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._guards import Source
+from torch._ops import mode_stack_state_for_pre_dispatch
 from torch.export.dynamic_shapes import Dim, _DerivedDim, _DimHint, _DimHintType
+from torch.fx.experimental.sym_node import _NO_HINT, SymNode
 from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined]
     DimDynamic,
     GuardOnDataDependentSymNode,
@@ -29,17 +31,19 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.solve import try_solve
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from scopetrace._compat.sym_nodes import RememberingNode
+from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, SYMPY, TORCH, TORCH_DIRECTORY, prefixes
 
-_TORCH = f"{Path(torch.__file__).resolve().parent}/"
+_PROXY = torch._C._TorchDispatchModeKey.PROXY
+_get_dispatch_mode = torch._C._get_dispatch_mode
+_pre_dispatch_modes = mode_stack_state_for_pre_dispatch()
+
 _MACHINERY = (
-    *(_TORCH + path for path in ("fx/", "__init__.py", "_guards.py", "utils/")),
-    f"{Path(sympy.__file__).resolve().parent}/",
-    str(Path(__file__).resolve().parent / "sym_nodes.py"),
+    *prefixes(TORCH_DIRECTORY, "fx/", "__init__.py", "_guards.py", "utils/"),
+    *SYMPY,
+    *prefixes(Path(__file__).parent, "shape_env.py"),
 )
-_OURS = f"{Path(__file__).resolve().parent.parent}/"
-MACHINERY = (_TORCH, _OURS, f"{Path(sympy.__file__).resolve().parent}/")
-"""Where Python is not the model's own."""
+_TORCH_INIT = prefixes(TORCH_DIRECTORY, "__init__.py")
+_TORCH_NN = prefixes(TORCH_DIRECTORY, "nn/")
 
 Place = dict[str, str | None]
 
@@ -90,6 +94,136 @@ def bound_values(bindings: Any, out: Any) -> dict[Any, Any]:
     return {symbol: pytree.key_get(out, path) for symbol, path in (bindings or {}).items()}
 
 
+# Arithmetic on symbolic numbers --------------------------------------------------------------------------------------
+
+_TRUTH = {sympy.true: True, sympy.false: False}
+_BINARY = (
+    *("add", "sub", "mul", "mod", "int_floordiv", "sym_min", "sym_max"),
+    *("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_"),
+)
+_LAYOUT = (
+    *("is_contiguous", "is_channels_last_contiguous_2d", "is_channels_last_contiguous_3d"),
+    *("is_channels_last_strides_2d", "is_channels_last_strides_3d", "is_non_overlapping_and_dense_indicator"),
+)
+
+
+class CachingNode(SymNode):
+    """A SymNode that looks up arithmetic on equal expressions in the shape environment.
+
+    The shape rules of ops ask the same few questions of the same few sizes again and again, and torch computes each
+    answer anew in Python and sympy. Expressions are immutable, and what tracing learns later of their symbols is
+    applied when `expr` is read, so a cached result stays right.
+    """
+
+    shape_env: Any
+    _is_constant: bool | None = None
+    _whole: tuple[int, int | None] | None = None
+    """The version counter of the replacements, and what `maybe_as_int` is with these replacements."""
+
+    @property
+    def expr(self) -> Any:
+        """The expression after the replacements of symbols that tracing found."""
+        if self._is_constant is None:
+            self._is_constant = isinstance(self._expr, int) or bool(getattr(self._expr, "is_number", False))
+        version = self.shape_env._replacements_version_counter
+        if self._is_constant or version == 0:
+            return self._expr
+        if self._expr_ver == version and self._expr_cache is not None:
+            return self._expr_cache
+        return super().expr
+
+    def maybe_as_int(self) -> int | None:
+        """The integer that the expression is, or None."""
+        version = self.shape_env._replacements_version_counter
+        if self._whole is None or self._whole[0] != version:
+            found = super().maybe_as_int()
+            self._whole = self.shape_env._replacements_version_counter, found
+        return self._whole[1]
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        """The truth value, a guard where it depends on symbols."""
+        known = _TRUTH.get(self._expr)
+        return super().guard_bool(file, line) if known is None else known
+
+    def expect_true(self, file: str, line: int) -> bool:
+        """True, a runtime assertion where it depends on symbols."""
+        return True if self._expr is sympy.true else super().expect_true(file, line)
+
+    def guard_or_false(self, file: str, line: int) -> bool:
+        """The truth value, or False where it depends on data."""
+        known = _TRUTH.get(self._expr)
+        return super().guard_or_false(file, line) if known is None else known
+
+    @classmethod
+    def of(cls, node: SymNode) -> SymNode:
+        """`node`, which caches from now on."""
+        if type(node) is SymNode:
+            node.__class__ = cls
+        return node
+
+    def wrap_int(self, num: int) -> SymNode:
+        """The node of an integer constant."""
+        cache = self.shape_env.arithmetic
+        found: SymNode | None = cache.get(num)
+        if found is None:
+            made = SymNode(sympy.Integer(num), self.shape_env, int, num, constant=num, fx_node=num)
+            found = cache[num] = self.of(made)
+        return found
+
+
+def _under_proxy_mode() -> bool:
+    """Whether a ProxyTorchDispatchMode records arithmetic. torch's `get_proxy_mode` takes twice the time."""
+    return _pre_dispatch_modes.get(0) is not None or _get_dispatch_mode(_PROXY) is not None
+
+
+def sym_node(env: Any, expr: Any, pytype: type, hint: Any) -> SymNode:
+    """The node of an expression; `hint` is None where the value depends on data."""
+    return CachingNode.of(SymNode(expr, env, pytype, _NO_HINT if hint is None else hint))
+
+
+def _cached(name: str) -> Callable[[SymNode, SymNode], SymNode]:
+    compute = getattr(SymNode, name)
+
+    def method(self: Any, other: SymNode) -> SymNode:
+        if _under_proxy_mode():
+            result: SymNode = compute(self, other)
+            return result
+        key = (name, self._expr, other._expr)
+        cache = self.shape_env.arithmetic
+        found: SymNode | None = cache.get(key)
+        if found is None:
+            found = cache[key] = CachingNode.of(compute(self, other))
+        return found
+
+    return method
+
+
+def _cached_layout(name: str) -> Callable[[SymNode, list[SymNode], list[SymNode]], SymNode]:
+    compute = getattr(SymNode, name)
+
+    def method(self: Any, sizes: list[SymNode], strides: list[SymNode]) -> SymNode:
+        if _under_proxy_mode():
+            result: SymNode = compute(self, sizes, strides)
+            return result
+        key = (name, *[n._expr for n in sizes], *[n._expr for n in strides])
+        cache = self.shape_env.arithmetic
+        found: SymNode | None = cache.get(key)
+        if found is None:
+            found = cache[key] = CachingNode.of(compute(self, sizes, strides))
+        return found
+
+    return method
+
+
+for _name in _BINARY:
+    setattr(CachingNode, _name, _cached(_name))
+for _name in _LAYOUT:
+    setattr(CachingNode, _name, _cached_layout(_name))
+
+
+# The shape environment -----------------------------------------------------------------------------------------------
+
+
 class WatchedShapeEnv(ShapeEnv):
     """A ShapeEnv that remembers where sizes got fixed, and where Python was told that a size is neither 0 nor 1.
 
@@ -108,8 +242,8 @@ class WatchedShapeEnv(ShapeEnv):
         self.place: Callable[[], Place] = dict
         self.decide: Callable[[Any], Decision] | None = None
         """Asked where an expression depends on data and Python needs its value. None: that is an error."""
-        self.answers: dict[Any, Any] = {}
-        """Results of arithmetic, for `RememberingNode`."""
+        self.arithmetic: dict[Any, Any] = {}
+        """Results of arithmetic, by operation and operands, for `CachingNode`."""
         self._given: dict[sympy.Expr, Any] = {}
         self._other_for_small: dict[sympy.Expr, list[tuple[sympy.Symbol, int]]] = {}
 
@@ -138,7 +272,7 @@ class WatchedShapeEnv(ShapeEnv):
     def _get_user_frame(self) -> Any:
         """The nearest frame outside torch and scopetrace, in which torch looks for an `assert`."""
         frame = super()._get_user_frame()
-        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(MACHINERY):
+        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(NOT_THE_MODEL):
             frame = frame.f_back
         return frame
 
@@ -146,7 +280,7 @@ class WatchedShapeEnv(ShapeEnv):
         """As the base's; the number remembers its answers."""
         number = super().create_symintnode(sym, hint=hint, source=source)
         if isinstance(number, torch.SymInt):
-            RememberingNode.of(number.node)
+            CachingNode.of(number.node)
         return number
 
     def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
@@ -216,11 +350,11 @@ def _asked_by_the_model() -> bool:
     by_python = False  # C++ asks a SymNode for its truth, Python a SymBool
     while frame.f_back is not None:
         file = frame.f_code.co_filename
-        by_python = by_python or file == f"{_TORCH}__init__.py"
+        by_python = by_python or file in _TORCH_INIT
         if not by_python and not file.startswith(_MACHINERY):
             return False
         if not file.startswith(_MACHINERY) and "<string>" not in file:
-            return not file.startswith((_TORCH, _OURS)) or file.startswith(_TORCH + "nn/")
+            return not file.startswith((*TORCH, *SCOPETRACE)) or file.startswith(_TORCH_NN)
         frame = frame.f_back
     return False
 

@@ -1,17 +1,56 @@
-"""Private attributes of tensors, storages and modules.
+"""Private attributes of tensors, storages and modules, and fake tensors.
 
-These are read for every op, so most are `operator.attrgetter`: it costs less than a Python function.
+A fake tensor has metadata and no data. torch makes one by running an op or through `FakeTensorConverter`; `FakeMaker`
+wraps a meta tensor of known sizes and strides, which is much faster.
 """
 
 from __future__ import annotations
 
 import operator
+import weakref
 from collections.abc import Callable
+from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorConverter,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+    in_kernel_invocation_manager,
+)
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    GuardOnDataDependentSymNode,
+    ShapeEnv,
+    compute_unbacked_bindings,
+)
+from torch.utils._pytree import tree_leaves
+
+from scopetrace._compat.shape_env import WatchedShapeEnv
+from scopetrace._compat.symbols import Symbolic
+
+__all__ = ["FakeFactory", "FakeMaker", "FakeTensor", "FakeTensorMode", "FreshFakes"]
+
+DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
+"""Raised where Python or an op needs a value that depends on data."""
+
+NO_SHAPE_RULE = (DynamicOutputShapeException, UnsupportedOperatorException)
+"""Raised by ops that cannot run on fake tensors."""
+
+_make_subclass = torch.Tensor._make_subclass
+_resize_storage = torch.ops.inductor.resize_storage_bytes_.default
+_forbid_data_ptr = torch._C._set_throw_on_mutable_data_ptr
+
+
+# Attributes. Most are read for every op: attrgetter costs less than a Python function. -------------------------------
 
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
-"""How often the memory of a tensor was written in place. Raises RuntimeError for an inference tensor."""
+"""How often the storage of a tensor was written in place. Raises RuntimeError for an inference tensor."""
 
 is_symbolic: Callable[[torch.Tensor], bool] = operator.attrgetter("_has_symbolic_sizes_strides")
 """Whether a size, a stride or the storage offset is symbolic."""
@@ -36,3 +75,291 @@ def storage_id(t: torch.Tensor) -> int:
 def persistent_buffers_of(module: torch.nn.Module) -> list[str]:
     """The names of the module's own buffers that are in its state dict."""
     return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+
+
+# Making fake tensors -------------------------------------------------------------------------------------------------
+
+
+class without_dispatch:
+    """Turns Python dispatch and autograd off: no mode, subclass or Python dispatcher sees the ops inside."""
+
+    __slots__ = ("_autograd", "_python", "_torch")
+
+    def __enter__(self) -> None:
+        self._torch = torch._C._DisableTorchDispatch()
+        self._python = torch._C._DisablePythonDispatcher()
+        self._autograd = torch._C._AutoDispatchBelowAutograd()
+        self._torch.__enter__()
+        self._python.__enter__()
+        self._autograd.__enter__()
+
+    def __exit__(self, *exc: object) -> None:
+        self._autograd.__exit__(*exc)
+        self._python.__exit__(*exc)
+        self._torch.__exit__(*exc)
+
+
+class FakeMaker:
+    """Makes fake tensors of one mode from metadata alone. Call its methods inside `without_dispatch`."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self.mode = mode
+        self._templates: dict[torch.device, dict[str, Any]] = {}
+
+    def fresh(
+        self, size: Any, stride: Any, dtype: torch.dtype, device: torch.device, requires_grad: bool
+    ) -> torch.Tensor:
+        """A fake with a storage of its own. `size` and `stride` are in elements, and may be symbolic."""
+        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return self._wrap(meta, device, requires_grad)
+
+    def placed(
+        self, place: tuple[Any, Any, Any, Any], dtype: torch.dtype, device: torch.device, requires_grad: bool
+    ) -> torch.Tensor:
+        """A fake with a storage of its own, which it need not fill.
+
+        Args:
+            place: the bytes of the storage; size, stride and storage offset of the tensor in elements.
+        """
+        nbytes, size, stride, offset = place
+        if isinstance(nbytes, int) and type(offset) is int and offset == 0:
+            meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            if meta.untyped_storage().nbytes() == nbytes:
+                return self._wrap(meta, device, requires_grad)
+        memory = torch.empty(0, dtype=dtype, device="meta")
+        _resize_storage(memory, nbytes)  # empty_strided would compute the bytes of symbolic sizes again, in sympy
+        return self._wrap(torch.as_strided(memory, size, stride, offset), device, requires_grad)
+
+    def view(
+        self,
+        base: torch.Tensor,
+        size: Any,
+        stride: Any,
+        offset: int | torch.SymInt,
+        device: torch.device,
+        requires_grad: bool,
+    ) -> torch.Tensor:
+        """A fake over the storage of `base`, with its version counter."""
+        numbers = (*size, *stride, offset, base.untyped_storage().nbytes())
+        if not is_symbolic(base) and not any(isinstance(n, torch.SymInt) for n in numbers):
+            return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
+        with in_kernel_invocation_manager(self.mode):  # as a meta tensor: kernels of other devices take no symbols
+            meta = torch.as_strided(base, size, stride, offset)
+        return self._wrap(meta, device, requires_grad)
+
+    def _wrap(self, meta: torch.Tensor, device: torch.device, requires_grad: bool) -> torch.Tensor:
+        """The FakeTensor of a meta tensor, without FakeTensor's constructor, which is slow in Python."""
+        template = self._templates.get(device)
+        if template is None:
+            template = self._templates[device] = dict(vars(FakeTensor(self.mode, meta.detach(), device)))
+        fake = _make_subclass(FakeTensor, meta, requires_grad, dispatch_device=True, device_for_backend_keys=device)
+        _forbid_data_ptr(fake)
+        fake.__dict__.update(template)
+        return fake
+
+
+class FakeFactory(FakeMaker):
+    """Makes the fake tensors of one trace. All views of one real storage share one fake storage.
+
+    It keeps the real tensors alive, since it knows them by `id`.
+    """
+
+    def __init__(self) -> None:
+        self.shape_env = WatchedShapeEnv()
+        super().__init__(FakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, static_shapes=True))
+        self.mode.fake_tensor_converter = _Converter(self)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._real_of: dict[int, torch.Tensor] = {}
+        self._fakes: dict[int, torch.Tensor] = {}
+        self._keep: list[Any] = []
+
+    def from_real(self, real: torch.Tensor) -> torch.Tensor:
+        """The fake of `real`: same metadata, same `requires_grad`, and a leaf of autograd if `real` is one."""
+        found = self._fakes.get(id(real))
+        if found is None:
+            found = self._fakes[id(real)] = self._make(real)
+            self._keep.append(real)
+            self._real_of.setdefault(storage_id(found), real)
+        return found
+
+    def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:
+        """A fake of `real`, an input with a storage of its own, with symbolic sizes and strides."""
+        self.mode.cache_enabled = False  # with symbolic sizes, torch's cache of results costs more than it saves
+        with without_dispatch(), torch.no_grad():
+            fake = self.fresh(size, stride, real.dtype, real.device, real.requires_grad)
+        if not real.is_leaf:
+            self.give_history(fake)
+        self._fakes[id(real)] = fake
+        self._keep.append(real)
+        return fake
+
+    def real_of(self, fake: torch.Tensor) -> torch.Tensor | None:
+        """The first real tensor that was made fake with the storage of `fake`."""
+        return self._real_of.get(storage_id(fake))
+
+    def give_history(self, fake: torch.Tensor) -> None:
+        """Make `fake` a tensor that requires grad and is the result of an op, not a leaf."""
+        fake.requires_grad_(False)
+        with torch._C._DisablePythonDispatcher(), torch.enable_grad(), in_kernel_invocation_manager(self.mode):
+            fake.copy_(torch.zeros((), dtype=fake.dtype, device="meta").requires_grad_())
+
+    def unbacked_bindings(self, outputs: Any) -> Any:
+        """Where in its outputs the last op returned the symbols that it made, or None if it made none.
+
+        In the form of torch's `compute_unbacked_bindings`.
+        """
+        if not self.shape_env.pending_fresh_unbacked_symbols:
+            return None
+        return compute_unbacked_bindings(self.shape_env, outputs)
+
+    def _make(self, real: torch.Tensor) -> torch.Tensor:
+        if not _is_plain(real):
+            with torch._C._DisablePythonDispatcher():
+                converter = FakeTensorConverter()
+                return converter.from_real_tensor(self.mode, real, shape_env=self.shape_env)
+        with without_dispatch():
+            fake = self._wrap(self._meta_of(real), real.device, real.requires_grad)
+        if isinstance(real, torch.nn.Parameter):
+            fake._is_param = True
+        if not real.is_leaf:
+            self.give_history(fake)
+        return fake
+
+    def _meta_of(self, real: torch.Tensor) -> torch.Tensor:
+        """A meta tensor at the same place in its storage as `real`."""
+        storage = real.untyped_storage()
+        known = self._storages.get(storage._cdata)
+        if known is None:
+            self._keep.append(storage)
+            meta = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="meta")
+            known = meta.untyped_storage()
+            if real.storage_offset() == 0 and known.nbytes() == storage.nbytes():
+                self._storages[storage._cdata] = known
+                return meta
+            known = self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+        meta = torch.empty(0, dtype=real.dtype, device="meta")
+        return meta.set_(known, real.storage_offset(), real.size(), real.stride())
+
+
+class _Converter(FakeTensorConverter):
+    """Gives the fakes of the trace to real tensors that the fake mode meets below the recorder (`parameter.data`)."""
+
+    def __init__(self, factory: FakeFactory) -> None:
+        super().__init__()
+        self._factory = weakref.ref(factory)
+
+    def from_real_tensor(self, fake_mode: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        factory = self._factory()
+        if factory is not None and _is_plain(t) and not kwargs.get("symbolic_context"):
+            with torch._C._DisableTorchDispatch():
+                return factory.from_real(t)
+        return super().from_real_tensor(fake_mode, t, *args, **kwargs)
+
+
+def _is_plain(real: torch.Tensor) -> bool:
+    return (
+        type(real) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
+        and real.layout is torch.strided
+        and not (real.is_quantized or real.is_conj() or real.is_neg() or real.is_nested or real.is_inference())
+        and (real.untyped_storage().device == real.device or type(real) is FakeTensor)
+        and not any(isinstance(n, torch.SymInt) for n in (*real.size(), *real.stride()))
+    )
+
+
+# Running ops on fake tensors -----------------------------------------------------------------------------------------
+
+
+def run_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """What an op returns for fake tensors, without autograd. Raises what the op raises."""
+    with mode, torch.no_grad():
+        return run_op(mode, func, args, kwargs)
+
+
+def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """Run an op on fake tensors of `mode` as eager would run it.
+
+    In a trace with symbolic sizes torch's cache of results is off (see `FakeFactory.symbolic`), and the Python
+    dispatcher decomposes composite ops. Ops without symbolic arguments need neither, and the parts of a composite op
+    may alias otherwise than the op: those of `dropout` in eval mode return a copy.
+    """
+    if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
+        return func(*args, **kwargs)
+    before, mode.cache_enabled = mode.cache_enabled, torch._dynamo.config.fake_tensor_cache_enabled
+    try:
+        with torch._C._DisablePythonDispatcher():
+            return func(*args, **kwargs)
+    finally:
+        mode.cache_enabled = before
+
+
+def _is_symbolic(x: Any) -> bool:
+    return is_symbolic(x) if isinstance(x, torch.Tensor) else isinstance(x, Symbolic)
+
+
+def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
+    """An integer of unknown value, which no op of the program makes."""
+    assert mode.shape_env is not None
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        return mode.shape_env.create_unbacked_symint()
+
+
+def first_slice(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
+    """A copy of `t[0]`."""
+    with mode, torch.no_grad():
+        return torch.select_copy(t, 0, 0)
+
+
+# Fakes of another mode -----------------------------------------------------------------------------------------------
+
+
+class FreshFakes:
+    """Makes fake tensors like given ones, in a mode and shape environment of its own.
+
+    torch knows a symbol by the first tensor that has it as a size. Graphs side by side that must not read each other's
+    tensors need symbols of their own, so each symbol has a `realm`: any hashable value, one for each such graph.
+    """
+
+    def __init__(self) -> None:
+        self._env = ShapeEnv()
+        self._mode = FakeTensorMode(shape_env=self._env)
+        self._symbols: dict[tuple[Any, sympy.Symbol], sympy.Symbol] = {}
+
+    @property
+    def origins(self) -> dict[str, sympy.Symbol]:
+        """By name of a new symbol, the one that it replaces."""
+        return {str(new): old for (_, old), new in self._symbols.items()}
+
+    def like(self, realm: Any, value: Any) -> Any:
+        """A contiguous tensor or a number like this one, with the symbols of the realm; other values as they are."""
+        if isinstance(value, Symbolic):
+            return self._number(realm, value)
+        if not isinstance(value, torch.Tensor):
+            return value
+        sizes = [self._number(realm, n) for n in value.shape]
+        with self._mode, torch.no_grad():
+            return torch.empty(sizes, dtype=value.dtype, device=value.device)
+
+    def _number(self, realm: Any, number: Any) -> Any:
+        if not isinstance(number, torch.SymInt):
+            return number
+        env, expr = number.node.shape_env, number.node.expr
+        new = {symbol: self._symbol(realm, symbol, env) for symbol in expr.free_symbols}
+        hint = int(number.node.hint) if number.node.has_hint() else None
+        return self._env.create_symintnode(expr.xreplace(new), hint=hint)
+
+    def _symbol(self, realm: Any, old: sympy.Symbol, env: Any) -> sympy.Symbol:
+        found = self._symbols.get((realm, old))
+        if found is None:
+            hint = env.backed_var_to_val.get(old)
+            if hint is None:
+                found = self._env.create_unbacked_symint().node.expr
+                self._env.pending_fresh_unbacked_symbols.clear()
+            else:
+                source = ConstantSource(f"size_{len(self._symbols)}")
+                found = self._env.create_symbol(
+                    int(hint), source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
+                )
+            if old in env.var_to_range:
+                self._env.var_to_range[found] = env.var_to_range[old]
+            self._symbols[realm, old] = found
+        return found

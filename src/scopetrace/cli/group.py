@@ -15,7 +15,7 @@ import click
 from scopetrace.cli.terminal import print_text
 from scopetrace.errors import ScopetraceError, TraceError, UsageError
 
-_OURS = Path(__file__).resolve().parents[1]
+_OURS = Path(__file__).parents[1]
 
 
 class ModelError(Exception):

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.fake import DATA_DEPENDENT
 from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import epilogue
 from scopetrace.functionalization.bodies import Results, as_laid_out, lift_constants

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.fake import FakeMaker, run_fake, without_dispatch
+from scopetrace._compat.tensors import FakeMaker, run_fake, without_dispatch
 from scopetrace.infer import results, rules
 from scopetrace.ir.tape import Value
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.fake import FakeMaker, FakeTensor
 from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
-from scopetrace._compat.tensors import storage_id
+from scopetrace._compat.tensors import FakeMaker, FakeTensor, storage_id
 from scopetrace.infer.layouts import gapless_strides
 from scopetrace.ir.tape import Value
 

@@ -16,9 +16,8 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.fake import FakeMaker, FakeTensor, run_fake, without_dispatch
 from scopetrace._compat.symbols import example, surely_equal, to_expr
-from scopetrace._compat.tensors import storage_id
+from scopetrace._compat.tensors import FakeMaker, FakeTensor, run_fake, storage_id, without_dispatch
 from scopetrace.infer.layouts import Sizes, dense_strides, gapless_strides, keeps_order, view_strides
 from scopetrace.infer.results import Fresh, Keys, Recipe, Same, View
 from scopetrace.infer.row_major import known, writes_plainly

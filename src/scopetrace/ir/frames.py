@@ -5,25 +5,18 @@ from __future__ import annotations
 import linecache
 import re
 import sys
-from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
-import torch
-
+from scopetrace._compat.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, prefixes
 from scopetrace.ir.tape import Frames, walk_frames
 
-_OURS = f"{Path(__file__).resolve().parent.parent}/"
-_TORCH = f"{Path(torch.__file__).resolve().parent}/"
-_MACHINERY = tuple(
-    _TORCH + path
-    for path in (
-        "_ops.py",
-        "_compile.py",
-        "_higher_order_ops/",
-        "_library/utils.py",
-        "_dynamo/eval_frame.py",
-        "nn/modules/module.py",
-    )
+_MACHINERY = (
+    *SCOPETRACE,
+    *prefixes(
+        TORCH_DIRECTORY,
+        *("_ops.py", "_compile.py", "_higher_order_ops/", "_library/utils.py"),
+        *("_dynamo/eval_frame.py", "nn/modules/module.py"),
+    ),
 )
 
 _hidden: dict[str, bool] = {}  # by file name, as frames are captured for each op
@@ -33,7 +26,7 @@ def is_hidden(filename: str) -> bool:
     """Whether frames of a file are tracing machinery that no reader wants."""
     found = _hidden.get(filename)
     if found is None:
-        found = _hidden[filename] = filename.startswith((_OURS, *_MACHINERY)) or filename.endswith("contextlib.py")
+        found = _hidden[filename] = filename.startswith(_MACHINERY) or filename.endswith("contextlib.py")
     return found
 
 
@@ -91,7 +84,7 @@ def user_line(frames: list[tuple[CodeType, int]]) -> str | None:
     """The innermost line outside torch, as `model.py:12, in forward: return self.fc(x)`."""
     if not frames:
         return None
-    theirs = [f for f in frames if not (is_hidden(f[0].co_filename) or f[0].co_filename.startswith(_TORCH))]
+    theirs = [f for f in frames if not (is_hidden(f[0].co_filename) or f[0].co_filename.startswith(TORCH))]
     code, line = (theirs or frames)[-1]
     source = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {source}" if source else "")

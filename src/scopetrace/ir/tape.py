@@ -20,9 +20,9 @@ from typing import Any, Union
 
 import torch
 
-from scopetrace._compat.fake import FakeTensorMode
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.tensors import FakeTensorMode
 from scopetrace.containers.objects import Returned
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.registered import Registered

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.fx
 
-from scopetrace._compat.fake import run_fake
+from scopetrace._compat.tensors import run_fake
 from scopetrace.ops.functional_variants import by_name
 
 _aten = torch.ops.aten

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat import pickling
-from scopetrace._compat.graph_module import TracedGraphModule
+from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads
 from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.functionalization.functionalizer import functionalize
@@ -334,12 +333,12 @@ class TracedProgram:
         """Both tapes as a pickle, with the tensors that the model has now. Raises pickle.PicklingError."""
         for tape in (self.tape, self.recorded):
             tape.attributes.update(held_now(tape))
-        return pickling.dumps((self.tape, self.recorded))
+        return dumps((self.tape, self.recorded))
 
     @classmethod
     def from_bytes(cls, data: bytes) -> TracedProgram:
         """What `to_bytes` wrote. Raises TypeError for another pickle."""
-        tapes = pickling.loads(data)
+        tapes = loads(data)
         if not (isinstance(tapes, tuple) and all(isinstance(t, ProgramTape) for t in tapes)):
             raise TypeError("these are not the tapes of a trace")
         return cls(tapes[1], tapes[0], None)

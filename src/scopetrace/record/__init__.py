@@ -14,8 +14,8 @@ from typing import Any, TypeVar
 import torch
 
 from scopetrace._compat.dispatch import dispatching_to
-from scopetrace._compat.fake import FakeTensor
 from scopetrace._compat.patches import observing, python_random_state_kept
+from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.objects import Returned, SavedContents, Watch, tensor_holders
 from scopetrace.containers.structure import identifier, instantiate, leaves_with_path, map_structure, refuse_hidden
 from scopetrace.errors import ControlFlowError, UnsupportedOpError

@@ -19,9 +19,8 @@ import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.dispatch import in_transform
-from scopetrace._compat.fake import without_dispatch
-from scopetrace._compat.higher_order import fake_results, first_slice, unbacked_symint
+from scopetrace._compat.dispatch import fake_results, in_transform
+from scopetrace._compat.tensors import first_slice, unbacked_symint, without_dispatch
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.ir.tape import BodyTape, Op, Value, values_in
 from scopetrace.ops.functional_variants import is_metadata_only

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from scopetrace._compat.fake import DATA_DEPENDENT, NO_SHAPE_RULE
+from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE
 from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
 from scopetrace.ir.frames import frames_of_traceback, user_line
 from scopetrace.record.recorder import Recorder

@@ -20,10 +20,9 @@ import torch
 import torch.fx
 
 from scopetrace._compat import dispatch
-from scopetrace._compat.fake import FakeTensor, run_op, without_dispatch
 from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import has_unbacked, to_expr
-from scopetrace._compat.tensors import storage_id
+from scopetrace._compat.tensors import FakeTensor, run_op, storage_id, without_dispatch
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.infer import results, rules
 from scopetrace.infer.size_rules import ACTIVATIONS, PLAIN_WRITES

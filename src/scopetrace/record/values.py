@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from scopetrace._compat.dispatch import eager
-from scopetrace._compat.fake import FakeTensor
 from scopetrace._compat.shape_env import WatchedShapeEnv, bound_values, evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace._compat.tensors import storage_id
+from scopetrace._compat.tensors import FakeTensor, storage_id
 from scopetrace.ir.tape import Op, Tape, Value, flat
 
 _aten = torch.ops.aten

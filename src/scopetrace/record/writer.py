@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from scopetrace._compat.dispatch import unwrapped
-from scopetrace._compat.fake import FakeFactory, FakeTensor, without_dispatch
 from scopetrace._compat.symbols import to_expr
-from scopetrace._compat.tensors import storage_id
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id, without_dispatch
 from scopetrace.errors import ForeignTensorError, UnsupportedOpError
 from scopetrace.infer import results
 from scopetrace.ir.frames import capture_frames, source_of

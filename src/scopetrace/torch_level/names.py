@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.fake import run_fake
 from scopetrace._compat.schema import schema_of
+from scopetrace._compat.tensors import run_fake
 from scopetrace.ir.tape import Tape
 from scopetrace.torch_level.step import Step
 

@@ -17,8 +17,8 @@ from torch.export.graph_signature import (
 )
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.fake import run_fake
 from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.tensors import run_fake
 from scopetrace.containers.structure import container_type, map_structure
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta

@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.fresh import FreshFakes
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
+from scopetrace._compat.tensors import FreshFakes
 from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import OnnxExportError
