@@ -1,14 +1,20 @@
 # PYTHON: an interpreter, 3.11 or newer, to make the environment with. VENV: where the environment is.
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
-VENV ?= .venv
+# TORCH: the version of torch. Each has an environment of its own.
+TORCH ?= 2.13.0
+VENV ?= $(if $(filter 2.13.0,$(TORCH)),.venv,.venv-$(TORCH))
 ARGS ?=
 # Processes that run tests; 0 runs them in this one, for a debugger.
 JOBS ?= 2
 
 BIN := $(VENV)/bin
 # Always with the constraints: a looser torch can bring gigabytes of GPU libraries with it.
-PIP_INSTALL := $(BIN)/python -m pip install --quiet -c constraints.txt
+PINS := constraints/torch-$(TORCH).txt constraints/packages.txt
+PIP_INSTALL := $(BIN)/python -m pip install --quiet $(PINS:%=-c %)
+# timm needs torchvision, which not every version of torch has.
+COMMA := ,
+ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
@@ -19,12 +25,12 @@ help: ## List the targets
 
 env: $(STAMP) ## Make the environment (.venv) and install scopetrace into it
 
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml $(PINS)
 	@test -x $(BIN)/python || test -n "$(PYTHON)" || { echo "No Python 3.11 or newer found: make $(MAKECMDGOALS) PYTHON=/path/to/python" >&2; exit 1; }
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) --upgrade pip
-	$(PIP_INSTALL) torch==2.13.0
-	$(PIP_INSTALL) --editable '.[zoo,onnx]' --group dev
+	$(PIP_INSTALL) torch==$(TORCH)
+	$(PIP_INSTALL) --editable '.[onnx$(ZOO)]' --group dev
 	@touch $@
 
 demo: $(STAMP) ## Trace a vision transformer and show its modules
@@ -33,7 +39,7 @@ demo: $(STAMP) ## Trace a vision transformer and show its modules
 # A file stays in one process, since its tests may share what is slow to make.
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-test: $(STAMP) ## Run the tests in a few minutes (ARGS="-k name" for some of them)
+test: $(STAMP) ## Run the tests in a few minutes (ARGS="-k name" for some, TORCH=2.15.0 for another torch)
 	$(PYTEST) -m "not slow" $(ARGS)
 
 test-all: $(STAMP) ## Run all tests
@@ -67,5 +73,5 @@ ci: ## Do what CI does
 	.ci/run
 
 clean: ## Remove .venv, caches and build output
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
