@@ -1,4 +1,8 @@
-"""Where in the user's Python an op was called."""
+"""The Python frames that an op or a module call was called from, and how they are written.
+
+op under recording -> capture_frames: the frames since the enclosing call, linked to those of that call
+frames -> `stack_trace` of a node, or the one line of the user's code that an error names
+"""
 
 from __future__ import annotations
 
@@ -6,9 +10,16 @@ import linecache
 import re
 import sys
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 from scopetrace._compat.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, prefixes
-from scopetrace.ir.tape import Frames, walk_frames
+
+Frame = tuple[CodeType, int]
+"""The code that runs, and the line in it."""
+
+Frames = tuple[()] | tuple["Frames", tuple[Frame, ...]] | str
+"""A linked list, so that ops of one call share the outer part: the frames outside, then those inside, outermost first.
+Or a stack trace as text, for ops of a graph that has it on its nodes."""
 
 _MACHINERY = (
     *SCOPETRACE,
@@ -19,11 +30,11 @@ _MACHINERY = (
     ),
 )
 
-_hidden: dict[str, bool] = {}  # by file name, as frames are captured for each op
+_hidden: dict[str, bool] = {}  # by file name; a cache, since frames are captured for each op
 
 
 def is_hidden(filename: str) -> bool:
-    """Whether frames of a file are tracing machinery that no reader wants."""
+    """Whether a file is a part of scopetrace or torch that runs between the user's frames while tracing."""
     found = _hidden.get(filename)
     if found is None:
         found = _hidden[filename] = filename.startswith(_MACHINERY) or filename.endswith("contextlib.py")
@@ -31,8 +42,8 @@ def is_hidden(filename: str) -> bool:
 
 
 def capture_frames(outer: Frames, boundary: CodeType) -> Frames:
-    """The caller's frames up to the nearest one that runs `boundary`, linked to those outside it."""
-    frames: list[tuple[CodeType, int]] = []
+    """The frames from the caller's caller up to the nearest one that runs `boundary`, linked to `outer`."""
+    frames: list[Frame] = []
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
@@ -45,18 +56,30 @@ def capture_frames(outer: Frames, boundary: CodeType) -> Frames:
     return (outer, tuple(frames))
 
 
-_lines: dict[tuple[CodeType, int], str] = {}
+def walk_frames(frames: Frames) -> list[Frame]:
+    """The frames, outermost first; none of a stack trace that is text."""
+    if isinstance(frames, str):
+        return []
+    parts: list[tuple[Frame, ...]] = []
+    linked: Any = frames
+    while linked:
+        parts.append(linked[1])
+        linked = linked[0]
+    return [frame for part in reversed(parts) for frame in part]
+
+
+_lines: dict[Frame, str] = {}  # a cache: frames are written for each node
 
 
 def format_stack(frames: Frames) -> str | None:
-    """The frames named `forward`, as torch.export writes a node's `stack_trace`; None when there is none."""
+    """The frames of functions named `forward`, in the form of torch.export's `stack_trace`; None without any."""
     if isinstance(frames, str):
         return frames
     found = [_format(f) for f in walk_frames(frames) if f[0].co_name == "forward"]
     return "\n  ".join(found) if found else None
 
 
-def _format(frame: tuple[CodeType, int]) -> str:
+def _format(frame: Frame) -> str:
     text = _lines.get(frame)
     if text is None:
         code, line = frame
@@ -69,7 +92,7 @@ def _format(frame: tuple[CodeType, int]) -> str:
 
 
 def source_of(frames: Frames) -> str | None:
-    """The innermost line outside torch where an op or call was made."""
+    """The user's line that made an op or call: see `user_line`."""
     if not isinstance(frames, str):
         return user_line(walk_frames(frames))
     lines = [line.strip() for line in frames.splitlines()]
@@ -80,17 +103,20 @@ def source_of(frames: Frames) -> str | None:
     return ": ".join([where, *lines[last + 1 : last + 2]])
 
 
-def user_line(frames: list[tuple[CodeType, int]]) -> str | None:
-    """The innermost line outside torch, as `model.py:12, in forward: return self.fc(x)`."""
+def user_line(frames: list[Frame]) -> str | None:
+    """The innermost line outside torch and scopetrace, as `model.py:12, in forward: return self.fc(x)`.
+
+    The innermost of all where there is no such line; None without frames.
+    """
     if not frames:
         return None
-    theirs = [f for f in frames if not (is_hidden(f[0].co_filename) or f[0].co_filename.startswith(TORCH))]
-    code, line = (theirs or frames)[-1]
+    users = [f for f in frames if not (is_hidden(f[0].co_filename) or f[0].co_filename.startswith(TORCH))]
+    code, line = (users or frames)[-1]
     source = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {source}" if source else "")
 
 
-def frames_of_traceback(tb: TracebackType | None) -> list[tuple[CodeType, int]]:
+def frames_of_traceback(tb: TracebackType | None) -> list[Frame]:
     """The frames of an exception, outermost first."""
     frames = []
     while tb is not None:

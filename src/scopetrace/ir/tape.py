@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
+import inspect
+import types
 from collections.abc import Iterator
-from types import CodeType
 from typing import Any, Union
 
 import torch
@@ -25,13 +27,10 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode
 from scopetrace.containers.objects import Returned
 from scopetrace.containers.structure import leaves
+from scopetrace.ir.frames import Frames as Frames
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
-
-Frames = tuple[Any, ...] | str
-"""Where an op was called: a linked list, (outer frames | (), ((code, line), ...)), outermost first; or a stack trace
-as text, for ops of a graph that has it on its nodes."""
 
 Number = bool | int | float | complex | torch.SymBool | torch.SymInt | torch.SymFloat
 """A number of the program, known or symbolic."""
@@ -231,6 +230,44 @@ class Call:
             setattr(self, name, a)
 
 
+def forward_of(call: Call, root: Any) -> Any:
+    """The function that a call ran, for its signature; `root` is that of the root call, None where it is not known."""
+    if call.module is not None and call.position > 0:
+        return call.module.forward
+    if root is not None or call.module_type is None:
+        return root
+    forward: Any = getattr(call.module_type, "forward", None)
+    return types.MethodType(forward, object())  # in a loaded trace, which has no modules
+
+
+def bind(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by the names of forward's parameters, defaults included.
+
+    Without a signature that fits, positional arguments are named `arg0`, `arg1`, ...
+    """
+    function = getattr(forward, "__func__", None)
+    try:
+        signature = _signature(function) if function is not None else inspect.signature(forward)
+        if signature is not None:
+            bound = signature.bind(None, *args, **kwargs) if function is not None else signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            named = dict(bound.arguments)
+            if function is not None:
+                named.pop(next(iter(signature.parameters)), None)
+            return named
+    except (TypeError, ValueError):
+        pass
+    return {f"arg{i}": a for i, a in enumerate(args)} | kwargs
+
+
+@functools.cache
+def _signature(function: Any) -> inspect.Signature | None:
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):  # scripted and built-in callables have none
+        return None
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class AttributeWrite:
     """A module attribute that the forward bound to a new tensor (`self.n = self.n + 1`)."""
@@ -390,8 +427,8 @@ def _is_plain(x: Any) -> bool:
     return x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device))
 
 
-def flat(x: Any) -> list[Any]:
-    """The leaves of the lists, tuples and dicts in op arguments (which hold nothing deeper)."""
+def flat(x: Argument) -> list[Any]:
+    """The leaves of an op's argument, in order."""
     if isinstance(x, (list, tuple)):
         return [leaf for item in x for leaf in flat(item)]
     if isinstance(x, dict):
@@ -400,7 +437,7 @@ def flat(x: Any) -> list[Any]:
 
 
 def values_in(x: Any) -> list[Value]:
-    """The values among the leaves of `flat`, in order."""
+    """The values among the leaves of an op's arguments or outputs, in order. Of a template, use `leaves`."""
     found: list[Value] = []
     _collect(x, found)
     return found
@@ -410,7 +447,7 @@ def _collect(x: Any, found: list[Value]) -> None:
     kind = type(x)
     if kind is Value:
         found.append(x)
-    elif kind is not int and kind is not float:  # most leaves
+    elif kind is not int and kind is not float:  # as most leaves are
         if isinstance(x, (list, tuple)):
             for item in x:
                 _collect(item, found)
@@ -421,9 +458,9 @@ def _collect(x: Any, found: list[Value]) -> None:
 
 @contextlib.contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """Tapes, graphs and files under construction only grow.
+    """Switch Python's garbage collector off while tapes, graphs or files are built, which only grow.
 
-    Looking through them for garbage again and again would make long programs cost more per op.
+    It would visit the whole program again and again, so that long programs cost more per op.
     """
     enabled = gc.isenabled()
     gc.disable()
@@ -432,15 +469,3 @@ def garbage_collection_paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def walk_frames(frames: Frames) -> list[tuple[CodeType, int]]:
-    """The frames of an op or call, outermost first; none of a stack trace that is text."""
-    if isinstance(frames, str):
-        return []
-    parts: list[tuple[tuple[CodeType, int], ...]] = []
-    linked: tuple[Any, ...] = frames
-    while linked:
-        parts.append(linked[1])
-        linked = linked[0]
-    return [frame for part in reversed(parts) for frame in part]

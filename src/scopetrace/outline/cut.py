@@ -12,8 +12,7 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
-from scopetrace.ir.arguments import bind, forward_of
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, forward_of
 from scopetrace.outline.captured import Bound, Captured, Place
 from scopetrace.outline.function import FunctionInput, FunctionOutput, OutlinedBody
 from scopetrace.outline.given import Given, given, without_unread

@@ -23,8 +23,7 @@ from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, s
 from scopetrace.containers.objects import Returned, apply_effects, effect_targets
 from scopetrace.containers.structure import instantiate, match
 from scopetrace.errors import CompiledGraphError, InputMismatchError
-from scopetrace.ir.arguments import bind
-from scopetrace.ir.tape import FunctionalTape, ProgramTape, Tape, Value
+from scopetrace.ir.tape import FunctionalTape, ProgramTape, Tape, Value, bind
 from scopetrace.record import argument_names
 
 

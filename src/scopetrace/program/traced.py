@@ -24,9 +24,8 @@ from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
-from scopetrace.ir.arguments import bind, forward_of
 from scopetrace.ir.scopes import Scope, common_scope
-from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value
+from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value, bind, forward_of
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.boundary import CallBoundary, as_the_graph_returns, held_now, without_autocast
 from scopetrace.program.graph import FxLowering
