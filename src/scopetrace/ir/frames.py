@@ -1,7 +1,8 @@
 """The Python frames that an op or a module call was called from, and how they are written.
 
-op under recording -> capture_frames: the frames since the enclosing call, linked to those of that call
-frames -> `stack_trace` of a node, or the one line of the user's code that an error names
+Data flow:
+    op under recording -> capture_frames: the frames since the enclosing call, linked to those of that call
+    frames -> `stack_trace` of a node, or the one line of the user's code that an error names
 """
 
 from __future__ import annotations
