@@ -17,8 +17,8 @@ import functools
 import gc
 import inspect
 import types
-from collections.abc import Iterator
-from typing import Any, Union
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, Union
 
 import torch
 
@@ -26,7 +26,7 @@ from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode
 from scopetrace.containers.objects import Returned
-from scopetrace.containers.structure import leaves
+from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.frames import Frames as Frames
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Scope
@@ -421,6 +421,9 @@ class FunctionalTape(ProgramTape):
         return self.written
 
 
+_T = TypeVar("_T", bound=Tape)
+
+
 def _is_plain(x: Any) -> bool:
     if isinstance(x, (tuple, list)):
         return all(map(_is_plain, x))
@@ -454,6 +457,46 @@ def _collect(x: Any, found: list[Value]) -> None:
         elif isinstance(x, dict):
             for item in x.values():
                 _collect(item, found)
+
+
+def renamed(x: Any, values: Mapping[Value, Value]) -> Any:
+    """An op's argument with other values in place of those that are keys of `values`."""
+    if type(x) is Value:
+        return values.get(x, x)
+    if isinstance(x, (list, tuple)):
+        return type(x)([renamed(item, values) for item in x])
+    if isinstance(x, dict):
+        return {name: renamed(item, values) for name, item in x.items()}
+    return x
+
+
+def own_values(tape: _T) -> _T:
+    """Give a tape that was made of another one's ops, but of calls of its own, ops and values of its own."""
+    values: dict[Value, Value] = {}
+
+    def copied(v: Value) -> Value:
+        return values.setdefault(v, v.copy(v.storage))
+
+    def replaced(x: Any) -> Any:
+        return map_structure(lambda v: values.get(v, v), x, Value)
+
+    ops = []
+    for op in tape.ops:
+        template = op.kind == "call_module"
+        args, kwargs = replaced((op.args, op.kwargs)) if template else renamed((op.args, op.kwargs), values)
+        outputs = map_structure(copied, op.outputs, Value)
+        writes, tracked = renamed((op.writes, op.tracked), values)
+        ops.append(dataclasses.replace(op, args=args, kwargs=kwargs, outputs=outputs, writes=writes, tracked=tracked))
+    for call in tape.calls:
+        call.args, call.kwargs, call.outputs = replaced((call.args, call.kwargs, call.outputs))
+        call.mutated = replaced(call.mutated)
+    tape.ops, tape.inputs, tape.outputs = ops, renamed(tape.inputs, values), replaced(tape.outputs)
+    if isinstance(tape, ProgramTape):
+        tape.args = replaced(tape.args)
+        tape.attribute_writes = [dataclasses.replace(w, value=values[w.value]) for w in tape.attribute_writes]
+    if isinstance(tape, FunctionalTape):
+        tape.returned = renamed(tape.returned, values)
+    return tape
 
 
 @contextlib.contextmanager

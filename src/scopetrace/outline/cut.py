@@ -12,7 +12,7 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, forward_of
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, forward_of, own_values
 from scopetrace.outline.captured import Bound, Captured, Place
 from scopetrace.outline.function import FunctionInput, FunctionOutput, OutlinedBody
 from scopetrace.outline.given import Given, given, without_unread
@@ -99,7 +99,7 @@ class _Outliner:
         main = self._main
         self._fill(main, 0, len(self.old.ops))
         self._set_places(main)
-        return dataclasses.replace(
+        outlined = dataclasses.replace(
             self.old,
             ops=main.ops,
             calls=sorted(main.calls, key=lambda call: call.position),
@@ -109,6 +109,7 @@ class _Outliner:
                 dataclasses.replace(w, value=main.now.get(w.value, w.value)) for w in self.old.attribute_writes
             ],
         )
+        return own_values(outlined)
 
     # ---------------------------------------------------------------- regions
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.tape import Op, RecordedTape, Value
+from scopetrace.ir.tape import Op, RecordedTape, Value, own_values
+from scopetrace.ir.verify import checked
 from scopetrace.ops.functional_variants import functional_variant, undeclared_variant
 from scopetrace.torch_level.step import Renew, Step
 from scopetrace.torch_level.stepping import Stretch, Trial
@@ -49,7 +50,9 @@ class _Lifter:
             chosen = kept
         self._build({s.start: s for s in chosen}, {i: s for s in self.stretches for i in range(s.start, s.stop)})
         self.root.stop = len(self.new.ops)
-        return self.new, self.origin
+        nodes = [self.origin.get(id(op)) for op in self.new.ops]
+        lifted = checked(own_values(self.new), "torch level")
+        return lifted, {id(op): s for op, s in zip(lifted.ops, nodes, strict=True) if s is not None}
 
     # ---------------------------------------------------------------- which nodes
 
@@ -117,11 +120,10 @@ class _Lifter:
             if i >= skip:
                 self._add(dataclasses.replace(op, call=op.call and self.root), stretch_of.get(i))
 
-    def _add(self, op: Op, s: Stretch | None) -> Op:
+    def _add(self, op: Op, s: Stretch | None) -> None:
         if s is not None:
             self.origin[id(op)] = s
         self.new.ops.append(op)
-        return op
 
     def _add_step(self, s: Stretch) -> None:
         ops = self._ops(s)
@@ -156,12 +158,7 @@ class _Lifter:
                 tuple(outputs) if isinstance(outputs, tuple) else outputs
             )  # without the names of torch.return_types
         kind = "call_module" if kind == "call_module" else "call_function"
-        op = self._add(
-            dataclasses.replace(base, kind=kind, target=target, args=args, kwargs=kwargs, outputs=outputs), s
-        )
-        for v in leaves(outputs, Value):
-            if v.op.kind == "call_function" or kind == "call_module":
-                v.op = op
+        self._add(dataclasses.replace(base, kind=kind, target=target, args=args, kwargs=kwargs, outputs=outputs), s)
 
 
 def _call_of(s: Stretch) -> Any:
