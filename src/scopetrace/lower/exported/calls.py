@@ -1,9 +1,16 @@
-"""`module_call_graph`: what goes into and out of every module call, in torch.export's words.
+"""`module_call_graph` of an ExportedProgram, and `nn_module_stack`s that `torch.export.unflatten` can follow.
 
-`torch.export.unflatten` gives a module its own signature from it, if everything that the module takes from outside, but
-for parameters and buffers, is among the arguments, and everything that others take from it among the results. A call
-for which that does not hold (a value handed on through an attribute) has no signature: unflatten then makes one of
-what goes in and out.
+Data flow:
+    module calls of the tape -> frames: the calls that unflatten can tell apart
+    calls without ops, dead arguments and results -> a no-op check each, so that they have nodes (`with_marks`)
+    nodes of the lifted graph -> the frame of each, written as `nn_module_stack` (`place_nodes`)
+    frames -> signatures in ModuleCallEntries (`ModuleCalls`)
+
+unflatten takes a module call to be consecutive nodes with one `nn_module_stack`, of a module inside the module that
+calls it: a call has a frame of its own if its module is `a.b` where the caller's is `a`; the ops of other calls are in
+the frame around them. A signature holds if all that a module reads from outside, parameters and buffers aside, are
+arguments, and all that others read from it are results. A call for which that is not so (a value is passed through an
+attribute) has no signature; unflatten then makes one from the values that go in and out.
 """
 
 from __future__ import annotations
@@ -41,7 +48,7 @@ Node = torch.fx.Node
 
 
 class _Passed:
-    """What goes into and out of a call."""
+    """The arguments and results of a call as torch.export's argument specs."""
 
     def __init__(self, frame: ModuleCallFrame, lower: Callable[[Any], Any]) -> None:
         call = frame.call
@@ -53,7 +60,7 @@ class _Passed:
 
     @property
     def can_be_said(self) -> bool:
-        """Whether signatures have words for all of it."""
+        """Whether every argument and result has an argument spec, and both structures can be saved."""
         return None not in (*self.inputs, *self.outputs) and can_be_saved(self.in_spec) and can_be_saved(self.out_spec)
 
     def signature(self) -> ModuleCallSignature:
@@ -62,7 +69,7 @@ class _Passed:
 
 
 class ModuleCalls:
-    """The calls of a lifted graph."""
+    """The module calls of a lifted graph, and which of them have signatures."""
 
     def __init__(self, placement: Placement, frames: list[ModuleCallFrame], lower: Callable[[Any], Any]) -> None:
         self._place = placement.frame
@@ -75,15 +82,15 @@ class ModuleCalls:
             pass
 
     def entries(self, fqns: list[str]) -> list[ModuleCallEntry]:
-        """One entry for each module of `fqns`, then for the calls beyond the first of each."""
+        """An entry for each module of `fqns`, then one for each second and later call of a module."""
         signed = {f.name: p.signature() for f, p in self._passed.items() if f.fqn not in self._unsigned}
         found = [ModuleCallEntry(fqn, signed.pop(fqn, None)) for fqn in fqns if fqn]
         return found + [ModuleCallEntry(name, signature) for name, signature in signed.items()]
 
-    # ---------------------------------------------------------------- what passes beside arguments and results
+    # ---------------------------------------------------------------- values that bypass arguments and results
 
     def _settle(self) -> bool:
-        """Take their signatures from the calls that something passes by; True when none had to be taken."""
+        """Drop the signatures of calls that values bypass; True when no signature was dropped."""
         before = len(self._unsigned)
         for frame, node in self._reads():
             self._read(node, frame)
@@ -95,7 +102,7 @@ class ModuleCalls:
         return len(self._unsigned) == before
 
     def _reads(self) -> Iterator[tuple[ModuleCallFrame, Node]]:
-        """Each value with a frame in which it is read: by a node, as argument of an inner call, as result."""
+        """(frame, value) for each read: by a node, as argument of an inner call, or as result of the frame."""
         for node, frame in self._place.items():
             for read in node.all_input_nodes:
                 yield frame, read
@@ -125,25 +132,25 @@ class ModuleCalls:
                 self._unsigned.add(frame.fqn)
 
     def _leave(self, node: Node, frames: list[ModuleCallFrame], reader: ModuleCallFrame) -> None:
-        """A value leaves `frames` on its way to its reader."""
+        """`node` is made inside `frames`, and read outside of them by `reader`."""
         for frame in frames:
             if self._is_signed(frame):
                 if node not in self._passed[frame].given:
                     self._unsigned.add(frame.fqn)
             elif all(user in self._place and frame in self._place[user].chain() for user in node.users):
-                self._unsigned.add(reader.fqn)  # unflatten lets out what nodes outside read, and none does
+                self._unsigned.add(reader.fqn)  # unflatten returns values that nodes outside read, and there are none
 
     def _is_signed(self, frame: ModuleCallFrame) -> bool:
         return frame.parent is not None and frame.fqn not in self._unsigned
 
 
 def _plain(x: Any) -> Any:
-    """With tuples for `torch.Size`s: unflatten hands tuples on, and checks the type."""
+    """With tuples for `torch.Size`s, since unflatten passes tuples on and compares types."""
     return map_structure(tuple, x, torch.Size)
 
 
 def _can_be_repeated(node: Node) -> bool:
-    """Whether unflatten computes a symbolic size again where it is read."""
+    """Whether the node is a symbolic size or arithmetic of sizes, which unflatten computes again where it is read."""
     return node.target is torch.ops.aten.sym_size.int or getattr(node.target, "__module__", "") == operator.__name__
 
 
@@ -152,12 +159,12 @@ _CHECK = torch.ops.aten._assert_tensor_metadata.default
 
 @dataclasses.dataclass(eq=False)
 class ModuleCallFrame:
-    """A module call that `torch.export.unflatten` can tell apart."""
+    """A module call that `torch.export.unflatten` can tell apart from the calls around it."""
 
     call: Call
     fqn: str
     index: int
-    """0 for the first call under this name."""
+    """0 for the first call with this fqn."""
     parent: ModuleCallFrame | None
 
     @property
@@ -173,7 +180,7 @@ class ModuleCallFrame:
             frame = frame.parent
 
     def module_stack(self) -> dict[str, tuple[str, str]]:
-        """`nn_module_stack` of the nodes in it."""
+        """The `nn_module_stack` of the nodes in it."""
         return {f"L__self__{f.name}": (f.fqn, f.type_name) for f in reversed(list(self.chain()))}
 
     @property
@@ -184,7 +191,7 @@ class ModuleCallFrame:
 
 
 def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
-    """The frame in which each call of the tape runs: its own, or the one around it."""
+    """The frame of each call of the tape: its own, or that of a call around it."""
     count: collections.Counter[str] = collections.Counter()
     found: dict[Call, ModuleCallFrame] = {}
     for call in sorted(tape.calls, key=lambda c: c.position):
@@ -202,11 +209,11 @@ def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
 
 
 def with_marks(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> FunctionalTape:
-    """The tape with a mark in each call that has no op, and on each argument or result of a call that nothing needs.
+    """The tape with a no-op check in each call without ops, and of each dead argument or result of a call.
 
-    A call without nodes (`nn.Identity`) is no call to `torch.export.unflatten`, and makes it fail where the call has a
-    signature; a dead value is gone after `run_decompositions`, which then refuses the signature. The mark is a check of
-    the dtype, which torch.export itself writes for casts: torch's passes keep it, and ONNX drops it.
+    `torch.export.unflatten` fails on a signature of a call without nodes (`nn.Identity`), and `run_decompositions`
+    refuses a signature whose values it removed as dead. The check is `_assert_tensor_metadata` of the dtype, which
+    torch.export itself writes for casts: torch's passes keep it, and ONNX drops it.
     """
     marks: dict[int, list[Op]] = collections.defaultdict(list)  # by the place before which they stand
     _mark_idle_calls(tape, frames, marks)
@@ -264,9 +271,9 @@ def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames) -> Op:
 
 
 def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> Placement:
-    """The frames of the nodes of a lifted graph; written on the nodes as `nn_module_stack`.
+    """The frame of each node of a lifted graph, which is also written as its `nn_module_stack`.
 
-    A node that comes after its call has ended is in the innermost frame that is still open.
+    A node that stands after the end of its call gets the innermost frame that is still open.
     """
     at = {call.position: frame for call, frame in frames.items()}
     nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
@@ -289,16 +296,16 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
 
 @dataclasses.dataclass
 class Placement:
-    """Where the nodes of a graph are."""
+    """The frames of the nodes of a graph."""
 
     frame: dict[torch.fx.Node, ModuleCallFrame]
     hidden: set[torch.fx.Node]
-    """Those that go into a `wrap_with_set_grad_enabled`, and are no nodes of the graph after that."""
+    """Nodes that will be moved into the body of a `wrap_with_set_grad_enabled`."""
 
 
 @dataclasses.dataclass
 class _Region:
-    """Nodes between two switches of autograd, the first switch included; `apart` where it is not as at the start."""
+    """Nodes from one switch of autograd to the next; `apart` where the mode differs from that at the start."""
 
     nodes: list[torch.fx.Node]
     apart: bool
@@ -323,7 +330,7 @@ def _wanted(node: torch.fx.Node, at: dict[int, ModuleCallFrame]) -> ModuleCallFr
 
 
 def _common(frames: list[ModuleCallFrame]) -> ModuleCallFrame:
-    """The innermost frame around all of them."""
+    """The innermost frame that contains all of them."""
     shared = list(frames[0].chain())
     for frame in frames[1:]:
         around = set(frame.chain())
@@ -341,7 +348,7 @@ _KINDS: tuple[tuple[type, Any], ...] = (
 
 
 def argument_of(x: Any) -> Any:
-    """The argument spec of a node or of a plain Python value; None for what signatures have no word for."""
+    """The torch.export argument spec of a node or Python value; None for other objects."""
     if isinstance(x, torch.fx.Node):
         val = x.meta.get("val")
         return next((spec(x.name) for kind, spec in _KINDS if isinstance(val, kind)), None)

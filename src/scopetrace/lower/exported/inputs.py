@@ -1,4 +1,9 @@
-"""The tensors that a program holds, as `torch.export` files them: parameters, buffers, constants."""
+"""The placeholders of an ExportedProgram: parameters, buffers and constants, then the arguments.
+
+Data flow:
+    module's parameters and buffers, tensors that the tape reads -> State records in torch.export's order (`states`)
+    `get_attr` nodes -> placeholders of these; Python values among the arguments -> placeholders, too (`Lifted`)
+"""
 
 from __future__ import annotations
 
@@ -29,33 +34,33 @@ _UNNAMED = "_tensor_constant"
 
 @dataclasses.dataclass
 class State:
-    """One tensor that the program takes from the model."""
+    """A parameter, buffer or constant of an ExportedProgram."""
 
     kind: InputKind
     fqn: str
-    """Its key in the state dict, or among the constants."""
+    """Its key in `state_dict` or `constants`."""
     tensor: torch.Tensor
     persistent: bool | None = None
-    """Of a buffer: whether it is in the state dict."""
+    """For a buffer, whether it is in `state_dict`; else None."""
     aliases: tuple[str, ...] = ()
-    """Its other names. A constant has one in each module that reads it: `unflatten` gives each module its own."""
+    """Further keys: names of tied tensors; for a constant one in each module that reads it, as `unflatten` expects."""
 
     @property
     def in_state_dict(self) -> bool:
-        """Whether it belongs to the state dict; else it is among the constants."""
+        """Whether it is in `state_dict`; else it is in `constants`."""
         return self.kind is InputKind.PARAMETER or self.persistent is True
 
     @property
     def placeholder(self) -> str:
-        """The name of its placeholder, as torch.export makes it: `p_fc_weight`."""
+        """The name of its placeholder in torch.export's format, `p_fc_weight`."""
         return _PREFIX[self.kind] + re.sub(r"\W", "_", self.fqn).lower()
 
 
 def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, State]:
-    """By name on the tape, all tensors of the model and of the program, in torch.export's order.
+    """By name on the tape, the state of the program: parameters, then buffers, then constants.
 
-    All parameters and buffers of a traced module, a tied one once, then constants. Of a function, and
-    of a loaded trace, those that the program reads.
+    For a traced module all its parameters and buffers, tied ones once; for a function or a loaded trace, those that
+    the tape reads.
     """
     module = tape.calls[0].module if tape.calls else None
     readers = _readers(tape, frames)
@@ -67,7 +72,7 @@ def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[st
 
 
 def _of_module(root: torch.nn.Module, read: Container[str]) -> Iterator[State]:
-    """Parameters and buffers; of the names of a tied one, that by which the program reads it, the others as aliases."""
+    """Parameters and buffers of a module. A tied tensor has the name by which the tape reads it, others as aliases."""
     kept, tensors = _persistent(root), collections.defaultdict[int, list[tuple[str, torch.Tensor]]](list)
     for name, tensor in (
         *root.named_parameters(remove_duplicate=False),
@@ -84,7 +89,7 @@ def _of_module(root: torch.nn.Module, read: Container[str]) -> Iterator[State]:
 
 
 def _persistent(root: torch.nn.Module) -> set[str]:
-    """The names of the buffers that are in the state dict."""
+    """The fqns of the persistent buffers."""
     found: set[str] = set()
     for fqn, module in root.named_modules(remove_duplicate=False):
         prefix = f"{fqn}." if fqn else ""
@@ -93,7 +98,7 @@ def _persistent(root: torch.nn.Module) -> set[str]:
 
 
 def _readers(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, list[str]]:
-    """By name on the tape, the modules that read a tensor."""
+    """By name on the tape, the fqns of the modules whose ops read a tensor."""
     found: dict[str, list[str]] = {op.target: [] for op in tape.ops if op.kind == "get_attr"}
     for op in tape.ops:
         for value in op.inputs():
@@ -105,7 +110,7 @@ def _readers(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[
 
 
 def _beside(tape: FunctionalTape, name: str, tensor: torch.Tensor, readers: list[str]) -> State:
-    """What the program reads beside the state of a traced module."""
+    """The record of a tensor that is not in the state of a traced module."""
     if name.startswith(_UNNAMED):
         leaf = f"lifted_tensor_{name.removeprefix(_UNNAMED)}"
         fqn, *others = [f"{reader}.{leaf}" if reader else leaf for reader in readers or [""]]
@@ -121,13 +126,13 @@ def _beside(tape: FunctionalTape, name: str, tensor: torch.Tensor, readers: list
 
 
 class Lifted:
-    """A graph whose state and arguments are placeholders, in torch.export's order.
+    """Replaces the `get_attr` nodes of a graph by placeholders, in torch.export's order.
 
     Attributes:
-        specs: one InputSpec for each placeholder.
-        spec: the tree of (args, kwargs).
+        specs: the InputSpec of each placeholder, in order.
+        spec: the pytree spec of (args, kwargs).
         inputs: the placeholders of the tensors among the arguments.
-        state: by name on the tape, what the program takes from the model, and its placeholder.
+        state: by name on the tape, the State and its placeholder.
     """
 
     def __init__(self, program: FxLowering, tape: FunctionalTape, held: dict[str, State], names: list[str]) -> None:
@@ -148,9 +153,9 @@ class Lifted:
                 self._move(node, node.all_input_nodes[0])
 
     def lower(self, x: Any) -> Any:
-        """The structure with nodes of the lifted graph in place of tape values and symbolic numbers.
+        """A structure with nodes of the lifted graph in place of tape values and symbolic numbers.
 
-        Numbers that the graph does not compute stay as they are.
+        Symbolic numbers without a node in the graph stay as they are.
         """
         known = map_structure(lambda n: self._program.lower(n) if self._program.has(n) else n, x, (Value, *Symbolic))
         return map_structure(lambda n: self._moved.get(n, n), known, torch.fx.Node)

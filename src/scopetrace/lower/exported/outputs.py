@@ -1,4 +1,10 @@
-"""The outputs of an ExportedProgram, from the write-back program of a trace: new values first, then the results."""
+"""The outputs of an ExportedProgram: new values of parameters, buffers and inputs, then the results.
+
+Data flow:
+    updates of the write-back program, tensors assigned to buffers -> one _Change each, with the node of the new value
+    results of the write-back program -> nodes: outputs of the graph, changed values, views made with ops at the end
+    both -> the output node and its OutputSpecs; a clone wherever two entries would share memory
+"""
 
 from __future__ import annotations
 
@@ -43,7 +49,7 @@ _KINDS = {InputKind.PARAMETER: OutputKind.PARAMETER_MUTATION, InputKind.BUFFER: 
 
 @dataclasses.dataclass
 class _Change:
-    """A placeholder that the program gives a new value."""
+    """A parameter, buffer or input that gets a new value: its placeholder and the node of the value."""
 
     kind: OutputKind
     target: str
@@ -52,11 +58,11 @@ class _Change:
 
 
 class Outputs:
-    """The output node of a lifted graph, and what its entries mean.
+    """Makes the output node of a lifted graph.
 
     Attributes:
-        specs: one OutputSpec for each entry.
-        spec: the tree of the result.
+        specs: the OutputSpec of each output, in order.
+        spec: the pytree spec of the result.
     """
 
     def __init__(
@@ -85,7 +91,7 @@ class Outputs:
     # ---------------------------------------------------------------- changes
 
     def _find_changes(self) -> dict[Any, _Change]:
-        """By GraphInput or Held: what changes, parameters and buffers before inputs."""
+        """By GraphInput or StateRef, the changes, in the order of the placeholders."""
         found: dict[Any, _Change] = {}
         for update in self._tape.write_back.updates if self._tape.write_back is not None else ():
             if not isinstance(update, CopyInto):
@@ -117,9 +123,9 @@ class Outputs:
         return _Change(_KINDS[state.kind], state.fqn, node, value)
 
     def _binding(self, name: str, value: torch.fx.Node) -> _Change | None:
-        """`self.n = self.n + 1`: the buffer gets new data, since an ExportedProgram has no other tensor for it.
+        """`self.n = self.n + 1` as a change of the buffer's data, since an ExportedProgram cannot rebind a buffer.
 
-        None where that cannot be and the program does not read it: a table that the forward makes where it has none.
+        None for a buffer of another shape or dtype that the graph does not read, such as a cache that forward fills.
         """
         if self._state[name][0].kind is not InputKind.BUFFER:
             raise ExportError(
@@ -140,14 +146,17 @@ class Outputs:
         return self._change(StateRef(name), value)
 
     def _apart(self, change: _Change) -> torch.fx.Node:
-        """The new value, in memory that no other change touches, and not that of another change."""
+        """The new value, cloned where it is the value of another change or shares memory with a placeholder."""
         first = next(c for c in self._changes.values() if c.value is change.value)
         if first is change and not self._is_from_outside(change.value):
             return change.value
         return self._node(_aten.clone.default, (change.value,))
 
     def _settled(self, change: _Change) -> torch.fx.Node:
-        """The node of a new value, after all that read the old one: `unflatten` overwrites that at once."""
+        """The node of the new value, cloned where ops after it read the old one.
+
+        `torch.export.unflatten` writes the buffer where the value is computed, before those ops.
+        """
         memory, after = self._storage(change.placeholder), False
         for node in self._graph.nodes:
             if after and node.op != "output" and any(self._storage(n) == memory for n in node.all_input_nodes):
@@ -160,7 +169,7 @@ class Outputs:
         return any(self._storage(n) == memory for n in self._graph.find_nodes(op="placeholder"))
 
     def _storage(self, node: torch.fx.Node) -> Any:
-        """Equal for nodes whose tensors share memory."""
+        """A key that is equal for nodes whose tensors share a storage."""
         return self._memory.get(node, node)
 
     # ---------------------------------------------------------------- results
@@ -179,7 +188,7 @@ class Outputs:
         return [(pytree.keystr(path), leaf) for path, leaf in flat], spec
 
     def _fresh(self, value: Any, *, copied: bool = False) -> Any:
-        """A value of the graph as a result; apart from a tensor of the model that gets the same value."""
+        """A graph output as a result; cloned where it is the new value of a parameter or buffer as well."""
         shared = any(c.value is value for c in self._changes.values())
         return self._node(_aten.clone.default, (value,)) if shared or copied else value
 
@@ -210,7 +219,7 @@ class Outputs:
     # ---------------------------------------------------------------- nodes
 
     def _node(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> torch.fx.Node:
-        """An op before the output, outside of all modules."""
+        """A new op before the output node, in the scope of the root."""
         values = torch.fx.map_arg(args, lambda n: n.meta["val"])
         out = run_fake(values[0].fake_mode, op, values, kwargs or {})
         return self._placed(op, self._lower(args), self._lower(kwargs or {}), out)

@@ -1,10 +1,10 @@
-"""`torch.export.ExportedProgram` from a tape, without tracing again.
+"""`torch.export.ExportedProgram` from a functional tape, without tracing again.
 
 Data flow:
-    tape -> a graph of its own, with a mark in calls that have no op (frames)
-    `get_attr` nodes -> placeholders in torch.export's order (state); Python values among the arguments get one too
-    write-back program -> outputs: new values of buffers, parameters and inputs, then the results (outputs)
-    module calls -> `module_call_graph` (module_calls)
+    tape -> a graph of its own, with a no-op check in module calls without ops (calls.py: with_marks)
+    `get_attr` nodes and Python values among the arguments -> placeholders in torch.export's order (inputs.py)
+    write-back program -> outputs: new values of parameters, buffers and inputs, then the results (outputs.py)
+    module calls -> `module_call_graph` (calls.py)
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from scopetrace.record import argument_names
 
 
 def to_exported_program(program: TracedProgram) -> ExportedProgram:
-    """The ExportedProgram of a program without mutation.
+    """The ExportedProgram of a functional program; it shares the model's parameters and buffers.
 
-    Raises ExportError for what an ExportedProgram cannot say.
+    Raises ExportError for what an ExportedProgram cannot express, see `Trace.to_exported_program`.
     """
     with garbage_collection_paused():
         assert isinstance(program.tape, FunctionalTape)
@@ -91,12 +91,12 @@ def _refuse(tape: FunctionalTape) -> None:
 
 
 def _bodies(program: FxLowering) -> dict[str, torch.fx.GraphModule]:
-    """The GraphModules that the graph takes as attributes."""
+    """The bodies of higher-order ops as GraphModules, by attribute name."""
     return {name: torch.fx.GraphModule(_bodies(body), body.graph) for name, body in program.bodies.items()}
 
 
 def _fill_values(graph: torch.fx.Graph) -> None:
-    """Steps in between, in the arithmetic of symbolic sizes, have no value yet."""
+    """Compute `meta["val"]` of the nodes of symbolic-size arithmetic, which lowering leaves without."""
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             args = torch.fx.map_arg(node.args, meta.value)
@@ -117,7 +117,7 @@ def _module_names(tape: FunctionalTape) -> list[str]:
 
 
 def _example_inputs(tape: FunctionalTape) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Zeros like the inputs: AOTInductor and the guards of `ExportedProgram.module` ask for their form."""
+    """Zeros of the shapes and dtypes of the inputs, which AOTInductor and `ExportedProgram.module()` read."""
     args, kwargs = instantiate(
         lambda x: compat.example_of(x.fake if isinstance(x, Value) else x), tape.args, (Value, *compat.INPUTS)
     )

@@ -1,9 +1,10 @@
 """ONNX models of traces, in which chosen module calls are calls of ONNX functions.
 
 Data flow:
-    outlined trace -> pieces: the main program and each body, cut open at calls, side by side in one graph
-    the graph -> one `torch.onnx.export`, optimizer included
-    the ONNX graph -> pieces again: bodies as functions, the main program with call nodes and weights
+    outlined program -> CombinedGraph: main program and function bodies in one graph, cut at every call (combine)
+    that graph -> one `torch.onnx.export`, its optimizer included (translate)
+    the ONNX graph -> cut apart again: bodies as functions, the main program with call nodes and weights (assemble)
+    the model -> checked, and run in ONNX Runtime beside the traced model (verify)
 """
 
 from __future__ import annotations

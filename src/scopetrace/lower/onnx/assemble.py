@@ -1,4 +1,10 @@
-"""When two translated bodies are the same function: equal nodes, wiring, attributes, constants; names do not count."""
+"""The translated graph cut apart again: bodies become ONNX functions, the main program gets call nodes and weights.
+
+Data flow:
+    nodes between a subgraph's inputs and outputs -> a graph of its own, with call nodes in place of its call sites
+    bodies with equal keys -> one ONNX function; names do not count in a key
+    tensors of the model -> initializers of the main graph, without copying
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ from scopetrace.lower.onnx.naming import FunctionNames, Labels, SizeNames, forge
 
 
 def body_key(graph: ir.Graph) -> Hashable:
-    """Equal for graphs that compute the same in the same way, of inputs of equal types and ranks.
+    """A key that is equal for graphs with equal nodes, edges, attributes, constants, input types and input ranks.
 
     Names, sizes and metadata do not count.
     """
@@ -54,17 +60,17 @@ def _attribute_key(attribute: ir.Attr, numbers: dict[ir.Value, int]) -> Any:
 
 
 PROTO_LIMIT = 2**31 - 2**27
-"""Bytes of weights up to which a file holds them itself: protobuf ends at 2 GiB, and the graph needs room too."""
+"""Bytes of weights that fit into the file: protobuf's limit is 2 GiB, of which the graph needs a part."""
 
 
 def onnx_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
-    """A tensor as ONNX holds it, without a copy; complex ones as pairs of real numbers, as torch.onnx has them."""
+    """A tensor for ONNX, without a copy; complex numbers as pairs of real ones, as in torch.onnx."""
     tensor = tensor.detach()
     return TorchTensor(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg())
 
 
 def attach(graph: ir.Graph, held: Mapping[str, torch.Tensor], state: Iterable[str]) -> None:
-    """Give the last inputs of a graph, one for each tensor, their data.
+    """Make initializers of the last inputs of a graph, one for each tensor in `held`.
 
     What the model changes (`state`) stays an input as well, so that its new value can be given back; its data are the
     default. Tensors on the meta device have no data: they stay inputs.
@@ -82,7 +88,7 @@ def attach(graph: ir.Graph, held: Mapping[str, torch.Tensor], state: Iterable[st
 
 
 def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool | None) -> None:
-    """Write a model; with `external_data` its weights go to a file beside it. None: where they have to."""
+    """Write a model. `external_data` puts the weights into a file beside it; None does so above PROTO_LIMIT."""
     if external_data is None:
         tensors = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
         external_data = sum(t.nbytes for t in tensors) > PROTO_LIMIT
@@ -91,44 +97,48 @@ def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool | No
 
 
 IR_VERSION = 10
-"""The first with `metadata_props` and value types in functions."""
+"""The first version with `metadata_props` and value types in functions."""
 
 _ANY_VERSION = 1
 
 
 @dataclasses.dataclass
 class Parts:
-    """What the assembler needs beside the whole."""
+    """What the assembler needs beside the combined graph."""
 
     names: FunctionNames
     labels: Labels
     attributes: Callable[[Subgraph, CallSite], dict[str, Any]]
-    """The ONNX attributes of a call."""
+    """Gives the ONNX attributes of a call."""
     sizes: SizeNames
     has_body: Callable[[Subgraph], bool]
 
 
 class Assembler:
-    """Builds the model. `functions` has the ONNX function of each piece; pieces with equal bodies share one."""
+    """Builds the model.
 
-    def __init__(self, translated: ir.Model, whole: CombinedGraph, parts: Parts) -> None:
-        self._translated, self._whole, self._parts = translated, whole, parts
+    Attributes:
+        functions: by subgraph, its ONNX function; subgraphs with equal bodies share one.
+        plugins: functions that are called, and whose bodies the model leaves out.
+    """
+
+    def __init__(self, translated: ir.Model, combined: CombinedGraph, parts: Parts) -> None:
+        self._translated, self._combined, self._parts = translated, combined, parts
         graph = translated.graph
         self._original: dict[torch.fx.Node, ir.Value] = {
-            **dict(zip(whole.inputs, graph.inputs, strict=True)),
-            **dict(zip(whole.outputs, graph.outputs, strict=True)),
+            **dict(zip(combined.inputs, graph.inputs, strict=True)),
+            **dict(zip(combined.outputs, graph.outputs, strict=True)),
         }
         self.functions: dict[Subgraph, ir.Function] = {}
         self.plugins: list[ir.Function] = []
-        """Functions that are called, and left out of the model."""
 
     def model(self, input_names: Sequence[str], output_names: Sequence[str]) -> ir.Model:
-        """The model, without the tensors that the main program holds: they are still among its inputs."""
+        """The model. Parameters, buffers and constants are still its last inputs: see `attach`."""
         known: dict[Any, ir.Function] = {}
-        for piece in self._whole.pieces:
-            if piece.function is not None:
-                self._add_function(piece, known)
-        main = self._whole.main
+        for subgraph in self._combined.subgraphs:
+            if subgraph.function is not None:
+                self._add_function(subgraph, known)
+        main = self._combined.main
         body = _Body(self, main)
         graph = body.graph
         self._parts.labels.write(main, graph)
@@ -139,30 +149,30 @@ class Assembler:
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="scopetrace", functions=functions)
 
     def _name_values(self, body: _Body, input_names: Sequence[str], output_names: Sequence[str]) -> None:
-        held = list(body.piece.held)
+        held = list(body.subgraph.held)
         inputs = dict(zip(body.graph.inputs, [*input_names, *held], strict=True))
         self._parts.labels.name_values(body.graph, inputs, dict(zip(body.graph.outputs, output_names, strict=True)))
 
-    def _add_function(self, piece: Subgraph, known: dict[Any, ir.Function]) -> None:
-        """The function of a piece: one of a class with an equal body, or a new one."""
-        function = piece.function
-        body = _Body(self, piece)
+    def _add_function(self, subgraph: Subgraph, known: dict[Any, ir.Function]) -> None:
+        """The function of a subgraph: that of a subgraph of the same class with an equal body, or a new one."""
+        function = subgraph.function
+        body = _Body(self, subgraph)
         names = dict(zip(body.graph.inputs, (i.name for i in function.inputs), strict=True))
-        what = function.identifier if piece.unknown else body_key(body.graph)
+        what = function.identifier if subgraph.unknown else body_key(body.graph)
         key = (function.module_type, self._parts.names.base(function), what)
         if key in known:
-            self.functions[piece] = _without_shapes(known[key])
+            self.functions[subgraph] = _without_shapes(known[key])
             return
         forget_sizes_made_inside(body.graph)
-        self._parts.labels.write(piece, body.graph)
+        self._parts.labels.write(subgraph, body.graph)
         self._parts.labels.name_values(
             body.graph, names, dict(zip(body.graph.outputs, output_names(function.outputs), strict=True))
         )
         domain, name = self._parts.names.take(function)
         made = ir.Function(domain, name, graph=body.graph, attributes=[])
-        known[key] = self.functions[piece] = made if piece.fits_all else _without_shapes(made)
+        known[key] = self.functions[subgraph] = made if subgraph.fits_all else _without_shapes(made)
         self._import_domains([body.graph], body.graph)
-        if not self._parts.has_body(piece):
+        if not self._parts.has_body(subgraph):
             self.plugins.append(made)
 
     def _import_domains(self, users: Iterable[Any], into: ir.Graph) -> None:
@@ -179,11 +189,13 @@ class Assembler:
 
     # ---------------------------------------------------------------- used by bodies
 
-    def cut_out(self, piece: Subgraph) -> tuple[ir.Graph, dict[torch.fx.Node, ir.Value]]:
-        """A copy of a piece's nodes as a graph of its own, and its values by the nodes of the whole."""
-        holes = [result for site in piece.sites for result in site.results]
-        inputs = [*piece.inputs, *piece.held.values(), *piece.unknown, *holes]
-        wanted = [x for x in (*piece.outputs, *(o for s in piece.sites for o in s.operands)) if x in self._original]
+    def cut_out(self, subgraph: Subgraph) -> tuple[ir.Graph, dict[torch.fx.Node, ir.Value]]:
+        """A copy of a subgraph as an ONNX graph, and its values by the nodes of the combined graph."""
+        holes = [result for site in subgraph.sites for result in site.results]
+        inputs = [*subgraph.inputs, *subgraph.held.values(), *subgraph.unknown, *holes]
+        wanted = [
+            x for x in (*subgraph.outputs, *(o for s in subgraph.sites for o in s.operands)) if x in self._original
+        ]
         outputs = [x for x in dict.fromkeys(wanted) if x.op != "placeholder"]
         read = [n for n in inputs if n in self._original] if outputs else []
         values = {n: self._parts.sizes.new_value(meta.value(n)) for n in inputs if n not in read}
@@ -201,43 +213,43 @@ class Assembler:
         return graph, values
 
     def _sort_constants(self, graph: ir.Graph) -> None:
-        """In a fixed order: `extract` has them in a set."""
+        """Order the constants as in the translated graph: `extract` returns them in the order of a set."""
         order = {name: i for i, name in enumerate(self._translated.graph.initializers)}
         constants = sorted(graph.initializers.values(), key=lambda value: order[value.name or ""])
         graph.initializers.clear()
         for value in constants:
             graph.initializers.add(value)
 
-    def call(self, piece: Subgraph, site: CallSite, inputs: list[ir.Value | None]) -> ir.Node:
-        """The node of a call."""
+    def call(self, subgraph: Subgraph, site: CallSite, inputs: list[ir.Value | None]) -> ir.Node:
+        """The node that calls the function of a site."""
         callee = self.functions[site.callee]
-        attributes = self._parts.attributes(piece, site)
+        attributes = self._parts.attributes(subgraph, site)
         for name, value in attributes.items():
             if name not in callee.attributes:
                 callee.attributes.add(ir.Attr(name, ir.convenience.convert_attribute(name, value).type, None))
         node = ir.node(callee.name, inputs, attributes, domain=callee.domain, num_outputs=len(site.results))
-        self._parts.labels.label_call(piece, site, node)
+        self._parts.labels.label_call(subgraph, site, node)
         return node
 
 
 class _Body:
-    """One piece as an ONNX graph: its inputs in order, its calls, its outputs in order."""
+    """A subgraph as an ONNX graph, with its inputs in order, call nodes, and its outputs in order."""
 
-    def __init__(self, assembler: Assembler, piece: Subgraph) -> None:
-        self.piece = piece
-        self.graph, self._values = assembler.cut_out(piece)
+    def __init__(self, assembler: Assembler, subgraph: Subgraph) -> None:
+        self.subgraph = subgraph
+        self.graph, self._values = assembler.cut_out(subgraph)
         self._last_call: list[ir.Node] = []
-        if piece.function is not None:
+        if subgraph.function is not None:
             self._initializers_to_constants()
-        for site in piece.sites:
+        for site in subgraph.sites:
             self._insert_call(assembler, site)
         self._set_inputs()
-        self._stand_for_unknown()
+        self._substitute_plugin_body()
         self.graph.outputs.extend(self._outputs())
         self.graph.sort()
 
     def _initializers_to_constants(self) -> None:
-        """Functions hold no initializers."""
+        """ONNX functions have no initializers: make Constant nodes of them."""
         for value in list(self.graph.initializers.values()):
             assert value.const_value is not None
             self._replace(value, self._constant(value.const_value))
@@ -265,9 +277,9 @@ class _Body:
     def _insert_call(self, assembler: Assembler, site: CallSite) -> None:
         operands = iter(site.operands)
         inputs = [None if i.kind == "absent" else self._value(next(operands)) for i in site.callee.function.inputs]
-        node = assembler.call(self.piece, site, inputs)
+        node = assembler.call(self.subgraph, site, inputs)
         before = [p for v in inputs if v is not None and (p := v.producer()) is not None] + self._last_call
-        if before:  # in the order of the calls
+        if before:  # keeps the order of the calls
             self.graph.insert_after(max(before, key=list(self.graph).index), node)
         else:
             self._prepend(node)
@@ -278,33 +290,35 @@ class _Body:
             self._replace(hole, new)
 
     def _value(self, x: Any) -> ir.Value:
-        """The value of a node of the whole, or of a plain number."""
+        """The ONNX value of a node of the combined graph, or of a Python number."""
         return self._values[x] if isinstance(x, torch.fx.Node) else self._constant(ir.tensor(x))
 
     def _set_inputs(self) -> None:
-        own = [self._values[n] for n in self.piece.inputs]
-        if self.piece.function is None:
-            self.graph.inputs[:] = [*own, *(self._values[n] for n in self.piece.held.values())]
+        own = [self._values[n] for n in self.subgraph.inputs]
+        if self.subgraph.function is None:
+            self.graph.inputs[:] = [*own, *(self._values[n] for n in self.subgraph.held.values())]
             return
-        for name, node in self.piece.held.items():  # a constant that the body holds
-            self._replace(self._values[node], self._constant(onnx_tensor(self.piece.tensor(name))))
+        for name, node in self.subgraph.held.items():  # a lifted constant
+            self._replace(self._values[node], self._constant(onnx_tensor(self.subgraph.tensor(name))))
         given = iter(own)
-        self.graph.inputs[:] = [ir.Value() if i.kind == "absent" else next(given) for i in self.piece.function.inputs]
+        self.graph.inputs[:] = [
+            ir.Value() if i.kind == "absent" else next(given) for i in self.subgraph.function.inputs
+        ]
 
-    def _stand_for_unknown(self) -> None:
-        """One node in the place of a body that is left out, so that its outputs come from somewhere."""
-        if self.piece.unknown:
-            node = ir.node("Unknown", self.graph.inputs, num_outputs=len(self.piece.unknown))
+    def _substitute_plugin_body(self) -> None:
+        """A placeholder node for the body of a plugin, so that its outputs have a producer."""
+        if self.subgraph.unknown:
+            node = ir.node("Unknown", self.graph.inputs, num_outputs=len(self.subgraph.unknown))
             self.graph.append(node)
-            for placeholder, new in zip(self.piece.unknown, node.outputs, strict=True):
+            for placeholder, new in zip(self.subgraph.unknown, node.outputs, strict=True):
                 old = self._values[placeholder]
                 new.type, new.shape = old.type, old.shape
                 self._values[placeholder] = new
 
     def _outputs(self) -> list[ir.Value]:
-        """ONNX has no output that is an input, and no two that are the same value."""
+        """The outputs in order; an Identity for one that is an input or equal to another, which ONNX does not allow."""
         found: list[ir.Value] = []
-        for x in self.piece.outputs:
+        for x in self.subgraph.outputs:
             value = self._value(x)
             if value.producer() is None or any(value is other for other in found):
                 node = ir.node("Identity", [value])
@@ -316,7 +330,7 @@ class _Body:
 
 
 def _without_shapes(function: ir.Function) -> ir.Function:
-    """For a function that serves operands of several sizes, of which the values inside can say nothing."""
+    """The function without shapes in it, since its calls have operands of different sizes."""
     for node in ir.traversal.RecursiveGraphIterator(function):
         for value in node.outputs:
             value.shape = None
@@ -327,23 +341,23 @@ def _without_shapes(function: ir.Function) -> ir.Function:
 
 @dataclasses.dataclass
 class Exported:
-    """An ONNX model, and what it was made from."""
+    """An ONNX model, its functions, and what `verify` needs to know of the trace."""
 
     model: ir.Model
     functions: list[ir.Function]
-    """All functions, callees first, with those whose bodies the model leaves out."""
+    """All functions, callees first, plugins too."""
     plugins: list[ir.Function]
-    """Those whose bodies it leaves out."""
+    """The functions whose bodies the model leaves out."""
     without_form: list[str]
-    """The names of those whose bodies are not known in ONNX at all."""
+    """The names of plugins whose bodies have no ONNX form."""
     classes: dict[tuple[str, str], type | None]
-    """By domain and name, the class of the modules that a function stands for."""
+    """By domain and name, the module class of a function."""
     results: Results
     expected_calls: Counter[type | None]
-    """How often the trace calls the modules of each class that became functions."""
+    """By module class, how many calls of the trace became calls of functions."""
 
     def calls_in_file(self) -> Counter[tuple[str, str]]:
-        """By domain and name, how often a run of the file calls each function."""
+        """By domain and name, how often one run of the model calls each function."""
         bodies = {(f.domain, f.name): f for f in self.functions}
 
         def count(graph: Any) -> Counter[tuple[str, str]]:

@@ -1,8 +1,12 @@
-"""The graphs to translate, as one: the main program and each body side by side, cut open at every call.
+"""The main program and all function bodies as one torch.fx graph for `torch.onnx.export`, and what the model returns.
 
-A *piece* is the main program or the body of a function. Where a piece calls a function, the operands become outputs of
-the whole and the results become inputs of it, so that the pieces have no edge in common and no call is in the way:
-what translates and optimizes the whole cannot merge, drop or inline calls, because there are none in it.
+A Subgraph is the main program or the body of a function. At a call, the operands become outputs of the combined graph
+and the results become placeholders of it. So no edge leads from one subgraph to another, and there is no call node
+that translation or optimization could merge, drop or inline.
+
+Data flow:
+    FxLowering of the main program -> nodes copied; at an `invoke_subgraph` the callee's body is copied first
+    write-back program -> the outputs of the main program: results, then new values of inputs and state (Results)
 """
 
 from __future__ import annotations
@@ -46,20 +50,20 @@ from scopetrace.program.graph import FxLowering
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
 _SQUEEZES = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
-"""torch.onnx translates them to an op that takes sizes of 1 alone; where other sizes stay, torch's give their input."""
+"""Their ONNX form takes dimensions of size 1 only; where torch's squeeze changes no size, it is left out."""
 
 
 @dataclasses.dataclass(eq=False)
 class CallSite:
-    """One call of a function in a piece."""
+    """One call of a function in a subgraph."""
 
     node: torch.fx.Node
-    """The `invoke_subgraph` node that it is made from."""
+    """The `invoke_subgraph` node."""
     callee: Subgraph
     operands: list[Any]
-    """Nodes of the whole, or plain numbers, for the callee's inputs in order."""
+    """Nodes of the combined graph, or Python numbers, for the callee's inputs in order."""
     results: list[torch.fx.Node]
-    """Placeholders of the whole, one for each output of the callee."""
+    """Placeholders of the combined graph, one for each output of the callee."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -69,27 +73,30 @@ class Subgraph:
     function: Any
     program: FxLowering
     inputs: list[torch.fx.Node] = dataclasses.field(default_factory=list)
-    """Placeholders of the whole, in the order of the piece's own."""
+    """Placeholders of the combined graph, in the order of the subgraph's own."""
     held: dict[str, torch.fx.Node] = dataclasses.field(default_factory=dict)
-    """Placeholders of the whole for the tensors that the program holds, by name."""
+    """By name, placeholders of the combined graph for parameters, buffers and constants."""
     sites: list[CallSite] = dataclasses.field(default_factory=list)
     outputs: list[Any] = dataclasses.field(default_factory=list)
-    """Nodes of the whole, or plain numbers."""
+    """Nodes of the combined graph, or Python numbers."""
     unknown: list[torch.fx.Node] = dataclasses.field(default_factory=list)
-    """Placeholders of the whole for what a body that is left out gives."""
+    """Placeholders of the combined graph for the outputs of a plugin, whose body is left out."""
     fits_all: bool = True
-    """Whether the sizes in it are those of every call, by name too."""
+    """Whether every call has operands of the same sizes, symbolic ones by name."""
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor that the program holds."""
+        """A parameter, buffer or constant by its name on the tape."""
         return self.program.tape.attributes[name]
 
 
 class CombinedGraph:
-    """All pieces in one graph: first the placeholders, then the ops, then one output with what leaves the pieces.
+    """All subgraphs in one graph: placeholders, then ops, then one output node for all subgraphs.
 
-    `function_of` gives the function that an `invoke_subgraph` node calls; `finish` the outputs of the main program from
-    the values of its output node, as `Results.values` does. Functions that `is_left_out` have no ops here.
+    Args:
+        main: the main program.
+        function_of: gives the Function that an `invoke_subgraph` node calls.
+        finish: gives the outputs of the main program from the values of its output node, as `Results.values` does.
+        is_left_out: whether the body of a Function, a plugin, is left out of the graph.
     """
 
     def __init__(
@@ -101,19 +108,19 @@ class CombinedGraph:
     ) -> None:
         self.graph = torch.fx.Graph()
         self.root = torch.nn.Module()
-        self.pieces: list[Subgraph] = []
-        """Callees before their callers; the main program last."""
+        self.subgraphs: list[Subgraph] = []
+        """Callees before callers; the main program last."""
         self._function_of = function_of
         self._is_left_out = is_left_out
         self._bodies: dict[Any, Subgraph] = {}
         self._nodes: dict[tuple[Subgraph, torch.fx.Node], Any] = {}
         self._tensors: dict[Any, str] = {}
         self._branches: dict[FxLowering, str] = {}
-        self._piece_of: dict[torch.fx.Node, Subgraph] = {}
+        self._subgraph_of: dict[torch.fx.Node, Subgraph] = {}
         self.fakes = FreshFakes()
-        """What made the values of the placeholders that are left."""
+        """Makes the fake values of the remaining placeholders; knows which symbols they stand for."""
         self._count = itertools.count()
-        self._start = self.graph.call_function(operator.pos, (0,))  # what placeholders stand before; erased below
+        self._start = self.graph.call_function(operator.pos, (0,))  # placeholders are inserted before it; erased below
         self.main = Subgraph(None, main)
         self._add(self.main)
         self.main.outputs = finish(self.main.outputs, self.main.inputs, self._hold)
@@ -121,72 +128,74 @@ class CombinedGraph:
 
     @property
     def inputs(self) -> list[torch.fx.Node]:
-        """The placeholders."""
+        """The placeholders of the combined graph."""
         return [n for n in self.graph.nodes if n.op == "placeholder"]
 
-    # ---------------------------------------------------------------- pieces
+    # ---------------------------------------------------------------- subgraphs
 
-    def _add(self, piece: Subgraph) -> None:
-        if piece.function is not None and self._is_left_out(piece.function):
-            self._leave_out(piece)
+    def _add(self, subgraph: Subgraph) -> None:
+        if subgraph.function is not None and self._is_left_out(subgraph.function):
+            self._leave_out(subgraph)
         else:
-            for node in piece.program.graph.nodes:
-                self._copy(piece, node)
-        self.pieces.append(piece)
+            for node in subgraph.program.graph.nodes:
+                self._copy(subgraph, node)
+        self.subgraphs.append(subgraph)
 
-    def _leave_out(self, piece: Subgraph) -> None:
-        nodes = piece.program.graph.nodes
-        piece.inputs = [self._input(piece, meta.value(n)) for n in nodes if n.op == "placeholder"]
+    def _leave_out(self, subgraph: Subgraph) -> None:
+        nodes = subgraph.program.graph.nodes
+        subgraph.inputs = [self._input(subgraph, meta.value(n)) for n in nodes if n.op == "placeholder"]
         given = _flat(next(n for n in nodes if n.op == "output").args[0])
-        piece.outputs = piece.unknown = [self._input(piece, meta.value(n)) for n in given]
+        subgraph.outputs = subgraph.unknown = [self._input(subgraph, meta.value(n)) for n in given]
 
-    def _copy(self, piece: Subgraph, node: torch.fx.Node) -> None:
+    def _copy(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
-            new = self._input(piece, meta.value(node))
-            piece.inputs.append(new)
-            self._nodes[piece, node] = new
+            new = self._input(subgraph, meta.value(node))
+            subgraph.inputs.append(new)
+            self._nodes[subgraph, node] = new
         elif node.op == "get_attr":
-            self._attribute(piece, node)
+            self._attribute(subgraph, node)
         elif node.op == "output":
-            piece.outputs = list(_flat(self._map(piece, node.args[0])))
+            subgraph.outputs = list(_flat(self._map(subgraph, node.args[0])))
         elif node.op == "call_module":
             where = meta.scope_path(node) or node.target
             raise OnnxExportError(f"{where}: a leaf module has no ONNX form; name it in plugins= instead")
         elif node.target is INVOKE:
-            self._cut(piece, node)
+            self._cut(subgraph, node)
         elif node.target in _SQUEEZES and _kind(node) == _kind(node.args[0]):
-            self._nodes[piece, node] = self._map(piece, node.args[0])
-        elif node.target is OVERWRITE:  # the second, but for gradients
-            self._nodes[piece, node] = self._map(piece, node.args[1])
-        elif node.target is not set_grad_enabled and (piece, node) not in self._nodes:
-            args, kwargs = self._map(piece, node.args), self._map(piece, node.kwargs)
+            self._nodes[subgraph, node] = self._map(subgraph, node.args[0])
+        elif node.target is OVERWRITE:  # its value is the second operand; the first matters to autograd only
+            self._nodes[subgraph, node] = self._map(subgraph, node.args[1])
+        elif node.target is not set_grad_enabled and (subgraph, node) not in self._nodes:
+            args, kwargs = self._map(subgraph, node.args), self._map(subgraph, node.kwargs)
             new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
             new.meta = dict(node.meta)
-            self._nodes[piece, node] = new
+            self._nodes[subgraph, node] = new
 
-    def _input(self, piece: Subgraph, value: Any) -> torch.fx.Node:
+    def _input(self, subgraph: Subgraph, value: Any) -> torch.fx.Node:
         with self.graph.inserting_before(self._start):
             node = self.graph.placeholder(f"input_{next(self._count)}")
         meta.set_value(node, value)
-        self._piece_of[node] = piece
+        self._subgraph_of[node] = subgraph
         return node
 
-    def _attribute(self, piece: Subgraph, node: torch.fx.Node) -> None:
-        name, program = str(node.target), piece.program
+    def _attribute(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
+        name, program = str(node.target), subgraph.program
         if name in program.tape.attributes:
-            self._nodes[piece, node] = self._held(piece, name, piece.tensor(name), meta.value(node))
+            self._nodes[subgraph, node] = self._held(subgraph, name, subgraph.tensor(name), meta.value(node))
         elif name in program.bodies and any(user.target is not INVOKE for user in node.users):
-            self._nodes[piece, node] = self._branch(program.bodies[name])  # of a cond: goes along as it is
+            self._nodes[subgraph, node] = self._branch(
+                program.bodies[name]
+            )  # a body of a cond, which torch.onnx translates
 
-    def _held(self, piece: Subgraph, name: str, tensor: torch.Tensor, value: Any) -> torch.fx.Node:
-        """Tensors that are the same memory, as tied weights are, are held once."""
-        name = self._tensors.setdefault((piece, _identity(tensor)), name)
-        if name not in piece.held:
-            piece.held[name] = self._input(piece, value)
-        return piece.held[name]
+    def _held(self, subgraph: Subgraph, name: str, tensor: torch.Tensor, value: Any) -> torch.fx.Node:
+        """The placeholder of a tensor; tied weights have one."""
+        name = self._tensors.setdefault((subgraph, _identity(tensor)), name)
+        if name not in subgraph.held:
+            subgraph.held[name] = self._input(subgraph, value)
+        return subgraph.held[name]
 
     def _hold(self, name: str) -> torch.fx.Node:
-        """A tensor that the main program's results need beside its graph."""
+        """The placeholder of a tensor of the main program that its results need."""
         return self.main.held[self._tensors[self.main, _identity(self.main.tensor(name))]]
 
     def _branch(self, body: FxLowering) -> torch.fx.Node:
@@ -195,38 +204,38 @@ class CombinedGraph:
             self.root.add_module(name, body.graph_module())
         return self.graph.create_node("get_attr", name, name=name)
 
-    def _cut(self, piece: Subgraph, node: torch.fx.Node) -> None:
-        """Operands out, results in."""
+    def _cut(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
+        """A call: its operands leave the combined graph, its results enter it."""
         function = self._function_of(node)
         callee = self._bodies.get(function)
         if callee is None:
             callee = self._bodies[function] = Subgraph(function, function.lowering)
             self._add(callee)
-        operands = [self._map(piece, a) for a in node.args[2:]]
+        operands = [self._map(subgraph, a) for a in node.args[2:]]
         callee.fits_all &= list(map(_kind, operands)) == list(map(_kind, callee.inputs))
-        results = [self._input(piece, value) for value in meta.value(node)]
+        results = [self._input(subgraph, value) for value in meta.value(node)]
         for user in node.users:
             assert user.target is operator.getitem
-            self._nodes[piece, user] = results[user.args[1]]  # type: ignore[index]
-        piece.sites.append(CallSite(node, callee, operands, results))
+            self._nodes[subgraph, user] = results[user.args[1]]  # type: ignore[index]
+        subgraph.sites.append(CallSite(node, callee, operands, results))
 
-    def _map(self, piece: Subgraph, x: Any) -> Any:
-        return torch.fx.node.map_arg(x, lambda n: self._nodes[piece, n])
+    def _map(self, subgraph: Subgraph, x: Any) -> Any:
+        return torch.fx.node.map_arg(x, lambda n: self._nodes[subgraph, n])
 
-    # ---------------------------------------------------------------- the whole
+    # ---------------------------------------------------------------- outputs
 
     def _close(self) -> list[torch.fx.Node]:
-        """What leaves the pieces, each node once, without what is an input anyway.
+        """Add the output node; gives its nodes: outputs and call operands of all subgraphs that are no placeholders.
 
-        Placeholders that no op reads, such as weights that are only passed on, are of no concern to what translates:
-        they leave the graph, and stay as names for the values.
+        Placeholders that no op reads, such as weights that are only passed to calls, are erased, since torch.onnx need
+        not translate them; as keys they still identify the values.
         """
-        leaving = [x for p in self.pieces for x in (*p.outputs, *(o for s in p.sites for o in s.operands))]
+        leaving = [x for p in self.subgraphs for x in (*p.outputs, *(o for s in p.sites for o in s.operands))]
         nodes = list(dict.fromkeys(x for x in leaving if isinstance(x, torch.fx.Node) and x.op != "placeholder"))
         self.graph.erase_node(self._start)
         for node in self.inputs:
             if node.users or not nodes:  # torch.onnx takes no empty graph
-                meta.set_value(node, self.fakes.like(self._piece_of[node], meta.value(node)))
+                meta.set_value(node, self.fakes.like(self._subgraph_of[node], meta.value(node)))
             else:
                 self.graph.erase_node(node)
         self.graph.output(tuple(nodes))
@@ -234,7 +243,7 @@ class CombinedGraph:
 
 
 def _kind(x: Any) -> Any:
-    """Equal for values of equal sizes."""
+    """A key that is equal for values of equal sizes."""
     value = meta.value(x) if isinstance(x, torch.fx.Node) else x
     if isinstance(value, torch.Tensor):
         return to_expr(tuple(value.shape))
@@ -256,7 +265,11 @@ def _flat(x: Any) -> Iterator[Any]:
 
 
 class Results:
-    """The outputs of a program."""
+    """The outputs of an ONNX model: the results of the model, then the new values of what it changes.
+
+    It is the write-back program in terms of values: a result that is an input is that value, a view is computed anew,
+    of the changed value where its base was changed.
+    """
 
     def __init__(self, tape: ProgramTape, program: WriteBack | None) -> None:
         self._tape, self._program = tape, program
@@ -267,7 +280,7 @@ class Results:
         return list(dict.fromkeys(update.target for update in updates))
 
     def names(self) -> list[str]:
-        """Names of the outputs, made of the keys of the result: `logits`, `output_0`; `fc.count_updated` for state."""
+        """Names of the outputs: `logits` or `output_0` from paths in the result, `fc.count_updated` for state."""
         found = [
             result_name(path)
             for path, leaf in leaves_with_path(self._tape.outputs)
@@ -278,11 +291,11 @@ class Results:
         return [*found, *(f"{name}_updated" for name in changed)]
 
     def state(self) -> set[str]:
-        """The names of the model's tensors that it changes in place."""
+        """The names of the parameters and buffers that change."""
         return {target.name for target in self._changed if isinstance(target, StateRef)}
 
     def of_run(self, result: Any, inputs: Sequence[torch.Tensor], held: Callable[[str], torch.Tensor]) -> list[Any]:
-        """The values of the outputs after a run of the model: from its result, its inputs, and its own tensors."""
+        """The values of the outputs, read from the result, the inputs and the tensors of a run of the model."""
         given = dict(leaves_with_path(result, "", tensor_holders(result)))
         kept = [p for p, leaf in leaves_with_path(self._tape.outputs) if isinstance(leaf, (Value, *Symbolic))]
         changed = [inputs[t.index] if isinstance(t, GraphInput) else held(t.name) for t in self._changed]
@@ -290,7 +303,7 @@ class Results:
         return [*(given[path] for path in kept), *changed, *bound]
 
     def values(self, values: Sequence[Any], inputs: Sequence[Any], held: Callable[[str], Any]) -> list[Any]:
-        """The outputs, from what the graph gives, its inputs, and a way to the tensors that it holds.
+        """The nodes of the outputs, from those of the graph's outputs, its inputs and the tensors that it holds.
 
         Adds ops to the graph for views. All are nodes, or plain numbers.
         """
@@ -332,7 +345,7 @@ class _Machine:
         return _call(base, torch.ops.aten.as_strided.default, (step.size, step.stride, step.shift), {})
 
     def updated(self, update: Update) -> Any:
-        """The value of an input after an update."""
+        """The node of the new value of an input or of state."""
         if not isinstance(update, ChangeShape):
             return self.get(update.value)
         op = update.step.op
@@ -346,7 +359,7 @@ class _Machine:
 
 
 def _call(base: torch.fx.Node, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
-    """An op on a value, at the end of the graph."""
+    """A new op on `base` at the end of the graph."""
     node = base.graph.call_function(op, (base, *args), kwargs)
     value = meta.value(base)
     mode = value.fake_mode if isinstance(value, torch.Tensor) else contextlib.nullcontext()  # type: ignore[attr-defined]
@@ -356,6 +369,6 @@ def _call(base: torch.fx.Node, op: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def result_name(path: str) -> str:
-    """A name for what stands at `path` in a result, `['logits']` or `[0]`."""
+    """A name from a path in a result: `logits` for `['logits']`, `output_0` for `[0]`."""
     name = re.sub(r"\W+", "_", path).strip("_")
     return name if name and not name[0].isdigit() else f"output_{name}".rstrip("_")

@@ -1,4 +1,9 @@
-"""The arguments of `Trace.to_onnx`, read and checked."""
+"""`export` makes an ONNX model of a program, `write` verifies it and writes it to a file.
+
+Data flow:
+    arguments of `Trace.to_onnx` -> checked -> outlined program -> combine -> translate -> assemble -> Exported
+    Exported -> verify (on request) -> file
+"""
 
 from __future__ import annotations
 
@@ -33,7 +38,7 @@ _OF_RUNTIMES = frozenset({"ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.
 
 
 def read_targets(targets: Targets, where: str) -> tuple[list[Any], dict[type, str]]:
-    """The targets for `Trace.outline`, and the names chosen for classes. Raises OnnxOptionError."""
+    """The targets for `Trace.outline`, and the names given to classes. Raises OnnxOptionError."""
     if isinstance(targets, Mapping):
         for cls, name in targets.items():
             if not isinstance(cls, type):
@@ -54,7 +59,7 @@ def read_targets(targets: Targets, where: str) -> tuple[list[Any], dict[type, st
 
 
 def read_names(given: Sequence[str] | None, own: Sequence[str], where: str, taken: Container[str]) -> list[str]:
-    """The names of inputs or outputs: those given for the first ones, the model's own for the rest.
+    """Names of inputs or outputs: `given` for the first ones, `own` for the rest.
 
     Raises OnnxOptionError for names that are `taken` by tensors of the model, as well.
     """
@@ -71,7 +76,7 @@ def read_names(given: Sequence[str] | None, own: Sequence[str], where: str, take
 
 
 def read_attributes(attributes: bool | Sequence[str]) -> Callable[[str], bool]:
-    """Which module attributes become ONNX attributes."""
+    """A predicate: does the module attribute of this name become an ONNX attribute?"""
     if isinstance(attributes, bool):
         return lambda name: attributes
     if isinstance(attributes, str):
@@ -80,7 +85,7 @@ def read_attributes(attributes: bool | Sequence[str]) -> Callable[[str], bool]:
 
 
 def is_onnx_attribute(value: Any) -> bool:
-    """Whether ONNX has the type: int, float, str, bool, and lists of one of them."""
+    """Whether ONNX attributes can hold the value: int, float, str, bool, or a list of one of them."""
     if isinstance(value, (list, tuple)):
         kinds = {type(item) for item in value}
         return len(kinds) == 1 and kinds <= {int, float, str, bool}
@@ -92,7 +97,7 @@ Say = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The arguments of `Trace.to_onnx` that decide what the model is; see there."""
+    """The arguments of `Trace.to_onnx` that determine the model; see there."""
 
     functions: Targets = ()
     plugins: Targets = ()
@@ -105,7 +110,7 @@ class Options:
 
 
 def export(program: TracedProgram, options: Options, say: Say) -> Exported:
-    """Make the ONNX model of a program without mutation."""
+    """The ONNX model of a functional program. `say` is called with progress texts. Raises as `Trace.to_onnx`."""
     functions, names = read_targets(options.functions, "functions")
     plugins, plugin_names = read_targets(options.plugins, "plugins")
     outlined: OutlinedFunctions | None = None
@@ -118,46 +123,48 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     output_names = read_names(options.output_names, results.names(), "output_names", held)
 
     def convert(is_left_out: Callable[[Any], bool]) -> tuple[CombinedGraph, ir.Model, torch.fx.Graph]:
-        whole = CombinedGraph(main.lowering, _function_of(outlined), results.values, is_left_out)
-        say(f"translating {len(whole.graph.nodes):,} nodes")
-        exported, table = exported_program(whole.root, whole.graph), options.custom_translation_table
-        return whole, *translate(exported, opset_version=options.opset_version, optimize=options.optimize, table=table)
+        combined = CombinedGraph(main.lowering, _function_of(outlined), results.values, is_left_out)
+        say(f"translating {len(combined.graph.nodes):,} nodes")
+        exported, table = exported_program(combined.root, combined.graph), options.custom_translation_table
+        return combined, *translate(
+            exported, opset_version=options.opset_version, optimize=options.optimize, table=table
+        )
 
     def is_plugin(function: Function) -> bool:
         return _is_plugin(function, plugins)
 
     try:
-        whole, translated, source = convert(lambda function: False)
+        combined, translated, source = convert(lambda function: False)
     except OnnxOpError:
         if not plugins:
             raise
-        whole, translated, source = convert(is_plugin)  # it may be their bodies that have no ONNX form
+        combined, translated, source = convert(is_plugin)  # the ops without an ONNX form may be in their bodies
     say("assembling")
     sizes = SizeNames(main.tape.sizes)
-    sizes.rename(translated.graph, whole.fakes.origins)
+    sizes.rename(translated.graph, combined.fakes.origins)
     parts = Parts(
         FunctionNames({**names, **plugin_names}),
         Labels(source),
         _Attributes(program, main, options.attributes).of,
         sizes,
-        lambda piece: not is_plugin(piece.function),
+        lambda subgraph: not is_plugin(subgraph.function),
     )
-    assembler = Assembler(translated, whole, parts)
+    assembler = Assembler(translated, combined, parts)
     model = assembler.model(input_names, output_names)
-    attach(model.graph, {name: whole.main.tensor(name) for name in whole.main.held}, results.state())
+    attach(model.graph, {name: combined.main.tensor(name) for name in combined.main.held}, results.state())
     return Exported(
         model,
         list(dict.fromkeys(assembler.functions.values())),
         assembler.plugins,
-        sorted({f.name for piece, f in assembler.functions.items() if piece.unknown}),
-        {(f.domain, f.name): piece.function.module_type for piece, f in assembler.functions.items()},
+        sorted({f.name for subgraph, f in assembler.functions.items() if subgraph.unknown}),
+        {(f.domain, f.name): subgraph.function.module_type for subgraph, f in assembler.functions.items()},
         results,
         Counter() if outlined is None else Counter(call.module_type for call in outlined.chosen),
     )
 
 
 def _is_plugin(function: Function, plugins: Sequence[Any]) -> bool:
-    """Whether `plugins=` names the calls of a function. Raises OnnxOptionError where it names some of them."""
+    """Whether `plugins=` names all calls of a function. Raises OnnxOptionError where it names only some."""
     named = [any(is_named(call, target) for target in plugins) for call in function.calls]
     if any(named) and not all(named):
         one, other = (function.calls[named.index(which)].fqn for which in (True, False))
@@ -179,19 +186,19 @@ def _function_of(outlined: OutlinedFunctions | None) -> Callable[[torch.fx.Node]
 
 
 class _Attributes:
-    """The ONNX attributes of calls: plain attributes of the modules."""
+    """The ONNX attributes of call nodes: plain Python attributes of the modules."""
 
     def __init__(self, flat: TracedProgram, main: TracedProgram, attributes: bool | Sequence[str]) -> None:
         self._flat, self._main = flat.calls, {call.position: call for call in main.calls}
         self._wanted = read_attributes(attributes)
 
-    def of(self, piece: Subgraph, site: CallSite) -> dict[str, Any]:
-        """Those of the call at a site. A site in a body stands for many calls, and has what is equal in all of them."""
+    def of(self, subgraph: Subgraph, site: CallSite) -> dict[str, Any]:
+        """The attributes for a call site. A site in a function's body has those that are equal in all its calls."""
         position = meta.call_position(site.node)
         assert position is not None
         call = self._main[position]
         found = {n: value for n, value in call.attributes.items() if self._wanted(n) and is_onnx_attribute(value)}
-        if piece.function is not None:
+        if subgraph.function is not None:
             others = [c.attributes for c in self._flat if c.module_type is call.module_type] if found else []
             found = {n: value for n, value in found.items() if all(o.get(n) == value for o in others)}
         return found
@@ -199,15 +206,15 @@ class _Attributes:
 
 @dataclasses.dataclass
 class Written:
-    """An ONNX model that was made, and perhaps written and verified."""
+    """What `write` did."""
 
     exported: Exported
     error: float | None
-    """The largest error against the model, where it was verified."""
+    """The largest absolute error against the model, relative above 1; None where it was not verified."""
 
     @property
     def model(self) -> ir.Model:
-        """The model."""
+        """The ONNX model."""
         return self.exported.model
 
 
@@ -219,7 +226,7 @@ def write(
     verified: bool,
     progress: Callable[[str], None] | None,
 ) -> Written:
-    """Make a model, and only when it is right write it. For the arguments see `Trace.to_onnx`."""
+    """Export, verify on request, and write to `path` where one is given. For the arguments see `Trace.to_onnx`."""
     say = progress or (lambda text: None)
     with garbage_collection_paused():
         exported = export(program, options, say)

@@ -1,7 +1,8 @@
-"""Names: of functions, of values, and of nodes, which carry the scope and the source line in `metadata_props` too.
+"""Names of ONNX functions, nodes, values and dynamic sizes.
 
-The keys `namespace` and `pkg.torch.onnx.*` are those of torch.onnx, which viewers read. Inside a function, scopes and
-module names count from the function's module, since the body serves every call.
+Nodes carry their scope and source line in `metadata_props`; the keys `namespace` and `pkg.torch.onnx.*` are those of
+torch.onnx, which viewers read. Inside a function, scope paths and module names are relative to the function's module,
+since the body serves every call. Dynamic sizes have the names of their `Dim`s.
 """
 
 from __future__ import annotations
@@ -25,19 +26,19 @@ SCOPE = "scopetrace.scope"
 
 
 def chosen_name(names: Mapping[type, str], cls: type | None) -> str | None:
-    """The name that was given to a class, or to the nearest of its bases that has one."""
+    """The name given to a class, or to the nearest of its bases that has one."""
     return next((names[base] for base in (cls.__mro__ if cls is not None else ()) if base in names), None)
 
 
 class FunctionNames:
-    """Domain and name of each function. Variants of one class are `Name`, `Name_2`, …"""
+    """Domains and names of functions. Distinct functions of one class are `Name`, `Name_2`, …"""
 
     def __init__(self, chosen: Mapping[type, str]) -> None:
         self._chosen = chosen
         self._taken: set[tuple[str, str]] = set()
 
     def base(self, function: Any) -> tuple[str, str]:
-        """Domain and name, without the number of the variant."""
+        """Domain and name, without a number."""
         chosen = chosen_name(self._chosen, function.module_type)
         if chosen is None:
             return function.domain, _class_name(function)
@@ -45,7 +46,7 @@ class FunctionNames:
         return domain, name
 
     def take(self, function: Any) -> tuple[str, str]:
-        """Domain and name of a new function."""
+        """Domain and name of a new function, with a number where they are taken."""
         domain, base = self.base(function)
         name, count = base, 1
         while (domain, name) in self._taken:
@@ -56,14 +57,14 @@ class FunctionNames:
 
 
 class Unique:
-    """Names that differ: a second `x` becomes `x_1`."""
+    """Makes names unique: a second `x` becomes `x_1`."""
 
     def __init__(self) -> None:
         self._taken: set[str] = set()
         self._next: dict[str, int] = {}
 
     def __call__(self, wanted: str) -> str:
-        """The wanted name, or one like it that is free."""
+        """The wanted name, with a number where it is taken."""
         name = wanted
         while name in self._taken:
             self._next[wanted] = count = self._next.get(wanted, 0) + 1
@@ -73,17 +74,17 @@ class Unique:
 
 
 class Labels:
-    """Names the nodes and values of pieces after the graph that they were translated from."""
+    """Names the nodes and values of ONNX graphs after the torch.fx graph that they were translated from."""
 
     def __init__(self, translated_from: torch.fx.Graph) -> None:
         self._nodes = {node.name: node for node in translated_from.nodes}
 
-    def write(self, piece: Subgraph, graph: ir.Graph) -> None:
-        """Names and metadata of the nodes of a piece."""
+    def write(self, subgraph: Subgraph, graph: ir.Graph) -> None:
+        """Set names and metadata of the nodes of a subgraph."""
         unique = Unique()
-        home = _Home(piece)
+        home = _Home(subgraph)
         for node in ir.traversal.RecursiveGraphIterator(graph):
-            if SCOPE not in node.metadata_props:  # calls have theirs
+            if SCOPE not in node.metadata_props:  # call nodes have theirs already
                 source = self._source(node)
                 label(node, home, source, node.op_type if source is None else str(source.target))
             scope = node.metadata_props[SCOPE]
@@ -93,12 +94,12 @@ class Labels:
         scopes = node.metadata_props.get(_KEY + "name_scopes")
         return None if scopes is None else self._nodes.get(ast.literal_eval(scopes)[-1])
 
-    def label_call(self, piece: Subgraph, site: CallSite, node: ir.Node) -> None:
-        """Metadata of the call of a function."""
-        label(node, _Home(piece), site.node, f"{node.domain}::{node.op_type}")
+    def label_call(self, subgraph: Subgraph, site: CallSite, node: ir.Node) -> None:
+        """Set the metadata of a call node."""
+        label(node, _Home(subgraph), site.node, f"{node.domain}::{node.op_type}")
 
     def name_values(self, graph: ir.Graph, inputs: Mapping[ir.Value, str], outputs: Mapping[ir.Value, str]) -> None:
-        """Give inputs and outputs their names, and all others names that differ from these."""
+        """Set the names of inputs and outputs, and different ones for all other values."""
         unique = Unique()
         renamed = [(value, unique(name)) for value, name in {**inputs, **outputs}.items()]
         for value in (v for n in ir.traversal.RecursiveGraphIterator(graph) for v in n.outputs):
@@ -111,7 +112,7 @@ class Labels:
 
 
 def _stem(value: ir.Value) -> str:
-    """The name without numbers that other pieces brought about; results of calls have the name of the function."""
+    """The name of a value without numbers at its end; for the result of a call, the name of the function."""
     node = value.producer()
     if node is not None and node.domain:
         return node.op_type
@@ -124,22 +125,22 @@ def _class_name(function: Any) -> str:
 
 
 class _Home:
-    """The call that a piece is the body of, from which names inside it count."""
+    """Makes names relative to the module of a function; for the main program they stay as they are."""
 
-    def __init__(self, piece: Subgraph) -> None:
-        first = None if piece.function is None else piece.function.calls[0]
+    def __init__(self, subgraph: Subgraph) -> None:
+        first = None if subgraph.function is None else subgraph.function.calls[0]
         self.scope = "" if first is None else str(first.scope)
         self.fqn = "" if first is None else first.fqn or ""
-        self.name = "" if first is None else _class_name(piece.function)
+        self.name = "" if first is None else _class_name(subgraph.function)
 
     def relative_scope(self, path: str | None) -> str:
-        """A scope path as it is called inside the piece."""
+        """A scope path relative to the function's module."""
         if path is None:
             return self.name
         return self.name + path.removeprefix(self.scope) if path.startswith(self.scope) else path
 
     def relative_stack(self, stack: Mapping[str, tuple[str, Any]]) -> list[tuple[str, str]]:
-        """(name, class) of the modules around a node, from the piece's own module on."""
+        """(relative fqn, class) of the modules around a node, from the function's module inwards."""
         entries = [
             (fqn, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}")
             for fqn, cls in stack.values()
@@ -151,7 +152,7 @@ class _Home:
 
 
 def label(node: ir.Node, home: _Home, source: torch.fx.Node | None, target: str) -> None:
-    """Write scope, module classes and source lines of a node's origin."""
+    """Set `metadata_props`: scope, module classes and source lines of the torch.fx node."""
     path = None if source is None else meta.scope_path(source)
     stack = [] if source is None else home.relative_stack(source.meta.get("nn_module_stack") or {})
     name = node.op_type if source is None else source.name
@@ -165,7 +166,7 @@ def label(node: ir.Node, home: _Home, source: torch.fx.Node | None, target: str)
 
 
 def output_names(outputs: Any) -> list[str]:
-    """Names of a function's outputs, made of the keys of what forward returns: `logits`, `output_0`, `n_updated`."""
+    """Names of a function's outputs, from their paths in forward's result: `logits`, `output_0`, `n_updated`."""
     named = []
     for output in outputs:
         name = result_name(output.name)
@@ -177,7 +178,7 @@ _NAME = re.compile(r"[^\W\d]\w*")
 
 
 def forget_sizes_made_inside(body: ir.Graph) -> None:
-    """Of the sizes in a body keep those that its inputs have: a size that depends on data is another in each call.
+    """Remove symbolic sizes from a body that its inputs do not have: data-dependent ones differ from call to call.
 
     A runtime that inlines the calls would take what has one name for one size.
     """
@@ -197,7 +198,7 @@ def _names_in(dim: Any) -> list[str]:
 
 
 class SizeNames:
-    """The names of symbols. `rules` are those of the trace, None where nothing is dynamic."""
+    """Names of symbolic sizes: those of their `Dim`s. `rules` are the tape's size rules; None without dynamic sizes."""
 
     def __init__(self, rules: Any) -> None:
         self._names = {} if rules is None else {s: spec.name for s, spec in rules.specs.items() if spec.name}
@@ -206,7 +207,7 @@ class SizeNames:
         return self._names.get(symbol) or str(symbol)
 
     def new_value(self, fake: Any) -> ir.Value:
-        """A value of the type and sizes of a fake tensor or number, as torch.onnx makes them."""
+        """An ONNX value with the type and shape of a fake tensor or number, as torch.onnx makes it."""
         if not isinstance(fake, torch.Tensor):
             return ir.Value(type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
         dtype, sizes = (fake.dtype.to_real(), [*fake.shape, 2]) if fake.is_complex() else (fake.dtype, [*fake.shape])
@@ -218,7 +219,7 @@ class SizeNames:
         return expression_text(expr, {s: self._name(s) for s in expr.free_symbols})
 
     def rename(self, graph: ir.Graph, origins: Mapping[str, Any]) -> None:
-        """Give sizes such as `s7 + 1` their names; `origins` says which symbols torch's names stand for."""
+        """Rename sizes such as `s7 + 1`; `origins` maps torch.onnx's names to symbols of the trace."""
         if not origins:
             return
         pattern = re.compile(r"\b(" + "|".join(map(re.escape, origins)) + r")\b")

@@ -1,6 +1,8 @@
-"""A graph of fake tensors as a `torch.export.ExportedProgram`, which is what `torch.onnx.export` takes.
+"""The combined graph through one `torch.onnx.export`, with torch's op library and optimizer.
 
-All placeholders are user inputs, all outputs user outputs: weights are put back when the ONNX pieces are assembled.
+Data flow:
+    graph of fake tensors -> ExportedProgram whose placeholders and outputs are all user inputs and outputs
+    -> torch.onnx.export -> ONNX model, or one error that lists every op without an ONNX form
 """
 
 from __future__ import annotations
@@ -33,13 +35,13 @@ from scopetrace.ir import meta
 
 
 def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
-    """The program of a graph whose nodes have their values in `meta["val"]`."""
+    """The ExportedProgram of a graph whose nodes have fake values in `meta["val"]`."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     outputs = next(n for n in graph.nodes if n.op == "output").args[0]
     ins, outs = [_argument(n) for n in inputs], [_argument(n) for n in outputs]
     for node in graph.nodes:
         if node.op != "placeholder":
-            meta.set_value(node, None)  # torch derives the values anew, with symbols of its own
+            meta.set_value(node, None)  # torch computes the values again, with its own symbols
             meta.set_unbacked_bindings(node, {})
             node.meta.setdefault("nn_module_stack", {})
             node.meta.setdefault("stack_trace", "")
@@ -64,7 +66,7 @@ Table = Mapping[Any, Callable[..., Any]]
 def translate(
     program: ExportedProgram, *, opset_version: int | None, optimize: bool, table: Table | None
 ) -> tuple[Any, torch.fx.Graph]:
-    """The ONNX model of a program (`onnx_ir.Model`), and the graph of simpler ops that it was made from.
+    """The ONNX model (`onnx_ir.Model`) of a program, and the decomposed torch.fx graph that it was made from.
 
     Raises OnnxOpError with all ops that have no ONNX form, OnnxExportError where torch.onnx fails otherwise.
     """
@@ -90,7 +92,7 @@ def translate(
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the packages say of graphs that users never see."""
+    """Suppress log messages and warnings of the ONNX packages: they speak of graphs that users do not see."""
     loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "torch.onnx")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
@@ -119,13 +121,13 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
 
 
 def _is_in(node: torch.fx.Node, text: str) -> bool:
-    """Whether an error quotes the source of a node; several ops may have the same."""
+    """Whether an error message quotes the source line of a node; several ops may have the same."""
     source = (node.meta.get("stack_trace") or "").strip()
     return bool(source) and source in text
 
 
 def _op(node: torch.fx.Node) -> str:
-    """The op as the model calls it; what torch decomposed it into says little."""
+    """The op that the model called, before torch.onnx decomposed it."""
     return str(node.meta.get("original_aten", node.target))
 
 

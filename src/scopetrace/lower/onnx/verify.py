@@ -1,4 +1,9 @@
-"""Example inputs for a comparison, made from what a trace knows of its inputs."""
+"""Checks that an ONNX model is valid, makes the calls that the trace makes, and computes what the model computes.
+
+Data flow:
+    tape -> random example inputs: the traced sizes, and others where sizes are dynamic
+    inputs -> the traced model; the file in ONNX Runtime; the same file with all functions inlined -> compared
+"""
 
 from __future__ import annotations
 
@@ -34,7 +39,13 @@ Size = Callable[[Any], int]
 
 @dataclasses.dataclass
 class Example:
-    """Inputs of a trace."""
+    """Inputs of a program.
+
+    Attributes:
+        tape: the program's tape.
+        size: the values of symbolic sizes.
+        tensors: one for each tensor input of the tape.
+    """
 
     tape: ProgramTape
     size: Size
@@ -42,16 +53,16 @@ class Example:
 
     @property
     def numbers(self) -> list[int]:
-        """The whole numbers that are dynamic."""
+        """The dynamic integers among the arguments."""
         return [self.size(n) for n in self.tape.numbers]
 
     @property
     def feed(self) -> list[torch.Tensor]:
-        """All inputs in order, numbers as tensors."""
+        """All inputs of the ONNX model in order, integers as tensors."""
         return [*self.tensors, *map(torch.tensor, self.numbers)]
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments of the model."""
+        """(args, kwargs) for the model."""
         table = dict(zip(self.tape.inputs, self.tensors, strict=True))
         args, kwargs = instantiate(
             lambda x: table[x] if isinstance(x, Value) else self.size(x), self.tape.args, (Value, *Symbolic)
@@ -60,7 +71,7 @@ class Example:
 
 
 def examples(tape: ProgramTape, seeds: int) -> Iterator[Example]:
-    """Random inputs: `seeds` times of the traced sizes, and once of others where sizes are dynamic.
+    """Random inputs: `seeds` of the traced sizes, and one of other sizes where sizes are dynamic.
 
     Whole numbers are 0 and 1, which are valid as indices, masks and positions alike, and 1 where the last dimension
     begins: a mask that hides everything is one that attention has no defined result for.
@@ -73,7 +84,7 @@ def examples(tape: ProgramTape, seeds: int) -> Iterator[Example]:
 
 
 def _other_sizes(tape: ProgramTape) -> Size | None:
-    """The first of some changes of all dynamic sizes that the trace takes."""
+    """Other values of all dynamic sizes: the first of a few changes that the trace accepts; None without one."""
     if tape.sizes is None:
         return None
     changes: list[Callable[[int], int]] = [lambda n: n + 1, lambda n: 2 * n, lambda n: n - 1, lambda n: 3 * n]
@@ -94,7 +105,7 @@ def _sizes(values: dict[Any, int]) -> Size:
 
 
 def _example(tape: ProgramTape, seed: int, size: Size) -> Example:
-    """Inputs that share memory do so as when they were traced."""
+    """Random inputs; those that shared memory in the trace share it here."""
     random = torch.Generator().manual_seed(seed)
     memory: dict[int, torch.Tensor] = {}
     tensors = []
@@ -112,7 +123,7 @@ def _example(tape: ProgramTape, seed: int, size: Size) -> Example:
 
 
 def _extent(value: Value, size: Size) -> int:
-    """How many elements of its memory a tensor reaches over."""
+    """The number of elements of its storage that a tensor needs."""
     pairs = zip(value.fake.size(), value.fake.stride(), strict=True)
     return int(value.offset) + 1 + sum((size(n) - 1) * size(s) for n, s in pairs)
 
@@ -128,7 +139,7 @@ def _tensor(fake: torch.Tensor, shape: list[int], random: torch.Generator) -> to
 
 
 class Session:
-    """A file that runs on the CPU."""
+    """An ONNX file in ONNX Runtime, on the CPU."""
 
     def __init__(self, path: Path, optimized: bool = True) -> None:
         options = onnxruntime.SessionOptions()
@@ -141,7 +152,7 @@ class Session:
             raise _refused(error) from error
 
     def run(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs for the inputs in order."""
+        """The outputs for the inputs in order. Raises OnnxVerificationError where ONNX Runtime fails."""
         names = [i.name for i in self._session.get_inputs()]
         feed = {name: _to_runtime(t) for name, t in zip(names, tensors, strict=True)}
         try:
@@ -180,17 +191,18 @@ def _from_runtime(value: Any) -> torch.Tensor:
 SEEDS = 3
 
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Largest absolute error, relative to the largest value where that is above 1.
+"""The largest error: absolute, and relative to the largest value where that is above 1.
 
-Where all values are small that alone would say nothing: there the error may be 100 times this part of the largest one.
+For outputs with small values only, the limit is 100 times this part of the largest value, since an absolute limit
+would accept anything.
 """
 _TOLERANCE = 1e-4
 _ROUNDING = 1e-2
-"""The part of the tolerance by which values may differ that should be 0, where larger ones cancel."""
+"""The least part of the tolerance that applies to small outputs, which may be what is left where values cancel."""
 
 
 def verify(exported: Exported, program: TracedProgram, say: Callable[[str], None]) -> float:
-    """The largest error of ONNX Runtime against the model. Raises OnnxVerificationError with all that is wrong."""
+    """The largest error of ONNX Runtime against the model. Raises OnnxVerificationError."""
     if any(t.device.type == "meta" for t in program.tape.attributes.values()):
         raise OnnxVerificationError("the model is on the meta device: it has no weights to compute with; verify=False")
     if exported.without_form:
@@ -204,7 +216,7 @@ def verify(exported: Exported, program: TracedProgram, say: Callable[[str], None
 
 
 def _files(exported: Exported, folder: Path) -> tuple[Path, Path]:
-    """The model, checked, and the same with all functions inlined. Both have the bodies that plugins stand for."""
+    """Files of the checked model and of the same with all functions inlined, both with the bodies of plugins."""
     model = exported.model
     whole = ir.Model(model.graph, ir_version=model.ir_version, functions=exported.functions)
     try:
@@ -221,7 +233,7 @@ def _files(exported: Exported, folder: Path) -> tuple[Path, Path]:
 
 
 def _check_calls(exported: Exported) -> None:
-    """Each function is called as often as the trace calls the modules that it stands for."""
+    """Check that functions are called as often as the trace calls the modules of their class."""
     written = exported.calls_in_file()
     per_class: Counter[Any] = Counter()
     for key, count in written.items():
@@ -245,7 +257,7 @@ class _Comparison:
     say: Callable[[str], None]
 
     def run(self) -> float:
-        """Run the model and both files on the same inputs."""
+        """Run the model and both files on the same inputs; gives the largest error."""
         modular, flat = Session(self.modular), Session(self.flat)
         worst, compared = 0.0, 0
         for i, inputs in enumerate(examples(self.program.tape, SEEDS)):
@@ -265,7 +277,7 @@ class _Comparison:
         return worst
 
     def _goes_another_way(self, inputs: Example) -> bool:
-        """Whether a decision by value, which the trace took from its example inputs, is another one on these."""
+        """Whether a specialization of the trace does not hold on these inputs."""
         if not self.program.tape.specializations:
             return False
         try:
@@ -318,7 +330,7 @@ class _Comparison:
 
     @functools.cached_property
     def _limit(self) -> float:
-        """That of the least exact dtype in the program: what is computed in it does not become exact again."""
+        """The tolerance for the least precise dtype in the program, whose rounding all later values have."""
         dtypes = {v.fake.dtype for op in self.program.tape.ops for v in op.values()}
         return max(TOLERANCE.get(dtype, _TOLERANCE) for dtype in (*dtypes, torch.float32))
 
