@@ -1,4 +1,4 @@
-"""Whether all ranks run the same: where they do not, collectives meet the wrong partner, and the job hangs."""
+"""Checks that all ranks have the same order and plan: otherwise their collectives do not match, and the job hangs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_order(order: ExecutionOrder, group: Any = None) -> None:
 
 
 def check_groups(groups: Sequence[Any], group: Any = None) -> None:
-    """The same for the groups of a plan: modules, parameters and prefetch lists."""
+    """Compare the groups of a plan on all ranks: modules, parameters and prefetch lists. As `check_order` otherwise."""
     import torch.distributed as dist
 
     plans: list[Sequence[Any]] = [()] * dist.get_world_size(group)

@@ -1,4 +1,4 @@
-"""What the ops of a trace cost: FLOPs, parameters, bytes."""
+"""FLOPs, parameters and bytes of the ops of a tape."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from scopetrace.ir.tape import Op, ProgramTape, Value, flat
 
 
 def _grouped_mm_flops(a: Any, b: Any, *args: Any, **kwargs: Any) -> int:
-    """Of a product for each group of rows; of the operands' shapes, either may have the groups as first dimension."""
+    """FLOPs of a grouped matrix product; either operand may have the groups as its first dimension."""
     if len(a) == 3 and len(b) == 2:
         return int(2 * a[-2] * torch.Size(b).numel())
     return int(2 * torch.Size(a).numel() * b[-1])
@@ -32,18 +32,18 @@ def nbytes(value: Value) -> int:
 
 
 def op_params(tape: ProgramTape) -> list[int]:
-    """For each op, the elements of the parameters that it is the first to use."""
+    """For each op, the number of elements of the parameters that it is the first to read."""
     return _of_params(tape, lambda name: torch.Size(tape.registered.params[name].shape).numel())
 
 
 def op_bytes(tape: ProgramTape) -> list[int]:
-    """For each op, the bytes of the parameters that it is the first to use and of the memory that it makes."""
+    """For each op, the bytes of the parameters that it is the first to read, and of the storages that it allocates."""
     params = _of_params(tape, lambda name: tape.registered.params[name].nbytes)
     return [param + made for param, made in zip(params, op_results(tape), strict=True)]
 
 
 def op_results(tape: ProgramTape) -> list[int]:
-    """For each op, the bytes of the memory that it makes; a view makes none."""
+    """For each op, the bytes of the storages that it allocates; 0 for a view."""
     known = {v.storage for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()}
     found = [0] * len(tape.ops)
     for i, op in enumerate(tape.ops):
@@ -70,8 +70,10 @@ def _of_params(tape: ProgramTape, size: Callable[[str], int]) -> list[int]:
 
 
 def op_flops(tape: ProgramTape) -> list[int]:
-    """For each op, its floating-point operations as `torch.utils.flop_counter` counts them: of matrix products,
-    convolutions and attention, a multiplication and an addition being two. Ops with bodies (`cond`) count as none.
+    """For each op, its floating-point operations as `torch.utils.flop_counter` counts them.
+
+    Matrix products, convolutions and attention count; a multiplication and an addition are two operations. Ops with
+    bodies (`torch.cond`) count as 0.
 
     Raises PlanError for a trace with dynamic sizes.
     """
@@ -113,7 +115,7 @@ def _has_dynamic_sizes(values: Sequence[Value]) -> bool:
 
 
 def call_flops(tape: ProgramTape) -> dict[int, tuple[int, int]]:
-    """By position of a call, the FLOPs of all ops before it and of all up to its end."""
+    """By position of a call, the FLOPs of all ops before its begin, and before its end."""
     before = [0, *itertools.accumulate(op_flops(tape))]
     ranges: dict[int, tuple[int, int]] = {}
     for i, op in enumerate(tape.ops):

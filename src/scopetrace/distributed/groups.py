@@ -1,9 +1,9 @@
-"""Which modules are sharded together.
+"""Which modules FSDP2 shards together.
 
 Data flow:
-    classes or a number of bytes -> the modules to shard apart, and what lies between them, as groups in execution order
-    tied weights, and uses outside the module -> groups that must be one, found by running the schedule
-    groups -> for each parameter the one group that manages it
+    classes or a number of bytes -> groups of modules in execution order, those between chosen modules included
+    tied weights, parameters used outside their module -> merged groups, found by simulating the schedule
+    groups -> for each parameter, the group that manages it
 
 FSDP2 takes lists of modules for one group, and lets the root have what no other group has.
 """
@@ -26,7 +26,7 @@ ROOT: Group = ("",)
 
 @dataclasses.dataclass(frozen=True)
 class Grouping:
-    """Groups of modules, the root last, and who manages which parameter."""
+    """Groups of modules, the root last, and the group that manages each parameter."""
 
     groups: tuple[Group, ...]
     registered: Registered
@@ -36,13 +36,13 @@ class Grouping:
         return {module: group for group in self.groups for module in group}
 
     def managers(self, param: str) -> list[Group]:
-        """The groups that find a parameter in their modules; where it is shared, perhaps several."""
+        """The groups whose modules have a parameter; several for tied weights."""
         group_of = self.group_of()
         found = (group_of[owner] for name in self.registered.params[param].names for owner in self._up(name, group_of))
         return list(dict.fromkeys(found))
 
     def _up(self, name: str, group_of: dict[str, Group]) -> Iterator[str]:
-        """The innermost module around a parameter's name that is in a group."""
+        """The innermost module around a parameter's name that belongs to a group."""
         while name:
             name = name.rpartition(".")[0]
             first = self.registered.module(name)
@@ -51,7 +51,7 @@ class Grouping:
                 return
 
     def merged(self, one: Group, other: Group) -> Grouping:
-        """The same with two groups as one, that stands where the later one stood."""
+        """The same with two groups merged, in the place of the later one."""
         joined = tuple(_outermost(dict.fromkeys([*one, *other]), self.registered))
         kept = [g for g in self.groups if g not in (one, other)]
         at = max(self.groups.index(one), self.groups.index(other)) - 1
@@ -66,7 +66,7 @@ def _outermost(modules: Iterable[str], registered: Registered) -> Iterator[str]:
 
 
 def contains(registered: Registered, outer: str, inner: str) -> bool:
-    """Whether a module is in another one, by any of their names."""
+    """Whether a module is inside another one under any of their names."""
     if outer == "":
         return inner != ""
     prefixes = tuple(f"{name}." for name in registered.modules[outer].names)
@@ -74,7 +74,7 @@ def contains(registered: Registered, outer: str, inner: str) -> bool:
 
 
 def without_ties(grouping: Grouping) -> Grouping:
-    """Groups that hold one parameter become one: FSDP2 refuses a parameter of two groups."""
+    """Merge groups that have a parameter in common, since FSDP2 takes a parameter in one group only."""
     for param, entry in grouping.registered.params.items():
         if len(entry.names) > 1:
             while len(managers := grouping.managers(param)) > 1:
@@ -86,10 +86,10 @@ def without_ties(grouping: Grouping) -> Grouping:
 
 
 def by_classes(order: ExecutionOrder, chosen: Callable[[str], bool]) -> Grouping:
-    """A group for each module that is chosen, and for what is called between them.
+    """A group for each module of the classes, and groups of the modules called between them.
 
-    What no chosen module holds (embeddings, norms, heads) is grouped by where it runs: before the first chosen module,
-    between two of them, after the last. Parameters of the root and of modules that are not called go to the root.
+    Modules outside of chosen ones (embeddings, norms, heads) are grouped by where they run: before the first chosen
+    module, between two, after the last. Parameters of the root and of modules that are never called are in the root's.
     """
     registered = order.registered
     units = {name for name in registered.modules if name and chosen(name)}
@@ -113,7 +113,7 @@ def by_classes(order: ExecutionOrder, chosen: Callable[[str], bool]) -> Grouping
 
 
 def _refuse_uncallable(order: ExecutionOrder, units: set[str]) -> None:
-    """FSDP2 gathers and frees in hooks around the call of a module."""
+    """Raise PlanError for modules whose hooks do not run: FSDP2 gathers and frees in hooks around a module's call."""
     for name in units:
         kind = order.registered.modules[name].type_name
         if not order.registered.modules[name].has_forward:
@@ -138,10 +138,10 @@ def _refuse_uncallable(order: ExecutionOrder, units: set[str]) -> None:
 
 
 def by_bytes(order: ExecutionOrder, target_bytes: int) -> Grouping:
-    """Groups of about this many bytes of parameters each, in execution order.
+    """Groups of about `target_bytes` of parameters each, in execution order.
 
-    The largest modules that fit are put together as they run. A module that does not fit is cut open, one that has no
-    parts is a group of its own.
+    The largest modules that fit are grouped as they run. A module that does not fit is divided into its children; one
+    without children is a group.
     """
     registered = order.registered
     sizes = {name: sum(registered.params[p].nbytes for p in registered.inside(name)) for name in registered.modules}
@@ -169,7 +169,7 @@ def by_bytes(order: ExecutionOrder, target_bytes: int) -> Grouping:
 
 
 def _cut(order: ExecutionOrder, whole: Callable[[str], bool]) -> list[str]:
-    """The outermost modules below the root that have parameters, are called as modules, and stay whole."""
+    """The outermost modules below the root that have parameters, are called with hooks, and fit."""
     registered = order.registered
     called = called_modules(order)
     children = _children(registered)
@@ -194,9 +194,9 @@ def _children(registered: Registered) -> dict[str, list[str]]:
 
 
 def disjoint(grouping: Grouping) -> dict[Group, list[str]]:
-    """By group, modules that hold its parameters and no others: a module with another group inside is cut open.
+    """By group, disjoint modules with its parameters: of a module with another group inside, its other children.
 
-    Parameters that such a module holds itself are in none.
+    Parameters that such a module has directly belong to none of them.
     """
     registered, children = grouping.registered, _children(grouping.registered)
     taken = set(grouping.group_of())
@@ -213,7 +213,7 @@ def disjoint(grouping: Grouping) -> dict[Group, list[str]]:
 
 
 def _dtypes(registered: Registered) -> dict[str | None, set[torch.dtype]]:
-    """By module, the dtypes of its parameters: FSDP2 reduces those of a group in one tensor of one dtype."""
+    """By module, the dtypes of its parameters: FSDP2 reduces the gradients of a group as one tensor."""
     found: dict[str | None, set[torch.dtype]] = {name: set() for name in registered.modules}
     for param in registered.params.values():
         for name in param.names:
@@ -224,13 +224,13 @@ def _dtypes(registered: Registered) -> dict[str | None, set[torch.dtype]]:
 
 
 def called_modules(order: ExecutionOrder) -> set[str]:
-    """The modules that are called so that all hooks run, those before the call and those after it."""
+    """The modules with a call in which all forward hooks run, before and after it."""
     calls = [(order.registered.module(c.fqn), not c.hooked or c.writes_input) for c in order.calls if c.fqn is not None]
     return {name for name, _ in calls if name} - {name for name, is_odd in calls if is_odd and name}
 
 
 def first_call(order: ExecutionOrder) -> dict[str, int]:
-    """By module, the number of its first call; those that are never called come after all."""
+    """By module, the position of its first call; after all calls for modules that are never called."""
     first = dict.fromkeys(order.registered.modules, len(order.calls))
     for i, call in reversed([*enumerate(order.calls)]):
         name = None if call.fqn is None else order.registered.module(call.fqn)

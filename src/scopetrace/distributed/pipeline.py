@@ -1,9 +1,9 @@
 """Where to cut a model into pipeline stages.
 
 Data flow:
-    ops of the trace -> what each costs, and at which of them a module that is called once begins: the possible cuts
-    values made before a cut and read after it -> the bytes that cross it
-    cuts -> the most even stages; of all that are nearly as even, the ones that the fewest bytes cross
+    ops of the trace -> cost of each; possible cuts: ops with which a module that is called once begins
+    values made before a cut and read after it -> the bytes sent across it
+    cuts -> the most even stages; among those nearly as even, the ones with the fewest bytes sent
 """
 
 from __future__ import annotations
@@ -38,15 +38,21 @@ class Cut:
     at: int
     """The op of the trace with which it begins."""
     depth: int
-    """How many module calls are around its own; the root's children have 1."""
+    """The depth of that module's call; 1 for children of the root."""
     nbytes: int
-    """Bytes of the tensors that the later stage is sent, for the example's sizes: made before it, read in it."""
+    """Bytes of the tensors sent to the later stage (made before it, read in it), at the sizes of the example."""
     shapes: tuple[tuple[int, ...], ...]
-    """Their shapes."""
+    """The shapes of these tensors."""
 
 
 class SplitPoints(dict[str, "SplitPoint"]):
-    """A `split_spec` for `torch.distributed.pipelining.pipeline`, that knows why: `print(points)`."""
+    """A `split_spec` for `torch.distributed.pipelining.pipeline`; `print(points)` shows costs and traffic.
+
+    Attributes:
+        cuts: the cuts in order.
+        weights: the cost of each stage in the unit of `balance`: elements, FLOPs or bytes.
+        shared: parameters that several stages use, and which stages: each gets a copy, whose gradients must be added.
+    """
 
     def __init__(
         self, cuts: Sequence[Cut], weights: Sequence[int], balance: Balance, shared: dict[str, list[int]]
@@ -55,16 +61,13 @@ class SplitPoints(dict[str, "SplitPoint"]):
 
         super().__init__({cut.module: SplitPoint.BEGINNING for cut in cuts})
         self.cuts = tuple(cuts)
-        """The cuts in order."""
         self.weights = tuple(weights)
-        """What each stage costs, in what `balance` names: parameters, FLOPs of a forward, or bytes."""
         self.balance = balance
         self.shared = shared
-        """Parameters that several stages use, and which: each stage gets a copy, whose gradients must be added."""
 
     @property
     def crossing_bytes(self) -> list[int]:
-        """The bytes that each stage but the first is sent."""
+        """The bytes sent to each stage but the first."""
         return [cut.nbytes for cut in self.cuts]
 
     def __str__(self) -> str:
@@ -83,15 +86,17 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
     Args:
         tr: a trace with the sizes of one micro-batch.
         stages: how many stages, two or more.
-        balance: what the stages shall have evenly: `params`, elements of parameters; `flops` of a forward, as
-            `torch.utils.flop_counter` counts them; `bytes` of parameters and of all that is computed.
-        tolerance: how much more than in the most even way the largest stage may have, so that fewer bytes cross.
+        balance: what to divide evenly: `params`, elements of parameters; `flops` of a forward, as
+            `torch.utils.flop_counter` counts them; `bytes` of parameters and results.
+        tolerance: the fraction by which the largest stage may exceed that of the most even division, where this
+            reduces the bytes sent.
 
-    torch hands the inputs of the model to the first stage alone, in the order in which it reads them, and returns what
-    the last one returns. So no cut lies between an input and its last use, nor between a result and the end.
+    torch.distributed.pipelining passes the inputs of the model to the first stage only, in the order in which it reads
+    them, and returns the outputs of the last stage. So no cut lies between an input and its last use, or between a
+    result and the end.
 
-    Raises PlanError where the trace has too few modules to cut at, and says what is in the way; where it reads its
-    inputs in another order than it takes them; for dynamic sizes.
+    Raises PlanError for a trace with too few possible cuts, with the reason; for a model that reads its inputs in
+    another order than that of its signature; for dynamic sizes.
     """
     if balance not in _COSTS:
         raise PlanError(f"balance={balance!r}: write one of {', '.join(map(repr, _COSTS))}")
@@ -122,7 +127,7 @@ def _inputs(tape: ProgramTape) -> list[Value]:
 
 
 def _refuse_order_of_inputs(tape: ProgramTape) -> None:
-    """torch takes the inputs of the first stage for those that it reads, in that order, and mixes them up."""
+    """Raise PlanError: pipelining would pass inputs in the order in which the first stage reads them."""
     inputs = _inputs(tape)
     by_use = list(dict.fromkeys(v for op in tape.ops for v in op.inputs() if v.op.kind == "placeholder"))
     if by_use != inputs:
@@ -164,7 +169,7 @@ def _refuse_few(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut], stages: in
 
 
 def _possible_cuts(tape: ProgramTape, alive: Alive) -> list[Cut]:
-    """In order; where several modules begin with the same op, the outermost one."""
+    """The possible cuts in order; the outermost module where several begin with the same op."""
     places = _places(tape)
     crossing = _crossing(alive, sorted(places))
     results = {id(v) for v in leaves(tape.outputs, Value)}
@@ -180,7 +185,7 @@ def _cut(module: str, depth: int, at: int, values: Sequence[Value]) -> Cut:
 
 
 def _places(tape: ProgramTape) -> dict[int, tuple[str, int]]:
-    """By the op with which it begins, a module that is called once, and how deep it is."""
+    """By first op, the module that begins with it and is called once, and its depth."""
     counts: dict[str, int] = {}
     for call in tape.calls:
         name = None if call.fqn is None else tape.registered.module(call.fqn)
@@ -204,7 +209,7 @@ def _first_computation(tape: ProgramTape) -> int:
 
 
 def _first_ops(tape: ProgramTape) -> dict[int, int]:
-    """By position of a call, the first op that it or a call inside it runs."""
+    """By position of a call, its first op, or that of a call inside it."""
     first: dict[int, int] = {}
     for i, op in enumerate(tape.ops):
         call = op.call if op.kind.startswith("call") else None
@@ -215,7 +220,7 @@ def _first_ops(tape: ProgramTape) -> dict[int, int]:
 
 
 def _alive(tape: ProgramTape) -> Alive:
-    """By value, the op that makes it and the last one that reads it; not parameters, buffers and constants."""
+    """By value, the op that makes it and the last one that reads it; without parameters, buffers and constants."""
     made = {v: i for i, op in enumerate(tape.ops) if op.kind != "get_attr" for v in op.values()}
     last = dict.fromkeys(made, -1)
     for i, op in enumerate(tape.ops):
@@ -225,7 +230,7 @@ def _alive(tape: ProgramTape) -> Alive:
 
 
 def _crossing(alive: Alive, places: Sequence[int]) -> dict[int, list[Value]]:
-    """For each place, the values made before it and read from it on."""
+    """For each place, the values made before it and read at or after it."""
     found: dict[int, list[Value]] = {place: [] for place in places}
     for value, (start, stop) in alive.items():
         for place in places[bisect.bisect_right(places, start) : bisect.bisect_right(places, stop)]:
@@ -234,7 +239,7 @@ def _crossing(alive: Alive, places: Sequence[int]) -> dict[int, list[Value]]:
 
 
 def _with_what_is_sent(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut]) -> list[Cut]:
-    """With the tensors of each stage: torch sends a tensor to the stages that read it, past those between."""
+    """The cuts with the tensors sent to each stage: torch sends a tensor directly to every stage that reads it."""
     places = [cut.at for cut in cuts]
     read: list[dict[Value, None]] = [{} for _ in cuts]
     for i, op in enumerate(tape.ops):
@@ -262,7 +267,7 @@ def _shared(tape: ProgramTape, cuts: list[Cut]) -> dict[str, list[int]]:
 
 
 def _most_even(at: Sequence[int], stages: int) -> int:
-    """The least that the largest of so many stages must have; `at` is the cost up to each possible cut."""
+    """The smallest possible cost of the largest stage; `at` is the cost up to each possible cut."""
     low, high = 0, at[-1]
     while low < high:
         middle = (low + high) // 2
@@ -274,7 +279,7 @@ def _most_even(at: Sequence[int], stages: int) -> int:
 
 
 def _needed(at: Sequence[int], limit: int) -> float:
-    """The stages needed if none may have more than this."""
+    """The number of stages needed if none may cost more than `limit`."""
     count, start = 1, 0
     for here, following in itertools.pairwise(at):
         if following - here > limit:
@@ -285,9 +290,9 @@ def _needed(at: Sequence[int], limit: int) -> float:
 
 
 def _cheapest(at: Sequence[int], cuts: Sequence[Cut], stages: int, limit: float) -> list[int]:
-    """The cuts that the fewest bytes cross in all, with no stage above the limit.
+    """The cuts with the fewest bytes sent, no stage above the limit.
 
-    Of equal ones those that cut the fewest modules open, of these the most even.
+    Among equal ones those that divide the fewest modules, then the most even ones.
     """
     costs = [(0, 0), *((cut.nbytes, cut.depth) for cut in cuts), (0, 0)]  # the ends are no cuts
     rows: list[dict[int, tuple[int, int, int, int]]] = [{0: (0, 0, 0, 0)}]

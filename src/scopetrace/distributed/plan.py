@@ -2,8 +2,8 @@
 
 Data flow:
     model and order -> groups of modules (groups.py)
-    groups -> run as FSDP2 would (schedule.py); a use of what is not there joins two groups, or refuses the plan
-    groups in the order in which they run -> whom each prefetches, forward and backward -> Plan, which applies them
+    groups -> simulated as FSDP2 runs them (schedule.py); a use of a freed parameter merges groups, or is refused
+    groups in execution order -> prefetch lists for forward and backward -> Plan, which applies them
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ class ShardGroup:
     """Modules whose parameters are gathered in one collective."""
 
     modules: Group
-    """Their fqns in the order in which they run; `("",)` is the root."""
+    """The fqns of the modules in execution order; `("",)` is the root."""
     params: tuple[str, ...]
-    """The fqns of the parameters in the order of registration, in which FSDP2 lays them out in its buffers."""
+    """The fqns of the parameters in registration order, which is their order in FSDP2's buffers."""
     params_by_use: tuple[str, ...]
-    """Those that are used, in the order of execution."""
+    """The fqns of the used parameters in execution order."""
     nbytes: int
-    """Bytes of the parameters in their own dtypes, on all ranks together."""
+    """Unsharded bytes of the parameters in their own dtypes."""
     forward_prefetch: tuple[Group, ...] = ()
-    """The groups to gather, beside this one, when it begins its forward."""
+    """The groups to gather when this one begins its forward."""
     backward_prefetch: tuple[Group, ...] = ()
-    """The groups to gather, beside this one, when it begins its backward."""
+    """The groups to gather when this one begins its backward."""
 
     @property
     def prefetch(self) -> tuple[tuple[Group, ...], tuple[Group, ...]]:
@@ -55,11 +55,11 @@ class Plan:
     """How to shard a model with FSDP2: `print(plan)`, then `plan.apply(mesh)`."""
 
     groups: tuple[ShardGroup, ...]
-    """In the order of their first forward pass, the root first."""
+    """The groups in the order of their first forward pass, the root first."""
     order: ExecutionOrder
     model: torch.nn.Module = dataclasses.field(repr=False)
     ignored: tuple[str, ...] = ()
-    """The parameters that are not sharded."""
+    """The fqns of parameters that are not sharded."""
 
     @functools.cached_property
     def _grouping(self) -> Grouping:
@@ -68,13 +68,15 @@ class Plan:
 
     @functools.cached_property
     def schedule(self) -> Schedule:
-        """One forward under this plan."""
+        """The simulation of one forward under this plan."""
         return forward_schedule(self.order, self._grouping, {g.modules: g.forward_prefetch for g in self.groups})
 
     @functools.cached_property
     def gathers(self) -> tuple[list[tuple[Group, int]], list[tuple[Group, int]]]:
-        """The all-gathers of a forward and of the backward after it, in order: the group, and the step of the order in
-        whose forward, or backward, it is issued. Groups without parameters are not among them."""
+        """The all-gathers of a forward and its backward, in order: (group, step of the order that issues it).
+
+        Groups without parameters are left out.
+        """
         holding = {g.modules for g in self.groups if g.params}
         passes = [p for p in self.schedule.passes if p.group in holding]
         backward = backward_gathers(passes, {g.modules: g.backward_prefetch for g in self.groups})
@@ -91,11 +93,10 @@ class Plan:
         return [group for group, _ in self.gathers[1]]
 
     def bucket_plan(self, order: Literal["execution", "registration"] = "execution") -> list[list[str]]:
-        """The modules of each group, as `module_bucket_plans` of torch.compile's manual bucketing takes them.
+        """The fqns of each group's modules, as `module_bucket_plans` of torch.compile's manual bucketing takes them.
 
-        They are disjoint: of a module with another group inside, its other children. Parameters that the root, or such
-        a module, holds itself have no module that names them, and are in none. `order` is that of the groups and of the
-        modules in each.
+        They are disjoint: a module with another group inside is replaced by its other children. Parameters directly in
+        the root or in such a module are in no bucket. `order` is the order of the groups, and of the modules in each.
         """
         registered = {name: i for i, name in enumerate(self.order.registered.modules)}
         rank = first_call(self.order) if order == "execution" else registered
@@ -107,7 +108,7 @@ class Plan:
         """Call `fully_shard` for each group, innermost first, and set the prefetch lists. Returns the model.
 
         Args:
-            mesh: as for `torch.distributed.fsdp.fully_shard`; so are the other arguments, which go to every call of it.
+            mesh: as for `torch.distributed.fsdp.fully_shard`, to which all other arguments are passed as they are.
 
         Every rank of the mesh must call it.
 
@@ -158,7 +159,7 @@ def _names(group: Group) -> str:
 
 
 def refuse_sharded(model: torch.nn.Module) -> None:
-    """Raise PlanError where a part of the model is sharded already."""
+    """Raise PlanError for a model of which a part is sharded already."""
     from torch.distributed.fsdp import FSDPModule
 
     for name, module in model.named_modules():
@@ -167,7 +168,7 @@ def refuse_sharded(model: torch.nn.Module) -> None:
 
 
 def refuse_another_model(model: torch.nn.Module, order: ExecutionOrder, ignored: Sequence[str], what: str) -> None:
-    """Raise PlanError where the modules or parameters of a model are not those of an order, ignored ones apart."""
+    """Raise PlanError for a model whose modules or parameters, ignored ones aside, are not those of an order."""
     now = Model(model).registered().without(ignored)
     for kind, mine, theirs in (
         ("module", order.registered.modules, now.modules),

@@ -1,4 +1,4 @@
-"""`plan`: from a model and its order to groups and prefetch lists. See `plan.py` for what comes out."""
+"""`plan`: from a model and its execution order to a Plan; the data flow is described in plan.py."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def plan(
     """Groups and prefetch lists for `torch.distributed.fsdp.fully_shard`, from the order in which the model runs.
 
     Tied weights are put in one group, and so are a module and another one that uses its parameters without calling it.
-    A group that runs several times prefetches only what follows every time; otherwise FSDP2's own prefetch is left.
+    A group that runs several times prefetches only groups that follow it every time; else FSDP2's own prefetch remains.
 
     Args:
         model: the model, not sharded yet; on the meta device too.
         order: `trace(model, …).order`, of a forward as in training.
-        target_bytes: groups of about this many bytes of parameters each, of whatever is called one after the other.
-        classes: a class of modules, or several: a group for each of their modules, and for what runs between these
-            (embeddings, norms, heads).
+        target_bytes: make groups of about this many bytes of parameters, of modules that run one after the other.
+        classes: one or several module classes: make a group of each of their modules, and groups of the modules that
+            run between these (embeddings, norms, heads).
         prefetch: how many groups ahead to gather; 0 leaves prefetching to FSDP2.
         ignored_params: as for `fully_shard`: parameters that are not sharded, and whose gradients are not reduced.
 
@@ -99,7 +99,7 @@ def _refuse_params(model: torch.nn.Module, order: ExecutionOrder) -> None:
 
 
 def _held_plainly(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
-    """The tensors in attributes that are no registered ones, with the attribute's name."""
+    """(attribute name, tensor) for tensors in plain attributes, neither parameters nor buffers."""
     for attribute, value in vars(module).items():
         # nn.RNNBase renews its list when a parameter is set
         is_renewed = attribute == "_flat_weights" and isinstance(module, torch.nn.RNNBase)
@@ -108,7 +108,7 @@ def _held_plainly(module: torch.nn.Module) -> Iterable[tuple[str, torch.Tensor]]
 
 
 def _refuse_dtypes(model: torch.nn.Module, groups: Iterable[ShardGroup]) -> None:
-    """FSDP2 reduces the gradients of a group in one tensor."""
+    """Raise PlanError for a group with several dtypes: FSDP2 reduces its gradients as one tensor."""
     for group in groups:
         first: dict[torch.dtype, str] = {}
         for name in group.params:
@@ -125,7 +125,7 @@ def _refuse_dtypes(model: torch.nn.Module, groups: Iterable[ShardGroup]) -> None
 
 
 def _joined(order: ExecutionOrder, grouping: Grouping) -> Grouping:
-    """With one group for what must be gathered together."""
+    """The grouping with groups merged whose parameters must be gathered together."""
     grouping = without_ties(grouping)
     while (missing := forward_schedule(order, grouping, {}).missing) is not None:
         grouping = without_ties(grouping.merged(missing.group, missing.user))
@@ -157,7 +157,7 @@ def _groups(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, p
 
 
 def followers(sequence: Sequence[Group], count: int) -> dict[Group, tuple[Group, ...]]:
-    """For each group the next `count` ones, where these are the same each time that it runs."""
+    """For each group, the next `count` groups; none where they differ from run to run."""
     found: dict[Group, set[tuple[Group, ...]]] = {}
     for i, group in enumerate(sequence):
         ahead: list[Group] = []
@@ -171,7 +171,7 @@ def followers(sequence: Sequence[Group], count: int) -> dict[Group, tuple[Group,
 
 
 def _payload(model: torch.nn.Module, grouping: Grouping) -> dict[Group, list[str]]:
-    """By group, its parameters in FSDP2's order: children before their parents, else as registered."""
+    """By group, its parameters in FSDP2's order: children before parents, else as registered."""
     names = {id(p): name for name, p in model.named_parameters()}
     found: dict[Group, list[str]] = {group: [] for group in grouping.groups}
     visited: set[int] = set()

@@ -1,8 +1,8 @@
-"""What FSDP2 does with groups: when it gathers parameters, and whether each is there when it is used.
+"""A simulation of FSDP2: when it gathers and frees groups, and whether each parameter is gathered when it is used.
 
 The rules are those of `torch.distributed.fsdp.fully_shard` (torch 2.13): a group is gathered when the first of its
-modules is called, freed when all have run, kept to the end where it is the root's; then the groups of the prefetch list
-are gathered. Backward runs through the forward passes of the groups the other way around.
+modules is called, and the groups of its prefetch list after it; it is freed when all its modules have run, the root's
+group at the end. Backward goes through the forward passes of the groups in reverse.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ class Pass(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Missing:
-    """A parameter that is not there when it is used."""
+    """A parameter that is used while it is not gathered."""
 
     param: str
     group: Group
-    """The group that has it."""
+    """The group that has the parameter."""
     user: Group
-    """The innermost group whose pass the use is in."""
+    """The innermost group in whose pass it is used."""
     step: Step
 
 
 @dataclasses.dataclass
 class Schedule:
-    """One forward, step by step."""
+    """What FSDP2 does in one forward."""
 
     gathers: list[tuple[Group, int]] = dataclasses.field(default_factory=list)
-    """The all-gathers in the order in which they are issued, each with its step."""
+    """The all-gathers in order, each with the step that issues it."""
     passes: list[Pass] = dataclasses.field(default_factory=list)
     """The passes in the order in which they end."""
     missing: Missing | None = None
-    """The first parameter that is not there."""
+    """The first use of a parameter that is not gathered; None where all are."""
 
 
 def forward_schedule(order: ExecutionOrder, grouping: Grouping, prefetch: Prefetch) -> Schedule:
-    """Run through the steps of a forward as FSDP2 would; stops at the first parameter that is not there."""
+    """Simulate the steps of a forward, up to the first use of a parameter that is not gathered."""
     return _Forward(order, grouping, prefetch).run()
 
 
@@ -122,8 +122,11 @@ class _Forward:
             self.gathered.discard(group)
 
     def _arguments(self, step: Step) -> None:
-        """What a call is given was read before it. Tensors in the place of parameters stay there only if these were
-        gathered before: to gather is to put them there."""
+        """The parameters among a call's arguments are read before it.
+
+        Tensors that replace parameters (`functional_call`) stay only where these are gathered already, since gathering
+        assigns the parameters.
+        """
         call = self.order.calls[step.call]
         for param in call.replaced:
             group = self.grouping.managers(param)[0]
@@ -142,10 +145,10 @@ class _Forward:
 
 
 def backward_gathers(passes: Sequence[Pass], prefetch: Prefetch) -> list[tuple[Group, int]]:
-    """The all-gathers of the backward that follows, in order, each with the step of the forward whose backward it is.
+    """The all-gathers of the backward in order, each with the step of the forward that it belongs to.
 
-    `passes` are those of groups with parameters. A group without a list prefetches what ended before it in forward, as
-    FSDP2 does by itself.
+    `passes` are those of groups with parameters. A group without a prefetch list prefetches the group that ended before
+    it in forward, which is FSDP2's default.
     """
     found: list[tuple[Group, int]] = []
     gathered = {ROOT}
@@ -172,6 +175,6 @@ def backward_gathers(passes: Sequence[Pass], prefetch: Prefetch) -> list[tuple[G
 
 
 def backward_events(passes: Sequence[Pass]) -> list[tuple[int, bool, int]]:
-    """In the order of the backward: (step, whether the forward pass ended there or began, number of the pass)."""
+    """(step, whether the forward pass ended there, number of the pass), in the order of the backward."""
     ends = [(p.stop, True, i) for i, p in enumerate(passes)]
     return sorted([*ends, *((p.start, False, i) for i, p in enumerate(passes))], reverse=True)

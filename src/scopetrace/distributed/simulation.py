@@ -1,13 +1,13 @@
-"""What a plan costs on many ranks, on paper: memory of a rank, and the communication that computation does not hide.
+"""An estimate of a plan's cost on many ranks: memory of a rank, and communication that computation does not hide.
 
 Data flow:
-    trace -> FLOPs up to each step of the order: the clock of a forward, and backwards at twice the cost of a backward
-    plan -> the steps in which all-gathers are issued and needed, and parameters freed
+    trace -> FLOPs up to each step of the order: the times of a forward; a backward takes twice as long
+    plan -> the steps at which all-gathers are issued and needed, and parameters are freed
     both -> one link that transfers one group after the other, one processor that waits for what it needs
 
 The model is simple on purpose: full bandwidth for each transfer, no contention for memory, and a processor that issues
-a collective only when it arrives at it (as where the CPU waits for the accelerator in each layer). What it says is
-which groups are exposed and by how much, not how long a step takes on a real cluster.
+a collective only when it arrives at it. It shows which groups the processor waits for and how long, not how long a step
+takes on a real cluster.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Transfer(NamedTuple):
     """`all-gather` or `reduce-scatter`."""
     group: Group
     nbytes: int
-    """What a rank receives, or sends, padding included."""
+    """Bytes that a rank receives or sends, padding included."""
     issued: float
     start: float
     stop: float
@@ -46,7 +46,7 @@ class Simulation:
 
     ranks: int
     transfers: tuple[Transfer, ...]
-    """In the order of the link."""
+    """The transfers in order."""
     compute: float
     """Seconds of computation, forward and backward."""
     exposed_forward: float
@@ -54,13 +54,13 @@ class Simulation:
     exposed_backward: float
     """Seconds in which the backward waits for parameters, and the step for the last gradients."""
     memory: Mapping[str, int]
-    """Bytes of a rank, by what they are for."""
+    """Bytes of memory of a rank, by purpose."""
     padding: float
-    """The part of the gathered bytes that is padding: FSDP2 gives each rank equal rows of each parameter."""
+    """The fraction of the gathered bytes that is padding: FSDP2 pads each parameter to equal rows on all ranks."""
 
     @property
     def seconds(self) -> float:
-        """Of the whole step."""
+        """Seconds of the whole step."""
         return self.compute + self.exposed_forward + self.exposed_backward
 
     def __str__(self) -> str:
@@ -92,17 +92,17 @@ def simulate(
     param_dtype: torch.dtype | None = None,
     optimizer_bytes: int = 8,
 ) -> Simulation:
-    """One training step under a plan, with parameters sharded over so many ranks.
+    """Simulate one training step under a plan, with parameters sharded over `ranks`.
 
     Args:
         plan: what `plan` gave for the trace's order.
         tr: the trace, with the sizes of one rank's batch.
-        ranks: how many ranks share the parameters.
-        bandwidth: bytes in a second that a rank receives in an all-gather, and sends in a reduce-scatter.
-        flops: floating-point operations in a second of a rank.
-        latency: seconds that a collective takes beside its bytes.
-        param_dtype: of gathered parameters and of reduced gradients, as in `MixedPrecisionPolicy`; None: their own.
-        optimizer_bytes: bytes of the optimizer's state for each element; Adam in float32 has 8.
+        ranks: number of ranks that share the parameters.
+        bandwidth: bytes per second that a rank receives in an all-gather, and sends in a reduce-scatter.
+        flops: floating-point operations per second of a rank.
+        latency: seconds that a collective takes in addition to its transfer.
+        param_dtype: dtype of gathered parameters and reduced gradients, as in `MixedPrecisionPolicy`; None: their own.
+        optimizer_bytes: bytes of optimizer state per element; 8 for Adam in float32.
 
     Raises PlanError for a plan of another order, or sizes that are not positive.
     """
@@ -126,7 +126,7 @@ def simulate(
 
 
 def _exact_bytes(plan: Plan, group: ShardGroup, dtype: torch.dtype | None) -> int:
-    """The bytes of a group's parameters, without padding."""
+    """Bytes of a group's parameters, without padding."""
     params = (plan.order.registered.params[name] for name in group.params)
     return sum(torch.Size(p.shape).numel() * (dtype or p.dtype).itemsize for p in params)
 
@@ -136,7 +136,7 @@ def _gathered_bytes(plan: Plan, group: ShardGroup, ranks: int, dtype: torch.dtyp
 
 
 def _shards(plan: Plan, group: ShardGroup, ranks: int) -> Iterable[tuple[int, int, torch.dtype]]:
-    """Of each parameter, the rows of a rank, the elements of a row and the dtype: dimension 0 is cut, and padded."""
+    """For each parameter, rows per rank, elements per row, dtype: dimension 0 is sharded, with padding."""
     for name in group.params:
         param = plan.order.registered.params[name]
         rows, *rest = param.shape
@@ -157,7 +157,7 @@ def _memory(plan: Plan, tr: Trace, ranks: int, sizes: Mapping[Group, int], optim
 
 
 def _peak(plan: Plan, sizes: Mapping[Group, int]) -> int:
-    """The most that is gathered at one time in a forward."""
+    """The largest number of bytes gathered at one time in a forward."""
     events = [(at, 0, sizes[g]) for g, at in plan.gathers[0]]
     events += [(p.stop, 1, -sizes[p.group]) for p in plan.schedule.passes if p.group != ROOT]
     now = most = 0
@@ -185,7 +185,7 @@ def _step_flops(tr: Trace, plan: Plan) -> list[int]:
 
 
 class _Clock:
-    """The processor: seconds since the step began."""
+    """The processor's time, in seconds since the step began."""
 
     def __init__(self, flops_before: list[int], rate: float) -> None:
         self.before = flops_before
@@ -195,11 +195,11 @@ class _Clock:
         self._done = 0
 
     def forward_to(self, step: int) -> None:
-        """Compute up to a step of the forward."""
+        """Advance to a step of the forward."""
         self._compute(self.before[step])
 
     def back_to(self, step: int) -> None:
-        """Compute the backward down to a step: two FLOPs for each of the forward."""
+        """Advance to a step of the backward, at two FLOPs for each of the forward."""
         self._compute(3 * self.before[-1] - 2 * self.before[step])
 
     def _compute(self, flops: int) -> None:
@@ -209,7 +209,7 @@ class _Clock:
         self.computed += seconds
 
     def wait_until(self, time: float) -> float:
-        """Stand still; returns for how long."""
+        """Wait; returns the seconds waited."""
         waited = max(time - self.now, 0.0)
         self.now += waited
         return waited
@@ -227,7 +227,7 @@ class _Link:
         self.arrives: dict[Group, float] = {}
 
     def send(self, kind: str, group: Group, now: float) -> float:
-        """Queue a collective; returns when it is done."""
+        """Queue a collective; returns the time at which it is done."""
         start = max(self.free, now)
         self.free = start + self.latency + self.sizes[group] / self.bandwidth
         self.transfers.append(Transfer(kind, group, self.sizes[group], now, start, self.free))

@@ -1,4 +1,9 @@
-"""`ExecutionOrder`: who ran and which parameters were used, in order; and what follows from that."""
+"""`ExecutionOrder`: which modules run and which parameters their ops use, in order.
+
+Data flow:
+    CallUsage of each module call: the parameters that its ops use, the calls that it makes -> steps, depth first
+    steps -> first and last uses, unused parameters, uses outside a parameter's module, text
+"""
 
 from __future__ import annotations
 
@@ -14,10 +19,10 @@ from scopetrace.ir.registered import Registered
 
 
 class ParamUsageInfo(NamedTuple):
-    """Parameters that were used together."""
+    """Parameters that one op uses, or one module call."""
 
     module: str | None
-    """Who used them: the module that was asked about, in one op; or a module that it called, in that call."""
+    """The user: the module itself for one of its ops, or a module that it called, for all uses in that call."""
     params: tuple[str, ...]
     """Their fqns from the root, in the order of use."""
 
@@ -26,16 +31,16 @@ class ParamUse(NamedTuple):
     """One use of a parameter."""
 
     step: int
-    """Which step of `ExecutionOrder.steps` it is."""
+    """Index into `ExecutionOrder.steps`."""
     call: int
-    """Which of `ExecutionOrder.calls` used it."""
+    """Index into `ExecutionOrder.calls`."""
     module: str | None
     """The fqn of that call's module."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallUsage:
-    """One module call, and what it did."""
+    """One module call: the parameters that its ops use, and the calls that it makes."""
 
     fqn: str | None
     """The module's name, `""` for the root; None for a module outside the model's tree."""
@@ -43,21 +48,21 @@ class CallUsage:
     """0 for the first call of this module, 1 for its second."""
     type_name: str
     parent: int | None
-    """Which call made this one; None for the root."""
+    """Index of the call that made this one; None for the root."""
     steps: tuple[tuple[str, ...] | int, ...] = ()
-    """In order: the parameters that one op used together, or the number of a call that this one made."""
+    """In order: the parameters that one op uses, or the index of a call that this one makes."""
     direct: bool = False
     """Whether `module.forward(...)` was called in place of the module, so that no hook ran."""
     raised: bool = False
-    """Whether an exception ended it, that an outer module caught."""
+    """Whether it ended with an exception, which an outer module caught."""
     given: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """The parameters among its arguments: its caller read them, and it, or a module that it calls, may use them."""
+    """The parameters among its arguments, which its caller has read."""
     replaced: tuple[str, ...] = dataclasses.field(default=(), compare=False)
-    """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
+    """The module's parameters that other tensors replaced, as in `torch.func.functional_call`."""
     in_op: bool = dataclasses.field(default=False, compare=False)
-    """Whether an op runs it, as `torch.cond` its branches."""
+    """Whether it is a call in the body of a higher-order op (`torch.cond`)."""
     writes_input: bool = dataclasses.field(default=False, compare=False)
-    """Whether it changes in place what it was given, and that requires grad."""
+    """Whether it changes an argument in place that requires grad."""
 
     @property
     def hooked(self) -> bool:
@@ -82,7 +87,7 @@ class OrderDifference:
     here: str
     there: str
     after: str
-    """The last step that both have."""
+    """The last step before it, which both orders have."""
 
     def __str__(self) -> str:
         return f"step {self.step}, after {self.after}: {self.here}, in the other {self.there}"
@@ -104,7 +109,7 @@ class ExecutionOrder:
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
-        """Everything in order: calls that begin and end, and uses of parameters between."""
+        """Begins and ends of calls and uses of parameters, in order."""
         found: list[Step] = []
         work: list[tuple[int, Iterator[tuple[str, ...] | int]]] = []
 
@@ -139,7 +144,7 @@ class ExecutionOrder:
 
     @functools.cached_property
     def param_first_use(self) -> dict[str, ParamUse]:
-        """Of each parameter that is used, in this order, its first use."""
+        """By used parameter, its first use; in the order of first uses."""
         found: dict[str, ParamUse] = {}
         for param, use in self._uses():
             found.setdefault(param, use)
@@ -147,7 +152,7 @@ class ExecutionOrder:
 
     @functools.cached_property
     def param_last_use(self) -> dict[str, ParamUse]:
-        """Of each parameter that is used, its last use, in the order of last uses: after it, it can be freed."""
+        """By used parameter, its last use, after which it can be freed; in the order of last uses."""
         last = dict(self._uses())
         return dict(sorted(last.items(), key=lambda item: item[1].step))
 
@@ -159,10 +164,10 @@ class ExecutionOrder:
     # ---------------------------------------------------------------- by module
 
     def param_usage_infos(self, call: int) -> list[ParamUsageInfo]:
-        """What one of `calls` used together, in order.
+        """The parameters that `calls[call]` used, in order: an entry for each op, and one for each call that it made.
 
-        An op of its own is an entry with its own name; a call that it made is one with the name of that module, and
-        all that was used in that call, if anything was.
+        The entry of an op has the name of the call's own module; the entry of a call has the name of the called module
+        and all parameters used in that call. Entries without parameters are left out.
         """
         found = []
         for step in self.calls[call].steps:
@@ -174,8 +179,7 @@ class ExecutionOrder:
 
     @functools.cached_property
     def module_to_param_usage_infos(self) -> dict[str, list[ParamUsageInfo]]:
-        """By module, `param_usage_infos` of its calls one after the other; a call that used the same as an earlier one
-        adds nothing."""
+        """By module, `param_usage_infos` of its calls in order, without those equal to that of an earlier call."""
         per_module: dict[str, list[list[ParamUsageInfo]]] = {}
         for number, call in enumerate(self.calls):
             if call.fqn is not None:
@@ -186,7 +190,7 @@ class ExecutionOrder:
         return {fqn: [info for infos in calls for info in infos] for fqn, calls in per_module.items()}
 
     def used_in(self, call: int) -> tuple[str, ...]:
-        """The parameters used in a call and in those that it made, by first use."""
+        """The parameters used in a call and in the calls inside it, in the order of first use."""
         return self._used[call]
 
     @functools.cached_property
@@ -207,14 +211,13 @@ class ExecutionOrder:
 
     @property
     def uncalled_modules(self) -> list[str]:
-        """The modules that are never called, in the order of registration; `nn.ModuleList` and others without a forward
-        are not among them."""
+        """The modules that are never called, in registration order; without those that have no forward."""
         called = {self.registered.module(c.fqn) for c in self.calls if c.fqn is not None}
         return [name for name, m in self.registered.modules.items() if m.has_forward and name not in called]
 
     @property
     def shared_params(self) -> dict[str, tuple[str, ...]]:
-        """The parameters with several names, and all of them: tied weights."""
+        """By first name, all names of each parameter with several: tied weights."""
         return {first: p.names for first, p in self.registered.params.items() if len(p.names) > 1}
 
     @functools.cached_property
@@ -230,7 +233,7 @@ class ExecutionOrder:
         return found
 
     def without(self, params: Collection[str]) -> ExecutionOrder:
-        """The same order as if these parameters were none."""
+        """The order without these parameters."""
 
         def rest(names: tuple[str, ...]) -> tuple[str, ...]:
             return tuple(name for name in names if name not in params)
@@ -253,7 +256,7 @@ class ExecutionOrder:
 
     @functools.cached_property
     def digest(self) -> str:
-        """A hash (SHA-256, hex) of all calls and uses; equal in every process and on every machine."""
+        """A SHA-256 of all calls and uses, in hex; equal in every process and on every machine."""
         plain = [[c.fqn, c.index, c.type_name, c.parent, c.direct, c.raised, c.steps] for c in self.calls]
         return hashlib.sha256(json.dumps(plain).encode()).hexdigest()
 
@@ -261,7 +264,7 @@ class ExecutionOrder:
         return int(self.digest[:15], 16)
 
     def first_difference(self, other: ExecutionOrder) -> OrderDifference | None:
-        """Where this order and another one part ways; None where they are equal."""
+        """The first step in which two orders differ; None where they are equal."""
         here, there = self._lines, other._lines
         for i in range(max(len(here), len(there))):
             mine, theirs = (lines[i] if i < len(lines) else "the end" for lines in (here, there))
@@ -283,7 +286,7 @@ class ExecutionOrder:
         return f"{step.kind} of {how}{end}"
 
     def __str__(self) -> str:
-        """A table of the parameters in the order of use, and what is odd."""
+        """A table of the parameters in the order of use; see `order_text`."""
         return order_text(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -294,7 +297,10 @@ class ExecutionOrder:
 
 
 def order_text(order: ExecutionOrder) -> str:
-    """The parameters in the order of their first use, beside the order of registration; then what is odd."""
+    """A table of the parameters in the order of first use, with their place in the order of registration.
+
+    Below it: tied weights, uses outside a parameter's module, unused parameters, modules that are never called.
+    """
     known = {name: i for i, name in enumerate(order.registered.params)}
     rows = [("order", "registered", "parameter", "shape", "first used by", "last used by")]
     for i, name in enumerate(order.param_forward_order):

@@ -1,4 +1,4 @@
-"""The execution order of a tape."""
+"""The execution order of a recorded tape: one walk over its ops, which notes for each module call what its ops read."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from scopetrace.record.bodies import FORMS
 
 
 def execution_order(tape: ProgramTape) -> ExecutionOrder:
-    """Read it off the ops and calls of a recording (with its mutations)."""
+    """The execution order of a RecordedTape, mutations included."""
     reader, params = _Reader(tape.registered), _Params()
     reader.read(tape, params)
     reader.use(tape.calls[0], [v for v in leaves(tape.outputs, Value) if v in params.names], params)
@@ -27,7 +27,7 @@ def execution_order(tape: ProgramTape) -> ExecutionOrder:
 
 
 def _writers(tape: ProgramTape) -> set[Call]:
-    """The calls that change in place what they were given, and that requires grad."""
+    """The calls that change an argument in place that requires grad."""
     found: set[Call] = set()
     for op in [op for part in tape.walk() for op in part.ops if op.writes]:
         storages = {v.storage for v in op.writes}
@@ -41,7 +41,7 @@ def _writers(tape: ProgramTape) -> set[Call]:
 
 @dataclasses.dataclass(slots=True)
 class _Begun:
-    """A call that has begun."""
+    """A call, and what was collected of it so far."""
 
     call: Call
     number: int
@@ -53,35 +53,37 @@ class _Begun:
 
 
 class _Params:
-    """Which parameters the values of a program are, or are views of."""
+    """The parameters that values of a tape are, or are views of."""
 
     def __init__(self) -> None:
         self.names: dict[Value, str] = {}
         self._by_storage: dict[int, list[str]] = {}
 
     def add(self, value: Value, name: str) -> None:
-        """A value is a parameter."""
+        """Note that a value is a parameter."""
         self.names[value] = name
         self._by_storage.setdefault(value.storage, []).append(name)
 
     def of(self, value: Value) -> list[str]:
-        """The parameter that a value is, or those in whose memory it lies."""
+        """The parameter that a value is, or those that share its storage."""
         return [self.names[value]] if value in self.names else self._by_storage.get(value.storage, [])
 
 
 class _Reader:
-    """Collects the steps of each call, in one walk over the ops."""
+    """Collects the steps of each call in one walk over the ops."""
 
     def __init__(self, registered: Registered) -> None:
         self.registered = registered
         self.begun: list[_Begun] = []
-        self._latest: dict[Call, _Begun] = {}  # a body that two ops share runs twice, with the same records
+        self._latest: dict[
+            Call, _Begun
+        ] = {}  # by record: a body of two ops is walked twice, with the same call records
         self._counts: dict[Any, int] = {}
         self._used: list[str] = []
-        self._bodies = 0  # how many are open
+        self._bodies = 0  # how many bodies the walk is inside of
 
     def read(self, tape: Tape, params: _Params) -> None:
-        """The ops of a program; `params` knows its placeholders, where it is a body."""
+        """Walk over the ops of a tape; for a body, `params` has its placeholders."""
         coming = collections.deque(tape.calls)
         for i, op in enumerate(tape.ops):
             while coming and coming[0].start <= i:
@@ -115,7 +117,10 @@ class _Reader:
             self.use(op.call, op.inputs(), params, own)
 
     def use(self, call: Call | None, values: Iterable[Value], params: _Params, also: Sequence[str] = ()) -> None:
-        """An op reads these values: parameters, or views of them where the op before it did not just make these."""
+        """Note that an op reads these values.
+
+        Parameters count; views of parameters count unless the op before used the parameter, to make the view.
+        """
         if call is None:
             return
         steps = self._latest[call].steps
@@ -127,7 +132,7 @@ class _Reader:
             self._used += used
 
     def _higher_order(self, op: Op, params: _Params) -> None:
-        """The uses inside the bodies; what the op is given and no body uses is used by the op."""
+        """Walk over the bodies of an op; operands that no body uses count as used by the op."""
         start = len(self._used)
         form = FORMS[op.target]
         args = form.gathered(op.args)

@@ -1,8 +1,8 @@
 """The execution order of a symbolic trace, for any `torch.fx.Tracer`.
 
 Names and results are those of `torch/distributed/fsdp/_trace_utils.py` where these are right. Right too, and not there:
-parameters given by name, in containers, to leaf modules, or only returned; placeholders with the name of a parameter;
-second calls of a module; exceptions that a forward catches; and the parameters of a child that it does not use.
+parameters passed by keyword, in containers, to leaf modules, or only returned; placeholders named like a parameter;
+second calls of a module; exceptions that a forward catches; parameters of a child that are not used.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ _METADATA = frozenset(
 
 @dataclasses.dataclass
 class TracingConfig:
-    """How to trace a model symbolically."""
+    """How to trace a model with `torch.fx`."""
 
     tracer: torch.fx.Tracer = dataclasses.field(default_factory=torch.fx.Tracer)
     concrete_args: dict[str, Any] | None = None
-    """As for `torch.fx.Tracer.trace`: values for arguments that are no proxies, by name."""
+    """As for `torch.fx.Tracer.trace`: by argument name, values that replace proxies."""
 
 
 class NamedParams(NamedTuple):
-    """Parameters used together: `_ParamUsageInfo` of the original."""
+    """Parameters that one op uses, or one module call; `_ParamUsageInfo` in torch."""
 
     module: torch.nn.Module
-    """Who used them: the module that was asked about, in one op; or a module that it called, in that call."""
+    """The user: the module itself for one of its ops, or a module that it called, for all uses in that call."""
     named_params: list[tuple[str, torch.nn.Parameter]]
-    """In the order of use, named as by `module.named_parameters()`; those of other modules from the root."""
+    """In the order of use; names as in `module.named_parameters()`, for parameters of other modules from the root."""
 
 
 class ExecutionInfo:
-    """What was seen so far of a symbolic trace, in terms of the modules and parameters themselves.
+    """The execution order of a symbolic trace so far, as modules and parameters in place of names.
 
     A leaf module's own parameters count as used by its call, in the order of registration.
     """
@@ -71,7 +71,7 @@ class ExecutionInfo:
 
     @property
     def order(self) -> ExecutionOrder:
-        """The same as plain data, as `Trace.order` gives it."""
+        """The order by names, as `Trace.order` gives it."""
         calls = zip(self._calls, self._steps, strict=True)
         return ExecutionOrder(tuple(dataclasses.replace(c, steps=tuple(steps)) for c, steps in calls), self.registered)
 
@@ -87,12 +87,12 @@ class ExecutionInfo:
 
     @property
     def visited_params(self) -> set[torch.nn.Parameter]:
-        """The same as a set."""
+        """The used parameters as a set."""
         return set(self.param_forward_order)
 
     @property
     def module_to_param_usage_infos(self) -> dict[torch.nn.Module, list[NamedParams]]:
-        """By module, what it used together, in order; see `ExecutionOrder.module_to_param_usage_infos`."""
+        """By module, the parameters of its ops and calls; see `ExecutionOrder.module_to_param_usage_infos`."""
         return {
             self._modules[fqn]: [self._named(info) for info in infos if info.module is not None]
             for fqn, infos in self.order.module_to_param_usage_infos.items()
@@ -121,19 +121,19 @@ class ExecutionInfo:
 
     @contextlib.contextmanager
     def call(self, module: torch.nn.Module) -> Iterator[None]:
-        """The module is called inside."""
+        """Around a call of a module by the tracer."""
         self._begin(module)
         call = self._open[-1]
         try:
             yield
-        except BaseException:  # whatever ends the call is noted, and goes on
+        except BaseException:  # any exception is noted and passed on
             self._calls[call] = dataclasses.replace(self._calls[call], raised=True)
             raise
         finally:
             self._open.pop()
 
     def node(self, node: torch.fx.Node, root: torch.nn.Module) -> None:
-        """A node was made, in a graph whose attributes are those of `root`."""
+        """Called for each new node; `root` is the module that the graph's attributes belong to."""
         if _reads_metadata(node):
             return
         read = [_parameter(root, n.target) for n in node.all_input_nodes if n.op == "get_attr"]
@@ -145,7 +145,7 @@ class ExecutionInfo:
 
 
 def _parameter(root: torch.nn.Module, path: Any) -> torch.nn.Parameter | None:
-    """Past `getattr`, which gives a proxy while a tracer works."""
+    """A parameter by path, read without `getattr`, which gives a proxy during tracing."""
     owner, _, name = path.rpartition(".")
     return parameters_of(root.get_submodule(owner)).get(name)
 
@@ -157,7 +157,7 @@ def _reads_metadata(node: torch.fx.Node) -> bool:
 
 
 class ExecOrderTracer:
-    """Watches a `torch.fx.Tracer`, of any subclass.
+    """Records the execution order of what a `torch.fx.Tracer` of any subclass traces.
 
     watcher = st.ExecOrderTracer()
     with watcher.patch_tracer(tracer, model):
@@ -170,7 +170,7 @@ class ExecOrderTracer:
 
     @contextlib.contextmanager
     def patch_tracer(self, tracer: torch.fx.Tracer, root_module: torch.nn.Module) -> Iterator[ExecutionInfo]:
-        """While the block runs, `exec_info` is filled from what `tracer` does. The tracer is restored in any case."""
+        """Fill `exec_info` from what `tracer` does in the block; the tracer is restored at its end in any case."""
         self.exec_info = info = ExecutionInfo(root_module)
         call_module, create_node = tracer.call_module, tracer.create_node
 
@@ -187,7 +187,7 @@ class ExecOrderTracer:
             yield info
 
     def trace(self, root_module: torch.nn.Module, config: TracingConfig | None = None) -> ExecutionInfo:
-        """Trace a module symbolically, and return what was seen. Raises what the tracer raises."""
+        """Trace a module and return its execution order. Raises what the tracer raises."""
         config = config or TracingConfig()
         with self.patch_tracer(config.tracer, root_module) as info:
             config.tracer.trace(root_module, config.concrete_args)
