@@ -1,8 +1,8 @@
-"""Graphs without mutation for compilers: `functionalize` for any GraphModule, `functional_backend` for torch.compile.
+"""Graphs without mutation for compilers: `functionalize` for a GraphModule, `functional_backend` for torch.compile.
 
 Data flow:
-    GraphModule -> trace at ATen level, or at torch level -> pure GraphModule + write-back program
-    inputs -> checked -> pure graph, run by whatever compiler -> write-back -> results and effects of the original
+    GraphModule -> traced at ATen level or at torch level -> GraphModule without mutation + write-back program
+    inputs -> checked -> that graph, perhaps compiled -> write-back -> results and effects of the original
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., An
 
 
 class Functionalized:
-    """A program without mutation and what follows it. Calling it does what the original does: results and effects."""
+    """A graph without mutation and its write-back. A call has the results and effects of the original GraphModule."""
 
     def __init__(self, program: TracedProgram, level: Level, lower_scatter: Form | None) -> None:
         self._program = program
         self.level = level
         self.graph_module: torch.fx.GraphModule = program.graph_module
-        """The pure graph: the tensors of the inputs in order as placeholders, a tuple of tensors as output."""
+        """The graph: a placeholder for each tensor input in order, a tuple of tensors as output."""
         tape = program.tape
         if lower_scatter is not None:
             lower_scatters(self.graph_module, lower_scatter, tape.fake_mode)
@@ -45,17 +45,17 @@ class Functionalized:
 
     @property
     def write_back(self) -> WriteBack | None:
-        """What follows the graph so that the whole does what the original does; None where nothing has to."""
+        """The steps after the graph that change inputs and build results; None where its outputs are the result."""
         return self._program.write_back
 
     @property
     def mutations(self) -> list[Mutation]:
-        """What the original changes in its inputs, parameters and buffers, in the order of the program."""
+        """What the original changes in its inputs, parameters and buffers, in the order of execution."""
         return mutations(self._program.recorded)
 
     @property
     def aliases(self) -> list[Alias]:
-        """For each tensor of the result: is it fresh, an input itself, or a view of an input or earlier result?"""
+        """For each tensor of the result: whether it is new, an input, or a view of an input or earlier result."""
         return aliases(self._program.recorded)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -66,23 +66,23 @@ class Functionalized:
         return self.run(self.graph_module, *args, **kwargs)
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As a call, with `graph` in the place of the graph: what a compiler made of it.
+        """A call that runs `graph`, such as a compiled form of `graph_module`, in its place.
 
-        It gets the tensors among the inputs and returns the values of the graph's output node, as list or tuple. In
-        which memory and with which strides does not matter: what is not as in the graph is copied, or viewed again.
+        `graph` gets the tensors among the inputs and returns the values of the output node of `graph_module`, as list
+        or tuple. Values in other memory or with other strides than those of `graph_module` are copied or viewed again.
 
-        Raises CompiledGraphError for values of other shapes or dtypes than the graph's.
+        Raises InputMismatchError as a call does, CompiledGraphError for values of other shapes or dtypes.
         """
         return self._program.run(graph, *args, **kwargs)
 
     @property
     def uses_absolute_offset(self) -> bool:
-        """Whether the program counts from the start of an input's memory, as `as_strided` with an offset does."""
+        """Whether an op addresses an input from the start of its storage, as `as_strided` with an offset does."""
         tape = self._program.tape
         return any(v.storage in tape.uses_absolute_offset for v in tape.inputs)
 
     def tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
-        """The inputs of the graph among the arguments of the original."""
+        """The inputs of the graph, from the arguments of the original."""
         return self._program.boundary.enter(args, {})
 
     def __repr__(self) -> str:
@@ -96,22 +96,22 @@ def functionalize(
     level: Level = "aten",
     lower_scatter: Form | None = None,
 ) -> Functionalized:
-    """A graph that does what `gm` does and mutates nothing, and the write-backs that make the whole equal.
+    """Make a graph without mutation from `gm`, and a write-back program with its effects.
 
     Works for graphs from Dynamo, `fx.symbolic_trace`, `make_fx` and `ExportedProgram.module()`. Sizes, and Python
     values among the inputs, are those of the example inputs. `gm` itself is not changed.
 
     Args:
-        gm: the graph. Its parameters and buffers stay its own; write-backs go into them.
+        gm: the graph. The result shares its parameters and buffers, which write-backs change.
         example_inputs: its positional arguments; tensors on any device, or fake tensors with concrete sizes.
-        level: the vocabulary of the result. `"aten"`: ATen ops. `"torch"`: the functions and methods of `gm` where they
-            do not mutate, their pure twins where they do; what no torch function says is an ATen op.
-        lower_scatter: the form of writes into a part of a tensor, for compilers that do not know all:
-            `"slice_scatter"`,
-            `"index_put"`, `"where"` or `"cat"`. None leaves each as it is.
+        level: the ops of the result. `"aten"`: ATen ops. `"torch"`: the functions and methods of `gm` where they do not
+            mutate, their functional variants where they do, and ATen ops where torch has no such function.
+        lower_scatter: the ops for writes into a part of a tensor, for compilers that support only some:
+            `"slice_scatter"`, `"index_put"`, `"where"` or `"cat"`. None uses the scatter op of each view.
 
     Raises:
-        FunctionalizationError: a mutation has no pure form with the same meaning.
+        FunctionalizationError: a mutation has no functional form with the same meaning.
+        ScopetraceError: `level` or `lower_scatter` is none of these.
     """
     if level not in get_args(Level):
         raise ScopetraceError(f"level={level!r}: must be one of {', '.join(map(repr, get_args(Level)))}")
@@ -125,18 +125,18 @@ def functionalize(
 def functional_backend(
     compiler: Compiler, *, level: Level = "aten", lower_scatter: Form | None = None
 ) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
-    """A backend for `torch.compile` that shows `compiler` graphs without mutation only.
+    """A backend for `torch.compile` whose `compiler` gets only graphs without mutation.
 
-    `torch.compile(model, backend=functional_backend(compiler))`. The compiler gets a pure graph, where parameters and
-    buffers that Dynamo lifted are inputs, and real example inputs; what it returns is called with those inputs and
-    gives the values of the graph's output. Write-backs into inputs, parameters and buffers happen outside of it. It can
-    also be the `fw_compiler` of `aot_autograd`; without that, the pure graph is differentiable as it stands.
+    `torch.compile(model, backend=functional_backend(compiler))`. Parameters and buffers that Dynamo lifts are inputs of
+    the graph. Write-backs into inputs, parameters and buffers happen outside of it. The backend can also be the
+    `fw_compiler` of `aot_autograd`; without that, autograd differentiates what `compiler` returns.
 
-    The compiler runs at the first call, and again for inputs of other sizes, dtypes, strides or sharing, or with
-    gradients on or off: each graph has concrete sizes, also under `dynamic=True`.
+    The compiler runs at the first call, and again for inputs of other sizes, dtypes, strides or shared memory, or with
+    autograd on or off: each graph has static sizes, also under `dynamic=True`.
 
     Args:
-        compiler: called with the pure GraphModule and a list of example inputs.
+        compiler: called with the GraphModule and a list of real example inputs; returns a callable that takes such
+            inputs and returns the values of the graph's output node.
         level: as for `functionalize`.
         lower_scatter: as for `functionalize`.
     """
@@ -148,19 +148,19 @@ def functional_backend(
 
 
 class _Compiled:
-    """One subgraph of a compiled model: a compiled program for each kind of inputs that it met."""
+    """A subgraph of a compiled model, with a compiled program for each kind of inputs seen so far."""
 
     def __init__(self, gm: torch.fx.GraphModule, make: Callable[..., Functionalized], compiler: Compiler) -> None:
         self._gm, self._make, self._compiler = gm, make, compiler
         self._programs: dict[Any, tuple[Functionalized, Callable[..., Any]]] = {}
-        self._anchored = False
+        self._uses_absolute_offset = False
 
     def __call__(self, *args: Any) -> Any:
-        found = self._programs.get(_kind_of(args, self._anchored))
+        found = self._programs.get(_kind_of(args, self._uses_absolute_offset))
         if found is None:
             found = self._compile(args)
-            self._anchored = self._anchored or found[0].uses_absolute_offset
-            self._programs[_kind_of(args, self._anchored)] = found
+            self._uses_absolute_offset = self._uses_absolute_offset or found[0].uses_absolute_offset
+            self._programs[_kind_of(args, self._uses_absolute_offset)] = found
         program, run = found
         return program.run(run, *args)
 
@@ -170,9 +170,10 @@ class _Compiled:
 
 
 def _kind_of(args: tuple[Any, ...], uses_absolute_offset: bool) -> Any:
-    """Equal for inputs for which the same program is right.
+    """A key that is equal for inputs that the same program can take.
 
-    Where a tensor begins in its memory counts beside another one in that memory, and where a program is `anchored`.
+    The storage offset of a tensor is part of it where another input shares the storage, or where a program
+    `uses_absolute_offset`.
     """
     strided = [a for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided]
     count = collections.Counter(a.untyped_storage()._cdata for a in strided)

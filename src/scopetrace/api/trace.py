@@ -92,13 +92,13 @@ class Trace:
         return self._program(*args, **kwargs)
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """As a call, with `graph` in the place of the graph: what a compiler or a pass made of it.
+        """A call that runs `graph`, such as a compiled form of `graph_module`, in its place.
 
-        It gets the tensors among the inputs, then the dynamic numbers, and returns the values of the graph's output
-        node, as list or tuple. In which memory and with which strides does not matter: what is not as in the graph is
-        copied, or viewed again.
+        `graph` gets the tensors among the inputs, then the dynamic numbers, and returns the values of the output node
+        of `graph_module`, as list or tuple. Values in other memory or with other strides than those of `graph_module`
+        are copied or viewed again, so that the write-back is right.
 
-        Raises CompiledGraphError for values of other shapes or dtypes than the graph's.
+        Raises InputMismatchError as a call does, CompiledGraphError for values of other shapes or dtypes.
         """
         return self._program.run(graph, *args, **kwargs)
 
@@ -166,22 +166,22 @@ class Trace:
 
     @property
     def specializations(self) -> list[Specialization]:
-        """What the example inputs decided, because Python looked at a value (`specialize=True`), in order."""
+        """The values that Python read during tracing and that the trace is fixed to (`specialize=True`), in order."""
         return list(self._program.tape.specializations)
 
     @property
     def mutations(self) -> list[Mutation]:
-        """What the model changes in its inputs, parameters and buffers, in the order of the program."""
+        """What the model changes in its inputs, parameters and buffers, in the order of execution."""
         return mutations(self._program.recorded)
 
     @property
     def aliases(self) -> list[Alias]:
-        """For each tensor of the result: is it fresh, an input itself, or a view of an input or earlier result?"""
+        """For each tensor of the result: whether it is new, an input, or a view of an input or earlier result."""
         return aliases(self._program.recorded)
 
     @property
     def write_back(self) -> WriteBack | None:
-        """What follows the graph so that the whole does what the model does; None where nothing has to."""
+        """The steps after the graph that change inputs and build results; None where its outputs are the result."""
         return self._program.write_back
 
     @property
@@ -193,33 +193,38 @@ class Trace:
     def to_exported_program(self) -> torch.export.ExportedProgram:
         """The program as torch.export gives it, without tracing again; it shares the model's parameters and buffers.
 
-        What the model changes in its inputs, parameters and buffers are mutations in the signature. `module_call_graph`
-        has the signature of every module call, so that `torch.export.unflatten` gives modules that are called as the
-        model's own. Results are values: an ExportedProgram cannot say that one is an input itself or shares its memory.
-        Nor does it keep a tensor that the forward binds to an attribute which it does not read.
+        Changes of inputs, parameters and buffers are mutations in the graph signature. `module_call_graph` has the
+        signature of every module call, so that `torch.export.unflatten` gives modules with the signatures of the
+        model's. Results are values: an ExportedProgram cannot express that a result is an input or shares its memory.
+        Nor does it keep a tensor that forward assigns to an attribute which it does not read.
 
-        Raises ExportError for what else it cannot say: changes of an input's shape or memory, changes of tensors of the
-        model that are no parameters or buffers, leaf modules, one tensor given for two inputs.
+        Raises ExportError for what else it cannot express: changes of an input's shape or storage, changes of tensors
+        that are neither parameters nor buffers, leaf modules, one tensor passed for two inputs.
         """
         return to_exported_program(self._program.without_argument_mutation())
 
     def lint(self) -> None:
-        """Check that the graph, the scopes and the calls agree. Raises LintError with all that is wrong."""
+        """Check that graph, scopes and calls agree. Raises LintError that lists all that is wrong."""
         lint(self._program)
 
     def check(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         """Run the model and the trace on copies of the same inputs from the same random state, and compare.
 
-        Compares results, changed inputs and changed buffers. Both start from the model's state as it is, which is put
-        back. Raises CheckError with all differences. Where these inputs decide otherwise than those that the trace is
-        specialized on, the error says which of its decisions differ; those after the first are as on the traced path.
+        Compares results, changed inputs and changed buffers. Both runs start from the model's present state, which is
+        restored.
+
+        Raises CheckError with all differences; for a specialized trace, with the specializations that do not hold on
+        these inputs. Raises ScopetraceError for a loaded trace, which has no model.
         """
         compare_with_model(self._program, args, kwargs or {})
 
     def print_readable(self, depth: int | None = None, *, scope: str | None = None, print_output: bool = True) -> str:
-        """Print the program as text, and return it; calls deeper than `depth` are one line each.
+        """Print the program as text, and return it.
 
-        `scope` is an fnmatch pattern of scope paths: only calls that match are shown.
+        Args:
+            depth: how many levels of calls below the root are shown with their ops; deeper ones are a line each.
+            scope: an fnmatch pattern of scope paths; only calls that match are shown.
+            print_output: False to return the text only.
         """
         text = render(self._program, TextOptions(depth=depth, scope=scope))
         if print_output:
@@ -227,7 +232,7 @@ class Trace:
         return text
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the trace to a file, with the parameters and buffers that it uses, without the model.
+        """Write the trace to a file, with the parameters and buffers that it reads, without the model's code.
 
         Raises pickle.PicklingError for objects among the arguments that pickle refuses.
         """

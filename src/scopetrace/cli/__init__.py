@@ -1,4 +1,4 @@
-"""The command line: `scopetrace show …` and the others. Each command is a file here, added to `main` below.
+"""The command line: `scopetrace show`, `onnx`, `order`, `plan`. Each command is a file, added to `main` below.
 
 Exit codes: 0, 1 when a model cannot be traced or raises, 2 for a wrong argument (one line on standard error).
 """

@@ -1,4 +1,4 @@
-"""`--dynamic NAME.DIM=symbol`: sizes that may differ from call to call, as `dynamic_shapes`."""
+"""`--dynamic NAME.DIM=symbol` as the argument `dynamic_shapes` of `trace`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _PATTERN = re.compile(r"(?P<name>\w+)\.(?P<dim>-?\d+)=(?P<symbol>[A-Za-z_]\w*)(:
 
 
 def parse_dynamic(texts: tuple[str, ...]) -> dict[str, dict[int, Any]] | None:
-    """`dynamic_shapes` by argument name; None without any. One symbol is one `Dim`.
+    """`dynamic_shapes` as a dict by argument name, with one `Dim` for each symbol; None without options.
 
     Raises UsageError, saying what to write instead.
     """

@@ -1,4 +1,4 @@
-"""How commands fail and print: one line for a wrong argument, the place for an error in a model, no tracebacks."""
+"""Errors and results of commands: one line for a wrong argument, the source line for an error in a model."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _OURS = Path(__file__).parents[1]
 
 
 class ModelError(Exception):
-    """A model that raised; the message is what to print."""
+    """A model that raised, or that cannot be traced; the message is for people."""
 
 
 class OneLineGroup(click.Group):
-    """A group of commands whose errors are short."""
+    """A click group that prints errors without tracebacks."""
 
     def main(
         self,
@@ -65,7 +65,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def print_result(text: str) -> None:
-    """Print a command's result. A reader that closes the pipe early, such as `head`, is no error."""
+    """Print a command's result. A pipe closed by its reader, such as `head`, is no error."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -77,12 +77,12 @@ def print_result(text: str) -> None:
 
 
 def cannot_trace(name: str, error: TraceError) -> ModelError:
-    """The reason why a model cannot be traced, with op, module, source line and what to write instead."""
+    """An error that says why a model cannot be traced, with op, module, source line and hint."""
     return ModelError(f"cannot trace {name}: {error}")
 
 
 def model_raised(what: str, error: Exception) -> ModelError:
-    """What an exception of a model says, and where it was raised."""
+    """An error with the message of a model's exception, and where it was raised."""
     message = (str(error).splitlines() or [""])[0]
     said = type(error).__name__ + (f": {message}" if message else "")
     frames = _frames(error)
@@ -92,7 +92,7 @@ def model_raised(what: str, error: Exception) -> ModelError:
 
 
 def _places(error: Exception) -> list[str]:
-    """Where tracing was, as it noted on the exception; else the innermost line of the traceback."""
+    """The notes that tracing added to the exception; else the innermost line of the traceback."""
     notes = [note.removeprefix("scopetrace: ") for note in getattr(error, "__notes__", ())]
     found = [note for note in notes if note.startswith("while tracing ")]
     return found or source_line(error)

@@ -1,4 +1,4 @@
-"""`--input NAME=SHAPE[:DTYPE]`: tensors from their description, given to the right parameters of `forward`."""
+"""`--input NAME=SHAPE[:DTYPE]`: tensors made from their description, bound to parameters of `forward`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _dtype(text: str, name: str) -> torch.dtype:
 
 
 class Forward:
-    """The parameters of a model's forward, and which inputs go to which."""
+    """The parameters of a model's forward, to which inputs are bound."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._name = f"{type(model).__name__}.forward"
@@ -103,7 +103,7 @@ class Forward:
         return self._arguments(named, [rest[i] for i in sorted(rest)])
 
     def swallowed(self, inputs: list[Input]) -> list[str]:
-        """The names that only `**kwargs` took."""
+        """The names of inputs that `**kwargs` took, since no parameter has them."""
         return [i.name for i in inputs if not i.name.isdigit() and i.name not in {p.name for p in self._named}]
 
     def wrong_name(self, name: str) -> str:
@@ -148,7 +148,7 @@ class Forward:
             )
 
     def _arguments(self, named: dict[str, Any], rest: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Positional as far as arguments are given without a gap, as a caller would write them."""
+        """(args, kwargs): positional up to the first parameter that is not given."""
         args: list[Any] = []
         for p in self._positional:
             if p.name not in named:

@@ -24,13 +24,13 @@ _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'
 
 
 class Matching:
-    """A target of `Trace.outline`: calls whose module has a name or a class like this."""
+    """A target of `Trace.outline`: calls whose module's fqn or class name matches an fnmatch pattern."""
 
     def __init__(self, pattern: str) -> None:
         self._pattern = pattern
 
     def __call__(self, call: ModuleCall) -> bool:
-        """Whether a call is meant."""
+        """Whether a call matches."""
         names = [call.fqn, call.module_type.__name__ if call.module_type is not None else None]
         return any(name is not None and fnmatch.fnmatchcase(name, self._pattern) for name in names)
 

@@ -1,4 +1,4 @@
-"""What the commands have in common: their options for the model's inputs, tracing, and what they say meanwhile."""
+"""What the commands share: options for the model and its inputs, tracing, progress messages."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _MODEL = (
 
 
 def takes_model(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the argument and options that say what to trace: it gets them as one `Asked`."""
+    """Add the argument TARGET and the options for inputs to a command, which gets them as one `Asked`."""
 
     @functools.wraps(command)
     def run(target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], **options: Any) -> None:
@@ -70,7 +70,7 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
 
 @dataclasses.dataclass(frozen=True)
 class Asked:
-    """A model and how to trace it, as the command line says."""
+    """A model and how to trace it, from the command line."""
 
     target: str
     inputs: list[Input]
@@ -126,7 +126,7 @@ def _only_device(model: torch.nn.Module) -> torch.device | None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Keep what models print, log and warn of out of the result and out of one-line errors."""
+    """Send what models print to standard error, and suppress logging and warnings."""
     level_before = logging.root.manager.disable
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         if not sys.warnoptions:
@@ -140,7 +140,7 @@ def quiet() -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Say]:
-    """A line on standard error that says what is going on, on a terminal."""
+    """A progress line on standard error, where that is a terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield lambda text: None
@@ -150,7 +150,7 @@ def progress() -> Iterator[Say]:
 
 
 def _reporter(say: Say) -> Callable[[str, int], None]:
-    """What the tracer calls at each module call; speaks ten times a second at most."""
+    """A `progress` callback for `trace` that reports at most ten times a second."""
     last = 0.0
 
     def report(path: str, ops: int) -> None:

@@ -1,4 +1,4 @@
-"""`TARGET`: the model that a command works on, from `package.module:name`, `timm:NAME` or `torchvision:NAME`."""
+"""`TARGET`: loads the model named `package.module:name`, `timm:NAME` or `torchvision:NAME`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Text on a terminal, in colour; as it is anywhere else."""
+"""The text of a program in colour, for terminals."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""torchvision on a torch that its compiled operators do not fit.
+"""Makes torchvision importable on a torch build that its compiled operators do not fit.
 
 torchvision's wheels from PyPI are built for a CUDA torch; on a CPU-only one their operators do not load, and `import
-torchvision` (so also `import timm`, and parts of transformers) fails for two ops that it describes without having them:
-"operator torchvision::nms does not exist". Declaring the two lets the import through. They have no kernel, so a model
-that calls them cannot run.
+torchvision` (so also `import timm`, and parts of transformers) fails with "operator torchvision::nms does not exist".
+Declaring the two missing ops makes the import work. They have no kernel, so a model that calls them cannot run.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _SCHEMAS = {
 
 @functools.cache
 def declare_missing_ops() -> torch.library.Library | None:
-    """Declare what torchvision needs at import and its compiled operators did not bring. Does nothing elsewhere.
+    """Declare the ops that torchvision needs at import, where its compiled operators do not load.
 
     The declarations last as long as the result, which the cache keeps.
     """

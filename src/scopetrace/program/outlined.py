@@ -30,18 +30,18 @@ REPEATED = "repeated"
 
 
 class Function:
-    """One function of an outlined program: equal module calls have one."""
+    """A function of an outlined program, which all equal module calls share."""
 
     def __init__(self, body: OutlinedBody, lowering: FxLowering, calls: list[ModuleCall]) -> None:
         self._body = body
         self.lowering = lowering
         """The body's graph, and the node of each of its values."""
         self.calls = calls
-        """The module calls that it stands for, in order; nested ones in the first body that makes them."""
+        """The module calls that became calls of it, in order; of calls inside functions, those of the first body."""
 
     @property
     def name(self) -> str:
-        """The class's name, and `Name_2` for the second distinct function of the class."""
+        """The name of the modules' class; `Name_2` for the second distinct function of the class."""
         return self._body.name
 
     @property
@@ -56,30 +56,30 @@ class Function:
 
     @property
     def identifier(self) -> str:
-        """The second argument of the `invoke_subgraph` nodes: equal where the bodies are."""
+        """The second argument of its `invoke_subgraph` nodes: the name and a hash of the content."""
         return self._body.identifier
 
     @property
     def inputs(self) -> tuple[FunctionInput, ...]:
-        """The signature: forward's arguments in order, the module's parameters and buffers in order, what else is read.
+        """The signature: forward's arguments, then the module's parameters and buffers, then lifted values.
 
-        All but the absent ones are placeholders of the body, in this order.
+        All but those of kind `absent` are placeholders of the body, in this order.
         """
         return tuple(self._body.inputs)
 
     @property
     def outputs(self) -> tuple[FunctionOutput, ...]:
-        """The tensors that forward returns, in order, then new values of what it changed, then others read outside."""
+        """The tensors that forward returns, then new values of what it changes, then other values read outside."""
         return tuple(self._body.outputs)
 
     @functools.cached_property
     def graph_module(self) -> torch.fx.GraphModule:
-        """The body. It returns a tuple."""
+        """The body as a GraphModule; it returns a tuple."""
         return self.lowering.graph_module()
 
     @property
     def graph(self) -> torch.fx.Graph:
-        """The body's graph, whose nodes have scopes."""
+        """The body's graph."""
         return self.lowering.graph
 
     def __str__(self) -> str:
@@ -96,9 +96,9 @@ class OutlinedFunctions:
     """A program in which chosen module calls are `invoke_subgraph` calls of functions."""
 
     source: TracedProgram
-    """The program that it was made from, with every call inline."""
+    """The program that it was made from, in which all calls are inline."""
     program: TracedProgram
-    """The same with calls of the functions."""
+    """The main program, with calls of the functions."""
     bodies: Sequence[OutlinedBody]
     chosen: Sequence[Call]
     """The calls of `source` that became calls of functions."""
@@ -152,9 +152,9 @@ def outline_calls(source: TracedProgram, targets: Iterable[Target]) -> OutlinedF
 
 
 def _named(source: TracedProgram, targets: list[Any], numbers: Numbers) -> tuple[dict[Call, None], list[Call]]:
-    """The calls that the targets name, and those that "repeated" asks about.
+    """The calls that the targets name, and the candidates for the target "repeated".
 
-    Raises OutlineError for a target that names none, or that names one that cannot be a function.
+    Raises OutlineError for a target that names no call, or one that cannot be a function.
     """
     found: dict[Call, None] = {}
     calls = _outside_bodies(source)
@@ -182,13 +182,13 @@ def _named(source: TracedProgram, targets: list[Any], numbers: Numbers) -> tuple
 
 
 def _outside_bodies(source: TracedProgram) -> list[ModuleCall]:
-    """The calls of the program itself. A body of `torch.cond` runs or not, and calls in it stay inline."""
+    """The calls outside of bodies of higher-order ops: a body may not run, so calls in it stay inline."""
     own = set(source.tape.calls)
     return [call for call in source.calls if call.record in own]
 
 
 def _perhaps_repeated(source: TracedProgram, numbers: Numbers) -> list[Call]:
-    """The calls of classes with several calls, without those that cannot be functions."""
+    """The calls of classes that are called several times, without calls that cannot be functions."""
     calls = [call for call in _outside_bodies(source) if call.module_type is not None and call.parent]
     calls = [call for call in calls if not call.is_leaf and call.raised is None and not numbers.lost(call.record)]
     times = Counter(call.module_type for call in calls)
@@ -196,7 +196,7 @@ def _perhaps_repeated(source: TracedProgram, numbers: Numbers) -> list[Call]:
 
 
 def is_named(call: ModuleCall, target: Any) -> bool:
-    """Whether a class, module, pattern or predicate names a call. Raises OutlineError for a target of another kind."""
+    """Whether a class, module, fqn pattern or predicate names a call. Raises OutlineError for other targets."""
     if isinstance(target, type):
         own = call.module_type if call.module is None else type(call.module)
         return own is not None and issubclass(own, target)
