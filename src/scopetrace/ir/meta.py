@@ -1,7 +1,8 @@
-"""What scopetrace writes on `node.meta`, in one place.
+"""Typed access to `node.meta`: all that scopetrace writes there.
 
-torch's own keys have torch's own form (`val`, `nn_module_stack`, `stack_trace`). Ours are plain data under
-`meta["custom"]["scopetrace"]`, since `custom` is the one key open to others that re-tracing carries along.
+The keys of torch (`val`, `nn_module_stack`, `stack_trace`, `unbacked_bindings`) have the form that torch.export gives
+them. Those of scopetrace are plain data under `meta["custom"]["scopetrace"]`: `custom` is the one key for other tools
+that torch keeps when it traces a graph again.
 """
 
 from __future__ import annotations
@@ -14,18 +15,18 @@ KEY = "scopetrace"
 
 
 def set_place(node: torch.fx.Node, scope: str, call: int) -> None:
-    """Write the scope's path and the position in `Trace.calls` of the innermost call."""
+    """Write the path of the node's scope, and the position in `Trace.calls` of the innermost call around it."""
     node.meta.setdefault("custom", {})[KEY] = {"scope": scope, "call": call}
 
 
 def scope_path(node: torch.fx.Node) -> str | None:
-    """The path of the node's scope, such as `"Net/Linear[fc]"`; None for a node that no trace made."""
+    """The path of the node's scope, such as `"Net/Linear[fc]"`; None for a node of another tool."""
     place = _place(node)
     return None if place is None else str(place["scope"])
 
 
 def call_position(node: torch.fx.Node) -> int | None:
-    """The position in `Trace.calls` of the innermost call around the node; None for a node that no trace made."""
+    """The position in `Trace.calls` of the innermost call around the node; None for a node of another tool."""
     place = _place(node)
     return None if place is None else int(place["call"])
 
@@ -37,12 +38,12 @@ def _place(node: torch.fx.Node) -> dict[str, Any] | None:
 
 
 def set_value(node: torch.fx.Node, value: Any) -> None:
-    """Write the fake tensor, symbolic number, or nesting of these that the node gives."""
+    """Write what the node returns: a fake tensor, a symbolic number, or a nesting of these."""
     node.meta["val"] = value
 
 
 def value(node: torch.fx.Node) -> Any:
-    """The fake tensor, symbolic number, or nesting of these that the node gives; None where it gives nothing."""
+    """What the node returns: a fake tensor, a symbolic number, or a nesting of these; None where it returns nothing."""
     return node.meta.get("val")
 
 
@@ -54,5 +55,5 @@ def set_origin(node: torch.fx.Node, module_stack: dict[str, tuple[str, str]], st
 
 
 def set_unbacked_bindings(node: torch.fx.Node, bindings: Any) -> None:
-    """Write which symbols the node makes, as torch.fx's `unbacked_bindings`."""
+    """Write `unbacked_bindings`: by symbol that the node makes, where in its result it stands."""
     node.meta["unbacked_bindings"] = bindings

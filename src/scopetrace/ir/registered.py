@@ -1,4 +1,4 @@
-"""The names that a model has for its modules and parameters, in the order in which it registered them."""
+"""The modules and parameters of a model with all their names, in the order of registration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RegisteredParam:
-    """A parameter of the model."""
+    """A parameter of the model, without its data."""
 
     names: tuple[str, ...]
-    """All its fqns; more than one where it is shared (tied). The first is the one of `named_parameters()`."""
+    """All its fqns, several where it is tied. The first is that of `named_parameters()`."""
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -29,21 +29,22 @@ class RegisteredModule:
     """A module of the model."""
 
     names: tuple[str, ...]
-    """All its fqns, `("",)` for the root; the first is the one of `named_modules()`."""
+    """All its fqns, `("",)` for the root. The first is that of `named_modules()`."""
     type_name: str
+    """The class's name."""
     has_forward: bool
-    """Whether its class has a forward; `nn.ModuleList` has none."""
+    """Whether its class has a forward, which `nn.ModuleList` has not."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Registered:
-    """The modules and parameters by the first of their names, in the order of registration."""
+    """All modules and parameters by the first of their names."""
 
     modules: dict[str, RegisteredModule] = dataclasses.field(default_factory=dict)
     params: dict[str, RegisteredParam] = dataclasses.field(default_factory=dict)
 
     def owners(self, param: str) -> list[str]:
-        """The modules that hold a parameter, by the names under which they hold it."""
+        """The fqns of the modules that hold a parameter, one for each of its names."""
         return [name.rpartition(".")[0] for name in self.params[param].names]
 
     def param(self, name: str) -> str | None:
@@ -55,12 +56,12 @@ class Registered:
         return self._modules_by_name.get(name)
 
     def inside(self, module: str) -> list[str]:
-        """The parameters of a module and of those in it, in the order of registration."""
+        """The parameters of a module and of its submodules, in the order of registration."""
         prefix = f"{module}." if module else ""
         return [first for first, param in self.params.items() if any(n.startswith(prefix) for n in param.names)]
 
     def without(self, names: Collection[str]) -> Registered:
-        """The same but for these parameters."""
+        """The same without some parameters, given by their first names."""
         return Registered(self.modules, {name: param for name, param in self.params.items() if name not in names})
 
     @functools.cached_property

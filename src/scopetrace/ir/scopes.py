@@ -1,7 +1,7 @@
-"""Scopes: where in the model an op was called from.
+"""Scopes: where in the module tree an op ran, and the stack of them while a trace runs.
 
-A scope is a place, not a call: two calls of one module from one parent share it. Scopes form a trie whose root
-is the model. The idea is TorchScript's tracing scopes (pytorch PR #3016), the names are those of torch.onnx.
+A scope is a place, not a call: two calls of one module from one parent share it. Scopes form a trie whose root is the
+model. The idea is TorchScript's tracing scopes (pytorch PR #3016), the form of the names is that of torch.onnx.
 
     Llama/LlamaDecoderLayer[layers.3]/Attention[attn]/rotary
     root  module, relative to its parent's name        user scope
@@ -55,7 +55,7 @@ class Scope:
         return bool(self.type_name)
 
     def child(self, name: str, type_name: str = "") -> Scope:
-        """The scope of this name inside this one, made when it is met first."""
+        """The scope of this name inside this one; a new one the first time."""
         key = (type_name, name)
         found = self._children.get(key)
         if found is None:
@@ -92,7 +92,7 @@ def common_scope(scopes: list[Scope]) -> Scope:
 
 
 class TracingState:
-    """What `tracing_state()` gives inside a trace: the scope stack of the innermost trace of this thread."""
+    """The stack of open scopes of a running trace, which `tracing_state()` returns."""
 
     def __init__(self, root: Scope) -> None:
         self._stack: list[tuple[Scope, str]] = [(root, "")]
@@ -101,7 +101,7 @@ class TracingState:
 
     @property
     def current_scope(self) -> Scope:
-        """The scope that the next op will get."""
+        """The innermost open scope, which the next op gets."""
         return self._stack[-1][0]
 
     def push_scope(self, name: str) -> Scope:
@@ -127,16 +127,16 @@ class TracingState:
         return inner
 
     def enter_module(self, scope: Scope) -> tuple[int, int]:
-        """Open a module's scope; the result goes to `leave_module`."""
+        """Open a module's scope. Returns the state of the stack before, for `leave_module`."""
         mark = (len(self._stack), self._floor)
         self._stack.append((scope, ""))
         self._floor = len(self._stack)
         return mark
 
     def leave_module(self, mark: tuple[int, int], *, raising: bool) -> None:
-        """Close a module's scope and, when an exception passes, all that are still open in it.
+        """Close a module's scope and all that are still open in it.
 
-        Raises ScopeError when the module returned normally with a user scope open.
+        Raises ScopeError where a user scope is, unless an exception ended the module (`raising`).
         """
         left_open = self._stack[self._floor :]
         del self._stack[mark[0] :]

@@ -1,8 +1,10 @@
-"""What follows a graph without mutation, so that the whole does what the model does: a short program of typed steps.
+"""The write-back of a functional program: what is done after its graph has run, in a call.
 
-The graph gives new values. The updates copy them into the inputs and the model's tensors that eager would have changed;
-the results say for each tensor of the model's result whether it is a value of the graph, an input itself, or a view of
-another.
+Data flow:
+    values that the graph returns -> updates: copied into the inputs, parameters and buffers that the model writes
+    values, inputs, model's tensors -> results: each result of the model is one of these, or a view of one
+
+AOTAutograd has the same in its runtime wrappers, as code; here it is data, so that ExportedProgram and ONNX read it.
 """
 
 from __future__ import annotations
@@ -13,17 +15,21 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import Symbolic
 
 Number = Callable[[Any], Any]
+"""From a symbolic number, or a number that the graph returns, to its value in a call."""
 
 
 @dataclasses.dataclass(frozen=True)
 class GraphInput:
-    """An input tensor: the `index`-th placeholder."""
+    """An input tensor."""
 
     index: int
+    """Its position among the tensors of the placeholders."""
     name: str
+    """The name of its placeholder."""
 
     def __str__(self) -> str:
         return self.name
@@ -31,9 +37,10 @@ class GraphInput:
 
 @dataclasses.dataclass(frozen=True)
 class StateRef:
-    """A parameter, buffer or constant, by its name in the graph module."""
+    """A parameter, buffer or constant of the graph module."""
 
     name: str
+    """Its dotted name there."""
 
     def __str__(self) -> str:
         return f"self.{self.name}"
@@ -41,14 +48,17 @@ class StateRef:
 
 @dataclasses.dataclass(frozen=True)
 class FromGraph:
-    """The `index`-th value that the graph gives. `stride`: laid out so; `copy`: above 0, that copy of it."""
+    """A value that the graph returns."""
 
     index: int
+    """Its position among the returned values."""
     stride: tuple[int | FromGraph, ...] | None = None
+    """The strides that the result has in eager, in elements; None for those that the value has."""
     copy: int = 0
+    """0 for the value itself. Results that share memory in the graph but not in eager are copies 1, 2, ... of it."""
 
     def __hash__(self) -> int:
-        return hash((self.index, self.copy))  # symbolic strides have none
+        return hash((self.index, self.copy))  # without the strides: symbolic ones have no hash
 
     def __str__(self) -> str:
         layout = f" with strides [{', '.join(map(str, self.stride))}]" if self.stride is not None else ""
@@ -57,19 +67,20 @@ class FromGraph:
 
 @dataclasses.dataclass(frozen=True)
 class ViewStep:
-    """A view op with the arguments after its first; `slot` picks one of several results.
+    """A view op, applied to a base."""
 
-    A number that depends on data is one that the graph gives. `grad`: as an op that autograd sees.
-    """
-
-    op: Any
+    op: Callable[..., Any]
+    """An `OpOverload`."""
     args: tuple[Any, ...]
+    """The arguments after the first, which is the base. A number that depends on data is a `FromGraph`."""
     kwargs: dict[str, Any]
     slot: int | None
+    """Which result of the op it is; None for an op with one."""
     grad: bool = True
+    """Whether autograd records the op, where it is on in the call."""
 
     def __call__(self, base: torch.Tensor, number: Number) -> torch.Tensor:
-        """The view of `base`. `number` gives the value of a symbolic size, or of one from the graph, in this call."""
+        """The view of `base` in a call, where `number` gives the values of its numbers."""
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             out = self.op(base, *resolved(self.args, number), **resolved(self.kwargs, number))
         found: torch.Tensor = out if self.slot is None else out[self.slot]
@@ -77,23 +88,23 @@ class ViewStep:
 
     def __str__(self) -> str:
         args = ", ".join([*map(str, self.args), *(f"{k}={v}" for k, v in self.kwargs.items())])
-        return f".{self.op._schema.name.split('::')[1]}({args})" + (f"[{self.slot}]" if self.slot is not None else "")
+        return f".{schema_of(self.op).op_name}({args})" + (f"[{self.slot}]" if self.slot is not None else "")
 
 
 @dataclasses.dataclass(frozen=True)
 class StridedStep:
-    """`as_strided`, `shift` elements after the base begins: at a call that may be elsewhere in the memory.
-
-    `grad`: as an op that autograd sees.
-    """
+    """`as_strided` relative to where the base begins, since in a call it may lie elsewhere in its storage."""
 
     size: tuple[Any, ...]
     stride: tuple[Any, ...]
+    """In elements."""
     shift: Any
+    """How many elements after the base it begins."""
     grad: bool = True
+    """Whether autograd records the op, where it is on in the call."""
 
     def __call__(self, base: torch.Tensor, number: Number) -> torch.Tensor:
-        """The view of `base`. `number` gives the value of a symbolic size in this call."""
+        """The view of `base` in a call, where `number` gives the values of its numbers."""
         size, stride, shift = resolved((self.size, self.stride, self.shift), number)
         with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
             return base.as_strided(size, stride, base.storage_offset() + shift)
@@ -104,10 +115,11 @@ class StridedStep:
 
 @dataclasses.dataclass(frozen=True)
 class ViewOf:
-    """A view made again: `steps` applied to `base`."""
+    """A view of another tensor."""
 
     base: GraphInput | StateRef | FromGraph | SameAs
     steps: tuple[ViewStep | StridedStep, ...]
+    """Applied to the base in order."""
 
     def __str__(self) -> str:
         return str(self.base) + "".join(map(str, self.steps))
@@ -115,24 +127,27 @@ class ViewOf:
 
 @dataclasses.dataclass(frozen=True)
 class SameAs:
-    """The very tensor that is result number `index`."""
+    """The same tensor object as an earlier result."""
 
     index: int
+    """The position of that result."""
 
     def __str__(self) -> str:
         return f"result[{self.index}]"
 
 
 Source = GraphInput | StateRef | FromGraph | ViewOf | SameAs
+"""Where a tensor comes from."""
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyInto:
-    """Copy a graph value into a tensor that the model changed. `grad`: as an op that autograd sees."""
+    """`copy_` of a value that the graph returns into a tensor that the model writes."""
 
     target: GraphInput | StateRef
     value: FromGraph
     grad: bool
+    """Whether autograd records the copy, where it is on in the call."""
 
     def __str__(self) -> str:
         return f"{self.target}.copy_({self.value})"
@@ -140,7 +155,7 @@ class CopyInto:
 
 @dataclasses.dataclass(frozen=True)
 class ChangeShape:
-    """An op such as `transpose_` that changes an input's sizes and strides, not its data."""
+    """An op such as `transpose_` that changes the sizes and strides of a tensor, not its data."""
 
     target: GraphInput | StateRef
     step: ViewStep
@@ -151,7 +166,7 @@ class ChangeShape:
 
 @dataclasses.dataclass(frozen=True)
 class SetTo:
-    """`set_`: give an input the memory of another tensor."""
+    """`set_`: the target gets the storage of another tensor."""
 
     target: GraphInput | StateRef
     value: Source
@@ -161,45 +176,50 @@ class SetTo:
 
 
 Update = CopyInto | ChangeShape | SetTo
+"""A change of an input, parameter or buffer."""
 
 
 @dataclasses.dataclass
 class WriteBack:
-    """The program: `updates` in order, then `results`, one for each tensor of the model's result."""
+    """The whole write-back: first the updates, in order, then the results."""
 
     updates: list[Update]
     results: list[Source]
+    """One for each tensor and symbolic number of the model's result, in order."""
 
     def run(
         self,
         inputs: Sequence[torch.Tensor],
-        held: Callable[[str], torch.Tensor],
+        state: Callable[[str], torch.Tensor],
         values: Sequence[torch.Tensor],
         number: Number,
     ) -> list[torch.Tensor]:
-        """Carry it out: `values` are what the graph gave, `held` looks up the graph module's tensors.
+        """Write back and return the results, in order.
 
-        `number` gives the value of a symbolic size in this call.
+        Args:
+            inputs: the tensors of the call, as the graph took them.
+            state: gives a tensor of the graph module by its name.
+            values: what the graph returned.
+            number: gives the value of a symbolic size in this call.
         """
-        machine = _Machine(inputs, held, values, number)
-        fresh = {s: machine.get(s) for s in self._fresh()}
-        machine.ready = fresh
+        resolver = _Resolver(inputs, state, values, number)
+        resolver.copies = {s: resolver.get(s) for s in self._copies()}  # before the inputs change
         for update in self.updates:
-            target = machine.get(update.target)
+            target = resolver.get(update.target)
             if isinstance(update, ChangeShape):
-                update.step(target, machine.number)
+                update.step(target, resolver.number)
             elif isinstance(update, SetTo):
                 with torch.no_grad():
-                    target.set_(machine.get(update.value))  # type: ignore[call-overload]
+                    target.set_(resolver.get(update.value))  # type: ignore[call-overload]
             else:
                 with torch.set_grad_enabled(update.grad and torch.is_grad_enabled()):
-                    target.copy_(machine.get(update.value))
+                    target.copy_(resolver.get(update.value))
         for source in self.results:
-            machine.results.append(machine.get(source))
-        return machine.results
+            resolver.results.append(resolver.get(source))
+        return resolver.results
 
-    def _fresh(self) -> list[FromGraph]:
-        """Copies have to be made before the inputs change."""
+    def _copies(self) -> list[FromGraph]:
+        """What is a copy of a value of the graph, and not that value."""
         sources = [s.base if isinstance(s, ViewOf) else s for s in self.results]
         sources += [u.value for u in self.updates if isinstance(u, CopyInto)]
         return [s for s in sources if isinstance(s, FromGraph) and (s.copy or s.stride is not None)]
@@ -210,10 +230,18 @@ class WriteBack:
         return "\n".join(rows)
 
 
-class _Machine:
-    def __init__(self, inputs: Any, held: Any, values: Any, number: Number) -> None:
-        self.inputs, self.held, self.values, self._symbol = inputs, held, values, number
-        self.ready: dict[FromGraph, torch.Tensor] = {}
+class _Resolver:
+    """The tensor of each source in a call."""
+
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor],
+        state: Callable[[str], torch.Tensor],
+        values: Sequence[torch.Tensor],
+        number: Number,
+    ) -> None:
+        self.inputs, self.state, self.values, self._symbol = inputs, state, values, number
+        self.copies: dict[FromGraph, torch.Tensor] = {}
         self.results: list[torch.Tensor] = []
 
     def number(self, x: Any) -> Any:
@@ -221,11 +249,9 @@ class _Machine:
 
     def get(self, source: Source) -> torch.Tensor:
         if isinstance(source, GraphInput):
-            found: torch.Tensor = self.inputs[source.index]
-            return found
+            return self.inputs[source.index]
         if isinstance(source, StateRef):
-            held: torch.Tensor = self.held(source.name)
-            return held
+            return self.state(source.name)
         if isinstance(source, SameAs):
             return self.results[source.index]
         if isinstance(source, ViewOf):
@@ -233,13 +259,13 @@ class _Machine:
             for step in source.steps:
                 view = step(view, self.number)
             return view
-        if source in self.ready:
-            return self.ready[source]
+        if source in self.copies:
+            return self.copies[source]
         return _laid_out(self.values[source.index], source, self.number)
 
 
 def resolved(x: Any, number: Number) -> Any:
-    """`x` with numbers for the symbolic sizes in it."""
+    """`x` with the value of each symbolic number, and of each that the graph returns, in its place."""
     if isinstance(x, (list, tuple)):
         return type(x)([resolved(item, number) for item in x])
     if isinstance(x, dict):
@@ -248,10 +274,11 @@ def resolved(x: Any, number: Number) -> Any:
 
 
 def _laid_out(value: torch.Tensor, source: FromGraph, number: Number) -> torch.Tensor:
+    """The value, or a copy of it, with the strides that `source` asks for."""
     stride = resolved(source.stride, number)
     if stride is None or value.stride() == stride:
         return value.clone() if source.copy else value
-    once = tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)  # without what expand() repeats
+    once = tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)  # one element of what expand() repeats
     part = value[once]
     moved = torch.empty_strided(part.size(), stride, dtype=value.dtype, device=value.device).copy_(part)
     return moved if moved.size() == value.size() else moved.expand(value.size())
