@@ -16,8 +16,8 @@ A program is a list of lines of Python. `Program.source` is a script that shows 
 import argparse
 import collections
 import dataclasses
-import functools
 import itertools
+import logging
 import multiprocessing
 import random
 import re
@@ -162,7 +162,7 @@ class Program:
     @property
     def make_source(self) -> str:
         """A function of the sizes and the first element, which gives the arguments."""
-        lines = [f"{name} = {text}" for name, text in INPUTS[self.inputs].lines]
+        lines = [f"{n} = {text}" for n, text in INPUTS[self.inputs].lines if n in self.roots or not self.dynamic]
         if self.grad:
             made = zip(self.parameters, self.roots.values(), strict=True)
             lines = [f"{name} = ({text}).clone().requires_grad_()" for name, text in made]
@@ -427,44 +427,48 @@ def _draw(draft: Draft, add: Callable[[str, int], bool], choose: random.Random) 
 # Running them --------------------------------------------------------------------------------------------------------
 
 
+# What a program's trace may be; with several reasons the first holds.
+KINDS = {
+    "wrong": "it does something else than eager",
+    "fails": "it raises an exception that is no refusal",
+    "refused": "it is refused when it is traced",
+    "fixed": "it runs only at some of the sizes, as the program fixes them: x[:3] + x[1:]",
+    "right": "it does what eager does, which may be to raise",
+}
+
+
 class Verdict(NamedTuple):
-    """What came of a program, and why: "right", "wrong", "refused", or "fails" where it raises something else."""
+    """What came of a program, one of KINDS, and why."""
 
     kind: str
     why: str = ""
 
 
 def verdict(program: Program) -> Verdict:
-    """Trace a program, run the trace on other values, and at other sizes if they are symbolic, and compare with eager.
-
-    Where eager raises, right is to raise, at the trace or when it runs. A trace of symbolic sizes may refuse others.
-    """
+    """Trace a program, run the trace on other values, and other sizes if they are symbolic, and compare with eager."""
     make, f = program.functions()
-    traced_at = functools.partial(make, *SIZE)
-    shapes = (
-        tuple({d: torch.export.Dim.AUTO for d in range(t.dim())} for t in traced_at(0)) if program.dynamic else None
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = observe(f, traced_at(-5))
-        try:
-            trace = st.trace(f, traced_at(0), dynamic_shapes=shapes)
-        except Exception as error:
-            return _raised(expected, error, st.TraceError)
-        if impure := [str(n.target) for n in trace.graph_module.graph.nodes if writes(n.target)]:
-            return Verdict("wrong", f"the graph has {', '.join(impure)}")
-        found = [compare(expected, trace, traced_at(-5))]
-        for h, w in OTHER_SIZES if program.dynamic else ():
-            if is_defined_at(program, h, w):
-                found.append(compare(observe(f, make(h, w, -5)), trace, make(h, w, -5), st.InputMismatchError))
-    return next((v for kind in ("wrong", "fails", "refused") for v in found if v.kind == kind), found[0])
+    args = make(*SIZE, 0)
+    shapes = tuple({d: torch.export.Dim.AUTO for d in range(t.dim())} for t in args) if program.dynamic else None
+    expected = observe(f, make(*SIZE, -5))
+    try:
+        trace = st.trace(f, args, dynamic_shapes=shapes)
+    except Exception as error:
+        return _raised(expected, error, {st.TraceError: "refused"})
+    if impure := [str(n.target) for n in trace.graph_module.graph.nodes if writes(n.target)]:
+        return Verdict("wrong", f"the graph has {', '.join(impure)}")
+    found = [compare(expected, trace, make(*SIZE, -5), {})]
+    for h, w in OTHER_SIZES if program.dynamic else ():
+        if is_defined_at(program, h, w):
+            expected = observe(f, make(h, w, -5))
+            found.append(compare(expected, trace, make(h, w, -5), {st.errors.InputMismatchError: "fixed"}))
+    return min(found, key=lambda v: list(KINDS).index(v.kind))
 
 
-def compare(expected: dict | Exception, trace: Callable, args: list, refusal: type[Exception] | tuple = ()) -> Verdict:
-    """The trace on these arguments against what eager did on the same; an exception of type `refusal` is a refusal."""
+def compare(expected: dict | Exception, trace: Callable, args: list, known: dict) -> Verdict:
+    """The trace on these arguments against what eager did on the same. `known` has the kinds of some exceptions."""
     actual = observe(trace, args)
     if isinstance(actual, Exception):
-        return _raised(expected, actual, refusal)
+        return _raised(expected, actual, known)
     if isinstance(expected, Exception):
         # Autograd forbids some writes to the results of split and unbind. A pure graph has no such views.
         forbidden = "function that returns multiple views" in str(expected)
@@ -477,10 +481,11 @@ def compare(expected: dict | Exception, trace: Callable, args: list, refusal: ty
     return Verdict("right")
 
 
-def _raised(expected: dict | Exception, error: Exception, refusal: type[Exception] | tuple) -> Verdict:
+def _raised(expected: dict | Exception, error: Exception, known: dict[type[Exception], str]) -> Verdict:
     if isinstance(expected, Exception):
         return Verdict("right", "both raise")
-    return Verdict("refused" if isinstance(error, refusal) else "fails", f"raises {_first_line(error)}")
+    kind = next((kind for cls, kind in known.items() if isinstance(error, cls)), "fails")
+    return Verdict(kind, f"raises {_first_line(error)}")
 
 
 def _first_line(error: Exception) -> str:
@@ -570,13 +575,15 @@ def _smaller(program: Program) -> Iterator[Program]:
 
 
 def run_all(programs: Iterable[Program]) -> tuple[collections.Counter, list[tuple[Program, Verdict]]]:
-    """How many programs are right, wrong and refused, and those that are not right."""
+    """How many programs are of each kind, and those that are not right."""
     counts, others = collections.Counter(), []
-    for program in programs:
-        found = verdict(program)
-        counts[found.kind] += 1
-        if found.kind != "right":
-            others.append((program, found))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of complex values that become real
+        for program in programs:
+            found = verdict(program)
+            counts[found.kind] += 1
+            if found.kind != "right":
+                others.append((program, found))
     return counts, others
 
 
@@ -595,26 +602,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dynamic", action="store_true", help="with symbolic sizes")
     parser.add_argument("--show", type=int, default=10, help="print so many wrong programs, as small as they get")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
     counts, wrong, refused = collections.Counter(), [], collections.Counter()
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("spawn")) as pool:
         for part, others in pool.map(_share, [options] * options.jobs, range(options.jobs)):
             counts += part
-            wrong += [(program, found.why) for program, found in others if found.kind != "refused"]
-            refused += collections.Counter(found.why for _, found in others if found.kind == "refused")
+            wrong += [(program, found.why) for program, found in others if found.kind in ("wrong", "fails")]
+            refused += collections.Counter(found.why for _, found in others if found.kind in ("refused", "fixed"))
     for program, why in wrong[: options.show]:
         print(f"# {why}\n{minimal(program).source}\n")
     for why, count in refused.most_common():
-        print(f"{count:6} refused: {why}")
-    print(
-        ", ".join(f"{counts[kind]} {kind}" for kind in ("right", "wrong", "fails", "refused")), f"of {counts.total()}"
-    )
+        print(f"{count:6} {why}")
+    print(", ".join(f"{counts[kind]} {kind}" for kind in KINDS), f"of {counts.total()}")
     return bool(wrong)
 
 
 def _share(options: argparse.Namespace, job: int) -> tuple[collections.Counter, list[tuple[Program, Verdict]]]:
     """What one of the processes runs."""
     torch.set_num_threads(1)
+    logging.disable(logging.WARNING)  # of torch's interpreter of symbolic sizes
     if options.draw:
         numbers = range(job * options.every, options.draw, options.jobs * options.every)
         programs = (drawn_program(options.seed, n, options.grad, options.dynamic) for n in numbers)
