@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils import _pytree as pytree
 
-from scopetrace.functionalization.layout import draws_differ
+from scopetrace.functionalization.refusals import draws_differ
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,

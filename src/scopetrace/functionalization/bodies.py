@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from scopetrace._compat.symbols import to_expr
-from scopetrace.functionalization.geometry import Emit
-from scopetrace.functionalization.layout import in_order_of
-from scopetrace.functionalization.refusal import refusal
+from scopetrace._compat.symbols import example, to_expr
+from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import BodyTape, Op, Value
+from scopetrace.ops.view_inverses import Emit
 
 _aten = torch.ops.aten
 
@@ -70,3 +69,28 @@ def _take(body: BodyTape, own: Op | None, constant: Op) -> None:
         body.ops.remove(own)
     body.ops.insert(first, placeholder)
     body.inputs.append(value)
+
+
+def in_order_of(emit: Emit, new: Value, old: torch.Tensor) -> Value:
+    """`new`, with its dimensions in memory in the order of `old`."""
+    if old.layout is not torch.strided or old.dim() < 2:
+        return new
+    if _order(new.fake) == _order(old):
+        return new
+    order = _order(old, all_dims=True)
+    turned = emit(_aten.permute.default, new, order)
+    dense = emit(_aten.contiguous.default, turned)
+    found: Value = emit(_aten.permute.default, dense, [order.index(d) for d in range(len(order))])
+    return found
+
+
+def is_random(target: Any) -> bool:
+    """Whether an op draws random numbers."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def _order(t: torch.Tensor, *, all_dims: bool = False) -> list[int]:
+    """The dimensions of more than one element, or all, from the slowest in memory to the fastest."""
+    strides = [example(s) for s in t.stride()]
+    dims = [d for d in range(t.dim()) if all_dims or example(t.size(d)) != 1]
+    return sorted(dims, key=lambda d: -strides[d])

@@ -1,4 +1,7 @@
-"""A tape under construction: ops are put on it one by one, with the results that fake tensors give."""
+"""Appends ops to a functional tape, with fake tensors for their results.
+
+Each op is made for one of the recorded tape, its origin, whose scope, call, frames and grad mode it gets.
+"""
 
 from __future__ import annotations
 
@@ -10,36 +13,46 @@ from typing import Any
 import torch
 
 from scopetrace._compat.tensors import storage_id
+from scopetrace.containers.structure import map_structure
+from scopetrace.functionalization import rewrites
 from scopetrace.infer.repeat import FakeRuns
-from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, flat
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value
+
+_aten = torch.ops.aten
 
 
 class Emitter:
-    """Appends to `tape`. Each op is put on for the sake of an op of the old tape, whose place (scope, call) it gets."""
+    """Appends to `tape`."""
 
     def __init__(self, tape: FunctionalTape | BodyTape) -> None:
         self.tape = tape
+        self.added: set[Op] = set()
+        """The ops that alias sets added. Those that nobody reads are dropped in the end, see `rewrites.schedule`."""
         self._fakes = FakeRuns(tape.fake_mode)
-        self._storages = itertools.count(-1, -1)  # of values whose fake was borrowed from the old tape
+        self._storages = itertools.count(-1, -1)  # of tensors that the recorded tape does not have
         self._constants: dict[int, Value] = {}
         self._count = sum(name.startswith("_tensor_constant") for name in tape.attributes)
 
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Put `func` on the tape; returns its result with values in place of tensors."""
+        """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, args), self._lift(origin, kwargs)
         out = self._fakes.run(func, args, kwargs)
         op = self._append(origin, func, args, kwargs)
-        carries = origin.grad and any(v.requires_grad for v in op.inputs())
-        storages = {id(v.fake): v.storage for v in op.inputs()}
+        carries = origin.grad and func is not _aten.detach.default and any(v.requires_grad for v in op.inputs())
+        given = {id(v.fake): v for v in op.inputs()}
         known = {storage_id(v.fake): v.storage for v in op.inputs()}
 
         def value(t: Any, slot: int) -> Any:
             if not isinstance(t, torch.Tensor):
                 return t
-            storage = storages.get(id(t), known.get(storage_id(t)))
-            if carries and t.is_floating_point() and not t.requires_grad and t.is_leaf and storage is None:
+            same, storage = given.get(id(t)), known.get(storage_id(t))
+            storage = same.storage if same is not None else storage
+            differentiable = t.is_floating_point() or t.is_complex()
+            if same is None and carries and differentiable and not t.requires_grad and t.is_leaf:
                 t.requires_grad_()  # stands for the history that the real run has
-            return Value(t, op, slot, next(self._storages) if storage is None else storage, None)
+            made = Value(t, op, slot, next(self._storages) if storage is None else storage, None)
+            made.requires_grad = carries and differentiable
+            return made
 
         if isinstance(out, (list, tuple)):
             op.outputs = type(out)(
@@ -56,26 +69,53 @@ class Emitter:
         """`run` for one origin, called with positional arguments."""
         return lambda func, *args: self.run(origin, func, args, {})
 
-    def again(self, old: Op, args: tuple[Any, ...], kwargs: dict[str, Any], storages: dict[int, int]) -> Any:
-        """Put `old` on the tape with other arguments of the same metadata; its results have the metadata that it had.
+    def simplifying(self, origin: Op, *, grad: bool | None = None) -> Callable[..., Any]:
+        """As `bound`, for the ops of alias sets: simplified by the rewrite rules, and dropped if nobody reads them.
 
-        `storages` gives the new storage of each old one among the arguments.
+        `grad`: in this grad mode, in place of the origin's.
         """
-        op = self._append(old, old.target, args, kwargs)
-        op.kind = old.kind
+        if grad is not None and grad != origin.grad:
+            origin = dataclasses.replace(origin, grad=grad)
 
-        def value(v: Any) -> Any:
-            if not isinstance(v, Value):
-                return v
-            if v.storage not in storages:
-                storages[v.storage] = next(self._storages)
-            new = Value(v.fake, op, v.slot, storages[v.storage], v.key)
-            new.offset, new.requires_grad = v.offset, v.requires_grad
+        def emit(func: Any, *args: Any, **kwargs: Any) -> Any:
+            if not kwargs:
+                found = self.simplified(origin, func, self._lift(origin, args))
+                if isinstance(found, Value):
+                    return found
+                func, args = found
+            out = self.run(origin, func, args, kwargs)
+            self.added.add(self.tape.ops[-1])
+            return out
+
+        return emit
+
+    def simplified(self, origin: Op, func: Any, args: tuple[Any, ...]) -> Value | tuple[Any, tuple[Any, ...]]:
+        """As `rewrites.simplified`, where the grad mode of the origin allows it."""
+        found = rewrites.simplified(func, args, origin.call)
+        return (func, args) if isinstance(found, Value) and found.requires_grad and not origin.grad else found
+
+    def copy(
+        self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], storages: dict[int, int] | None = None
+    ) -> Any:
+        """Append an op of the recorded tape, on other operands of the same metadata; returns its new result.
+
+        `storages`: the new storage of each old one among the operands. A result in another one is a new tensor.
+        Without `storages`, all are as in the recorded tape.
+        """
+        copied = self._append(op, op.target, args, kwargs)
+        copied.kind = op.kind
+
+        def value(v: Value) -> Value:
+            storage = v.storage if storages is None else storages.get(v.storage)
+            if storages is not None and storage is None:
+                storage = storages[v.storage] = next(self._storages)
+            new = Value(v.fake, copied, v.slot, storage, v.key)  # type: ignore[arg-type]
+            new.offset, new.requires_grad, new.real = v.offset, v.requires_grad, v.real
             return new
 
-        outs = old.outputs
-        op.outputs = type(outs)([value(v) for v in outs]) if isinstance(outs, (list, tuple)) else value(outs)
-        return op.outputs
+        outs = op.outputs
+        copied.outputs = value(outs) if type(outs) is Value else map_structure(value, outs, Value)
+        return copied.outputs
 
     def more_results(self, op: Op, likes: list[Value]) -> list[Value]:
         """More results of the last op, each a new tensor as one of `likes`."""
@@ -84,6 +124,22 @@ class Emitter:
             made.append(Value(self._fakes.like(like.fake), op, slot, next(self._storages), None))
         op.outputs = (*op.outputs, *made)
         return made
+
+    def constant(self, origin: Op, real: torch.Tensor) -> Value:
+        """A tensor as an attribute."""
+        found = self._constants.get(id(real))
+        if found is None:
+            name = f"_tensor_constant{self._count}"
+            self._count += 1
+            self.tape.attributes[name] = real
+            op = dataclasses.replace(origin, kind="get_attr", target=name, args=(), kwargs={}, outputs=None, writes=())
+            assert self.tape.fake_mode is not None
+            fake = self.tape.fake_mode.from_tensor(real, static_shapes=True)
+            found = op.outputs = Value(fake, op, 0, next(self._storages), None)
+            found.real = real
+            self.tape.ops.append(op)
+            self._constants[id(real)] = found
+        return found
 
     def _append(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
         op = origin.moved_to(origin.call)
@@ -102,22 +158,3 @@ class Emitter:
         if isinstance(x, dict):
             return {name: self._lift(origin, item) for name, item in x.items()}
         return x
-
-    def constant(self, origin: Op, real: torch.Tensor) -> Value:
-        """A tensor as an attribute."""
-        found = self._constants.get(id(real))
-        if found is None:
-            name = f"_tensor_constant{self._count}"
-            self._count += 1
-            self.tape.attributes[name] = real
-            op = dataclasses.replace(origin, kind="get_attr", target=name, args=(), kwargs={}, outputs=None, writes=())
-            assert self.tape.fake_mode is not None
-            fake = self.tape.fake_mode.from_tensor(real, static_shapes=True)
-            found = op.outputs = Value(fake, op, 0, next(self._storages), None)
-            found.real = real
-            self.tape.ops.append(op)
-            self._constants[id(real)] = found
-        return found
-
-
-__all__ = ["Emitter", "flat"]

@@ -1,10 +1,10 @@
-"""From a recorded tape to one without mutation.
+"""Functionalization: a recorded tape becomes one in which no op writes, with a write-back program beside it.
 
-Data flow:
-    op of the old tape -> its arguments as they are now -> the op itself, or its pure twin and a write to a region
-    what was written outside of the graph, and what results share memory with -> the write-back program
+    RecordedTape -> ops copied with present values, writes as functional variants and new values of alias sets
+                 -> write-back: what the graph has to give, and what is done with it -> ops nobody reads dropped
+                 -> FunctionalTape
 
-Memory that nobody writes to is left alone: its ops go over as they are.
+A tape without writes is scanned once, and its ops are taken as they are.
 """
 
 from __future__ import annotations
@@ -16,15 +16,21 @@ from typing import Any
 import torch
 
 from scopetrace._compat.dispatch import auto_functionalized
+from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import surely_equal, to_expr
-from scopetrace.containers.structure import leaves
-from scopetrace.functionalization.geometry import Geometry, relate
-from scopetrace.functionalization.layout import draws_differ
-from scopetrace.functionalization.overlap import refuse_overlap
-from scopetrace.functionalization.refusal import refusal
-from scopetrace.functionalization.region import Link, Region, geometry_of
-from scopetrace.functionalization.rewriter import Rewriter, writes
-from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value
+from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.functionalization import write_back
+from scopetrace.functionalization.alias_set import AliasSet, ViewMeta
+from scopetrace.functionalization.copier import TapeCopier, writes
+from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
+from scopetrace.ir.tape import (
+    AttributeWrite,
+    FunctionalTape,
+    Op,
+    RecordedTape,
+    Value,
+    garbage_collection_paused,
+)
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,
@@ -32,6 +38,7 @@ from scopetrace.ops.functional_variants import (
     is_metadata_only,
     undeclared_variant,
 )
+from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
 
 _aten = torch.ops.aten
 
@@ -39,19 +46,53 @@ _aten = torch.ops.aten
 def functionalize(tape: RecordedTape) -> FunctionalTape:
     """The same program without an op that writes. The result shares the ops of a tape that has none.
 
-    Raises FunctionalizationError for what cannot be said in pure ops.
+    Raises FunctionalizationError for what no functional op says.
     """
     if not writes(tape):
         return FunctionalTape.of(tape)
     return Functionalizer(tape).run()
 
 
-class Functionalizer(Rewriter):
-    """Turns writes into pure ops and new values of regions."""
+class Functionalizer(TapeCopier):
+    """Turns each write into the functional variant of its op, and a new value of what was written."""
+
+    def run(self) -> FunctionalTape:
+        """The functional tape. Raises FunctionalizationError."""
+        with garbage_collection_paused():
+            return self._run_program()
+
+    def _run_program(self) -> FunctionalTape:
+        assert isinstance(self.old, RecordedTape) and isinstance(self.new, FunctionalTape)
+        root = self.old.calls[0]
+        last = self._copy_ops()
+        self._end_calls(last, root)
+        edge = self._at_edge(last, self._calls[root])
+        self.new.attribute_writes = [
+            AttributeWrite(w.module, w.fqn, w.name, self._bound(w.value, edge)) for w in self.old.attribute_writes
+        ]
+        write_back.attach(self.old, self.new, self.sets, lambda v: self.read(v, edge))
+        self._end(root, last)
+        self.new.args = map_structure(lambda v: self.originals[v], self.old.args, Value)
+        self.new.outputs = map_structure(lambda v: self.read(v, edge), self.old.outputs, Value)
+        results = [*(self.new.returned or ()), *(w.value for w in self.new.attribute_writes)]
+        self._finish([v for v in results if isinstance(v, Value)])
+        verify_pure(self.new)
+        return self.new
+
+    def _bound(self, old: Value, reader: Op) -> Value:
+        """What an attribute is bound to: an input or tensor of the model itself, or the value in memory of its own."""
+        first = self.sets[old.storage].same(old) if old.storage in self.sets else old
+        if first in self.originals:
+            return self.originals[first]
+        new = self.read(old, reader)
+        outside = {v.storage for v in self.originals.values()}
+        if new.storage != old.storage and new.storage in outside:
+            new = self.emitter.run(reader, _aten.clone.default, (new,), {})
+        return new
 
     def _write(self, op: Op) -> None:
         func = op.target
-        name = func._schema.name.split("::")[1]
+        name = schema_of(func).op_name
         if name in _OTHER_MEMORY:
             _OTHER_MEMORY[name](self, op)
             return
@@ -61,133 +102,144 @@ class Functionalizer(Rewriter):
         refuse_overlap(op)
         if draws_differ(func, op.args, op.kwargs):
             raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
-        twin = undeclared_variant(func, op.args, op.kwargs) or functional_variant(func)
+        variant = undeclared_variant(func, op.args, op.kwargs) or functional_variant(func)
         if func is _aten.fill_diagonal_.default:
             self._fill_diagonal(op)
             return
         if func is _aten.copy_.default:
             self._copy(op)
             return
-        if twin is None:
+        if variant is None:
             self._write_opaque(op)
             return
-        args, kwargs = self._present(op.args, op), self._present(op.kwargs, op)
-        if any(v.fake.requires_grad for v in op.inputs()) and not op.target._schema.is_mutable:
+        args, kwargs = self.present(op.args, op), self.present(op.kwargs, op)
+        if any(v.fake.requires_grad for v in op.inputs()) and not schema_of(op.target).is_mutable:
             args, kwargs = self._apart(op, args), self._apart(op, kwargs)
-        args, kwargs = call_variant(twin, func, args, kwargs)
-        out = self.emitter.run(self._moved(op), twin.op, tuple(args), kwargs)
-        self._store(op, twin, out)
+        args, kwargs = call_variant(variant, func, args, kwargs)
+        out = self.emitter.run(self.moved(op), variant.op, tuple(args), kwargs)
+        self._store(op, variant, out)
 
     def _apart(self, op: Op, x: Any) -> Any:
         """Copies of the statistics that batch_norm writes: its backward keeps them, and the write-back changes them."""
         kept = {id(self.read(v, op)) for v in op.writes}
         if isinstance(x, Value):
-            return self.emitter.run(self._moved(op), _aten.clone.default, (x,), {}) if id(x) in kept else x
+            return self.emitter.run(self.moved(op), _aten.clone.default, (x,), {}) if id(x) in kept else x
         if isinstance(x, (list, tuple)):
             return type(x)([self._apart(op, item) for item in x])
         return x
 
-    def _store(self, op: Op, twin: FunctionalVariant, out: Any) -> None:
-        """Write the twin's results where they belong, and bind what the op returned."""
+    def _store(self, op: Op, variant: FunctionalVariant, out: Any) -> None:
+        """Write the variant's results where they belong, and bind what the op returned."""
         written = written_values(op)
-        for name, index in twin.new_values:
+        for name, index in variant.new_values:
             target = written.get(name)
             new = out if index is None else out[index]
             for t, n in zip(*(([target], [new]) if isinstance(target, Value) else (target or [], new)), strict=True):
-                self._assign(op, t, n)
-        returned = op.outputs if isinstance(op.outputs, (list, tuple)) and len(twin.results) > 1 else [op.outputs]
-        for old, source in zip(returned, twin.results, strict=False):
+                self.assign(op, t, n)
+        returned = op.outputs if isinstance(op.outputs, (list, tuple)) and len(variant.results) > 1 else [op.outputs]
+        for old, source in zip(returned, variant.results, strict=False):
             if isinstance(source, str):
                 self._rename(op, written.get(source), old)
             elif isinstance(old, Value):
                 single = isinstance(out, Value)
-                self._define(dataclasses.replace(op, args=(), kwargs={}), old, out if single else out[source])
+                self.define(dataclasses.replace(op, args=(), kwargs={}), old, out if single else out[source])
 
     def _rename(self, op: Op, targets: Any, returned: Any) -> None:
         """What an in-place op returned is the tensor that it wrote to."""
         pairs = zip(targets, returned, strict=True) if isinstance(returned, (list, tuple)) else [(targets, returned)]
         for target, value in pairs:
             if isinstance(value, Value) and isinstance(target, Value):
-                region = self.regions[target.storage]
-                if (value is not target and region.links.get(target) is None) or value not in region.links:
-                    region.link(value, Link(target))
+                aliases = self.sets[target.storage]
+                if (value is not target and aliases.views.get(target) is None) or value not in aliases.views:
+                    aliases.link(value, ViewMeta(target))
 
-    def _assign(self, op: Op, target: Value, new: Value) -> None:
-        origin = self._moved(op)
-        region = self.regions[target.storage]
+    def assign(self, op: Op, target: Value, new: Value) -> None:
+        origin = self.moved(op)
+        aliases = self.sets[target.storage]
         if new.fake.dtype != target.fake.dtype:
             new = self.emitter.run(origin, _aten._to_copy.default, (new,), {"dtype": target.fake.dtype})
         if not all(map(surely_equal, new.fake.size(), target.fake.size())) or new.fake.dim() != target.fake.dim():
             returned = [v for v in op.values() if v.storage == target.storage]
-            if len(region.roots) > 1 or region.same(target) not in region.roots or self._is_outside(region):
+            if len(aliases.roots) > 1 or aliases.same(target) not in aliases.roots or self._is_outside(aliases):
                 raise refusal("out= resizes a tensor that others share memory with", op)
             for value in returned:
-                region.link(value, Link(region.same(target)))
-            region.replace(region.same(target), new, origin)
+                aliases.link(value, ViewMeta(aliases.same(target)))
+            aliases.replace(aliases.same(target), new, origin)
             return
         hidden = self._is_hidden(op, target)
         if hidden:
-            new = region.overwritten(region.read(target, origin), new, origin)
-        region.write(target, new, origin, hidden=hidden)
+            new = aliases.overwritten(aliases.read(target, origin), new, origin)
+        elif op.grad and not new.requires_grad and aliases.is_base(target):
+            new = self._with_history(aliases.read(target, origin), new, origin)
+        aliases.write(target, new, origin, hidden=hidden)
+
+    def _with_history(self, old: Value, new: Value, origin: Op) -> Value:
+        """`new`, which requires grad where `old` does: in eager a tensor with a history keeps one when it is written."""
+        if not old.requires_grad:
+            return new
+        emit = self.emitter.simplifying(origin)
+        never = emit(_aten.full.default, [], False, dtype=torch.bool, device=new.fake.device)
+        found: Value = emit(_aten.where.self, never, old, new)
+        return found
 
     def _is_hidden(self, op: Op, target: Value) -> bool:
         """Whether autograd does not see a write, though values in this memory may carry gradients."""
         if not self.grad:
             return False
-        region = self.regions[target.storage]
-        seen = op.grad and (target in op.tracked or not region.has_history(target))
+        aliases = self.sets[target.storage]
+        seen = op.grad and (target in op.tracked or not aliases.has_history(target))
         brings = op.grad and any(v is not target for v in op.tracked)
-        detached = self._detached(region, target) if brings else None
+        detached = self._detached(aliases, target) if brings else None
         if detached is not None:
-            inside, outside = self._read_later(op, region, detached)
+            inside, outside = self._read_later(op, aliases, detached)
             if not inside:
                 return True  # only the detached alias, which is gone, has this part of the gradient
             seen = seen and not outside
         if seen and brings:
-            region.gain_history(target)
+            aliases.gain_history(target)
         elif brings:
             raise refusal(
                 "a tensor that requires grad is written into a detached alias of another, and both are used", op
             )
         return not seen
 
-    def _detached(self, region: Region, value: Value) -> Value | None:
+    def _detached(self, aliases: AliasSet, value: Value) -> Value | None:
         """The detached tensor that a value is, or is a view of."""
-        for v in region.above(value):
-            link = region.links.get(v)
-            if link is not None and link.func is _aten.detach.default:
+        for v in aliases.above(value):
+            meta = aliases.views.get(v)
+            if meta is not None and meta.func is _aten.detach.default:
                 return v
         return None
 
-    def _read_later(self, op: Op, region: Region, detached: Value) -> tuple[bool, bool]:
+    def _read_later(self, op: Op, aliases: AliasSet, detached: Value) -> tuple[bool, bool]:
         """Whether the detached tensor is read after the op, and whether others in its memory are."""
         family = {detached, *op.values()}
-        storage, inside, outside = detached.storage, False, self._is_outside(region)
+        storage, inside, outside = detached.storage, False, self._is_outside(aliases)
         for later in self.old.ops[self.old.ops.index(op) + 1 :]:
             for v in later.inputs():
                 if v.storage != storage:
                     continue
-                if v in family or detached in region.above(v):
+                if v in family or detached in aliases.above(v):
                     family |= set(later.values()) if v in later.writes else {v}
                     inside = inside or v not in later.writes
                 else:
                     outside = True
         bound = self.old.attribute_writes if isinstance(self.old, RecordedTape) else []
         kept = [*leaves(self.old.outputs, Value), *(w.value for w in bound)]
-        mine = [v in family or detached in region.above(v) for v in kept if v.storage == storage]
+        mine = [v in family or detached in aliases.above(v) for v in kept if v.storage == storage]
         return inside or any(mine), outside or not all(mine)
 
     def _copy(self, op: Op) -> None:
-        """`copy_` where gradients flow: its twin `aten.copy` has no derivative, its parts have."""
+        """`copy_` where gradients flow: its variant `aten.copy` has no derivative, its parts have."""
         target, source = op.tensor(0), op.tensor(1)
-        origin, size = self._moved(op), list(target.fake.size())
+        origin, size = self.moved(op), list(target.fake.size())
         new = self.read(source, origin)
         if new.fake.dtype != target.fake.dtype or new.fake.device != target.fake.device:
             to = {"dtype": target.fake.dtype, "device": target.fake.device}
             new = self.emitter.run(origin, _aten._to_copy.default, (new,), to)
         if to_expr(new.fake.size()) != to_expr(size):
             new = self.emitter.run(origin, _aten.expand.default, (new, size), {})
-        self._assign(op, target, new)
+        self.assign(op, target, new)
         self._rename(op, target, op.outputs)
 
     def _fill_diagonal(self, op: Op) -> None:
@@ -195,47 +247,47 @@ class Functionalizer(Rewriter):
         target, value = op.tensor(0), op.args[1]
         wrap = [bool(a) for a in op.args[2:]]
         mask = torch.zeros(tuple(target.fake.size()), dtype=torch.bool, device="cpu").fill_diagonal_(True, *wrap)
-        origin = self._moved(op)
+        origin = self.moved(op)
         now = self.read(target, origin)
         new = self.emitter.run(origin, _aten.masked_fill.Scalar, (now, mask.to(target.fake.device), value), {})
-        self._assign(op, target, new)
+        self.assign(op, target, new)
         self._rename(op, target, op.outputs)
 
     def _write_opaque(self, op: Op) -> None:
-        """A mutating op without a pure twin, as custom ops are: run on copies by `auto_functionalized`."""
-        schema = op.target._schema
-        if any(r.alias_info is not None for r in schema.returns):
+        """A mutating op without a pure variant, as custom ops are: run on copies by `auto_functionalized`."""
+        schema = schema_of(op.target)
+        if any(r.aliases for r in schema.returns):
             raise refusal(f"{op.target} has no pure form", op)
-        given = dict(zip([a.name for a in schema.arguments], self._present(op.args, op), strict=False))
-        kwargs = {**given, **self._present(op.kwargs, op)}
-        kwargs = {a.name: kwargs.get(a.name, a.default_value) for a in schema.arguments}
-        names = [a.name for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-        out = self.emitter.run(self._moved(op), auto_functionalized(), (op.target,), kwargs)
+        given = dict(zip(schema.names, self.present(op.args, op), strict=False))
+        kwargs = {**given, **self.present(op.kwargs, op)}
+        kwargs = {a.name: kwargs.get(a.name, a.default) for a in schema.arguments}
+        names = [a.name for a in schema.arguments if a.is_written]
+        out = self.emitter.run(self.moved(op), auto_functionalized(), (op.target,), kwargs)
         count = max(1, len(schema.returns))
         written = written_values(op)
         for name, new in zip(names, out[count:], strict=True):
             target = written.get(name)
             if isinstance(target, Value):
-                self._assign(op, target, new)
+                self.assign(op, target, new)
             else:
                 for t, n in zip(target or [], new, strict=True):
-                    self._assign(op, t, n)
-        self._define(dataclasses.replace(op, args=(), kwargs={}), op.outputs, out[0] if count == 1 else out[:count])
+                    self.assign(op, t, n)
+        self.define(dataclasses.replace(op, args=(), kwargs={}), op.outputs, out[0] if count == 1 else out[:count])
 
     def _change_shape(self, op: Op) -> None:
         """`transpose_` and its kind: the tensor becomes a view of what it was."""
-        twin = functional_variant(op.target)
+        variant = functional_variant(op.target)
         (before,) = op.writes[:1]
-        if twin is None:
+        if variant is None:
             raise refusal(f"{op.target} has no pure form", op)
-        region = self.regions[before.storage]
-        now = region.read(before, self._moved(op))
-        rest = self._present(op.args[1:], op)
-        new = self.emitter.run(self._moved(op), twin.op, (now, *rest), dict(op.kwargs))
+        aliases = self.sets[before.storage]
+        now = aliases.read(before, self.moved(op))
+        rest = self.present(op.args[1:], op)
+        new = self.emitter.run(self.moved(op), variant.op, (now, *rest), dict(op.kwargs))
         after: Value = op.outputs
-        region.link(after, Link(before, twin.op, tuple(rest), dict(op.kwargs)))
-        region.define(after, new)
-        region.reshaped[region.same(before)] = (after, op)
+        aliases.link(after, ViewMeta(before, variant.op, tuple(rest), dict(op.kwargs)))
+        aliases.define(after, new)
+        aliases.reshaped[aliases.same(before)] = (after, op)
 
     def _set(self, op: Op) -> None:
         """`x.set_(y)`: from here on the tensor is another name of `y`."""
@@ -243,38 +295,38 @@ class Functionalizer(Rewriter):
             raise refusal("set_ gives a tensor other memory", op)
         before, source = op.tensor(0), op.tensor(1)
         after: Value = op.outputs
-        left, region = self.regions[before.storage], self.regions.get(after.storage)
+        left, aliases = self.sets[before.storage], self.sets.get(after.storage)
         loses_gradient = self.grad and after.fake.requires_grad and not source.fake.requires_grad
-        if loses_gradient and (region is not None or to_expr(before.fake.size()) != to_expr(after.fake.size())):
+        if loses_gradient and (aliases is not None or to_expr(before.fake.size()) != to_expr(after.fake.size())):
             raise refusal("a tensor that requires grad gets memory that is written, or of another size", op)
         now = self.read(before, op)
         left.reshaped[left.same(before)] = (after, op)
-        if region is not None:
-            region.link(after, Link(source))
+        if aliases is not None:
+            aliases.link(after, ViewMeta(source))
         elif loses_gradient:
-            self.map[after] = left.overwritten(now, self.read(source, op), self._moved(op))
+            self.values[after] = left.overwritten(now, self.read(source, op), self.moved(op))
         else:
-            self.map[after] = self.read(source, op)
+            self.values[after] = self.read(source, op)
 
     def _resize(self, op: Op) -> None:
         """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""
         before, after = op.tensor(0), op.outputs
-        region, origin = self.regions[before.storage], self._moved(op)
+        aliases, origin = self.sets[before.storage], self.moved(op)
         old, new = geometry_of(before), geometry_of(after)
         front = Geometry((old.numel,), (1,), old.offset)
-        if relate(old, front) is None or len(region.roots) > 1:
+        if by_geometry(old, front) is None or len(aliases.roots) > 1:
             raise refusal("resize_ of a tensor that is not contiguous, or shares its memory", op)
-        region.reshaped[region.same(before)] = (after, op)
+        aliases.reshaped[aliases.same(before)] = (after, op)
         if new.numel <= old.numel:
             args = (list(new.size), list(new.stride), new.offset)
-            region.link(after, Link(before, _aten.as_strided.default, args))
-            region.read(after, origin)
+            aliases.link(after, ViewMeta(before, _aten.as_strided.default, args))
+            aliases.read(after, origin)
             return
-        row = self.emitter.run(origin, _aten.reshape.default, (region.read(before, origin), [-1]), {})
+        row = self.emitter.run(origin, _aten.reshape.default, (aliases.read(before, origin), [-1]), {})
         more = self.emitter.run(origin, _aten.new_zeros.default, (row, [new.numel - old.numel]), {})
         joined = self.emitter.run(origin, _aten.cat.default, ([row, more],), {})
         grown = self.emitter.run(origin, _aten.reshape.default, (joined, list(new.size)), {})
-        region.replace(after, grown, origin)
+        aliases.replace(after, grown, origin)
 
     def _resize_storage(self, op: Op) -> None:
         """Memory that no one reads afterwards needs not be freed in a graph."""
@@ -283,15 +335,15 @@ class Functionalizer(Rewriter):
         used = any(v.storage == storage for o in after for v in (*o.inputs(), *o.values()))
         if (
             used
-            or self._is_outside(self.regions[storage])
+            or self._is_outside(self.sets[storage])
             or storage in {v.storage for v in leaves(self.old.outputs, Value)}
         ):
             raise refusal("memory is resized that is read later, or that others hold", op)
 
     # ---------------------------------------------------------------- refusals
 
-    def _is_outside(self, region: Region) -> bool:
-        return any(r.op.kind in ("placeholder", "get_attr") for r in region.roots)
+    def _is_outside(self, aliases: AliasSet) -> bool:
+        return any(r.op.kind in ("placeholder", "get_attr") for r in aliases.roots)
 
 
 _OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {
@@ -304,6 +356,6 @@ _OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {
 
 def written_values(op: Op) -> dict[str, Any]:
     """The written arguments of an op by name: a value, or a list of values."""
-    arguments = op.target._schema.arguments
+    arguments = schema_of(op.target).arguments
     named = dict(zip([a.name for a in arguments], op.args, strict=False)) | op.kwargs
     return {name: a for name, a in named.items() if isinstance(a, (Value, list, tuple))}

@@ -8,11 +8,9 @@ from typing import Any
 import torch.fx
 
 from scopetrace.errors import FunctionalizationError
+from scopetrace.functionalization.copier import writes
 from scopetrace.functionalization.functionalizer import Functionalizer, functionalize
-from scopetrace.functionalization.layout import draws_differ
-from scopetrace.functionalization.overlap import refuse_overlap
-from scopetrace.functionalization.refusal import refusal
-from scopetrace.functionalization.rewriter import writes
+from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap
 from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape
 from scopetrace.torch_level.lift import lift
 from scopetrace.torch_level.step import Renew, Step
@@ -71,7 +69,7 @@ class _TorchLevel(Functionalizer):
             if draws_differ(write.target, write.args, write.kwargs):
                 raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
         target, new = op.tensor(0), op.tensor(1)
-        self._assign(op, target, self.read(new, self._moved(op)))
+        self.assign(op, target, self.read(new, self.moved(op)))
         self._rename(op, target, op.outputs)
 
     def _run(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:

@@ -29,7 +29,7 @@ from scopetrace._compat.tensors import FreshFakes
 from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import OnnxExportError
-from scopetrace.functionalization.overwrite import OVERWRITE
+from scopetrace.ops.overwrite import OVERWRITE
 from scopetrace.ir import meta
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import (

@@ -1,25 +1,57 @@
-"""Which writes have another result than their pure twin because of shared memory.
+"""What functionalization refuses, and the error that says so.
 
-A pure op reads all of its arguments before it gives anything. An op that writes does the same only where what it reads
-lies apart from what it writes, or where it reads each element just before it writes that element.
+A functional op reads all of its operands before it gives a result. An op that writes does the same only where what it
+reads lies apart from what it writes, or where it reads each element just before it writes that element; and a random op
+only where both fill their elements in the same order. All else is refused here, before the tape is changed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace.functionalization.refusal import refusal
-from scopetrace.functionalization.region import geometry_of
-from scopetrace.ir.tape import Op, Value
-from scopetrace.ops.functional_variants import functional_variant, undeclared_writes, written_arguments
+from scopetrace._compat.schema import schema_of
+from scopetrace._compat.symbols import example
+from scopetrace.errors import FunctionalizationError
+from scopetrace.ir.frames import source_of
+from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ops.functional_variants import (
+    by_name,
+    functional_variant,
+    is_out_argument,
+    tensor_of,
+    undeclared_writes,
+    written_arguments,
+)
+from scopetrace.ops.view_inverses import geometry_of
 
 _aten = torch.ops.aten
 _VISITS_IN_ORDER = ("index_", "scatter", "masked_scatter", "put", "_index_put")
 _MAY_OVERLAP = (_aten.fill_.Scalar, _aten.fill_.Tensor, _aten.zero_.default)
 _PRODUCTS = frozenset({"mm", "bmm", "mv", "matmul", "linalg_matmul", "matrix_power", "linalg_matrix_power"})
 _SUMS_OF_PRODUCTS = frozenset({"addmm", "baddbmm", "addbmm", "addmv", "_addmm_activation"})
+
+
+def refusal(problem: str, op: Op) -> FunctionalizationError:
+    """The error for an op that cannot be made pure."""
+    return FunctionalizationError(
+        f"no pure form: {problem}",
+        op=str(op.target),
+        module=str(op.scope),
+        source=source_of(op.frames),
+        hint="write it out of place, or trace with functional=False to keep the mutation",
+    )
+
+
+def verify_pure(tape: Tape) -> None:
+    """Raise FunctionalizationError for the first op whose schema can write."""
+    for inner in tape.walk():
+        for op in inner.ops:
+            is_aten = isinstance(op.target, torch._ops.OpOverload)
+            if op.writes or (is_aten and schema_of(op.target).is_mutable):
+                raise refusal("an op that writes is left in the program", op)
 
 
 class _Slot(NamedTuple):
@@ -52,7 +84,7 @@ def _slots(op: Op) -> tuple[list[_Slot], list[_Slot]]:
     """The tensors that an op writes, and those that it only reads."""
     names = {*written_arguments(op.target), *undeclared_writes(op.target, op.args, op.kwargs)}
     slots = []
-    given = zip([a.name for a in op.target._schema.arguments], op.args, strict=False)
+    given = zip(schema_of(op.target).names, op.args, strict=False)
     for name, a in (*given, *op.kwargs.items()):
         parts: Any = enumerate(a) if isinstance(a, (list, tuple)) else [(None, a)]
         slots += [_Slot(name, i, v) for i, v in parts if isinstance(v, Value)]
@@ -63,7 +95,7 @@ def _slots(op: Op) -> tuple[list[_Slot], list[_Slot]]:
 
 def _reads_first(op: Op, target: _Slot, other: _Slot, writes: int) -> bool:
     """Whether the op reads each element of `other` before, or when, it writes the same element of `target`."""
-    name = op.target._schema.name.split("::")[1]
+    name = schema_of(op.target).op_name
     if name.startswith(_VISITS_IN_ORDER) or functional_variant(op.target) is None or _is_factor(name, other.name):
         return False
     if writes > 1 and target.place != other.place:  # one after the other, as _foreach does, or no one knows how
@@ -97,3 +129,41 @@ def _meet(a: Value, b: Value) -> bool:
     if (a1 + 1) * m <= b0 * n or (b1 + 1) * n <= a0 * m:
         return False
     return m != n or _same_elements(a, b) or bool(torch.isin(x.positions(), y.positions()).any())
+
+
+_VECTORIZED = 16  # with fewer elements normal_ draws one number after the other, whatever the layout
+
+
+def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether the twin of this random op may give its elements other random numbers than eager does, from one seed.
+
+    A twin fills a fresh tensor in its memory order; `func` fills what is there, in its order and dtype.
+    """
+    if torch.Tag.nondeterministic_seeded not in func.tags:
+        return False
+    given = by_name(func, args, kwargs)
+    outs = [tensor_of(given.get(name)) for name in written_arguments(func)]
+    out = next((t for t in outs if isinstance(t, torch.Tensor) and example(t.numel()) > 0), None)
+    if (
+        out is None
+        or (example(out.numel()) < _VECTORIZED and out.dim() < 2)
+        or (out.is_contiguous() and schema_of(func).name != "aten::normal")
+    ):
+        return False
+    if any(is_out_argument(a) for a in schema_of(func).arguments):
+        tensors = [tensor_of(given.get(name)) for name in ("mean", "std")]
+        return not out.is_contiguous() or any(isinstance(t, torch.Tensor) and t.dtype != out.dtype for t in tensors)
+    # `bernoulli` does not keep the strides of its input. The others do where they can; the vectorized way to draw
+    # normal numbers, for contiguous tensors only, is another stream.
+    keeps = schema_of(func).name != "aten::bernoulli_"
+    return not (keeps and (schema_of(func).name != "aten::normal_" or _is_dense(out)))
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill a stretch of memory without holes and overlaps, in whatever order."""
+    expected = 1
+    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

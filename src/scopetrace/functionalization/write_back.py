@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.schema import schema_of
+from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import Symbolic, has_unbacked, to_expr
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.functionalization.refusal import refusal
-from scopetrace.functionalization.region import Region, became, last_of
+from scopetrace.functionalization.alias_set import AliasSet, became, last_of
+from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, Value
 from scopetrace.ir.write_back import (
     ChangeShape,
@@ -31,9 +33,9 @@ from scopetrace.ir.write_back import (
 _aten = torch.ops.aten
 
 
-def attach(old: RecordedTape, new: FunctionalTape, regions: dict[int, Region], read: Callable[[Value], Value]) -> None:
+def attach(old: RecordedTape, new: FunctionalTape, sets: dict[int, AliasSet], read: Callable[[Value], Value]) -> None:
     """Give `new` its `returned` and `write_back`. `read` gives the final value of one of the old tape."""
-    builder = _Builder(old, new, regions, read)
+    builder = _Builder(old, new, sets, read)
     new.returned = builder.returned
     new.write_back = WriteBack(builder.updates(), builder.results())
     new.outputs = old.outputs
@@ -41,9 +43,9 @@ def attach(old: RecordedTape, new: FunctionalTape, regions: dict[int, Region], r
 
 class _Builder:
     def __init__(
-        self, old: RecordedTape, new: FunctionalTape, regions: dict[int, Region], read: Callable[[Value], Value]
+        self, old: RecordedTape, new: FunctionalTape, sets: dict[int, AliasSet], read: Callable[[Value], Value]
     ) -> None:
-        self.old, self.new, self.regions, self.read = old, new, regions, read
+        self.old, self.new, self.sets, self.read = old, new, sets, read
         self.returned: list[Any] = []
         self._outputs = leaves(old.outputs, (Value, *Symbolic))
         self._first: dict[int, int] = {}
@@ -72,13 +74,13 @@ class _Builder:
         done: set[int] = set()
         for value, target in self.outside.items():
             last = self._last(value)
-            if value.storage not in self.regions or id(last.fake) in done:
+            if value.storage not in self.sets or id(last.fake) in done:
                 continue
             done.add(id(last.fake))
             found += [self._change(target, op, after) for op, after in self._changes(value)]
-            region = self.regions.get(last.storage)
-            if region is not None and region.version and last.storage == value.storage:
-                grad = any(_is_seen(v, op) for v, op in region.written.items())
+            aliases = self.sets.get(last.storage)
+            if aliases is not None and aliases.version and last.storage == value.storage:
+                grad = any(_is_seen(v, op) for v, op in aliases.written.items())
                 new = self.read(last)
                 found.append(CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, last))), grad))
         return found
@@ -86,7 +88,7 @@ class _Builder:
     def _change(self, target: GraphInput | StateRef, op: Op, after: Value) -> ChangeShape | SetTo:
         if op.target is _aten.set_.source_Tensor:
             return SetTo(target, self._source(op.tensor(1)))
-        if op.target._schema.name.startswith("aten::resize"):
+        if schema_of(op.target).name.startswith("aten::resize"):
             sizes = self._numbers(list(after.fake.size()))
             return ChangeShape(target, ViewStep(_aten.resize_.default, (sizes,), {}, None))
         args, kwargs = self._numbers((op.args[1:], op.kwargs))
@@ -95,13 +97,13 @@ class _Builder:
     def _changes(self, value: Value) -> list[tuple[Op, Value]]:
         """The in-place changes of its shape or memory, and what each made of it; `set_` undoes those before it."""
         found: list[tuple[Op, Value]] = []
-        for after, op in became(self.regions, value):
+        for after, op in became(self.sets, value):
             found = [] if op.target is _aten.set_.source_Tensor else found
             found.append((op, after))
         return found
 
     def _last(self, value: Value) -> Value:
-        return last_of(self.regions, value)
+        return last_of(self.sets, value)
 
     # ---------------------------------------------------------------- results
 
@@ -133,20 +135,20 @@ class _Builder:
         return self._source(leaf) if target is None else target
 
     def _source(self, leaf: Value) -> Source:
-        region = self.regions.get(leaf.storage)
-        if region is None:
+        aliases = self.sets.get(leaf.storage)
+        if aliases is None:
             owner = self._moved_owner(leaf)
             if owner is None:
                 return self._plain(leaf, leaf)
             size, stride = tuple(leaf.fake.size()), tuple(leaf.fake.stride())
             return ViewOf(self._plain(owner, owner), (StridedStep(size, stride, leaf.offset - owner.offset),))
-        outside = [r for r in region.roots if r in self.outside]
+        outside = [r for r in aliases.roots if r in self.outside]
         if outside:
-            root, steps = self._chain(region, leaf)
+            root, steps = self._chain(aliases, leaf)
             return ViewOf(self.outside[root], steps)
         if self._alone[leaf.storage] == 1:
             return self._plain(leaf, self.read(leaf))
-        root, steps = self._chain(region, leaf)
+        root, steps = self._chain(aliases, leaf)
         return ViewOf(self._plain(root, self.read(root)), steps)
 
     def _moved_owner(self, leaf: Value) -> Value | None:
@@ -180,23 +182,23 @@ class _Builder:
 
     def _is_overwritten(self, new: Value, target: Value) -> bool:
         """Whether a new value lies in the memory of another input, which another update changes."""
-        region = self.regions.get(new.storage)
-        return new.storage != target.storage and self._is_inputs(new.storage) and region is not None
+        aliases = self.sets.get(new.storage)
+        return new.storage != target.storage and self._is_inputs(new.storage) and aliases is not None
 
     def _is_inputs(self, storage: int) -> bool:
         return any(v.storage == storage for v in self.outside)
 
-    def _chain(self, region: Region, value: Value) -> tuple[Value, tuple[ViewStep | StridedStep, ...]]:
+    def _chain(self, aliases: AliasSet, value: Value) -> tuple[Value, tuple[ViewStep | StridedStep, ...]]:
         steps: list[ViewStep | StridedStep] = []
-        while (link := region.links.get(value)) is not None and value not in self._final:
-            if link.func is _aten.as_strided.default and len(link.args) == 3:
-                size, stride, offset = link.args
-                given = self._numbers((tuple(size), tuple(stride), offset - link.parent.offset))
+        while (meta := aliases.views.get(value)) is not None and value not in self._final:
+            if meta.func is _aten.as_strided.default and len(meta.args) == 3:
+                size, stride, offset = meta.args
+                given = self._numbers((tuple(size), tuple(stride), offset - meta.parent.offset))
                 steps.append(StridedStep(given[0], given[1], given[2], value.op.grad))
-            elif link.func is not None:
-                args, kwargs = self._numbers((link.args, link.kwargs))
-                steps.append(ViewStep(link.func, args, kwargs, link.slot, value.op.grad))
-            value = link.parent
+            elif meta.func is not None:
+                args, kwargs = self._numbers((meta.args, meta.kwargs))
+                steps.append(ViewStep(meta.func, args, kwargs, meta.slot, value.op.grad))
+            value = meta.parent
         root = self._final.get(value, value)
         last = self._last(root)
         if root in self.outside and value is not last and last is not root:

@@ -1,0 +1,333 @@
+"""Alias sets: what a write to one tensor means for all others that share its storage, without mutation.
+
+    write(alias, new)   new -> inverse of each view on the way from the alias to the base -> present value of the base
+    read(alias)         present value of the nearest ancestor that is current -> forward of each view on the way back
+
+An alias set has one version, the number of writes so far. Each alias has the value that it had at some version, and is
+stale if that is not the present one. A write makes the written alias and its ancestors current, and all others stale; a
+read makes a stale alias current. Nothing is deferred: what the writes cost is removed afterwards (`rewrites`).
+
+The base is the one tensor that owns the storage. If inputs share a storage, or the owner has elements that share memory
+(an input that was expanded), the base is a row with each element of the storage once, and the inputs are its views.
+
+The idea, and the name ViewMeta, are those of torch's functionalization pass (FunctionalStorageImpl.h).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from scopetrace._compat.symbols import to_expr
+from scopetrace.functionalization.emitter import Emitter
+from scopetrace.functionalization.refusals import refusal
+from scopetrace.ir.tape import Op, Value
+from scopetrace.ops.overwrite import OVERWRITE
+from scopetrace.ops.view_inverses import (
+    Positions,
+    ViewFunction,
+    by_geometry,
+    by_op,
+    by_own_inverse,
+    geometry_of,
+    index_in,
+)
+
+_aten = torch.ops.aten
+_NEEDS_STRIDES = frozenset(
+    {
+        _aten.view.default,
+        _aten._unsafe_view.default,
+        _aten._reshape_alias.default,
+        _aten.as_strided.default,
+        _aten.view_as_complex.default,
+        _aten.view.dtype,
+    }
+)
+"""View ops that not every layout of the base allows."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ViewMeta:
+    """How an alias comes from another: result `slot` of view op `func`. If `func` is None, both are the same tensor."""
+
+    parent: Value
+    func: Any = None
+    args: tuple[Any, ...] = ()
+    """The arguments after the parent."""
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    slot: int | None = None
+
+
+class AliasSet:
+    """The aliases of one written storage. `old` values are of the recorded tape, `new` ones of the functional tape."""
+
+    def __init__(self, emitter: Emitter, bring: Callable[[Value], None]) -> None:
+        self.roots: list[Value] = []
+        """The tensors that no view op made: the owner of the storage, or inputs that share it."""
+        self.views: dict[Value, ViewMeta] = {}
+        self.version = 0
+        """How many writes there were."""
+        self.written: dict[Value, Op] = {}
+        """The aliases written to, with the last op that did."""
+        self.reshaped: dict[Value, tuple[Value, Op]] = {}
+        """By `transpose_` and its kind: what became of an alias, and the op."""
+        self._emitter = emitter
+        self._bring = bring  # puts a root on the tape that the program reads only later
+        self._present: dict[Value, tuple[Value, int]] = {}
+        self._row: Value | None = None
+        self._row_positions = torch.empty(0)
+        self._functions: dict[tuple[Value, Value], ViewFunction] = {}
+        self._first: dict[Value, Value] = {}  # results of `same`
+        self._with_grad: dict[Value, None] = {}
+        self._replaced: set[Value] = set()
+
+    # ---------------------------------------------------------------- read and write
+
+    def define(self, old: Value, new: Value) -> None:
+        """Say that `new` is the value of an alias that was made just now."""
+        self._present[self.same(old)] = (new, self.version)
+
+    def read(self, old: Value, reader: Op) -> Value:
+        """The present value of an alias."""
+        stale: list[Value] = []
+        old = self.same(old)
+        while (new := self._current(old)) is None and (parent := self._parent(old)) is not None:
+            stale.append(old)
+            old = parent
+        if new is None:
+            new = self._read_root(old, reader)
+        for view in reversed(stale):
+            new = self._forward(view, new, reader)
+            self._present[view] = (new, self.version)
+        return new
+
+    def write(self, old: Value, new: Value, writer: Op, *, hidden: bool = False) -> None:
+        """Give an alias a new value. `hidden`: autograd does not see it, so that all keep the gradient they had.
+
+        In eager a tensor that requires grad goes on requiring it when it is written. A view gets this from its base, as
+        it is stale then; a base that requires grad must be given a value that does.
+        """
+        old = self.same(old)
+        if self._row is None and self._needs_row():
+            self._make_row(writer)
+        chain = self._written_ancestors(old)
+        bases = [self.read(v, writer) for v in chain[1:]]
+        self.version += 1
+        self.written[old] = writer
+        self._present[old] = (new, self.version)
+        has_grad = new.requires_grad
+        for view, parent, base in zip(chain, chain[1:], bases, strict=False):
+            new = self._function(view, parent, writer).inverse(self._emitter.simplifying(writer), base, new)
+            if hidden:
+                new = self.overwritten(base, new, writer)
+            self._present[parent] = (new, self.version)
+        if new.requires_grad and not has_grad and not hidden:
+            del self._present[old]
+        if self._row is not None:
+            self._row = self._of_row(chain[-1], writer).inverse(self._emitter.simplifying(writer), self._row, new)
+
+    def is_base(self, old: Value) -> bool:
+        """Whether a tensor is the base: no write to another alias makes it stale."""
+        return self._row is None and self.same(old) not in self.views
+
+    def replace(self, old: Value, new: Value, writer: Op) -> None:
+        """Give the whole storage a new value of another size. `old` becomes its only root."""
+        for root in self.roots:
+            if root is not old:
+                self.link(root, ViewMeta(old))
+                self._replaced.add(old)
+        self.roots, self._row = [old], None
+        self.views.pop(old, None)
+        self._first.clear()
+        self.version += 1
+        self._present = {old: (new, self.version)}
+        self.written[old] = writer
+
+    def _current(self, old: Value) -> Value | None:
+        found = self._present.get(old)
+        if found is None or found[1] == self.version or self.is_base(old):
+            return None if found is None else found[0]  # each write reaches a root that is the base itself
+        return None
+
+    def _read_root(self, old: Value, reader: Op) -> Value:
+        assert self._row is not None, "a root has a value once its op ran"
+        new: Value = self._of_row(old, reader).forward(self._emitter.simplifying(reader), self._row)
+        self._present[old] = (new, self.version)
+        return new
+
+    def _forward(self, old: Value, base: Value, reader: Op) -> Value:
+        """The value of a view. It is made with autograd on if the view was: autograd has it so for views."""
+        meta, parent = self.views[old], self.same(self.views[old].parent)
+        emit = self._emitter.simplifying(reader, grad=old.op.grad)
+        if meta.slot is None and not (meta.func in _NEEDS_STRIDES and _layout(base.fake) != _layout(parent.fake)):
+            if meta.func is not _aten.as_strided.default:
+                found: Value = emit(meta.func, base, *meta.args, **meta.kwargs)
+                return found
+        elif meta.slot is not None and self._find_function(old, parent) is None:
+            part: Value = emit(meta.func, base, *meta.args, **meta.kwargs)[meta.slot]
+            return part
+        taken: Value = self._function(old, parent, reader).forward(emit, base)
+        return taken
+
+    def _written_ancestors(self, old: Value) -> list[Value]:
+        """The alias and its ancestors up to the root, without those that have elements that share memory.
+
+        A write to a view of one of these (`expand`, `unfold`) changes elements that the view does not have. They are
+        stale afterwards, and the view is written to the nearest ancestor of the others.
+        """
+        chain, above = [old], old
+        while (parent := self._parent(above)) is not None:
+            above = parent
+            if self.is_base(above) or not geometry_of(above).overlaps_itself():
+                chain.append(above)
+        return chain
+
+    def _parent(self, old: Value) -> Value | None:
+        meta = self.views.get(old)
+        return None if meta is None else self.same(meta.parent)
+
+    # ---------------------------------------------------------------- views as functions
+
+    def _function(self, view: Value, parent: Value, op: Op) -> ViewFunction:
+        found = self._find_function(view, parent)
+        if found is not None:
+            return found
+        if view.fake.dtype != parent.fake.dtype:
+            raise refusal(f"a write through {self.views[view].func}, which has no inverse", op)
+        if geometry_of(view).exact and geometry_of(parent).exact:
+            raise refusal("a view that reaches memory outside of the tensor that it was made from", op)
+        raise refusal("a view with symbolic sizes that has no inverse", op)
+
+    def _find_function(self, view: Value, parent: Value) -> ViewFunction | None:
+        """The function from an ancestor, the nearest one or another, to a view. None if it is not known."""
+        found = self._functions.get((view, parent))
+        if found is None:
+            meta = self.views[view]
+            is_nearest = self.same(meta.parent) is parent
+            if is_nearest:
+                found = by_own_inverse(meta.func, meta.args, parent.fake)
+            if found is None and view.fake.dtype == parent.fake.dtype:
+                base, part = geometry_of(parent), geometry_of(view)
+                if base.exact and part.exact:
+                    found = by_geometry(base, part)
+                elif is_nearest:
+                    found = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake)
+            if found is not None:
+                self._functions[view, parent] = found
+        return found
+
+    # ---------------------------------------------------------------- the row
+
+    def _needs_row(self) -> bool:
+        return len(self.roots) > 1 or any(geometry_of(r).overlaps_itself() for r in self.roots)
+
+    def _make_row(self, writer: Op) -> None:
+        """Put all elements of the roots in one row, each once."""
+        if len({r.fake.dtype for r in self.roots}) > 1:
+            raise refusal("inputs of different dtypes share the memory that is written", writer)
+        if not all(geometry_of(r).exact for r in self.roots):
+            raise refusal("tensors with symbolic sizes share the memory that is written", writer)
+        for root in self.roots:
+            if root not in self._present:
+                self._bring(root)
+        emit = self._emitter.simplifying(writer)
+        rows = [emit(_aten.reshape.default, self._present[r][0], [-1]) for r in self.roots]
+        positions = torch.cat([geometry_of(r).positions() for r in self.roots])
+        self._row_positions = torch.unique(positions)
+        first = index_in(positions, self._row_positions)
+        joined = emit(_aten.cat.default, rows) if len(rows) > 1 else rows[0]
+        self._row = emit(_aten.index.Tensor, joined, [first])
+
+    def _of_row(self, old: Value, op: Op) -> ViewFunction:
+        """The function from the row to an alias."""
+        found = self._functions.get((old, old))
+        if found is None:
+            geometry = geometry_of(old)
+            indices = index_in(self._row_positions, geometry.positions())
+            if indices is None or old.fake.dtype != self.roots[0].fake.dtype:
+                raise refusal("a view of an expanded input, of another dtype, is written", op)
+            found = self._functions[old, old] = Positions((self._row_positions.numel(),), geometry.size, indices)
+        return found
+
+    # ---------------------------------------------------------------- names of one tensor
+
+    def link(self, value: Value, meta: ViewMeta) -> None:
+        """Add an alias."""
+        if value in self._first:
+            self._first.clear()
+        if value.requires_grad:
+            self._with_grad[value] = None
+        self.views[value] = meta
+
+    def same(self, old: Value) -> Value:
+        """The first value that is this very tensor. Each in-place op adds one to the way there."""
+        passed: list[Value] = []
+        first = self._first.get(old)
+        while first is None:
+            passed.append(old)
+            meta = self.views.get(old)
+            if meta is None or meta.func is not None:
+                first = old
+            else:
+                old = meta.parent
+                first = self._first.get(old)
+        self._first.update(dict.fromkeys(passed, first))
+        return first
+
+    def above(self, old: Value) -> Iterator[Value]:
+        """A value, what it is a view of, and so on up to a root."""
+        yield old
+        while (meta := self.views.get(old)) is not None:
+            old = meta.parent
+            yield old
+
+    def became(self, old: Value) -> tuple[Value, Op] | None:
+        """What an in-place change of shape or memory made of a value, and the op; None when there was none."""
+        while old not in self.reshaped:
+            meta = self.views.get(old)
+            if meta is None or meta.func is not None or meta.parent in self._replaced:
+                return None
+            old = meta.parent
+        return self.reshaped[old]
+
+    # ---------------------------------------------------------------- gradients
+
+    def has_history(self, but: Value) -> bool:
+        """Whether an alias other than `but` requires grad."""
+        return any(v is not but for v in self._with_grad) or any(v is not but and v.requires_grad for v in self.roots)
+
+    def gain_history(self, old: Value) -> None:
+        """Note that an alias and its ancestors require grad from here on: autograd saw a write to them."""
+        if old not in self._with_grad:
+            self._with_grad |= dict.fromkeys(self.above(old))
+
+    def overwritten(self, old: Value, new: Value, writer: Op) -> Value:
+        """`new` with the gradient of `old`, or without any where that has none."""
+        emit = self._emitter.simplifying(writer, grad=True)
+        if old.requires_grad:
+            new = emit(OVERWRITE, old, new)
+        elif new.requires_grad:
+            new = emit(_aten.detach.default, new)
+        return new
+
+
+def became(sets: dict[int, AliasSet], value: Value) -> Iterator[tuple[Value, Op]]:
+    """What in-place changes of its shape or memory made of a value, one after the other, and the ops."""
+    while (aliases := sets.get(value.storage)) is not None and (step := aliases.became(value)) is not None:
+        yield step
+        value = step[0]
+
+
+def last_of(sets: dict[int, AliasSet], value: Value) -> Value:
+    """What a value is after all in-place changes of its shape or memory."""
+    for after, _ in became(sets, value):
+        value = after
+    return value
+
+
+def _layout(fake: torch.Tensor) -> tuple[Any, ...]:
+    return to_expr(fake.size()), to_expr(fake.stride()), fake.dtype

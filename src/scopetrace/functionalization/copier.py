@@ -1,0 +1,404 @@
+"""Copies a tape, replacing each operand by its current value.
+
+    op of the recorded tape
+        nothing that it reads was written   -> the same op on the copies of its operands
+        an operand was written              -> the op on its present value; where the layout differs, a form that allows it
+        the op writes                       -> what the subclass says (`Functionalizer`)
+    start and end of a call                 -> the call with the present values of its arguments, results and state
+
+A storage that some op writes has an `AliasSet`; the values of all others are mapped one to one. Every value of the new
+tape belongs to an op of the new tape.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+import torch
+
+from scopetrace._compat.tensors import DATA_DEPENDENT
+from scopetrace._compat.symbols import to_expr
+from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, last_of
+from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_of, is_random, lift_constants
+from scopetrace.functionalization.emitter import Emitter
+from scopetrace.functionalization.refusals import refusal
+from scopetrace.functionalization.rewrites import Boundary, schedule
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, RecordedTape, Tape, Value, flat, values_in
+from scopetrace.ops.view_inverses import by_geometry, geometry_of
+from scopetrace.record.bodies import with_more_operands, written_inputs
+
+_aten = torch.ops.aten
+_SIZED_BY_OTHER = {
+    _aten.expand_as.default: _aten.expand.default,
+    _aten.view_as.default: _aten.view.default,
+    _aten.reshape_as.default: _aten.reshape.default,
+}
+
+
+def writes(tape: Tape) -> bool:
+    """Whether an op writes, in the program or in the bodies inside it."""
+    return any(op.writes for inner in tape.walk() for op in inner.ops)
+
+
+class TapeCopier(abc.ABC):
+    """Goes along `old` and appends to `new`. Subclasses say what becomes of writes."""
+
+    def __init__(self, old: RecordedTape | BodyTape) -> None:
+        self.old = old
+        self.new = _started(old)
+        self.emitter = Emitter(self.new)
+        self.grad = any(op.grad for op in old.ops)
+        self.sets: dict[int, AliasSet] = {
+            v.storage: AliasSet(self.emitter, self._bring) for op in old.ops for v in op.writes
+        }
+        self.originals: dict[Value, Value] = {}
+        """The values of inputs and attributes as the program got them, by those of the old tape."""
+        self.values: dict[Value, Value] = {}
+        """The new values of those outside of the alias sets."""
+        self._copies: dict[Value, Value] = {}  # of values whose op was copied on copies of its operands
+        self._held: dict[int, list[Value]] = {}  # attributes read so far, by storage
+        self._calls: dict[Call, Call] = {}
+        self._boundaries: list[Boundary] = []
+        self._origin: tuple[Op, Op] | None = None  # the last op that new ones were made for, and its copy
+        self._starts: dict[int, list[Call]] = {}
+        self._stops: dict[int, list[Call]] = {}
+        self._find_roots()
+
+    def run_body(self, calls: dict[Call, Call], changed: list[int]) -> BodyTape:
+        """Copy the body of a higher-order op; it gives the new values of the inputs `changed` too.
+
+        `calls` are the new ones by the old ones, of the calls around the body.
+        """
+        assert isinstance(self.new, BodyTape)
+        self._calls = calls
+        last = self._copy_ops()
+        self._end_calls(last, None)
+        if self.new.is_condition:
+            self.new.outputs = map_structure(lambda v: self.read(v, last), self.old.outputs, Value)
+        else:
+            results = Results(self.emitter.bound(self.moved(last)), self.new.inputs)
+            placeholders = [op.outputs for op in self.old.ops if op.kind == "placeholder"]
+            given = [*self.old.outputs, *(placeholders[i] for i in changed)]
+            self.new.outputs = tuple([results.own(v, self.read(v, last)) if isinstance(v, Value) else v for v in given])
+        self._finish(leaves(self.new.outputs, Value))
+        return self.new
+
+    def read(self, old: Value, reader: Op) -> Value:
+        """The present value of one of the old tape."""
+        aliases = self.sets.get(old.storage)
+        return self.values[old] if aliases is None else aliases.read(old, reader)
+
+    def _copy_ops(self) -> Op:
+        """Copy all ops, and the boundaries of calls but for the ends after the last op. Returns that op."""
+        for call in self.old.calls:
+            self._starts.setdefault(call.start, []).append(call)
+            self._stops.setdefault(call.stop, []).append(call)
+        for i, op in enumerate(self.old.ops):
+            self._pass_boundaries(i, op)
+            try:
+                self._step(op)
+            except DATA_DEPENDENT as error:
+                raise refusal("what becomes of a write depends on data", op) from error
+        return self.old.ops[-1]
+
+    def _finish(self, results: list[Value]) -> None:
+        """Drop and move the ops that alias sets added, and set the ranges of calls."""
+        self.new.calls = [self._calls[call] for call in self.old.calls]
+        self.new.ops[:] = schedule(self.new.ops, self._boundaries, self.emitter.added, results)
+
+    # ---------------------------------------------------------------- calls
+
+    def _pass_boundaries(self, i: int, op: Op) -> None:
+        """Calls that end before op number `i`, and those that start there."""
+        empty = []
+        for call in sorted(self._stops.get(i, ()), key=lambda c: -c.position):
+            if call.start == i:
+                empty.append(call)
+            else:
+                self._end(call, op)
+        for call in self._starts.get(i, ()):
+            self._start(call, op)
+            if call in empty:
+                self._end(call, op)
+
+    def _end_calls(self, last: Op, root: Call | None) -> None:
+        """The calls that end after the last op, but for `root`."""
+        stops = self._stops.get(len(self.old.ops), [])
+        self._stops[len(self.old.ops)] = [call for call in stops if call is not root]
+        self._pass_boundaries(len(self.old.ops), last)
+
+    def _at_edge(self, op: Op, call: Call | None) -> Op:
+        """The op next to the boundary of a call, in the call that reads there: the origin of what is read."""
+        place = op.moved_to(call)
+        place.scope = self.old.root if call is None else call.scope
+        return place
+
+    def _start(self, call: Call, op: Op) -> None:
+        parent = None if call.parent is None else self._calls[call.parent]
+        edge = self._at_edge(op, parent)
+
+        def present(x: Any) -> Any:
+            return map_structure(lambda v: self.read(v, edge), x, Value)
+
+        args = tuple(present(a) for a in call.args)
+        kwargs = {name: present(a) for name, a in call.kwargs.items()}
+        new = dataclasses.replace(call, parent=parent, args=args, kwargs=kwargs)
+        self._calls[call] = new
+        self._boundaries.append(Boundary(len(self.new.ops), new, is_start=True))
+
+    def _end(self, call: Call, op: Op) -> None:
+        new = self._calls[call]
+        edge = self._at_edge(op, new)
+        new.outputs = map_structure(lambda v: self.read(v, edge), call.outputs, Value)
+        new.mutated = self._mutated_in(call, edge)
+        self._boundaries.append(Boundary(len(self.new.ops), new, is_start=False))
+
+    def _mutated_in(self, call: Call, op: Op) -> Any:
+        """The arguments, and the module's tensors, whose storage the call wrote to: their new values."""
+        inside = self.old.ops[call.start : call.stop]
+        written = dict.fromkeys(v.storage for o in inside for v in o.writes)  # in order: equal calls name them alike
+        if not written:
+            return None
+
+        def changed(v: Value) -> Value | None:
+            return self.read(last_of(self.sets, v), op) if v.storage in written else None
+
+        args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
+        prefix = f"{call.fqn}." if call.fqn else ""
+        held = [v for s in written for v in self._held.get(s, ()) if v.op.target.startswith(prefix)]
+        return args, kwargs, {v.op.target.removeprefix(prefix): new for v in held if (new := changed(v)) is not None}
+
+    # ---------------------------------------------------------------- ops
+
+    def _find_roots(self) -> None:
+        given: dict[int, Value] = {}
+        for op in self.old.ops:
+            for value in _made(op):
+                aliases = self.sets.get(value.storage)
+                if aliases is None:
+                    continue
+                parent = next((v for v in op.inputs() if v.storage == value.storage), None)
+                first = given.setdefault(id(value.fake), value) if op.kind == "placeholder" else value
+                if first is not value:  # one tensor given twice
+                    aliases.link(value, ViewMeta(first))
+                elif op.kind in ("placeholder", "get_attr") or parent is None:
+                    aliases.roots.append(value)
+
+    def _step(self, op: Op) -> None:
+        if op.kind in ("placeholder", "get_attr"):
+            self._copy_source(op)
+        elif op.kind == "call_module":
+            if op.writes:
+                raise refusal("a leaf module changes its arguments in place", op)
+            self._copy_op(op)
+        elif op.bodies():
+            self._copy_with_bodies(op)
+        elif op.writes:
+            self._write(op)
+        else:
+            self._copy_op(op)
+
+    def _bring(self, root: Value) -> None:
+        """Put an attribute on the tape before the program reads it."""
+        if root.op.kind != "get_attr":
+            raise refusal("results of one op share the memory that is written", root.op)
+        self._copy_source(root.op)
+
+    def _copy_source(self, op: Op) -> None:
+        """An input or attribute."""
+        old = op.outputs
+        if isinstance(old, Value) and old in self.originals:
+            return
+        new = self.emitter.copy(self._placed(op), (), {})
+        if not isinstance(old, Value):  # a number, given as argument or taken by a body
+            return
+        self.originals[old] = self._copies[old] = new
+        if op.kind == "placeholder":
+            self.new.inputs.append(new)
+        else:
+            self._held.setdefault(old.storage, []).append(old)
+        aliases = self.sets.get(old.storage)
+        if aliases is None:
+            self.values[old] = new
+        elif aliases.same(old) is old:
+            aliases.define(old, new)
+
+    def _copy_op(self, op: Op) -> None:
+        """An op that writes nothing."""
+        if op.target is _aten.as_strided.default and self._read_by_position(op):
+            return
+        args, kwargs = self.present(op.args, op), self.present(op.kwargs, op)
+        if op.args and isinstance(op.outputs, Value) and op.outputs.storage in self.sets and not kwargs:
+            found = self.emitter.simplified(self.moved(op), op.target, args)
+            if isinstance(found, Value):
+                self.define(op, op.outputs, found)
+                return
+            args = found[1] if found[0] is op.target else args
+        old_inputs, new_inputs = _read_by(op), _values(op, (args, kwargs))
+        if op.kind == "call_module" or all(
+            self._copies.get(a) is b for a, b in zip(old_inputs, new_inputs, strict=True)
+        ):
+            outputs = self.emitter.copy(self._placed(op), args, kwargs)
+            self._copies.update(zip(_values(op, op.outputs), _values(op, outputs), strict=True))
+        elif all(map(_alike, old_inputs, new_inputs)):
+            storages = {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
+            outputs = self.emitter.copy(self._placed(op), args, kwargs, storages)
+        else:
+            outputs = self._run(op, op.target, args, kwargs)
+        self.define(op, op.outputs, outputs)
+
+    def _copy_with_bodies(self, op: Op) -> None:
+        """A higher-order op: its bodies without mutation. What they write to comes out as more results."""
+        changed = sorted({i for body in op.bodies() for i in written_inputs(body)})
+        pure: dict[BodyTape, BodyTape] = {}
+        for body in op.bodies():
+            needed = bool(changed) or writes(body)
+            pure[body] = type(self)(body).run_body(self._calls, changed) if needed else body
+        origin = self.moved(op)
+        lifted = [self.emitter.constant(origin, real) for real in lift_constants(list(pure.values()))]
+        emit = self.emitter.bound(origin)
+
+        def present(x: Any) -> Any:
+            if isinstance(x, Value):
+                return as_laid_out(emit, self.read(x, origin), x.fake)
+            return pure[x] if isinstance(x, BodyTape) else x
+
+        args = with_more_operands(op.target, map_structure(present, op.args, (Value, BodyTape)), lifted)
+        storages = {old.storage: new.storage for old, new in zip(op.inputs(), values_in(args), strict=False)}
+        outputs = self.emitter.copy(origin, args, op.kwargs, storages)
+        new = self.emitter.more_results(self.new.ops[-1], list(op.writes))
+        self.define(dataclasses.replace(op, args=(), kwargs={}), op.outputs, outputs)
+        for target, value in zip(op.writes, new, strict=True):
+            self.assign(op, target, value)
+
+    def _read_by_position(self, op: Op) -> bool:
+        """as_strided counts from the start of the storage; where that was written, read it through its alias set."""
+        value: Value = op.outputs
+        aliases = self.sets.get(value.storage)
+        if aliases is None or not aliases.version:
+            return False
+        aliases.link(value, self._view_meta(op, op.tensor(0), value, None))
+        aliases.read(value, self.moved(op))
+        return True
+
+    def _run(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
+        """Append `func` on operands of another layout than it was recorded with."""
+        if func in (_aten.view.default, _aten._unsafe_view.default):
+            func = _aten.reshape.default
+        if func is _aten.as_strided.default:
+            raise refusal("as_strided of a tensor whose strides are not those of eager", op)
+        return self.emitter.run(self.moved(op), func, args, kwargs)
+
+    def moved(self, op: Op) -> Op:
+        """The op as the origin of new ones: its call is that of the new tape."""
+        if self._origin is None or self._origin[0] is not op:
+            self._origin = op, self._placed(op)
+        return self._origin[1]
+
+    def _placed(self, op: Op) -> Op:
+        return op.moved_to(self._calls.get(op.call) if op.call else None)
+
+    def present(self, x: Any, op: Op) -> Any:
+        """The arguments of an op with present values."""
+        if type(x) is Value:
+            if x.storage not in self.sets:
+                new = self.values[x]
+            else:
+                new = self.read(x, self.moved(op))
+            return in_order_of(self.emitter.bound(self.moved(op)), new, x.fake) if is_random(op.target) else new
+        if op.kind == "call_module":
+            return map_structure(lambda v: self.read(v, self.moved(op)), x, Value)
+        if isinstance(x, (list, tuple)):
+            return type(x)([self.present(item, op) for item in x])
+        if isinstance(x, dict):
+            return {name: self.present(item, op) for name, item in x.items()}
+        return x
+
+    def define(self, op: Op, old: Any, new: Any) -> None:
+        """Bind what an op made: views in alias sets get their `ViewMeta`, new tensors are roots."""
+        several = isinstance(old, (list, tuple))
+        for a, b in zip(_values(op, old), _values(op, new), strict=True):
+            aliases = self.sets.get(a.storage)
+            if aliases is None:
+                self.values[a] = b
+                continue
+            parent = _parent(op, a)
+            if parent is not None and op.kind == "call_function":
+                aliases.link(a, self._view_meta(op, parent, a, a.slot if several else None))
+            aliases.define(a, b)
+
+    def _view_meta(self, op: Op, parent: Value, value: Value, slot: int | None) -> ViewMeta:
+        """As `_view_meta`; as_strided, which may reach beyond its argument, is of the first ancestor that it stays in."""
+        if op.target is _aten.as_strided.default:
+            around = next((v for v in self.sets[value.storage].above(parent) if _holds(v, value)), parent)
+            return ViewMeta(around, op.target, (list(value.fake.size()), list(value.fake.stride()), value.offset))
+        return _view_meta(op, parent, value, slot)
+
+    @abc.abstractmethod
+    def _write(self, op: Op) -> None:
+        """Copy an op that writes."""
+
+    @abc.abstractmethod
+    def assign(self, op: Op, target: Value, new: Value) -> None:
+        """`target` gets the elements of `new`."""
+
+
+def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
+    """The tape of the functional program before its first op."""
+    empty: dict[str, Any] = {"ops": [], "calls": [], "inputs": [], "attributes": dict(old.attributes)}
+    if isinstance(old, BodyTape):
+        return dataclasses.replace(old, **empty)
+    return FunctionalTape.of(
+        old, **empty, modules=dict(old.modules), attribute_writes=[], written=old.written_storages()
+    )
+
+
+def _values(op: Op, x: Any) -> list[Value]:
+    return leaves(x, Value) if op.kind == "call_module" else values_in(x)
+
+
+def _made(op: Op) -> list[Value]:
+    return _values(op, op.outputs)
+
+
+def _read_by(op: Op) -> list[Value]:
+    return _values(op, (op.args, op.kwargs))
+
+
+def _parent(op: Op, value: Value) -> Value | None:
+    """The input whose storage a result is in: the very tensor if it is one, else the first."""
+    inside = [v for v in op.inputs() if v.storage == value.storage]
+    return next((v for v in inside if v.fake is value.fake), inside[0] if inside else None)
+
+
+def _view_meta(op: Op, parent: Value, value: Value, slot: int | None) -> ViewMeta:
+    """How a result of a view op comes from `parent`, by an op whose other arguments are no tensors."""
+    if value.fake is parent.fake:  # as `x.to(x.dtype)` gives x itself, shape changes included
+        return ViewMeta(parent)
+    sized = _SIZED_BY_OTHER.get(op.target)
+    if sized is not None:
+        return ViewMeta(parent, sized, (list(value.fake.size()),))
+    rest = flat((op.args[1:], op.kwargs))
+    if op.args and op.args[0] is parent and not any(isinstance(a, Value) for a in rest):
+        return ViewMeta(parent, op.target, op.args[1:], op.kwargs, slot)
+    if geometry_of(value) == geometry_of(parent):
+        return ViewMeta(parent, _aten.alias.default)
+    if value.fake.dtype == parent.fake.dtype and value.offset == parent.offset:
+        return ViewMeta(parent, _aten.as_strided.default, (list(value.fake.size()), list(value.fake.stride())))
+    raise refusal("a view that reads the data of other tensors, or is one of another argument than the first", op)
+
+
+def _holds(base: Value, view: Value) -> bool:
+    """Whether all elements of `view` are elements of `base`."""
+    same = base.fake.dtype == view.fake.dtype
+    return same and by_geometry(geometry_of(base), geometry_of(view)) is not None
+
+
+def _alike(old: Value, new: Value) -> bool:
+    a, b = old.fake, new.fake
+    return a is b or (
+        a.dtype == b.dtype and to_expr(a.size()) == to_expr(b.size()) and to_expr(a.stride()) == to_expr(b.stride())
+    )

@@ -1,0 +1,441 @@
+"""Views as functions without mutation: `forward(base) -> view`, and `inverse(base, new) -> base` with `new` in the view.
+
+    positions of base and view in their storage (exact sizes), or the view op and its arguments (symbolic sizes)
+    -> `ViewFunction` -> ops of ATen on either side: `select` and `select_scatter`, `permute` and `permute`, ...
+
+The pair is a lens: `forward(inverse(base, new)) == new`, and `inverse(base, forward(base)) == base`. torch's own
+functionalization has the same pairs in FunctionalInverses.cpp, one for each view op; here one serves all ops that give
+the same positions, and a view of a view is related to either.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from scopetrace._compat.symbols import example, to_expr
+from scopetrace._compat.tensors import is_symbolic
+from scopetrace.ir.tape import Value
+from scopetrace.ops import views
+
+_aten = torch.ops.aten
+Emit = Callable[..., Any]
+"""Appends an op to a tape: `emit(op, *args)` returns the Value of its result."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Geometry:
+    """The positions of the elements of a tensor in its storage, counted in elements."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    exact: bool = True
+    """Whether these hold in every call; False where they are those of the example inputs."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, offset: int | torch.SymInt) -> Geometry:
+        """The geometry of a strided tensor that begins `offset` elements after its storage does."""
+        if is_symbolic(tensor):
+            size, stride = tuple(map(example, tensor.size())), tuple(map(example, tensor.stride()))
+            return cls(size, stride, example(offset), exact=False)
+        return cls(tuple(tensor.size()), tuple(tensor.stride()), int(offset))
+
+    def positions(self) -> torch.Tensor:
+        """The position of each element, in row-major order: int64[numel]."""
+        found = torch.full((1,), self.offset, dtype=torch.int64, device="cpu")
+        for n, s in zip(self.size, self.stride, strict=True):
+            found = (found[:, None] + torch.arange(n, dtype=torch.int64, device="cpu") * s).reshape(-1)
+        return found
+
+    @property
+    def dims(self) -> list[tuple[int, int]]:
+        """(size, stride) of the dimensions of more than one element."""
+        return [(n, s) for n, s in zip(self.size, self.stride, strict=True) if n != 1]
+
+    @property
+    def numel(self) -> int:
+        """The number of elements."""
+        return math.prod(self.size)
+
+    def overlaps_itself(self) -> bool:
+        """Whether two elements may share a position. False is certain; True is not, for unusual strides."""
+        if self.numel == 0:
+            return False
+        reach = 0
+        for s, n in sorted((s, n) for n, s in self.dims):
+            if s <= reach:
+                return True
+            reach += s * (n - 1)
+        return False
+
+    def is_dense(self) -> bool:
+        """Whether the elements fill an interval of positions, each once."""
+        reach = 1
+        for s, n in sorted((s, n) for n, s in self.dims):
+            if s != reach:
+                return False
+            reach *= n
+        return True
+
+    def span(self) -> tuple[int, int]:
+        """The first and the last position; (0, -1) without elements."""
+        if self.numel == 0:
+            return 0, -1
+        return self.offset, self.offset + sum((n - 1) * s for n, s in zip(self.size, self.stride, strict=True))
+
+
+def geometry_of(value: Value) -> Geometry:
+    """The positions of the elements of a recorded value in its storage."""
+    return Geometry.of(value.fake, value.offset)
+
+
+class ViewFunction(abc.ABC):
+    """A view as a pair of functions."""
+
+    @abc.abstractmethod
+    def forward(self, emit: Emit, base: Any) -> Any:
+        """The value of the view."""
+
+    @abc.abstractmethod
+    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+        """The value of the base after `new` was written to the view."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Reshape(ViewFunction):
+    """All elements of the base in the same order."""
+
+    base_size: Sequence[Any]
+    view_size: Sequence[Any]
+
+    def forward(self, emit: Emit, base: Any) -> Any:
+        """`reshape`, or the base itself where the sizes are equal."""
+        return base if self._is_identity() else emit(_aten.reshape.default, base, list(self.view_size))
+
+    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+        """`reshape`, or `new` itself where the sizes are equal."""
+        return new if self._is_identity() else emit(_aten.reshape.default, new, list(self.base_size))
+
+    def _is_identity(self) -> bool:
+        return bool(to_expr(tuple(self.base_size)) == to_expr(tuple(self.view_size)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Permute(ViewFunction):
+    """Dimension i of the view is dimension `dims[i]` of the base."""
+
+    dims: tuple[int, ...]
+
+    def forward(self, emit: Emit, base: Any) -> Any:
+        """`permute`."""
+        return emit(_aten.permute.default, base, list(self.dims))
+
+    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+        """`permute` back."""
+        return emit(_aten.permute.default, new, [self.dims.index(i) for i in range(len(self.dims))])
+
+
+@dataclasses.dataclass(frozen=True)
+class Scatter(ViewFunction):
+    """A view op that has a scatter op with the same arguments, such as `select` and `select_scatter`."""
+
+    view: Any
+    scatter: Any
+    args: tuple[Any, ...]
+
+    def forward(self, emit: Emit, base: Any) -> Any:
+        """The view op."""
+        return emit(self.view, base, *self.args)
+
+    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+        """The scatter op."""
+        return emit(self.scatter, base, new, *self.args)
+
+
+def select(dim: int, index: Any) -> Scatter:
+    """The elements at one index of a dimension."""
+    return Scatter(_aten.select.int, _aten.select_scatter.default, (dim, index))
+
+
+def slice_(dim: int, start: Any, end: Any, step: Any = 1) -> Scatter:
+    """The elements at some indices of a dimension."""
+    return Scatter(_aten.slice.Tensor, _aten.slice_scatter.default, (dim, start, end, step))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Positions(ViewFunction):
+    """Any elements of the base in any order, by their row-major index in it: `indices`, int64[numel of the view]."""
+
+    base_size: tuple[int, ...]
+    view_size: tuple[int, ...]
+    indices: torch.Tensor
+
+    def forward(self, emit: Emit, base: Any) -> Any:
+        """`index` of the flattened base."""
+        found = emit(_aten.index.Tensor, _row(emit, base), [self.indices])
+        return emit(_aten.reshape.default, found, list(self.view_size))
+
+    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+        """`index_put` into the flattened base."""
+        filled = emit(_aten.index_put.default, _row(emit, base), [self.indices], _row(emit, new))
+        return emit(_aten.reshape.default, filled, list(self.base_size))
+
+
+def _row(emit: Emit, x: Any) -> Any:
+    return emit(_aten.reshape.default, x, [-1])
+
+
+@dataclasses.dataclass(frozen=True)
+class Unfold(ViewFunction):
+    """`unfold` whose windows do not overlap."""
+
+    args: tuple[int, int, int]
+
+    def forward(self, emit: Emit, base: Any) -> Any:
+        """`unfold`."""
+        return emit(_aten.unfold.default, base, *self.args)
+
+    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+        """`unfold_backward` puts the windows in their places; the elements between them stay."""
+        size = list(base.fake.size())
+        places = emit(_aten.unfold_backward.default, emit(_aten.ones_like.default, new), size, *self.args)
+        filled = emit(_aten.unfold_backward.default, new, size, *self.args)
+        return emit(_aten.where.self, emit(_aten.gt.Scalar, places, 0), filled, base)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Expand(ViewFunction):
+    """`expand`, written with equal values only: `fill_` and `zero_` are the ops that may write to it."""
+
+    base_size: Sequence[Any]
+    view_size: Sequence[Any]
+
+    def forward(self, emit: Emit, base: Any) -> Any:
+        """`expand`."""
+        return emit(_aten.expand.default, base, list(self.view_size))
+
+    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+        """The first of the equal elements."""
+        for _ in range(len(self.view_size) - len(self.base_size)):
+            new = emit(_aten.select.int, new, 0, 0)
+        for d, (n, m) in enumerate(zip(self.base_size, self.view_size[-len(self.base_size) :], strict=False)):
+            if to_expr(n) != to_expr(m):
+                new = emit(_aten.slice.Tensor, new, d, 0, 1)
+        return new
+
+
+@dataclasses.dataclass(frozen=True)
+class Reinterpreted(ViewFunction):
+    """A view that reads the bits of the base as other numbers, such as `view_as_real` or `imag`."""
+
+    func: Any
+    args: tuple[Any, ...]
+    back: Callable[[Emit, Any, Any], Any]
+
+    def forward(self, emit: Emit, base: Any) -> Any:
+        """The view op on memory without gaps, which those that change the number of elements need."""
+        return emit(self.func, emit(_aten.contiguous.default, base), *self.args)
+
+    def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
+        """The op in `_BACK` for this one."""
+        return self.back(emit, base, new)
+
+
+def _real(emit: Emit, base: Any, new: Any) -> Any:
+    return emit(_aten.complex.default, new, emit(_aten.imag.default, base))
+
+
+def _imag(emit: Emit, base: Any, new: Any) -> Any:
+    return emit(_aten.complex.default, emit(_aten.real.default, base), new)
+
+
+def _view_as_real(emit: Emit, base: Any, new: Any) -> Any:
+    return emit(_aten.view_as_complex.default, emit(_aten.contiguous.default, new))
+
+
+def _view_as_complex(emit: Emit, base: Any, new: Any) -> Any:
+    return emit(_aten.view_as_real.default, emit(_aten.resolve_conj.default, new))
+
+
+def _view_dtype(emit: Emit, base: Any, new: Any) -> Any:
+    return emit(_aten.view.dtype, emit(_aten.contiguous.default, new), base.fake.dtype)
+
+
+def _conj(emit: Emit, base: Any, new: Any) -> Any:
+    return emit(_aten.conj_physical.default, new)
+
+
+def _neg_view(emit: Emit, base: Any, new: Any) -> Any:
+    return emit(_aten.neg.default, new)
+
+
+_BACK: dict[Any, Callable[[Emit, Any, Any], Any]] = {
+    _aten.view_as_real.default: _view_as_real,
+    _aten.view_as_complex.default: _view_as_complex,
+    _aten.real.default: _real,
+    _aten.imag.default: _imag,
+    _aten.view.dtype: _view_dtype,
+    _aten.conj.default: _conj,
+    _aten._conj.default: _conj,
+    _aten._neg_view.default: _neg_view,
+}
+_IDENTITY_OF_REAL = (_aten.real.default, _aten.conj.default, _aten._conj.default)
+
+
+def by_own_inverse(func: Any, args: tuple[Any, ...], base: torch.Tensor) -> ViewFunction | None:
+    """The function of an op that reads the bits of `base` as other numbers, or of `diagonal`; None for other ops."""
+    if func is _aten.diagonal.default:
+        return Scatter(_aten.diagonal.default, _aten.diagonal_scatter.default, args)
+    back = _BACK.get(func)
+    if back is None or (func in _IDENTITY_OF_REAL and not base.is_complex()):
+        return None
+    if func is _aten.view.dtype and args[0] == base.dtype:
+        return None
+    return Reinterpreted(func, args, back)
+
+
+# By geometry: exact sizes -------------------------------------------------------------------------------------------
+
+
+def by_geometry(base: Geometry, view: Geometry) -> ViewFunction | None:
+    """The function of a view of the same dtype; None when it reaches elements outside of the base."""
+    if base.numel == view.numel and _same_order(base, view):
+        return Reshape(base.size, view.size)
+    if view.numel == 0:
+        return Positions(base.size, view.size, torch.zeros(0, dtype=torch.int64, device="cpu"))
+    if not base.overlaps_itself():
+        found = _as_permute(base, view) or _as_slice(base, view) or _as_select(base, view)
+        if found is not None:
+            return found
+    indices = index_in(base.positions(), view.positions())
+    return None if indices is None else Positions(base.size, view.size, indices)
+
+
+def _same_order(base: Geometry, view: Geometry) -> bool:
+    """Whether both have the same positions in the same order."""
+    return base.numel == 0 or (base.offset == view.offset and _merged(base) == _merged(view))
+
+
+def _merged(g: Geometry) -> list[tuple[int, int]]:
+    """(size, stride) of the dimensions, neighbours joined where one stride reaches over both."""
+    runs: list[tuple[int, int]] = []
+    for n, s in g.dims:
+        if runs and runs[-1][1] == n * s:
+            runs[-1] = (runs[-1][0] * n, s)
+        else:
+            runs.append((n, s))
+    return runs
+
+
+def _as_permute(base: Geometry, view: Geometry) -> Permute | None:
+    if len(base.size) != len(view.size) or base.offset != view.offset:
+        return None
+    free = list(range(len(base.size)))
+    dims: list[int] = []
+    for n, s in zip(view.size, view.stride, strict=True):
+        match = next((i for i in free if base.size[i] == n and (n == 1 or base.stride[i] == s)), None)
+        if match is None:
+            return None
+        free.remove(match)
+        dims.append(match)
+    return Permute(tuple(dims))
+
+
+def _as_slice(base: Geometry, view: Geometry) -> Scatter | None:
+    if len(base.size) != len(view.size):
+        return None
+    dims = zip(base.size, view.size, base.stride, view.stride, strict=True)
+    other = [i for i, (bn, vn, bs, vs) in enumerate(dims) if bn != vn or (vn != 1 and bs != vs)]
+    if len(other) != 1:
+        return None
+    (d,) = other
+    n, bs, vs = view.size[d], base.stride[d], view.stride[d]
+    step = vs // bs if n > 1 and bs else 1
+    start, rest = divmod(view.offset - base.offset, bs) if bs else (0, 0)
+    if rest or step < 1 or start < 0 or (n > 1 and step * bs != vs) or start + (n - 1) * step >= base.size[d]:
+        return None
+    return slice_(d, start, min(start + (n - 1) * step + 1, base.size[d]), step)
+
+
+def _as_select(base: Geometry, view: Geometry) -> Scatter | None:
+    if len(base.size) != len(view.size) + 1:
+        return None
+    for d, (n, s) in enumerate(zip(base.size, base.stride, strict=True)):
+        rest_size, rest_stride = base.size[:d] + base.size[d + 1 :], base.stride[:d] + base.stride[d + 1 :]
+        same = all(m == 1 or a == b for m, a, b in zip(view.size, rest_stride, view.stride, strict=True))
+        if rest_size != view.size or not same:
+            continue
+        index, rest = divmod(view.offset - base.offset, s) if s else (0, view.offset - base.offset)
+        if rest == 0 and 0 <= index < n:
+            return select(d, index)
+    return None
+
+
+def index_in(base: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor | None:
+    """For each of `wanted` (int64[m]) its first index in `base` (int64[n]); None when one is not there."""
+    if base.numel() == 0:
+        return None if wanted.numel() else wanted
+    order = torch.argsort(base, stable=True)
+    places = torch.searchsorted(base[order], wanted).clamp(max=base.numel() - 1)
+    found = order[places]
+    return found if bool((base[found] == wanted).all()) else None
+
+
+# By op: symbolic sizes ----------------------------------------------------------------------------------------------
+
+_SAME_ORDER = {
+    _aten.view_as.default,
+    _aten.reshape_as.default,
+    _aten.squeeze.default,
+    _aten.squeeze.dim,
+    _aten.squeeze.dims,
+    _aten.unflatten.int,
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.contiguous.default,
+    _aten.to.dtype,
+    _aten.dropout.default,
+}
+
+
+def by_op(
+    func: Any, args: tuple[Any, ...], slot: int | None, base: torch.Tensor, view: torch.Tensor
+) -> ViewFunction | None:
+    """The function of result `slot` of `func(base, *args)`, of the same dtype; None for an op that is not known."""
+    said = views.view_arguments(func, base.size(), args)
+    if func in _SAME_ORDER or isinstance(said, (views.Reshape, views.Flatten, views.Unsqueeze)):
+        return Reshape(base.size(), view.size())
+    if func is _aten.unfold.default and args[2] >= args[1]:
+        return Unfold((args[0] % max(1, base.dim()), args[1], args[2]))
+    match said:
+        case views.Permute(dims):
+            return Permute(dims)
+        case views.Select(dim, index):
+            return select(dim, index)
+        case views.Slice(dim, start, end, step):
+            return slice_(dim, start, end, step)
+        case views.Expand():
+            return Expand(base.size(), view.size())
+    return None if slot is None else _part(func, args, slot, said, base, view)
+
+
+def _part(
+    func: Any, args: tuple[Any, ...], slot: int, said: views.ViewArguments | None, base: torch.Tensor, view: torch.Tensor
+) -> ViewFunction | None:
+    """One of the results of `split` and its kind."""
+    match said:
+        case views.Unbind(dim):
+            return select(dim, slot)
+        case views.Split(dim, lengths) if lengths is not None:
+            start = sum(lengths[:slot])
+            return slice_(dim, start, start + lengths[slot])
+        case views.Split(dim, None):
+            each = args[0] if func is _aten.split.Tensor else (base.size(dim) + args[0] - 1) // args[0]
+            return slice_(dim, slot * each, slot * each + view.size(dim))
+    return None
