@@ -108,31 +108,30 @@ class AliasSet:
     def write(self, old: Value, new: Value, writer: Op, *, hidden: bool = False) -> None:
         """Give an alias a new value. `hidden`: autograd does not see it, so that all keep the gradient they had.
 
-        In eager a tensor that requires grad goes on requiring it when it is written. A view gets this from its base, as
-        it is stale then; a base that requires grad must be given a value that does.
+        In eager a tensor that requires grad goes on requiring it when it is written, and so it does here.
         """
         old = self.same(old)
         if self._row is None and self._needs_row():
             self._make_row(writer)
         chain = self._written_ancestors(old)
         bases = [self.read(v, writer) for v in chain[1:]]
+        may_lose = writer.grad and not hidden and not new.requires_grad
+        if may_lose and not bases:
+            new = self._with_history(self.read(old, writer), new, writer)
         self.version += 1
         self.written[old] = writer
         self._present[old] = (new, self.version)
-        has_grad = new.requires_grad
         for view, parent, base in zip(chain, chain[1:], bases, strict=False):
             new = self._function(view, parent, writer).inverse(self._emitter.simplifying(writer), base, new)
             if hidden:
                 new = self.overwritten(base, new, writer)
+            elif may_lose:
+                new = self._with_history(base, new, writer)
             self._present[parent] = (new, self.version)
-        if new.requires_grad and not has_grad and not hidden:
-            del self._present[old]
+        if may_lose and bases and new.requires_grad:
+            del self._present[old]  # stale: it gets its history from the base
         if self._row is not None:
             self._row = self._of_row(chain[-1], writer).inverse(self._emitter.simplifying(writer), self._row, new)
-
-    def is_base(self, old: Value) -> bool:
-        """Whether a tensor is the base: no write to another alias makes it stale."""
-        return self._row is None and self.same(old) not in self.views
 
     def replace(self, old: Value, new: Value, writer: Op) -> None:
         """Give the whole storage a new value of another size. `old` becomes its only root."""
@@ -147,10 +146,14 @@ class AliasSet:
         self._present = {old: (new, self.version)}
         self.written[old] = writer
 
+    def _is_base(self, old: Value) -> bool:
+        """Whether it is the base: each write reaches it, so that it is never stale."""
+        return self._row is None and old not in self.views
+
     def _current(self, old: Value) -> Value | None:
         found = self._present.get(old)
-        if found is None or found[1] == self.version or self.is_base(old):
-            return None if found is None else found[0]  # each write reaches a root that is the base itself
+        if found is None or found[1] == self.version or self._is_base(old):
+            return None if found is None else found[0]
         return None
 
     def _read_root(self, old: Value, reader: Op) -> Value:
@@ -182,7 +185,7 @@ class AliasSet:
         chain, above = [old], old
         while (parent := self._parent(above)) is not None:
             above = parent
-            if self.is_base(above) or not geometry_of(above).overlaps_itself():
+            if self._is_base(above) or not geometry_of(above).overlaps_itself():
                 chain.append(above)
         return chain
 
@@ -304,6 +307,14 @@ class AliasSet:
         """Note that an alias and its ancestors require grad from here on: autograd saw a write to them."""
         if old not in self._with_grad:
             self._with_grad |= dict.fromkeys(self.above(old))
+
+    def _with_history(self, old: Value, new: Value, writer: Op) -> Value:
+        """`new`, which requires grad if `old` does."""
+        if old.requires_grad and not new.requires_grad:
+            emit = self._emitter.simplifying(writer)
+            never = emit(_aten.full.default, [], False, dtype=torch.bool, device=new.fake.device)
+            new = emit(_aten.where.self, never, old, new)
+        return new
 
     def overwritten(self, old: Value, new: Value, writer: Op) -> Value:
         """`new` with the gradient of `old`, or without any where that has none."""

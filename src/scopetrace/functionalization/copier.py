@@ -2,7 +2,7 @@
 
     op of the recorded tape
         nothing that it reads was written   -> the same op on the copies of its operands
-        an operand was written              -> the op on its present value; where the layout differs, a form that allows it
+        an operand was written              -> the op on its present value, in a form that its layout allows
         the op writes                       -> what the subclass says (`Functionalizer`)
     start and end of a call                 -> the call with the present values of its arguments, results and state
 
@@ -132,9 +132,7 @@ class TapeCopier(abc.ABC):
 
     def _at_edge(self, op: Op, call: Call | None) -> Op:
         """The op next to the boundary of a call, in the call that reads there: the origin of what is read."""
-        place = op.moved_to(call)
-        place.scope = self.old.root if call is None else call.scope
-        return place
+        return dataclasses.replace(op, call=call, scope=self.old.root if call is None else call.scope)
 
     def _start(self, call: Call, op: Op) -> None:
         parent = None if call.parent is None else self._calls[call.parent]
@@ -176,7 +174,7 @@ class TapeCopier(abc.ABC):
     def _find_roots(self) -> None:
         given: dict[int, Value] = {}
         for op in self.old.ops:
-            for value in _made(op):
+            for value in op.values():
                 aliases = self.sets.get(value.storage)
                 if aliases is None:
                     continue
@@ -237,12 +235,12 @@ class TapeCopier(abc.ABC):
                 self.define(op, op.outputs, found)
                 return
             args = found[1] if found[0] is op.target else args
-        old_inputs, new_inputs = _read_by(op), _values(op, (args, kwargs))
+        old_inputs, new_inputs = op.inputs(), _values(op, (args, kwargs))
         if op.kind == "call_module" or all(
             self._copies.get(a) is b for a, b in zip(old_inputs, new_inputs, strict=True)
         ):
             outputs = self.emitter.copy(self._placed(op), args, kwargs)
-            self._copies.update(zip(_values(op, op.outputs), _values(op, outputs), strict=True))
+            self._copies.update(zip(op.values(), _values(op, outputs), strict=True))
         elif all(map(_alike, old_inputs, new_inputs)):
             storages = {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
             outputs = self.emitter.copy(self._placed(op), args, kwargs, storages)
@@ -268,10 +266,10 @@ class TapeCopier(abc.ABC):
 
         args = with_more_operands(op.target, map_structure(present, op.args, (Value, BodyTape)), lifted)
         storages = {old.storage: new.storage for old, new in zip(op.inputs(), values_in(args), strict=False)}
-        outputs = self.emitter.copy(origin, args, op.kwargs, storages)
-        new = self.emitter.more_results(self.new.ops[-1], list(op.writes))
-        self.define(dataclasses.replace(op, args=(), kwargs={}), op.outputs, outputs)
-        for target, value in zip(op.writes, new, strict=True):
+        outputs = self.emitter.copy(origin, args, op.kwargs, storages, more=op.writes)
+        own = outputs[: len(op.outputs)] if op.writes else outputs
+        self.define(dataclasses.replace(op, args=(), kwargs={}), op.outputs, own)
+        for target, value in zip(op.writes, outputs[len(op.outputs) :] if op.writes else (), strict=True):
             self.assign(op, target, value)
 
     def _read_by_position(self, op: Op) -> bool:
@@ -304,10 +302,7 @@ class TapeCopier(abc.ABC):
     def present(self, x: Any, op: Op) -> Any:
         """The arguments of an op with present values."""
         if type(x) is Value:
-            if x.storage not in self.sets:
-                new = self.values[x]
-            else:
-                new = self.read(x, self.moved(op))
+            new = self.values[x] if x.storage not in self.sets else self.read(x, self.moved(op))
             return in_order_of(self.emitter.bound(self.moved(op)), new, x.fake) if is_random(op.target) else new
         if op.kind == "call_module":
             return map_structure(lambda v: self.read(v, self.moved(op)), x, Value)
@@ -331,7 +326,7 @@ class TapeCopier(abc.ABC):
             aliases.define(a, b)
 
     def _view_meta(self, op: Op, parent: Value, value: Value, slot: int | None) -> ViewMeta:
-        """As `_view_meta`; as_strided, which may reach beyond its argument, is of the first ancestor that it stays in."""
+        """As `_view_meta`. as_strided, which may leave its argument, is of the first ancestor that it stays in."""
         if op.target is _aten.as_strided.default:
             around = next((v for v in self.sets[value.storage].above(parent) if _holds(v, value)), parent)
             return ViewMeta(around, op.target, (list(value.fake.size()), list(value.fake.stride()), value.offset))
@@ -358,14 +353,6 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
 
 def _values(op: Op, x: Any) -> list[Value]:
     return leaves(x, Value) if op.kind == "call_module" else values_in(x)
-
-
-def _made(op: Op) -> list[Value]:
-    return _values(op, op.outputs)
-
-
-def _read_by(op: Op) -> list[Value]:
-    return _values(op, (op.args, op.kwargs))
 
 
 def _parent(op: Op, value: Value) -> Value | None:

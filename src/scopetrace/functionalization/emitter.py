@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
 from scopetrace.infer.repeat import FakeRuns
-from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, values_in
 
 _aten = torch.ops.aten
 
@@ -37,33 +37,31 @@ class Emitter:
         """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, args), self._lift(origin, kwargs)
         out = self._fakes.run(func, args, kwargs)
-        op = self._append(origin, func, args, kwargs)
-        carries = origin.grad and func is not _aten.detach.default and any(v.requires_grad for v in op.inputs())
-        given = {id(v.fake): v for v in op.inputs()}
-        known = {storage_id(v.fake): v.storage for v in op.inputs()}
+        inputs = values_in((args, kwargs))
+        carries = origin.grad and func is not _aten.detach.default and any(v.requires_grad for v in inputs)
+        given = {id(v.fake): v.storage for v in inputs}
+        known = {storage_id(v.fake): v.storage for v in inputs}
 
         def value(t: Any, slot: int) -> Any:
             if not isinstance(t, torch.Tensor):
                 return t
-            same, storage = given.get(id(t)), known.get(storage_id(t))
-            storage = same.storage if same is not None else storage
-            differentiable = t.is_floating_point() or t.is_complex()
-            if same is None and carries and differentiable and not t.requires_grad and t.is_leaf:
+            storage = given.get(id(t), known.get(storage_id(t)))
+            differentiable = carries and (t.is_floating_point() or t.is_complex())
+            if differentiable and id(t) not in given and not t.requires_grad and t.is_leaf:
                 t.requires_grad_()  # stands for the history that the real run has
-            made = Value(t, op, slot, next(self._storages) if storage is None else storage, None)
-            made.requires_grad = carries and differentiable
+            made = Value(t, None, slot, next(self._storages) if storage is None else storage, None)
+            made.requires_grad = differentiable
             return made
 
         if isinstance(out, (list, tuple)):
-            op.outputs = type(out)(
-                [
-                    [value(u, s) for s, u in enumerate(t)] if isinstance(t, list) else value(t, s)
-                    for s, t in enumerate(out)
-                ]
-            )
+            parts = [
+                [value(u, s) for s, u in enumerate(t)] if isinstance(t, list) else value(t, s)
+                for s, t in enumerate(out)
+            ]
+            outputs: Any = type(out)(parts)
         else:
-            op.outputs = value(out, 0)
-        return op.outputs
+            outputs = value(out, 0)
+        return self._append(origin, "call_function", func, args, kwargs, outputs)
 
     def bound(self, origin: Op) -> Callable[..., Any]:
         """`run` for one origin, called with positional arguments."""
@@ -95,35 +93,35 @@ class Emitter:
         return (func, args) if isinstance(found, Value) and found.requires_grad and not origin.grad else found
 
     def copy(
-        self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], storages: dict[int, int] | None = None
+        self,
+        op: Op,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        storages: dict[int, int] | None = None,
+        more: Sequence[Value] = (),
     ) -> Any:
         """Append an op of the recorded tape, on other operands of the same metadata; returns its new result.
 
-        `storages`: the new storage of each old one among the operands. A result in another one is a new tensor.
-        Without `storages`, all are as in the recorded tape.
+        Args:
+            op: the op, in its new call.
+            args: the operands, of the new tape.
+            kwargs: the same.
+            storages: the new storage of each old one among the operands; a result in another one is a new tensor.
+                Without it, all storages are as in the recorded tape.
+            more: for each a further result, a new tensor with the same metadata. The results are a tuple then.
         """
-        copied = self._append(op, op.target, args, kwargs)
-        copied.kind = op.kind
+        given = {} if storages is None else storages
 
         def value(v: Value) -> Value:
-            storage = v.storage if storages is None else storages.get(v.storage)
-            if storages is not None and storage is None:
-                storage = storages[v.storage] = next(self._storages)
-            new = Value(v.fake, copied, v.slot, storage, v.key)  # type: ignore[arg-type]
-            new.offset, new.requires_grad, new.real = v.offset, v.requires_grad, v.real
-            return new
+            if v.storage not in given:
+                given[v.storage] = v.storage if storages is None else next(self._storages)
+            return v.copy(given[v.storage])
 
         outs = op.outputs
-        copied.outputs = value(outs) if type(outs) is Value else map_structure(value, outs, Value)
-        return copied.outputs
-
-    def more_results(self, op: Op, likes: list[Value]) -> list[Value]:
-        """More results of the last op, each a new tensor as one of `likes`."""
-        made = []
-        for slot, like in enumerate(likes, len(op.outputs)):
-            made.append(Value(self._fakes.like(like.fake), op, slot, next(self._storages), None))
-        op.outputs = (*op.outputs, *made)
-        return made
+        outputs: Any = value(outs) if type(outs) is Value else map_structure(value, outs, Value)
+        for slot, like in enumerate(more, len(outs) if more else 0):
+            outputs = (*outputs, Value(self._fakes.like(like.fake), None, slot, next(self._storages), None))
+        return self._append(op, op.kind, op.target, args, kwargs, outputs)
 
     def constant(self, origin: Op, real: torch.Tensor) -> Value:
         """A tensor as an attribute."""
@@ -132,22 +130,22 @@ class Emitter:
             name = f"_tensor_constant{self._count}"
             self._count += 1
             self.tape.attributes[name] = real
-            op = dataclasses.replace(origin, kind="get_attr", target=name, args=(), kwargs={}, outputs=None, writes=())
             assert self.tape.fake_mode is not None
             fake = self.tape.fake_mode.from_tensor(real, static_shapes=True)
-            found = op.outputs = Value(fake, op, 0, next(self._storages), None)
+            found = self._constants[id(real)] = Value(fake, None, 0, next(self._storages), None)
             found.real = real
-            self.tape.ops.append(op)
-            self._constants[id(real)] = found
+            self._append(origin, "get_attr", name, (), {}, found)
         return found
 
-    def _append(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Op:
-        op = origin.moved_to(origin.call)
-        op.kind, op.target, op.args, op.kwargs, op.outputs, op.writes = "call_function", func, args, kwargs, None, ()
-        if func is not origin.target:
-            op.unbacked = None
+    def _append(
+        self, origin: Op, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Any
+    ) -> Any:
+        unbacked = origin.unbacked if target is origin.target else None
+        op = Op(
+            kind, target, args, kwargs, outputs, origin.scope, origin.call, origin.frames, origin.grad, (), unbacked
+        )
         self.tape.ops.append(op)
-        return op
+        return outputs
 
     def _lift(self, origin: Op, x: Any) -> Any:
         """Constants among the arguments become attributes."""

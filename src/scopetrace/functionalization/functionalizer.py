@@ -154,6 +154,7 @@ class Functionalizer(TapeCopier):
                     aliases.link(value, ViewMeta(target))
 
     def assign(self, op: Op, target: Value, new: Value) -> None:
+        """`target` gets the elements of `new`: of its own size, or, with `out=`, of another."""
         origin = self.moved(op)
         aliases = self.sets[target.storage]
         if new.fake.dtype != target.fake.dtype:
@@ -169,18 +170,7 @@ class Functionalizer(TapeCopier):
         hidden = self._is_hidden(op, target)
         if hidden:
             new = aliases.overwritten(aliases.read(target, origin), new, origin)
-        elif op.grad and not new.requires_grad and aliases.is_base(target):
-            new = self._with_history(aliases.read(target, origin), new, origin)
         aliases.write(target, new, origin, hidden=hidden)
-
-    def _with_history(self, old: Value, new: Value, origin: Op) -> Value:
-        """`new`, which requires grad where `old` does: in eager a tensor with a history keeps one when it is written."""
-        if not old.requires_grad:
-            return new
-        emit = self.emitter.simplifying(origin)
-        never = emit(_aten.full.default, [], False, dtype=torch.bool, device=new.fake.device)
-        found: Value = emit(_aten.where.self, never, old, new)
-        return found
 
     def _is_hidden(self, op: Op, target: Value) -> bool:
         """Whether autograd does not see a write, though values in this memory may carry gradients."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.schema import schema_of
+from scopetrace._compat.schema import is_op, schema_of
 from scopetrace._compat.symbols import example
 from scopetrace.errors import FunctionalizationError
 from scopetrace.ir.frames import source_of
@@ -49,8 +49,7 @@ def verify_pure(tape: Tape) -> None:
     """Raise FunctionalizationError for the first op whose schema can write."""
     for inner in tape.walk():
         for op in inner.ops:
-            is_aten = isinstance(op.target, torch._ops.OpOverload)
-            if op.writes or (is_aten and schema_of(op.target).is_mutable):
+            if op.writes or (is_op(op.target) and schema_of(op.target).is_mutable):
                 raise refusal("an op that writes is left in the program", op)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from scopetrace._compat.schema import schema_of
-from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import Symbolic, has_unbacked, to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, became, last_of

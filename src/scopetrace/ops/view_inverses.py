@@ -1,4 +1,4 @@
-"""Views as functions without mutation: `forward(base) -> view`, and `inverse(base, new) -> base` with `new` in the view.
+"""Views as functions: `forward(base)` is the view, `inverse(base, new)` the base after `new` was written to the view.
 
     positions of base and view in their storage (exact sizes), or the view op and its arguments (symbolic sizes)
     -> `ViewFunction` -> ops of ATen on either side: `select` and `select_scatter`, `permute` and `permute`, ...
@@ -426,7 +426,12 @@ def by_op(
 
 
 def _part(
-    func: Any, args: tuple[Any, ...], slot: int, said: views.ViewArguments | None, base: torch.Tensor, view: torch.Tensor
+    func: Any,
+    args: tuple[Any, ...],
+    slot: int,
+    said: views.ViewArguments | None,
+    base: torch.Tensor,
+    view: torch.Tensor,
 ) -> ViewFunction | None:
     """One of the results of `split` and its kind."""
     match said:

@@ -29,7 +29,6 @@ from scopetrace._compat.tensors import FreshFakes
 from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import OnnxExportError
-from scopetrace.ops.overwrite import OVERWRITE
 from scopetrace.ir import meta
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import (
@@ -45,6 +44,7 @@ from scopetrace.ir.write_back import (
     ViewStep,
     WriteBack,
 )
+from scopetrace.ops.overwrite import OVERWRITE
 from scopetrace.program.graph import FxLowering
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
