@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, last_of
 from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_of, is_random, lift_constants
