@@ -152,7 +152,7 @@ def whole(t):
 
 
 @dataclasses.dataclass(frozen=True)
-class FxLowering:
+class Program:
     """Called with the inputs, it runs the steps and returns some of the pool."""
 
     steps: tuple[Step, ...]
@@ -179,7 +179,7 @@ class FxLowering:
                 continue
             if 0 < pool[-1].numel() <= MOST and pool[-1].dim() < 6:
                 kept += (step,)
-        return FxLowering(kept, self.returned)
+        return Program(kept, self.returned)
 
 
 def inputs(kinds, seed):
@@ -208,7 +208,7 @@ KINDS = {
 number = some.integers(0, 5)
 step = some.builds(Step, some.sampled_from(OPS), *[some.integers(0, 11)] * 2, number, number, number)
 programs = some.builds(
-    FxLowering,
+    Program,
     some.lists(step, min_size=4, max_size=12).map(tuple),
     some.lists(some.integers(0, 15), min_size=1, max_size=5).map(tuple),
 )
