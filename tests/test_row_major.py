@@ -19,7 +19,7 @@ from scopetrace.infer.size_rules import ACTIVATIONS
 from scopetrace.infer.view_rules import VIEWS
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, Value
-from scopetrace.record.recorder import _OpFacts
+from scopetrace.record.ops import OpFacts
 
 aten = torch.ops.aten
 
@@ -310,7 +310,7 @@ def test_a_plain_write_changes_values_alone(func):
 
 
 def test_the_recorder_asks_before_it_lets_torch_run_a_plain_write():
-    assert [func for func in row_major._IN_PLACE | ACTIVATIONS if not _OpFacts(func).in_place] == []
+    assert [func for func in row_major._IN_PLACE | ACTIVATIONS if not OpFacts(func).in_place] == []
 
 
 def overlaps_itself(t: torch.Tensor) -> bool:

@@ -19,7 +19,7 @@ from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.symbolic import ExecOrderTracer, TracingConfig
 from scopetrace.program.outlined import Function as Function
 from scopetrace.program.traced import ModuleCall
-from scopetrace.record.specialize import Specialization as Specialization
+from scopetrace.record.data import Specialization as Specialization
 
 __version__ = "0.1.0"
 

@@ -34,7 +34,9 @@ Replace = Callable[[Any, str, Any], None]
 class Observer(Protocol):
     """Who is told of what happens. `run` does what would have happened without the replacement."""
 
-    paused: bool
+    @property
+    def paused(self) -> bool:
+        """Whether nothing is to be reported now."""
 
     def on_call(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called."""

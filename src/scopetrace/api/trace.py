@@ -32,8 +32,8 @@ from scopetrace.program.lint import lint
 from scopetrace.program.outlined import Function, OutlinedFunctions, Target, outline_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record import record
-from scopetrace.record.observe import Progress
-from scopetrace.record.specialize import Specialization
+from scopetrace.record.calls import Progress
+from scopetrace.record.data import Specialization
 from scopetrace.view.text import TextOptions, render
 
 if TYPE_CHECKING:
@@ -399,7 +399,7 @@ def trace(
         arguments,
         kwargs or {},
         dynamic_shapes=dynamic_shapes,
-        leaves=() if leaf_modules is None else leaf_modules,
+        leaf_modules=() if leaf_modules is None else leaf_modules,
         specialize=specialize,
         progress=progress,
     )

@@ -28,7 +28,7 @@ from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import Boundary, schedule
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, RecordedTape, Tape, Value, flat, values_in
 from scopetrace.ops.view_inverses import by_geometry, geometry_of
-from scopetrace.record.bodies import with_more_operands, written_inputs
+from scopetrace.ops.higher_order import with_more_operands, written_inputs
 
 _aten = torch.ops.aten
 _SIZED_BY_OTHER = {

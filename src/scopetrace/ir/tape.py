@@ -365,11 +365,11 @@ class ProgramTape(Tape):
     modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
     """The modules behind `call_module` ops."""
     sizes: Any = None
-    """The rules of symbolic input sizes (`record.sizes`); None where all sizes are those of the example."""
+    """The rules of symbolic input sizes (`record.dynamic_shapes`); None where all sizes are those of the example."""
     uses_absolute_offset: set[int] = dataclasses.field(default_factory=set)
     """The storages that `as_strided` reads at an offset from their start, so that the offset of an input matters."""
     specializations: list[Any] = dataclasses.field(default_factory=list)
-    """What the example inputs decided (`record.specialize`)."""
+    """What the example inputs decided (`record.data`)."""
     registered: Registered = dataclasses.field(default_factory=Registered)
     """The model's modules and parameters with all their names."""
 

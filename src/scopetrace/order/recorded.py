@@ -10,8 +10,8 @@ from typing import Any
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.tape import Call, Op, ProgramTape, Tape, Value, values_in
+from scopetrace.ops.higher_order import FORMS
 from scopetrace.order.execution import CallUsage, ExecutionOrder
-from scopetrace.record.bodies import FORMS
 
 
 def execution_order(tape: ProgramTape) -> ExecutionOrder:

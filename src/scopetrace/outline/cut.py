@@ -12,6 +12,7 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
+from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, forward_of, own_values
 from scopetrace.outline.captured import Bound, Captured, Place
 from scopetrace.outline.function import FunctionInput, FunctionOutput, OutlinedBody
@@ -19,7 +20,6 @@ from scopetrace.outline.given import Given, given, without_unread
 from scopetrace.outline.key import call_key, content_hash
 from scopetrace.outline.names import different, own_tensors
 from scopetrace.outline.readers import Readers
-from scopetrace.record.body import Stretch, body_tape, free_symbols
 
 _aten = torch.ops.aten
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
@@ -285,9 +285,9 @@ class _Outliner:
         for kind, name, value in self._free(inner, old, operands, {g.name for g in passed}):
             inputs.append(FunctionInput(name, kind))
             operands.append(value)
-        stretch = Stretch("", old.scope, None, 0, inner.ops, inner.calls, [], None)
+        segment = TapeSegment("", old.scope, None, 0, inner.ops, inner.calls, [])
         known = {to_expr(x) for x in operands if isinstance(x, Symbolic)}
-        for number in free_symbols(stretch, operands):
+        for number in free_symbols(segment, operands):
             if to_expr(number) not in known:
                 known.add(to_expr(number))
                 inputs.append(FunctionInput(str(number), "size"))
@@ -344,12 +344,11 @@ class _Outliner:
             name = f"{base}_{count}"
         self._taken.add((domain, name))
         self._set_places(inner)
-        stretch = Stretch(
-            name, old.scope, self._copy(old), 0, inner.ops, inner.calls, [r.inside for r in results], None
-        )
-        tape = body_tape(self.old, stretch, operands, [x.name for x in inputs if x.kind != "absent"])
-        outputs = [FunctionOutput(r.name, r.kind) for r in results]
-        return OutlinedBody(name, domain, cls, f"{name}_{content_hash(key)}", inputs, outputs, tape, [])
+        outputs = [r.inside for r in results]
+        segment = TapeSegment(name, old.scope, self._copy(old), 0, inner.ops, inner.calls, outputs)
+        tape = body_tape(self.old, segment, operands, [x.name for x in inputs if x.kind != "absent"])
+        returned = [FunctionOutput(r.name, r.kind) for r in results]
+        return OutlinedBody(name, domain, cls, f"{name}_{content_hash(key)}", inputs, returned, tape, [])
 
     def _append(
         self,

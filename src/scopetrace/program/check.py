@@ -7,7 +7,6 @@ Data flow:
 
 from __future__ import annotations
 
-import collections
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -23,8 +22,8 @@ from scopetrace.errors import CheckError, ScopetraceError
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
 from scopetrace.program.traced import TracedProgram
+from scopetrace.record.data import Specialization, decided_by
 from scopetrace.record.model import SavedModule
-from scopetrace.record.specialize import Specialization, decided_by
 
 
 def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -112,7 +111,7 @@ class _State:
     def restore(self) -> None:
         """Restore attributes, the storages of tensors, and their values."""
         for saved in self._modules:
-            collections.deque(saved.restore(lambda t: None), maxlen=0)
+            saved.restore()
         with torch.no_grad():
             for name, t in self._tensors.items():
                 memory, value = self._before[name]

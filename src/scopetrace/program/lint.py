@@ -15,9 +15,9 @@ from scopetrace.errors import LintError
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, ProgramTape
+from scopetrace.ops.higher_order import FORMS, operand_count
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
-from scopetrace.record.bodies import FORMS, operand_count
 
 
 def lint(program: TracedProgram) -> None:

@@ -29,7 +29,7 @@ from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, 
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.boundary import CallBoundary, as_the_graph_returns, held_now, without_autocast
 from scopetrace.program.graph import FxLowering
-from scopetrace.record.specialize import specialized
+from scopetrace.record.data import specialized
 
 
 class ModuleCall:

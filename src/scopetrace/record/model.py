@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
-from scopetrace.ir.tape import AttributeWrite, Value
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _CONTAINERS = (list, dict, set)
@@ -85,18 +84,24 @@ class Model:
         saved = self._saved.get(id(module))
         return saved.replaced() if saved is not None else ()
 
-    def restore(self, values: Callable[[torch.Tensor], Value | None]) -> list[AttributeWrite]:
-        """Put every module back as it was, and say which attributes the forward bound to tensors of the trace.
-
-        `values` gives the tape value of a tensor, or None for tensors that the trace did not make.
-        """
-        return [write for saved in self._saved.values() for write in saved.restore(values)]
+    def restore(self) -> list[BoundTensor]:
+        """Put every module back as it was before the trace, and say which attributes were bound to other tensors."""
+        return [bound for saved in self._saved.values() for bound in saved.restore()]
 
 
 def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
     of_class = getattr(type(module), "forward", None)  # scripted modules have theirs elsewhere
     has_forward = of_class is not torch.nn.Module.forward or "forward" in module.__dict__
     return RegisteredModule(tuple(names), type(module).__name__, has_forward)
+
+
+class BoundTensor(NamedTuple):
+    """A tensor that an attribute of a module was bound to."""
+
+    module: torch.nn.Module
+    fqn: str
+    name: str
+    tensor: torch.Tensor
 
 
 class SavedModule:
@@ -129,32 +134,30 @@ class SavedModule:
         old = self.tables["_parameters"]
         return tuple([prefix + name for name, p in old.items() if p is not None and now.get(name) is not p])
 
-    def restore(self, values: Callable[[torch.Tensor], Value | None]) -> Iterator[AttributeWrite]:
-        """As `Model.restore`; done when the last is taken."""
+    def restore(self) -> list[BoundTensor]:
+        """Put the module back as it was, and say which of its attributes were bound to other tensors."""
         now = self.module.__dict__
-        changed = list(self._changes(now, self.attributes, values))
+        bound = self._bound(now, self.attributes)
         for name, old in self.tables.items():
             table = now.get(name)
             if table is not None:
-                changed += self._changes(table, old, values)
+                bound += self._bound(table, old)
                 _put_back(table, old)
         for container, old in self.containers:
             if not _unchanged(container, old):
                 container.clear()
                 container.extend(old) if isinstance(container, list) else container.update(old)
         _put_back(now, self.attributes)
-        yield from changed
+        return bound
 
-    def _changes(
-        self, now: dict[str, Any], old: dict[str, Any], values: Callable[[torch.Tensor], Value | None]
-    ) -> Iterator[AttributeWrite]:
+    def _bound(self, now: dict[str, Any], old: dict[str, Any]) -> list[BoundTensor]:
         if len(now) == len(old) and all(map(_is, now.values(), old.values())):
-            return
-        for name, new in now.items():
-            if isinstance(new, torch.Tensor) and new is not old.get(name):
-                value = values(new)
-                if value is not None:
-                    yield AttributeWrite(self.module, self.fqn, name, value)
+            return []
+        return [
+            BoundTensor(self.module, self.fqn, name, new)
+            for name, new in now.items()
+            if isinstance(new, torch.Tensor) and new is not old.get(name)
+        ]
 
 
 def _is(a: object, b: object) -> bool:

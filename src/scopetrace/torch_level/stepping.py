@@ -12,11 +12,8 @@ from scopetrace._compat.dispatch import autocast_enabled, in_transform
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, RecordedTape, Value
-from scopetrace.record import retraced, run_recorded
-from scopetrace.record.leaves import leaf_rule
+from scopetrace.record import Recording, retraced
 from scopetrace.record.model import Model
-from scopetrace.record.observe import CallObserver
-from scopetrace.record.recorder import Recorder
 from scopetrace.record.retrace import Assumptions
 from scopetrace.torch_level.places import root_scope, scope_of_node
 from scopetrace.torch_level.twins import PureCall, pure_call
@@ -72,11 +69,13 @@ def _record(
     gm: torch.fx.GraphModule, args: tuple[Any, ...], assumptions: Assumptions, with_trials: bool
 ) -> tuple[RecordedTape, list[Stretch]]:
     stepped = _Stepped(gm)
-    model = Model(stepped)
-    recorder = Recorder(model, root_scope(gm), assumptions)
-    stepper = stepped.stepper = _Stepper(gm, recorder, with_trials=with_trials)
-    observer = CallObserver(recorder, leaf_rule((), model), None)
-    return run_recorded(observer, stepped, gm, args, {}), stepper.stretches
+
+    def run_body(body: torch.fx.GraphModule, args: Any) -> Any:
+        return _Body(body, recording).run(*args)
+
+    recording = Recording(Model(stepped), root_scope(gm), assumptions, run_graph=run_body)
+    stepper = stepped.stepper = _Stepper(gm, recording, with_trials=with_trials)
+    return recording.run(stepped, gm, args, {}), stepper.stretches
 
 
 class _Stepped(torch.nn.Module):
@@ -98,16 +97,12 @@ class _Stepped(torch.nn.Module):
 class _Stepper(torch.fx.Interpreter):
     """Runs the graph and notes what each node did."""
 
-    def __init__(self, gm: torch.fx.GraphModule, recorder: Recorder, *, with_trials: bool) -> None:
+    def __init__(self, gm: torch.fx.GraphModule, recording: Recording, *, with_trials: bool) -> None:
         super().__init__(gm)
-        self.recorder = recorder
+        self.builder = recording.builder
+        self.values = recording.values
         self.with_trials = with_trials
         self.stretches: list[Stretch] = []
-        recorder.run_graph = self._run_body
-
-    def _run_body(self, gm: torch.fx.GraphModule, args: Any) -> Any:
-        """The body of a higher-order op."""
-        return _Body(gm, self.recorder).run(*args)
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
@@ -119,37 +114,34 @@ class _Stepper(torch.fx.Interpreter):
         stretch.known = not in_transform() and not autocast_enabled() and self._learn(stretch, args, kwargs)
         if stretch.known and self.with_trials:
             stretch.trial = self._try(n.op, target, args, kwargs)
-        stretch.start = len(self.recorder.tape.ops)
-        out = _run(n.op, target, args, kwargs)
-        stretch.stop = len(self.recorder.tape.ops)
-        self._place(stretch, self.recorder.tape.ops[stretch.start : stretch.stop])
+        tape = self.builder.tape
+        stretch.scope, stretch.start = scope_of_node(n, tape.root), len(tape.ops)
+        with self.builder.from_node(tape.root, stretch.scope, n.stack_trace):
+            out = _run(n.op, target, args, kwargs)
+        stretch.stop = len(tape.ops)
         stretch.known = stretch.known and not in_transform()
         if stretch.known:
             stretch.outputs = self._values(out)
             stretch.known = not _hides_tensors(stretch.outputs)
             if stretch.trial is not None:
-                stretch.trial.after = [self.recorder.value_of(t) for t in stretch.trial.call.written]
+                stretch.trial.after = [self.values.value_of(t) for t in stretch.trial.call.written]
         self.stretches.append(stretch)
         return out
-
-    def _place(self, stretch: Stretch, ops: list[Op]) -> None:
-        """The ops of a node come from where the node comes from; those of its own module calls know better."""
-        stretch.scope = _placed(stretch.node, ops, self.recorder.tape.root)
 
     def _learn(self, stretch: Stretch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         stretch.args, stretch.kwargs = self._values(args), self._values(kwargs)
         return not _hides_tensors((stretch.args, stretch.kwargs))
 
     def _values(self, x: Any) -> Any:
-        return map_structure(self.recorder.value_of, x, torch.Tensor)
+        return map_structure(self.values.value_of, x, torch.Tensor)
 
     def _try(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
         """Run the pure form, as far as there is one, and take what it did off the tape."""
         call = pure_call(kind, target, args, kwargs)
         if call is None:
             return None
-        before = [self.recorder.value_of(t) for t in call.written]
-        tape = self.recorder.tape
+        before = [self.values.value_of(t) for t in call.written]
+        tape = self.builder.tape
         mark, calls = len(tape.ops), len(tape.calls)
         try:
             out = _run(call.kind, call.target, call.args, call.kwargs)
@@ -165,25 +157,14 @@ class _Stepper(torch.fx.Interpreter):
 class _Body(torch.fx.Interpreter):
     """Runs a graph inside of the graph."""
 
-    def __init__(self, gm: torch.fx.GraphModule, recorder: Recorder) -> None:
+    def __init__(self, gm: torch.fx.GraphModule, recording: Recording) -> None:
         super().__init__(gm)
-        self.recorder = recorder
+        self.builder = recording.builder
 
     def run_node(self, n: torch.fx.Node) -> Any:
-        start = len(self.recorder.tape.ops)
-        out = super().run_node(n)
-        _placed(n, self.recorder.tape.ops[start:], self.recorder.state.current_scope)
-        return out
-
-
-def _placed(node: torch.fx.Node, ops: list[Op], root: Scope) -> Scope:
-    """Say of ops that they come from where `node` does, below `root`."""
-    scope = scope_of_node(node, root)
-    for op in ops:
-        if op.scope is root:
-            op.scope = scope
-        op.frames = node.stack_trace or op.frames
-    return scope
+        root = self.builder.state.current_scope
+        with self.builder.from_node(root, scope_of_node(n, root), n.stack_trace):
+            return super().run_node(n)
 
 
 def _run(kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

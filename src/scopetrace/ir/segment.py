@@ -1,0 +1,198 @@
+"""A segment of a tape as a tape of its own: the body of a higher-order op, or an outlined function.
+
+What the ops of the segment read from outside (values of the tape, symbolic sizes) becomes placeholders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from scopetrace._compat.symbols import Symbolic, stand_ins, symbols_of, to_expr
+from scopetrace.containers.structure import identifier, leaves, map_structure
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import BodyTape, Call, Op, Tape, Value, flat
+
+
+@dataclasses.dataclass
+class TapeSegment:
+    """Ops that follow each other, with the module calls among them. It may have placeholders of its own."""
+
+    name: str
+    """The name of the tape that it becomes."""
+    scope: Scope
+    call: Call | None
+    """The call around it."""
+    start: int
+    """Where on the tape it began."""
+    ops: list[Op]
+    calls: list[Call]
+    outputs: list[Any]
+    """What the tape is to return: values and numbers."""
+
+    @property
+    def is_condition(self) -> bool:
+        """Whether it returns one value, which says if a loop goes on."""
+        return self.name == "while_loop_cond_graph"
+
+    def hoisted(self) -> list[Op]:
+        """The reads of parameters, buffers and constants, which stay outside."""
+        return [op for op in self.ops if op.kind == "get_attr"]
+
+    def kept(self) -> list[Op]:
+        """All other ops."""
+        return [op for op in self.ops if op.kind != "get_attr"]
+
+
+def body_tapes(tape: Tape, segments: list[TapeSegment]) -> tuple[list[BodyTape], list[Any]]:
+    """The segments as tapes with equal placeholders after their own, and what these stand for.
+
+    That is values of `tape` and symbolic sizes.
+    """
+    captured: dict[Any, Any] = {}
+    for segment in segments:
+        made = {v for op in segment.kept() for v in op.values()}
+        captured |= {v: v for v in _read(segment) if v not in made}
+    for segment in segments:
+        for number in free_symbols(segment, list(captured)):
+            captured.setdefault(to_expr(number), number)
+    taken = list(captured.values())
+    return [body_tape(tape, segment, taken) for segment in segments], taken
+
+
+def _read(segment: TapeSegment) -> Iterator[Value]:
+    for op in segment.kept():
+        yield from op.inputs()
+    for call in segment.calls:
+        yield from leaves((call.args, call.kwargs, call.outputs), Value)
+    yield from leaves(segment.outputs, Value)
+
+
+def free_symbols(segment: TapeSegment, captured: list[Any]) -> Iterator[Any]:
+    """The symbols that the ops use and that no size or number known before them inside determines."""
+    known = _Known()
+    known.add(*captured)
+    for op in segment.kept():
+        yield from known.lacks(flat((op.args, op.kwargs)))
+        known.add(*flat(op.outputs), *(op.unbacked or ()))
+    yield from known.lacks(leaves([(call.args, call.kwargs, call.outputs) for call in segment.calls], Symbolic))
+    yield from known.lacks(segment.outputs)
+
+
+class _Known:
+    """The sizes and numbers that are known at a place of a program."""
+
+    def __init__(self) -> None:
+        self._expressions: set[Any] = set()
+        self._parts: dict[Any, Any] = {}
+
+    def add(self, *found: Any) -> None:
+        """Values, of which the sizes are known, numbers and expressions."""
+        sizes = [n for x in found if isinstance(x, Value) for n in x.fake.size() if isinstance(n, torch.SymInt)]
+        new = {to_expr(x) for x in (*sizes, *found) if not isinstance(x, Value)} - self._expressions
+        self._expressions |= new
+        self._parts |= stand_ins(new)
+
+    def lacks(self, used: Iterable[Any]) -> Iterator[Any]:
+        """The symbols that are needed beside what is known."""
+        for number in used:
+            if isinstance(number, Symbolic) and to_expr(number) not in self._expressions:
+                rest = to_expr(number).xreplace(self._parts).free_symbols
+                yield from (s for s in symbols_of(number) if to_expr(s) in rest - self._expressions)
+
+
+def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], names: list[str] | None = None) -> BodyTape:
+    """The segment as a tape, whose placeholders are its own and then, with these names, those of `captured`.
+
+    Its ops and values are new ones. The calls move to it.
+    """
+    own = [op for op in segment.ops if op.kind == "placeholder"]
+    names = names or [name_of(x, len(own) + i) for i, x in enumerate(captured)]
+    used: set[str] = set()
+    inside: dict[Value, Value] = {}
+    placeholders = [_moved(dataclasses.replace(op, target=identifier(op.target, used)), inside) for op in own]
+    for name, x in zip(names, captured, strict=True):
+        placeholders.append(_placeholder(identifier(name, used), x, segment, inside))
+
+    def placed(x: Any) -> Any:
+        return map_structure(lambda v: inside.get(v, v), x, Value)
+
+    ops = [_moved(op, inside) for op in segment.kept() if op.kind != "placeholder"]
+    for call in segment.calls:
+        call.args, call.kwargs, call.outputs = placed(call.args), placed(call.kwargs), placed(call.outputs)
+        call.start, call.stop = (_position(segment, i, len(placeholders)) for i in (call.start, call.stop))
+    outputs = placed(segment.outputs)
+    return BodyTape(
+        segment.scope,
+        ops=[*placeholders, *ops],
+        calls=segment.calls,
+        inputs=[op.outputs for op in placeholders if isinstance(op.outputs, Value)],
+        outputs=outputs[0] if segment.is_condition else tuple(outputs),
+        shape_env=tape.shape_env,
+        fake_mode=tape.fake_mode,
+        name=segment.name,
+        is_condition=segment.is_condition,
+    )
+
+
+def _placeholder(name: str, x: Any, segment: TapeSegment, inside: dict[Value, Value]) -> Op:
+    grad = segment.ops[0].grad if segment.ops else torch.is_grad_enabled()
+    if isinstance(x, Value):
+        new = Value(x.fake, x.op, 0, x.storage, x.key)
+        new.offset = x.offset
+        inside.setdefault(x, new)
+        x = new
+    return _complete(Op("placeholder", name, (), {}, x, segment.scope, segment.call, (), grad))
+
+
+def _moved(op: Op, inside: dict[Value, Value]) -> Op:
+    """A copy of the op that reads and makes values of the new tape."""
+    return _complete(
+        dataclasses.replace(
+            op,
+            args=_replaced(op.args, inside),
+            kwargs=_replaced(op.kwargs, inside),
+            outputs=map_structure(lambda v: _renewed(v, inside), op.outputs, Value),
+            writes=tuple([inside.get(v, v) for v in op.writes]),
+            tracked=tuple([inside.get(v, v) for v in op.tracked]),
+        )
+    )
+
+
+def _renewed(v: Value, inside: dict[Value, Value]) -> Value:
+    new = inside[v] = Value(v.fake, v.op, v.slot, v.storage, v.key)
+    new.offset, new.requires_grad, new.autograd_placeholder = v.offset, v.requires_grad, v.autograd_placeholder
+    return new
+
+
+def _complete(op: Op) -> Op:
+    """The op, which its outputs now know as the one that makes them."""
+    for value in leaves(op.outputs, Value):
+        value.op = op
+    return op
+
+
+def name_of(x: Any, number: int) -> str:
+    """The name of a placeholder for `x`: that of a parameter or input as it is outside."""
+    if not isinstance(x, Value) or x.op.kind not in ("get_attr", "placeholder"):
+        return f"arg{number}"
+    return str(x.op.target)
+
+
+def _position(segment: TapeSegment, i: int, placeholders: int) -> int:
+    """Where position `i` of the recording is in the body, whose placeholders come first."""
+    before = segment.ops[: max(0, i - segment.start)]
+    return placeholders + sum(op.kind not in ("get_attr", "placeholder") for op in before)
+
+
+def _replaced(x: Any, values: dict[Value, Value]) -> Any:
+    if isinstance(x, Value):
+        return values.get(x, x)
+    if isinstance(x, (list, tuple)):
+        return type(x)([_replaced(item, values) for item in x])
+    if isinstance(x, dict):
+        return {name: _replaced(item, values) for name, item in x.items()}
+    return x

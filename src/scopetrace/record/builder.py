@@ -1,0 +1,421 @@
+"""The tape under construction, and which value of it each tensor is.
+
+Data flow:
+    an op with its outputs -> TapeBuilder.append -> an Op with scope, call and source frames, at the end of the tape
+    a tensor of the model, the trace or Python -> ValueTable.value_of -> the Value that stands for it
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Collection, Iterator
+from types import CodeType
+from typing import Any, cast
+
+import torch
+
+from scopetrace._compat.dispatch import unwrapped
+from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id, without_dispatch
+from scopetrace.containers.structure import leaves
+from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
+from scopetrace.infer import results
+from scopetrace.ir.frames import capture_frames, source_of
+from scopetrace.ir.scopes import Scope, TracingState
+from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value, values_in
+from scopetrace.record.model import Model
+
+_aten = torch.ops.aten
+_FOREIGN = "make tensors in the thread and trace that use them; a thread started in forward is not recorded"
+_NOT_APPENDED = cast(Op, None)  # a value gets its op when that is appended
+
+
+class TapeBuilder:
+    """Appends ops to `tape`, each with the scope, the module call and the Python frames in which it ran.
+
+    `boundary` is the code of the function that runs a module call: frames outside it belong to the caller.
+    """
+
+    def __init__(self, tape: RecordedTape, boundary: CodeType) -> None:
+        self.tape = tape
+        self.state = TracingState(tape.root)
+        self.call: Call | None = None
+        """The innermost module call that is running."""
+        self.running: Any = None
+        """The op that torch is running now; None between ops."""
+        self.failed: tuple[BaseException, Any] | None = None
+        """The last exception that an op raised, and the op."""
+        self.deferred: list[TraceError] = []
+        """Errors that the forward may have caught, but after which the tape is not the program."""
+        self._boundary = boundary
+        self._origin: tuple[Scope, Scope, str | None] | None = None
+
+    def append(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        outputs: Any,
+        writes: tuple[Value, ...] = (),
+        unbacked: Any = None,
+        tracked: tuple[Value, ...] = (),
+    ) -> Op:
+        """Put an op at the end of the tape; it is complete and does not change any more. The fields are those of Op."""
+        scope, frames = self.state.current_scope, self.frames()
+        if self._origin is not None:
+            root, inner, stack_trace = self._origin
+            scope, frames = inner if scope is root else scope, stack_trace or frames
+        grad = torch.is_grad_enabled()
+        op = Op(kind, target, args, kwargs, outputs, scope, self.call, frames, grad, writes, unbacked, tracked)
+        if type(outputs) is Value:
+            outputs.op = op
+        elif outputs is not None:
+            for value in leaves(outputs, Value) if kind == "call_module" else values_in(outputs):
+                value.op = op
+        self.tape.ops.append(op)
+        return op
+
+    def frames(self) -> Frames:
+        """The Python frames of what runs now, up to those of the traced callable."""
+        return capture_frames(self.call.frames if self.call else (), self._boundary)
+
+    def where(self, frames: Frames | None = None) -> dict[str, str | None]:
+        """`module` and `source` for an error that is raised now."""
+        found = self.frames() if frames is None else frames
+        return {"module": str(self.state.current_scope), "source": source_of(found)}
+
+    @contextlib.contextmanager
+    def in_call(self, call: Call) -> Iterator[None]:
+        """What runs inside belongs to `call`, which ends with it."""
+        outer, self.call = self.call, call
+        mark = self.state.enter_module(call.scope)
+        try:
+            yield
+        except BaseException as error:
+            call.raised = error
+            raise
+        finally:
+            self.call = outer
+            call.stop = len(self.tape.ops)
+            self.state.leave_module(mark, raising=call.raised is not None)
+
+    @contextlib.contextmanager
+    def run_by_torch(self, op: Any) -> Iterator[None]:
+        """Inside, torch runs `op`; what Python it calls is not the model's."""
+        outer, self.running = self.running, op
+        try:
+            yield
+        except BaseException as error:
+            self.failed = error, op
+            raise
+        finally:
+            self.running = outer
+
+    @contextlib.contextmanager
+    def from_node(self, root: Scope, scope: Scope, stack_trace: str | None) -> Iterator[None]:
+        """Ops appended inside come from a node of a graph: in `scope` rather than `root`, at its stack trace."""
+        outer, self._origin = self._origin, (root, scope, stack_trace)
+        try:
+            yield
+        finally:
+            self._origin = outer
+
+
+class ValueTable:
+    """Which value of the tape a tensor is.
+
+    A tensor is known by its identity. Python also meets tensors that no op returned: C++ wraps a tensor anew, `.data`
+    and autograd make aliases, and models hold parameters. These are found by storage and geometry, or get an op of
+    their own (`detach`, `as_strided`, `get_attr`).
+    """
+
+    def __init__(self, builder: TapeBuilder, factory: FakeFactory, model: Model) -> None:
+        self.keys = results.Keys()
+        self.by_id: dict[int, Value] = {}
+        """By the id of a tensor. Only good where the tensor still has the storage of its value; see `value_of`."""
+        self._builder = builder
+        self._tape = builder.tape
+        self._factory = factory
+        self._model = model
+        self._by_storage: dict[int, list[Value]] = {}
+        self._keep: list[torch.Tensor] = []  # ids and storages must not be used again while the trace runs
+        self._constants = 0
+        self._given: set[int] = set()  # the ids of the inputs
+        self._data_aliases: dict[int, torch.Tensor] = {}  # by id: what `.data` returned
+        self._of_bodies: set[int] = set()  # the storages that bodies of higher-order ops made
+        self._replaced: set[int] = set()  # the storages that tensors of the model had before they got another in place
+
+    # ---------------------------------------------------------------- new values
+
+    def new(self, t: torch.Tensor, slot: int, storage: int, key: int | None) -> Value:
+        """The value of a tensor that an op returned; the op is to be appended next."""
+        value = Value(t, _NOT_APPENDED, slot, storage, key)
+        self.by_id[id(t)] = value
+        self._by_storage.setdefault(storage, []).append(value)
+        return value
+
+    def new_result(self, t: torch.Tensor, slot: int = 0) -> Value:
+        """As `new`, with the storage and key of the tensor."""
+        return self.new(t, slot, storage_id(t), self.keys.of(t))
+
+    def new_results(self, out: Any) -> Any:
+        """What an op returned, with a new value in place of each tensor."""
+        if isinstance(out, (list, tuple)):
+            return type(out)([self._maybe_new(t, slot) for slot, t in enumerate(out)])
+        return self._maybe_new(out, 0)
+
+    def _maybe_new(self, t: Any, slot: int) -> Any:
+        return self.new_result(t, slot) if isinstance(t, torch.Tensor) else t
+
+    def append_op(self, target: Any, args: tuple[Any, ...], out: torch.Tensor) -> Value:
+        """Append an op of one result to the tape."""
+        value = self.new_result(out)
+        self._builder.append("call_function", target, args, {}, value)
+        return value
+
+    def append_input(self, name: str, fake: torch.Tensor) -> Value:
+        """Append a placeholder. A tensor given twice has two values, and the ops read the first."""
+        value = Value(fake, _NOT_APPENDED, 0, storage_id(fake), self.keys.of(fake))
+        self._builder.append("placeholder", name, (), {}, value)
+        self._given.add(id(fake))
+        self.by_id.setdefault(id(fake), value)
+        self._by_storage.setdefault(value.storage, []).append(value)
+        self._tape.inputs.append(value)
+        return value
+
+    def append_body_input(self, name: str, x: Any) -> None:
+        """Append a placeholder of the body that is being recorded: a new tensor or a number."""
+        self._builder.append("placeholder", name, (), {}, self._maybe_new(x, 0))
+
+    # ---------------------------------------------------------------- values of tensors
+
+    def value_of(self, t: torch.Tensor) -> Value:
+        """The value of any tensor that reaches an op or a module call.
+
+        Raises ForeignTensorError for a tensor that another trace or thread made, UnsupportedOpError for a subclass.
+        """
+        t = unwrapped(t)
+        found = self.by_id.get(id(t))
+        if found is not None and not (isinstance(t, FakeTensor) and found.storage != storage_id(t)):
+            return found  # otherwise `t.data = other` gave the tensor another storage, unseen by the dispatcher
+        if isinstance(t, FakeTensor) and (t.fake_mode is self._factory.mode or self._model.owner(t) is None):
+            value = self._alias(t)
+        elif type(t) in (torch.Tensor, FakeTensor) or isinstance(t, torch.nn.Parameter):
+            value = self._adopt(t)
+        else:
+            raise UnsupportedOpError(
+                f"a {type(t).__module__}.{type(t).__name__} reached the trace",
+                **self._builder.where(),
+                hint="pass plain tensors; tensor subclasses cannot be traced",
+            )
+        self.by_id[id(t)] = value
+        self._keep.append(t)
+        return value
+
+    def in_storage(self, storage: int) -> list[Value]:
+        """The values that lie in a storage, in the order in which they were made."""
+        return self._by_storage.get(storage, [])
+
+    def fake_of(self, t: torch.Tensor) -> torch.Tensor:
+        """The fake tensor of this trace for a known tensor; `t` itself where it is one."""
+        return t if isinstance(t, FakeTensor) and t.fake_mode is self._factory.mode else self.by_id[id(t)].fake
+
+    def bound_value(self, t: torch.Tensor) -> Value | None:
+        """The value of a tensor that the forward bound to an attribute; None for one that is not of this trace.
+
+        Raises ControlFlowError for a tensor of the body of a higher-order op.
+        """
+        if not isinstance(t, FakeTensor) and self._model.owner(t) is not None:
+            return self.value_of(t)
+        found = self.by_id.get(id(t))
+        if found is None and isinstance(t, FakeTensor) and storage_id(t) in self._of_bodies:
+            raise body_error("a body binds one of its tensors to an attribute of a module", self._tape.root.path)
+        return found
+
+    def _alias(self, t: FakeTensor) -> Value:
+        """The value of a fake tensor that no op returned, as C++ makes for factories and autograd."""
+        if t.fake_mode is not self._factory.mode:
+            raise ForeignTensorError("a fake tensor of another trace was used", **self._builder.where(), hint=_FOREIGN)
+        self._refuse_replaced(t)
+        real = self._factory.real_of(t)
+        if real is not None and storage_id(t) not in self._by_storage:
+            self.value_of(real)
+        same_memory = self.in_storage(storage_id(t))
+        geometry = geometry_key(t)
+        for value in reversed(same_memory):
+            if geometry_key(value.fake) == geometry:
+                # `.data` of a tensor that requires grad is another tensor for autograd
+                return value if t.requires_grad or not value.fake.requires_grad else self._detached(value, t)
+        if not same_memory:
+            raise ForeignTensorError(
+                "a tensor was used whose making was not recorded", **self._builder.where(), hint=_FOREIGN
+            )
+        base = same_memory[-1]
+        if base.fake.dtype != t.dtype:
+            raise UnsupportedOpError("a view of another dtype was made outside the dispatcher", **self._builder.where())
+        return self.append_op(_aten.as_strided.default, (base, list(t.size()), list(t.stride()), t.storage_offset()), t)
+
+    def _detached(self, value: Value, t: FakeTensor) -> Value:
+        return self.append_op(_aten.detach.default, (value,), t)
+
+    def _adopt(self, real: torch.Tensor) -> Value:
+        """The value of a parameter, buffer or attribute of the model, or of a constant from a closure or global."""
+        owner = self._model.owner(real)
+        if owner is not None:
+            name = owner[0]
+            self._tape.owners[name] = owner[1:]
+        else:
+            name = f"_tensor_constant{self._constants}"
+            self._constants += 1
+        fake = self._factory.from_real(real)
+        if owner is None:
+            self._refuse_replaced(fake)
+        self._tape.attributes[name] = real
+        self._keep.append(real)
+        value = self.new_result(fake)
+        value.real = real
+        self._builder.append("get_attr", name, (), {}, value)
+        return value
+
+    def lift_fresh(self, real: torch.Tensor) -> torch.Tensor:
+        """`torch.tensor([...])` in a forward: a constant that each run copies."""
+        source = self.by_id.get(id(real))
+        if source is None:
+            source = self.by_id[id(real)] = self._adopt(real)
+        with without_dispatch():
+            fake = source.fake
+            new = self._factory.fresh(fake.size(), fake.stride(), fake.dtype, fake.device, False)
+        self.append_op(_aten.lift_fresh_copy.default, (source,), new)
+        return new
+
+    # ---------------------------------------------------------------- aliases that Python makes
+
+    def set_apart(self, t: FakeTensor) -> None:
+        """Give a detached alias a value of its own: `x.data.t_()` changes the shape of `x.data`, not that of x."""
+        value = self.value_of(t)
+        if value.fake is not t and value.fake.layout is torch.strided:
+            self._detached(value, t)
+
+    def set_apart_result(self, t: torch.Tensor) -> None:
+        """Give a result of the program a value of its own where it is `.data` of an input, parameter or constant."""
+        if isinstance(t, FakeTensor):
+            op = self.value_of(t).op
+            if op.kind in ("placeholder", "get_attr") or op.target is _aten.detach.default:
+                self.set_apart(t)
+
+    def data_source(self, t: torch.Tensor) -> torch.Tensor:
+        """The tensor whose `.data` is to be read for `t.data`.
+
+        For a tensor of the model that got another storage in place, that is its present fake tensor. A buffer is read
+        as a fake tensor too where autograd is on: `self.mean.data.add_(x)` must not give it a history.
+        """
+        if isinstance(t, FakeTensor):
+            return t
+        if torch.is_grad_enabled() and not t.requires_grad and t.is_floating_point() and self._model.owner(t):
+            return self.value_of(t).fake
+        value = self.by_id.get(id(t)) if self._replaced else None
+        return t if value is None or value.real is not None else value.fake
+
+    def add_data_alias(self, t: torch.Tensor) -> torch.Tensor:
+        """`t`, which is `.data` of another tensor: a write may give it a history that the other does not get."""
+        self._data_aliases[id(t)] = t
+        return t
+
+    def is_data_alias(self, t: Any) -> bool:
+        """Whether `.data` returned this very tensor."""
+        return id(t) in self._data_aliases
+
+    def is_outside(self, t: torch.Tensor) -> bool:
+        """Whether a tensor is an input, or real: of the model, or from a closure or global."""
+        t = unwrapped(t)
+        return not isinstance(t, FakeTensor) or id(t) in self._given or self._model.owner(t) is not None
+
+    def are_one_view(self, a: torch.Tensor, b: torch.Tensor) -> bool:
+        """Whether both are the same view of the same storage."""
+        first, second = self.value_of(a), self.value_of(b)
+        return first.storage == second.storage and geometry_key(first.fake) == geometry_key(second.fake)
+
+    # ---------------------------------------------------------------- tensors that change in place
+
+    def freeze(self, value: Value, layout: tuple[Any, ...]) -> None:
+        """After an op gave the tensor of `value` another shape in place: the value keeps what it was before.
+
+        `layout` is its `layout_of` from before the op.
+        """
+        offset, size, stride, dtype = layout
+        changed = value.fake
+        with without_dispatch(), torch.no_grad():
+            before = self._factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
+        value.key = None
+        for same in self.in_storage(value.storage):
+            if same.fake is changed:
+                same.fake = before
+                same.offset = offset
+        self.by_id[id(changed)] = value
+
+    def follow(self, given: list[torch.Tensor], fakes: list[torch.Tensor], op: str) -> None:
+        """After an op gave some of `fakes` another storage or shape in place: the model's own tensors, `given`, too.
+
+        Raises UnsupportedOpError where Python would go on to see the sizes and strides that a tensor had before.
+        """
+        for t, fake in zip(given, fakes, strict=True):
+            before, now = self.by_id[id(t)], self.by_id[id(fake)]
+            if t is fake or before is now:
+                continue
+            if _shape_of(t) != _shape_of(fake):
+                owner = self._model.owner(t)
+                name = owner[0] if owner else "a constant"
+                raise UnsupportedOpError(
+                    f"{name}, a tensor of the model, gets other sizes or strides in place",
+                    op=op,
+                    **self._builder.where(),
+                    hint="bind a new tensor: `self.name = self.name.t()`",
+                )
+            self._replaced.add(before.storage)
+            self.by_id[id(t)] = now
+
+    def _refuse_replaced(self, t: torch.Tensor) -> None:
+        """A tensor that Python made without an op from one of the model's lies in the storage that it had at first."""
+        if self._replaced and storage_id(t) in self._replaced:
+            raise UnsupportedOpError(
+                "a tensor of the model got other memory, and is read in a way that shows the memory before",
+                **self._builder.where(),
+                hint="read the tensor itself, or its detach()",
+            )
+
+    def forget(self, made: Collection[Value], storages: set[int]) -> None:
+        """Values of a body are none outside: `made`, of which `storages` are of the body alone."""
+        for key in [key for key, v in self.by_id.items() if v in made]:
+            del self.by_id[key]
+        for storage in {v.storage for v in made}:
+            self._by_storage[storage] = [v for v in self._by_storage[storage] if v not in made]
+        self._of_bodies |= storages
+
+
+def body_error(problem: str, module: str) -> ControlFlowError:
+    """The error for a body of a higher-order op that does what the tape cannot say."""
+    hint = "let the body return what others need, and do the rest outside"
+    return ControlFlowError(f"torch.cond and its kind: {problem}", module=module, hint=hint)
+
+
+def place_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """The storage of a tensor, and its geometry there."""
+    return storage_id(t), geometry_key(t)
+
+
+def geometry_key(t: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for tensors of one storage that are the same view of it."""
+    if t.layout is not torch.strided:
+        return (id(t),)
+    return to_expr(t.storage_offset()), to_expr(t.size()), to_expr(t.stride()), t.dtype, t.is_conj(), t.is_neg()
+
+
+def layout_of(t: torch.Tensor) -> tuple[Any, ...]:
+    """Storage offset, size, stride and dtype of a tensor."""
+    strided = t.layout is torch.strided
+    return (t.storage_offset() if strided else 0, t.size(), t.stride() if strided else (), t.dtype)
+
+
+def _shape_of(t: torch.Tensor) -> tuple[Any, ...]:
+    return t.dtype, to_expr(t.size()), to_expr(t.stride())

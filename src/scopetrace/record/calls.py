@@ -1,0 +1,333 @@
+"""Module calls: which module, with what, giving what, and which ops in between.
+
+Data flow:
+    `nn.Module.__call__` or `forward`, patched -> a Call with templates of its arguments -> the module's own Python
+    its result -> the template of the call's outputs; its ops are those that were appended in the meantime
+
+A module named in `leaf_modules` runs unseen, and its call is one op. What else `_compat.patches` reports of the forward
+arrives here too: autograd, seeding, writes to `.data`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+from scopetrace._compat.dispatch import eager, paused
+from scopetrace._compat.tensors import id_of_storage, version_of
+from scopetrace.containers.structure import leaves_with_path, map_structure
+from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import Call, Value
+from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.data import DataReader
+from scopetrace.record.model import Model
+from scopetrace.record.retrace import Retrace
+
+Progress = Callable[[str, int], None]
+"""Called with the scope path of each module call that begins, and the number of ops recorded before it."""
+
+LeafRule = Callable[[torch.nn.Module, str], bool]
+"""(module, fqn) -> whether the module is a leaf, as `torch.fx.Tracer.is_leaf_module`."""
+
+
+class CallRecorder:
+    """Records the module calls of one forward; the `Observer` of `_compat.patches`.
+
+    `object_types` are the classes whose instances hold tensors (see `containers.structure`).
+    """
+
+    def __init__(
+        self,
+        builder: TapeBuilder,
+        values: ValueTable,
+        data: DataReader,
+        model: Model,
+        object_types: frozenset[type],
+        is_leaf: LeafRule,
+        progress: Progress | None,
+    ) -> None:
+        self._builder = builder
+        self._values = values
+        self._data = data
+        self._model = model
+        self._object_types = object_types
+        self._is_leaf = is_leaf
+        self._progress = progress
+        self._positions = itertools.count()
+        self._counts: dict[int, int] = {}  # by id of a module: how often it was called
+        self._classes: dict[Any, type] = {}
+        self._entered: list[set[str]] = []  # of each open call, the patched methods that were called on its way in
+
+    @property
+    def paused(self) -> bool:
+        """Whether a leaf module is running, so that the patches stay out of the way."""
+        return self._builder.call is not None and self._builder.call.leaf
+
+    # ---------------------------------------------------------------- calls
+
+    def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the traced callable as the outermost call."""
+        call = self._open(self._model.root, "", self._builder.tape.root, args, kwargs)
+        return self.run(call, set(), fn, args, kwargs)
+
+    def on_call(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module is called."""
+        if self._enters(module, "call"):
+            return run(module, *args, **kwargs)
+        return self._record(module, run, args, kwargs, {"call"})
+
+    def on_forward(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module's forward is called: by the call that is open, or by the user in place of a call."""
+        if self._enters(module, "forward"):
+            return run(module, *args, **kwargs)
+        return self._record(module, run, args, kwargs, {"call", "forward"})
+
+    def _enters(self, module: torch.nn.Module, method: str) -> bool:
+        """Whether this is the open call on its way in, rather than a new call of the same module."""
+        call = self._builder.call
+        if call is None or call.module is not module or method in self._entered[-1]:
+            return False
+        self._entered[-1].add(method)
+        if method == "forward":
+            self._entered[-1].add("call")
+        return True
+
+    def _record(
+        self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, entered: set[str]
+    ) -> Any:
+        fqn, scope = self._place(module)
+        call = self._open(module, fqn, scope, args, kwargs)
+        call.direct = "forward" in entered
+        if self._progress is not None:
+            self._progress(str(scope), len(self._builder.tape.ops))
+        if self._is_leaf(module, fqn or ""):
+            return self._run_leaf(call, run, args, kwargs)
+        return self.run(call, entered, run, (module, *args), kwargs)
+
+    def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
+        """The name of a module in the model, and its scope, named as in the module around it."""
+        parent = self._builder.call
+        while parent is not None and parent.fqn is None:
+            parent = parent.parent
+        inside = (parent.fqn if parent is not None else "") or ""
+        fqn = self._model.module_name(module, inside)
+        name = (fqn or "").removeprefix(inside + ".") if inside else fqn or ""
+        return fqn, self._builder.state.current_scope.child(name, type(module).__name__)
+
+    def _open(self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any) -> Call:
+        builder = self._builder
+        index = self._counts.get(id(module), 0)
+        self._counts[id(module)] = index + 1
+        call = Call(
+            module=module,
+            fqn=fqn,
+            index=index,
+            parent=builder.call,
+            scope=scope,
+            args=tuple([self._template(a) for a in args]),
+            kwargs={name: self._template(a) for name, a in kwargs.items()},
+            start=len(builder.tape.ops),
+            frames=builder.frames() if builder.call is not None else (),
+            attributes=_plain_attributes(module) if module is not None else {},
+            position=next(self._positions),
+            module_type=self._class_of(module) if module is not None else None,
+            replaced=self._model.replaced(module) if module is not None else (),
+        )
+        builder.tape.calls.append(call)
+        return call
+
+    def _class_of(self, module: torch.nn.Module) -> type:
+        """The class of a module. `torch.nn.utils.parametrize` makes one for each module: equal ones count as one."""
+        own = type(module)
+        if own.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
+            return own
+        lists: Any = module.parametrizations
+        kinds = tuple((name, tuple(map(type, chain))) for name, chain in lists.items())
+        return self._classes.setdefault((parametrize.type_before_parametrizations(module), kinds), own)
+
+    def _template(self, x: Any) -> Any:
+        return map_structure(self._values.value_of, x, torch.Tensor, self._object_types)
+
+    def run(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run the Python of a call. Frames of the model's ops are those inside this function."""
+        self._entered.append(entered)
+        try:
+            with self._builder.in_call(call):
+                out = run(*args, **kwargs)
+                if call.parent is None:
+                    map_structure(self._values.set_apart_result, out, torch.Tensor, self._object_types)
+                call.outputs = self._template(out)
+                return out
+        finally:
+            self._entered.pop()
+
+    def _run_leaf(self, call: Call, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """One op for the whole call: torch runs the module on fake tensors, unseen."""
+        builder, values, module = self._builder, self._values, call.module
+        assert module is not None
+        call.leaf = True
+        with _buffers_kept(module), builder.in_call(call):
+            given = leaves_with_path((args, kwargs), "", self._object_types)
+            read = [(t, version_of(t)) for _, t in given if isinstance(t, torch.Tensor)]
+            with paused():
+                out = run(module, *args, **kwargs)
+            name = call.fqn or f"_leaf_module{len(builder.tape.modules)}"
+            builder.tape.modules[name] = module
+            writes = tuple(values.value_of(t) for t, old in read if version_of(t) != old)
+            slots = itertools.count()
+            call.outputs = map_structure(
+                lambda t: values.new_result(t, next(slots)), out, torch.Tensor, self._object_types
+            )
+            builder.append("call_module", name, call.args, call.kwargs, call.outputs, writes)
+            return out
+
+    # ---------------------------------------------------------------- what else the forward does
+
+    def on_backward(self, *, accumulates: bool) -> None:
+        """The forward differentiates."""
+        if accumulates:
+            raise UnsupportedOpError(
+                "the forward calls backward(), which changes .grad of parameters",
+                op="backward",
+                **self._builder.where(),
+                hint="return the loss and call backward() outside, or use torch.autograd.grad",
+            )
+        if not self._builder.tape.exact_autograd:
+            raise Retrace("the forward differentiates", exact_autograd=True)
+
+    def on_custom_function(self, cls: type, args: Any) -> None:
+        """A function with a backward of its own is applied, which a graph of its forward would lose."""
+        if torch.is_grad_enabled() and any(t.requires_grad for t in args if isinstance(t, torch.Tensor)):
+            raise UnsupportedOpError(
+                f"{cls.__qualname__} is a torch.autograd.Function, whose backward a graph of ops does not have",
+                op=f"{cls.__module__}.{cls.__qualname__}",
+                **self._builder.where(),
+                hint=(
+                    "trace under torch.no_grad(), name the module in leaf_modules=, "
+                    "or make it a torch.library.custom_op"
+                ),
+            )
+
+    def on_seed(self) -> None:
+        """The forward seeds torch's generator."""
+        raise RandomStateError(
+            "the forward seeds torch's random generator, which no graph can repeat",
+            **self._builder.where(),
+            hint="call torch.manual_seed outside the model",
+        )
+
+    def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
+        """A storage gets another size, in bytes: recorded as the op that Dynamo writes for it."""
+        known = self._values.in_storage(id_of_storage(storage)) if self._builder.running is None else []
+        if known:
+            torch.ops.inductor.resize_storage_bytes_(known[0].fake, size)
+        return bool(known)
+
+    def on_data(self, t: torch.Tensor, get: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The forward reads `t.data`, which is `get(t)`."""
+        return self._values.add_data_alias(get(self._values.data_source(t)))
+
+    def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
+        """`t.data = new`: recorded as `t.set_(new)` for tensors from outside.
+
+        Tensors made in the trace need no op: their storage changes, which `ValueTable.value_of` sees.
+        """
+        builder, values = self._builder, self._values
+        if builder.running is not None or not isinstance(new, torch.Tensor) or not values.is_outside(t):
+            return False
+        if self.paused or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
+            raise UnsupportedOpError(
+                "`.data = ...` of a tensor of the model, or an input, "
+                + ("in a leaf module" if self.paused else f"that gives it {new.dtype} on {new.device}"),
+                op="Tensor.data",
+                **builder.where(),
+                hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
+            )
+        if not values.are_one_view(t, new):
+            with torch.no_grad():
+                t.set_(new.detach())  # type: ignore[call-overload]
+        return True
+
+    def on_number(self, x: Any) -> Any:
+        """A tensor with one element, or a symbolic number, becomes text or a key: perhaps the name of a module."""
+        return self._data.number_of(x)
+
+    def on_numpy(self, t: torch.Tensor) -> Any:
+        """A tensor becomes an array of NumPy."""
+        return self._data.data_of(t)
+
+
+@contextlib.contextmanager
+def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
+    """Put back the data of the buffers of a leaf, which running it on fake tensors may change."""
+    with eager():
+        saved = [(b, b.clone()) for b in module.buffers()]
+    try:
+        yield
+    finally:
+        with eager():
+            for buffer, before in saved:
+                if buffer.device.type != "meta":
+                    buffer.copy_(before)
+
+
+def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
+    """The attributes that are neither tensors, modules nor nn.Module's own bookkeeping."""
+    return {
+        name: value
+        for name, value in module.__dict__.items()
+        if name[0] != "_" and not isinstance(value, (torch.Tensor, torch.nn.Module, Value))
+    }
+
+
+# Leaf modules --------------------------------------------------------------------------------------------------------
+
+
+def leaf_rule(leaf_modules: Any, model: Model) -> LeafRule:
+    """One rule from classes, fqn patterns (`"layers.*.attn"`, as fnmatch reads them) and predicates (module, fqn).
+
+    Raises LeafPatternError for another kind of entry, and for a pattern or class that matches no module of the model.
+    """
+    single = isinstance(leaf_modules, (str, type)) or callable(leaf_modules) or not isinstance(leaf_modules, Iterable)
+    entries = [leaf_modules] if single else list(leaf_modules)
+    if not entries:
+        return lambda module, fqn: False
+    classes = tuple(e for e in entries if isinstance(e, type))
+    patterns = [e for e in entries if isinstance(e, str)]
+    predicates = [e for e in entries if callable(e) and not isinstance(e, type)]
+    for entry in entries:
+        if not (isinstance(entry, (str, type)) or callable(entry)):
+            raise LeafPatternError(
+                f"leaf_modules: {entry!r} is a {type(entry).__name__}; give a module class, a pattern of names such as "
+                "'layers.*.attn', or a predicate (module, fqn) -> bool"
+            )
+    _refuse_unused(patterns, classes, model)
+
+    def rule(module: torch.nn.Module, fqn: str) -> bool:
+        return (
+            isinstance(module, classes)
+            or any(fnmatch.fnmatchcase(fqn, p) for p in patterns)
+            or any(p(module, fqn) for p in predicates)
+        )
+
+    return rule
+
+
+def _refuse_unused(patterns: Iterable[str], classes: Iterable[type], model: Model) -> None:
+    names = [name for known in model.names.values() for name in known if name]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            some = ", ".join(names[:5])
+            raise LeafPatternError(f"leaf_modules: no module is named {pattern!r}; the model has {some or 'none'}, …")
+    for cls in classes:
+        if not issubclass(cls, torch.nn.Module):
+            raise LeafPatternError(f"leaf_modules: {cls.__name__} is not a torch.nn.Module class")
+        if model.modules and not any(isinstance(m, cls) for m in model.modules):
+            raise LeafPatternError(f"leaf_modules: the model has no {cls.__name__}")

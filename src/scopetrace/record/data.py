@@ -1,0 +1,362 @@
+"""Python reads the data of tensors while the model is traced: `.item()`, `if t:`, `torch.equal`, `t.numpy()`.
+
+Data flow:
+    a read of a constant                     -> the ops that made it run for real -> the value itself
+    `.item()` and the like of anything else  -> an unbacked symbol, which torch makes
+    a read that needs the value (`if t:`)    -> refused; with specialize=True, its value in the example run, kept as a
+                                                Specialization and asserted by the graph
+
+The example run is the part of the tape that decides a value, run on the inputs and parameters themselves; what its ops
+write to is copied first. Results are kept, so the next value costs only the ops that are new.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from scopetrace._compat.dispatch import eager
+from scopetrace._compat.schema import is_op
+from scopetrace._compat.shape_env import Decision, WatchedShapeEnv, bound_values, condition_of, evaluated
+from scopetrace._compat.symbols import Symbolic, plain_number, to_expr
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id
+from scopetrace.errors import DataDependentError, InputMismatchError
+from scopetrace.ir.tape import Op, RecordedTape, Value, flat
+from scopetrace.record.builder import TapeBuilder, ValueTable
+
+_aten = torch.ops.aten
+_Wanted = tuple[Any, int]
+"""A value or symbolic expression, and the number of ops before the place where it is wanted."""
+
+READERS = frozenset(
+    {
+        _aten.item.default,
+        _aten._local_scalar_dense.default,
+        _aten.is_nonzero.default,
+        _aten.equal.default,
+        _aten.allclose.default,
+    }
+)
+"""The ops that give Python a number or truth value in place of a tensor."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Specialization:
+    """Something that a trace fixes, because Python looked at a value that depends on data."""
+
+    expression: str
+    """What Python asked for, in the symbols of the graph: `u0 > 3`, or `u0` where it took the number itself."""
+    value: bool | int | float
+    """The answer that the example inputs gave."""
+    op: str
+    """The op that read the value: `aten.item.default`."""
+    module: str
+    """The scope path in which Python asked: `Net/Linear[fc]`."""
+    fqn: str | None
+    """The name of the module there; None for a module outside the model."""
+    source: str | None
+    """The user's line: `model.py:12, in forward: if x.sum() > 0:`."""
+
+    @property
+    def message(self) -> str:
+        """What the graph's assertion says on inputs that decide otherwise."""
+        return f"the trace is specialized, and these inputs differ: {self}; trace again with inputs like these"
+
+    def __str__(self) -> str:
+        at = f", at {self.source}" if self.source else ""
+        return f"{self.expression} was {self.value} ({self.op}) in {self.module}{at}"
+
+
+def decided_by(found: Sequence[Specialization], message: str) -> Specialization | None:
+    """The specialization that has an assertion with this message."""
+    return next((s for s in found if s.message == message), None)
+
+
+@contextlib.contextmanager
+def specialized(found: Sequence[Specialization]) -> Iterator[None]:
+    """Runs a graph inside: an assertion that fails because of a specialization is an InputMismatchError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if decided_by(found, str(error)) is None:
+            raise
+        raise InputMismatchError(str(error)) from error
+
+
+class NoRealValue(Exception):
+    """A value depends on something that has no data: a tensor on the meta device, a leaf module."""
+
+
+class DataReader:
+    """Answers what Python asks of the data of tensors."""
+
+    def __init__(self, builder: TapeBuilder, values: ValueTable, factory: FakeFactory, *, specialize: bool) -> None:
+        self.examples: dict[Value, torch.Tensor] = {}
+        """The inputs of the example run by their placeholders."""
+        self._builder = builder
+        self._values = values
+        self._factory = factory
+        self._specialize = specialize
+        if specialize:
+            factory.shape_env.decide = self._decide
+
+    @functools.cached_property
+    def _example(self) -> ExampleRun:
+        return ExampleRun(self._builder.tape, self._factory.shape_env, self.examples)
+
+    def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an op of `READERS` gives to Python; NotImplemented where torch is to make a symbol for it.
+
+        Raises DataDependentError, or torch's error that it stands for, where Python needs a value that there is not.
+        """
+        found, constant = self._example.constant(func, args, kwargs)
+        if found:
+            return constant
+        if func in (_aten.equal.default, _aten.allclose.default):
+            answer = self._factory.shape_env.create_unbacked_symbool()
+            unbacked = self._factory.unbacked_bindings(answer)
+            self._builder.append("call_function", func, args, kwargs, answer, unbacked=unbacked)
+            return self.is_true(func, answer)
+        return NotImplemented
+
+    def is_true(self, func: Any, number: Any) -> bool:
+        """The truth of what `func` gave, which Python wants at once."""
+        with self._builder.run_by_torch(func):
+            return bool(number) if isinstance(number, torch.SymBool) else bool(number != 0)
+
+    def number_of(self, x: Any) -> Any:
+        """The number behind a tensor of one element or a symbolic number; NotImplemented without specialization."""
+        if not self._specialize:
+            return NotImplemented
+        return plain_number(x.item() if isinstance(x, torch.Tensor) else x)
+
+    def data_of(self, t: torch.Tensor) -> Any:
+        """A real tensor with the data of `t`.
+
+        NotImplemented where it depends on inputs or state and the trace is not specialized.
+        """
+        value = self._values.value_of(t)
+        found, real = self._example.constant(_aten.clone.default, (value,), {})
+        if not found and not self._specialize:
+            return NotImplemented
+        if not found:
+            real = self._example.tensor(value)
+            if not torch.equal(t, real):
+                raise DataDependentError(
+                    "Python reads a tensor with NaN, which no trace can hold fixed", **self._builder.where()
+                )
+        with eager():
+            return real.clone().requires_grad_(t.requires_grad)
+
+    def reader(self, expr: Any, running: Any) -> str | None:
+        """The op by which Python got at the value of an expression, while torch ran the op `running`."""
+        maker = self._example.maker(expr)
+        if maker is None or running in READERS:
+            return None if running is None else str(running)
+        return str(maker.target)
+
+    def _decide(self, expr: Any) -> Decision:
+        """What `expr` is in the example run, noted as a specialization. Raises NoRealValue."""
+        call, found = self._builder.call, self._builder.tape.specializations
+        fqn, op = (call.fqn if call is not None else None), self.reader(expr, self._builder.running)
+        where: dict[str, Any] = {"op": op, "fqn": fqn, **self._builder.where()}
+        value = self._example.number(expr)
+        value = value if isinstance(value, (bool, float)) else int(value)
+        known = Specialization(str(expr), value, **where)
+        if known not in found:
+            found.append(known)
+        return Decision(value, condition_of(expr, value), known.message)
+
+
+class ExampleRun:
+    """Runs parts of a tape that is being recorded, on the example `inputs`."""
+
+    def __init__(self, tape: RecordedTape, shape_env: WatchedShapeEnv, inputs: dict[Value, torch.Tensor]) -> None:
+        self._tape = tape
+        self._env = shape_env
+        self._random_state = torch.get_rng_state()
+        self._inputs = inputs
+        self._seen = 0  # the ops before are in the two tables that follow
+        self._last: Op | None = None
+        self._touching: dict[int, list[int]] = {}  # by storage: the ops that make or write it
+        self._binder: dict[Any, int] = {}  # by symbol: the op that makes it
+        self._start_over()
+
+    def constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
+        """(True, what the op gives) when it depends neither on inputs nor on the model's state; else (False, None)."""
+        wanted = [(a, len(self._tape.ops)) for a in flat((args, kwargs))]
+        ops = self._leading_to(wanted, _is_constant)
+        if ops is None:
+            return False, None
+        self._run(wanted)
+        with eager():
+            return True, func(*self._real(args), **self._real(kwargs))
+
+    def tensor(self, value: Value) -> torch.Tensor:
+        """A copy of a tensor at this point of the example run. Raises NoRealValue."""
+        self._run([(value, len(self._tape.ops))])
+        with eager():
+            return self._tensors[value].clone()
+
+    def number(self, expr: Any) -> Any:
+        """The value of an expression of symbols in the example run. Raises NoRealValue."""
+        self._run([(expr, len(self._tape.ops))])
+        return self._evaluated(expr)
+
+    def _evaluated(self, expr: Any) -> Any:
+        values: dict[Any, Any] = {}
+        for symbol in expr.free_symbols:
+            values[symbol] = self._numbers.get(symbol, self._env.backed_var_to_val.get(symbol))
+            if values[symbol] is None:
+                raise NoRealValue(f"no op on the tape made {symbol}")
+        return evaluated(expr, values)
+
+    def maker(self, expr: Any) -> Op | None:
+        """The last op that made a symbol of an expression."""
+        made = self._deciding(expr)
+        return self._tape.ops[max(made)] if made else None
+
+    # ---------------------------------------------------------------- which ops
+
+    def _leading_to(self, wanted: list[_Wanted], may: Callable[[Op], bool] | None = None) -> list[int] | None:
+        """The positions of the ops that decide what is wanted; None where one of them does not satisfy `may`.
+
+        Without `may`, ops that have run and all that leads to them are left out.
+        """
+        found: set[int] = set()
+        work = list(wanted)
+        while work:
+            a, before = work.pop()
+            for i in self._deciding(a):
+                if i >= before or i in found or (may is None and i in self._done):
+                    continue
+                op = self._tape.ops[i]
+                if may is not None and not may(op):
+                    return None
+                found.add(i)
+                work += [(read, i) for read in flat((op.args, op.kwargs)) if isinstance(read, (Value, *Symbolic))]
+        return sorted(found)
+
+    def _deciding(self, a: Any) -> list[int]:
+        """The ops that make or write a tensor's memory, or that make the symbols of a number."""
+        self._index()
+        if isinstance(a, Value):
+            return self._touching.get(a.storage, [])
+        return [self._binder[s] for s in getattr(to_expr(a), "free_symbols", ()) if s in self._binder]
+
+    def _index(self) -> None:
+        ops = self._tape.ops
+        if self._seen and (self._seen > len(ops) or ops[self._seen - 1] is not self._last):
+            self._seen, self._touching, self._binder = 0, {}, {}  # a body of a higher-order op was cut off the tape
+            self._start_over()
+        for i in range(self._seen, len(ops)):
+            for storage in {v.storage for v in (*ops[i].values(), *ops[i].writes)}:
+                self._touching.setdefault(storage, []).append(i)
+            for symbol in ops[i].unbacked or ():
+                self._binder[symbol] = i
+        self._seen = len(ops)
+        self._last = ops[-1] if ops else None
+
+    # ---------------------------------------------------------------- running them
+
+    def _start_over(self) -> None:
+        self._done: set[int] = set()
+        self._written: dict[int, int] = {}  # by storage on the tape: the last op that ran and wrote there
+        self._tensors: dict[Value, torch.Tensor] = {}
+        self._numbers: dict[Any, Any] = {}
+        self._borrowed: set[int] = set()  # the real storages that belong to the model or its inputs
+        self._copies: dict[int, torch.UntypedStorage] = {}  # by real storage: what is written to in its place
+
+    def _run(self, wanted: list[_Wanted]) -> None:
+        ops = self._leading_to(wanted) or []
+        if any(self._written.get(v.storage, -1) > i for i in ops for v in self._tape.ops[i].inputs()):
+            self._start_over()  # an op needs memory as it was before something that has run
+            ops = self._leading_to(wanted) or []
+        with eager(), self._drawing():
+            for i in ops:
+                self._run_op(self._tape.ops[i])
+                self._done.add(i)
+                self._written.update({v.storage: i for v in self._tape.ops[i].writes})
+
+    @contextlib.contextmanager
+    def _drawing(self) -> Iterator[None]:
+        """Random ops go on from where those before ended; the generators of the process stay as they are."""
+        with torch.random.fork_rng(devices=range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()):
+            torch.set_rng_state(self._random_state)
+            yield
+            self._random_state = torch.get_rng_state()
+
+    def _run_op(self, op: Op) -> None:
+        if op.kind in ("placeholder", "get_attr"):
+            self._tensors[op.outputs] = self._source(op.outputs)
+            return
+        if op.kind != "call_function" or not is_op(op.target):
+            raise NoRealValue(f"the value depends on {op.target}, which does not run while a model is traced")
+        for value in op.writes:
+            self._own(self._tensors[value])
+        out = op.target(*self._real(op.args), **self._real(op.kwargs))
+        for value, tensor in zip(flat(op.outputs), flat(out), strict=True):
+            if isinstance(value, Value):
+                self._tensors[value] = tensor
+        self._numbers.update(bound_values(op.unbacked, out))
+
+    def _source(self, value: Value) -> torch.Tensor:
+        real = value.real if value.real is not None else self._inputs.get(value)
+        if real is None:
+            raise NoRealValue("it depends on what a higher-order op gives to a body, which does not run")
+        if real.device.type == "meta" or isinstance(real, FakeTensor):
+            name = value.op.target
+            raise NoRealValue(f"{name} has no data: give {name} on a device other than meta, to specialize on values")
+        if real.layout is not torch.strided:
+            return real.detach().clone()
+        copy = self._copies.get(storage_id(real))
+        if copy is not None:
+            return _in_storage(copy, real)
+        self._borrowed.add(storage_id(real))
+        return real.detach()
+
+    def _own(self, written: torch.Tensor) -> None:
+        """Before a write: what lies in memory of the model or its inputs moves to a copy of that memory."""
+        storage = storage_id(written)
+        if storage not in self._borrowed:
+            return
+        copy = self._copies[storage] = written.untyped_storage().clone()
+        for value, t in self._tensors.items():
+            if storage_id(t) == storage:
+                self._tensors[value] = _in_storage(copy, t)
+        self._borrowed.discard(storage)
+
+    def _real(self, x: Any) -> Any:
+        if isinstance(x, Value):
+            return self._tensors[x]
+        if isinstance(x, Symbolic):
+            return self._evaluated(to_expr(x))
+        if isinstance(x, (list, tuple)):
+            return type(x)([self._real(item) for item in x])
+        if isinstance(x, dict):
+            return {name: self._real(item) for name, item in x.items()}
+        return x
+
+
+def _in_storage(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
+    """The same view as `t`, of another storage."""
+    new = torch.empty(0, dtype=t.dtype, device=t.device)
+    return new.set_(storage, t.storage_offset(), t.size(), t.stride())
+
+
+def _is_constant(op: Op) -> bool:
+    if op.kind == "get_attr":
+        return str(op.target).startswith("_tensor_constant")
+    if (
+        op.kind != "call_function"
+        or op.bodies()
+        or torch.Tag.nondeterministic_seeded in op.target.tags
+        or op.unbacked is not None
+    ):
+        return False
+    return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))

@@ -1,0 +1,473 @@
+"""One op on its way to the tape.
+
+Data flow:
+    op and arguments as Python gave them -> OpCall: tape values for the tensors, and a key of all that decides results
+    key seen before, or a rule of `infer` -> results made from their metadata alone   \
+    anything else                         -> torch runs the op on the fake tensors    / -> an Op on the tape
+
+The first way makes recording fast: a layer's ops repeat in the next layer, and no kernel, dispatcher or autograd runs
+for them. Its results have no autograd history. That shows only when the forward itself differentiates, or writes to a
+view of them; then `Retrace` ends the recording, and it starts again with torch running every op.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace._compat import dispatch
+from scopetrace._compat.schema import can_decompose, schema_of
+from scopetrace._compat.symbols import has_unbacked, to_expr
+from scopetrace._compat.tensors import (
+    FakeFactory,
+    FakeTensor,
+    is_symbolic,
+    run_op,
+    storage_id,
+    version_of,
+    without_dispatch,
+)
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.infer import results, rules
+from scopetrace.infer.size_rules import ACTIVATIONS, PLAIN_WRITES
+from scopetrace.ir.tape import Value, flat
+from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
+from scopetrace.ops.higher_order import FORMS, INLINED
+from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of, place_of
+from scopetrace.record.data import READERS, DataReader
+from scopetrace.record.higher_order import BodyRecorder
+from scopetrace.record.retrace import Retrace
+
+_aten = torch.ops.aten
+_ATOMS = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format},
+)
+_Parameter = torch.nn.Parameter
+_grad_enabled = torch.is_grad_enabled
+
+RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
+
+
+class OpFacts:
+    """What recording needs to know of an op, looked up once in a trace; and the results that were made of it."""
+
+    __slots__ = (
+        "convolves",
+        "func",
+        "has_dtype",
+        "in_place",
+        "may_write_undeclared",
+        "only_values_change",
+        "positions",
+        "reads",
+        "recipes",
+        "repeatable",
+        "reshapes",
+        "rewrite",
+        "squeezes",
+        "written",
+    )
+
+    def __init__(self, func: Any) -> None:
+        schema = schema_of(func)
+        self.func = func  # also keeps its id from being used again
+        self.rewrite = _REWRITES.get(func)
+        self.reads = func in READERS
+        self.repeatable = results.can_repeat(func, func.tags)
+        self.convolves = "conv" in schema.name
+        self.reshapes = torch.Tag.inplace_view in func.tags
+        self.written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_written)
+        self.positions = tuple(enumerate(schema.names))
+        self.in_place = torch.Tag.inplace in func.tags and (torch.Tag.pointwise in func.tags or func in PLAIN_WRITES)
+        self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
+        self.squeezes = schema.name.startswith("aten::squeeze")
+        self.may_write_undeclared = any(name in UNDECLARED_WRITTEN for name in schema.names)
+        self.recipes: dict[Any, results.Recipe] = {}
+        self.only_values_change: dict[
+            Any, bool
+        ] = {}  # of an op in place, by key: see `OpRecorder._changes_only_values`
+
+
+class OpCall:
+    """One call of an op: what Python gave, and what of it goes on the tape."""
+
+    __slots__ = ("args", "facts", "given", "inputs", "key", "keyed", "kwargs")
+
+    def __init__(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.facts = facts
+        self.given = args, kwargs
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.inputs: list[Value] = []
+        """The values in `args` and `kwargs`, in order."""
+        self.key: list[Any] = []
+        """All that decides the metadata of the results, beside grad mode and default dtype."""
+        self.keyed = True
+        """Whether `key` is complete; not so where a size depends on data."""
+
+    def written(self, positions: Iterable[tuple[int, str]]) -> list[Value]:
+        """The values at these positions of the schema."""
+        found: list[Value] = []
+        for position, name in positions:
+            a = self.args[position] if position < len(self.args) else self.kwargs.get(name)
+            found += [v for v in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(v, Value)]
+        return found
+
+
+class OpRecorder:
+    """Records the ops that arrive at its `mode`."""
+
+    def __init__(
+        self,
+        builder: TapeBuilder,
+        values: ValueTable,
+        data: DataReader,
+        factory: FakeFactory,
+        run_graph: RunGraph,
+    ) -> None:
+        self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
+        self.data = data
+        self.values = values
+        self._builder = builder
+        self._by_id = values.by_id
+        self._factory = factory
+        self._exact = builder.tape.exact_autograd
+        self._run_graph = run_graph
+        self._facts: dict[int, OpFacts] = {}
+
+    # ---------------------------------------------------------------- arrival
+
+    def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
+        if dispatch.in_transform():
+            if not self._exact:
+                raise Retrace("a transform such as torch.vmap runs", exact_autograd=True)
+            return dispatch.through_transform(self._record, func, args, kwargs)
+        if dispatch.autocast_enabled():
+            out = dispatch.through_autocast(self.mode, func, _device(args, kwargs), args, kwargs)
+            if out is not NotImplemented:
+                return out
+        return self._record(func, args, kwargs)
+
+    def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """torch.cond and its kind arrive."""
+        if hop in INLINED:
+            return self._run_callable(args[0], args[1:])
+        if hop not in FORMS or kwargs:
+            raise UnsupportedOpError(
+                "a higher-order op that is not recorded" + (f" with {', '.join(kwargs)}" if hop in FORMS else ""),
+                op=str(hop),
+                **self._builder.where(),
+                hint="write the branch or loop so that Python decides it",
+            )
+        return BodyRecorder(self._builder, self.values, self._factory, hop, args, self._run_callable).run()
+
+    def _run_callable(self, fn: Any, args: Any) -> Any:
+        """Call what a higher-order op was given, recording its ops. A graph is no module call: its nodes run."""
+        if isinstance(fn, torch.fx.GraphModule):
+            return self.recorded(lambda: self._run_graph(fn, args))
+        return self.recorded(lambda: fn(*args))
+
+    def recorded(self, run: Callable[[], Any]) -> Any:
+        """What `run` returns; the ops that it calls are recorded."""
+        return dispatch.with_mode(self.mode, run)
+
+    # ---------------------------------------------------------------- the path of an op
+
+    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        facts = self._facts.get(id(func))
+        if facts is None:
+            facts = self._facts[id(func)] = OpFacts(func)
+        if facts.rewrite is not None:
+            return facts.rewrite(self, *args, **kwargs)
+        if facts.written and (facts.reshapes or self.values.is_data_alias(args[0])) and isinstance(args[0], FakeTensor):
+            self.values.set_apart(args[0])
+        call = self._lifted(facts, args, kwargs)
+        if func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
+            self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
+        if facts.reads:
+            answer = self._answer(call)
+            if answer is not NotImplemented:
+                return answer
+        if not call.keyed or (self._exact and (_grad_enabled() or any(v.fake.requires_grad for v in call.inputs))):
+            return self._run(call, None)
+        key = (_grad_enabled(), torch.get_default_dtype(), *call.key)
+        recipe = facts.recipes.get(key) or self._predict(call, key)
+        return self._run(call, key) if recipe is None else self._make(call, recipe)
+
+    def _answer(self, call: OpCall) -> Any:
+        """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
+        func = call.facts.func
+        answer = self.data.answer(func, call.args, call.kwargs)
+        if answer is NotImplemented and func is _aten.is_nonzero.default and call.given[0][0].numel() == 1:
+            return self.data.is_true(func, self.recorded(call.given[0][0].item))
+        return answer
+
+    # ---------------------------------------------------------------- arguments
+
+    def _lifted(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
+        call = OpCall(facts, args, kwargs)
+        call.args = tuple([self._lift(a, call) for a in args])
+        for name, a in kwargs.items():
+            call.key.append(name)
+            call.kwargs[name] = self._lift(a, call)
+        return call
+
+    def _lift(self, a: Any, call: OpCall) -> Any:
+        """The tape's form of an argument."""
+        kind = type(a)
+        if kind is FakeTensor or kind is _Parameter:
+            value = self._by_id.get(id(a))
+            if value is None or (kind is FakeTensor and value.storage != storage_id(a)):
+                value = self.values.value_of(a)
+        elif kind in _ATOMS:
+            call.key += (a, kind)  # 1, 1.0 and True are equal
+            return a
+        elif kind is list or kind is tuple:
+            call.key += (kind, len(a))
+            return kind([self._lift(item, call) for item in a])
+        elif isinstance(a, torch.Tensor):
+            value = self._by_id.get(id(a)) or self.values.value_of(a)
+        else:
+            expr = to_expr(a) if kind is torch.SymInt else None
+            call.key.append(expr)
+            call.keyed = call.keyed and expr is not None and not has_unbacked(expr)
+            return a
+        call.inputs.append(value)
+        call.key.append(value.key)
+        if value.key is None:
+            call.keyed = False
+        return value
+
+    def _with_fakes(self, x: Any) -> Any:
+        """The arguments as Python gave them, with fake tensors for real ones."""
+        if isinstance(x, torch.Tensor):
+            return self.values.fake_of(x)
+        if isinstance(x, (list, tuple)):
+            return type(x)([self._with_fakes(item) for item in x])
+        if isinstance(x, dict):
+            return {name: self._with_fakes(item) for name, item in x.items()}
+        return x
+
+    # ---------------------------------------------------------------- results by metadata alone
+
+    def _predict(self, call: OpCall, key: Any) -> results.Recipe | None:
+        """How to make the results of an op whose key is new, where a rule of `infer` says it."""
+        facts = call.facts
+        if not facts.repeatable:
+            return None
+        if facts.may_write_undeclared and undeclared_writes(facts.func, call.args, call.kwargs):
+            return None
+        recipe = rules.predict(self._factory, self.values.keys, facts.func, call.args, call.kwargs, call.inputs)
+        if recipe is not None:
+            facts.recipes[key] = recipe
+        return recipe
+
+    def _make(self, call: OpCall, recipe: results.Recipe) -> Any:
+        """Make the results, which have the metadata that equal arguments gave before."""
+        container, parts = recipe
+        made: list[Value] = []
+        inputs = [v.fake for v in call.inputs]
+        with without_dispatch():
+            for slot, part in enumerate(parts):
+                fake = part.make(self._factory, inputs)
+                if isinstance(part, results.Same):
+                    base = call.inputs[part.base]
+                    value = self.values.new(fake, slot, base.storage, base.key)
+                    value.autograd_placeholder = base.autograd_placeholder
+                else:
+                    value = self.values.new(fake, slot, storage_id(fake), part.key)
+                    value.autograd_placeholder = part.requires_grad
+                made.append(value)
+        func = call.facts.func
+        if container is not None:
+            self._builder.append("call_function", func, call.args, call.kwargs, container(made))
+            return container([v.fake for v in made])
+        fake = made[0].fake
+        kwargs = call.kwargs
+        if call.facts.has_dtype and not call.inputs:
+            kwargs = {**kwargs, "dtype": fake.dtype}  # the default is that of the trace
+        self._builder.append("call_function", func, call.args, kwargs, made[0])
+        return fake
+
+    # ---------------------------------------------------------------- results of torch
+
+    def _run(self, call: OpCall, key: Any) -> Any:
+        """Let torch run the op on fake tensors, and keep how its results follow from `key` (None: they do not)."""
+        facts = call.facts
+        undeclared = undeclared_writes(facts.func, call.args, call.kwargs) if facts.may_write_undeclared else ()
+        if undeclared and undeclared_variant(facts.func, call.args, call.kwargs) is None and can_decompose(facts.func):
+            return dispatch.decomposed(
+                self.mode, facts.func, *call.given
+            )  # instance_norm: its parts say what they write
+        unseen = bool(facts.written) and self._prepare_write(call)
+        args, kwargs = self._with_fakes(call.given)
+        before = _BeforeWrite(call, [t for t in flat((args, kwargs)) if isinstance(t, torch.Tensor)], undeclared)
+        with torch.no_grad() if unseen else contextlib.nullcontext():
+            out = self._execute(call, args, kwargs, key)
+        if facts.squeezes and is_symbolic(call.inputs[0].fake):
+            self._note_squeeze(call.inputs[0].fake, call.args[1:])
+        moved = before.moved()
+        for value, layout in moved:
+            self.values.freeze(value, layout)
+        written = before.written()
+        unbacked = self._factory.unbacked_bindings(out)
+        if not written and unbacked is None:
+            if key is not None and facts.repeatable:
+                recipe = results.learn(self.values.keys, call.inputs, out)
+                if recipe is not None:
+                    facts.recipes[key] = recipe
+            if out is not None and not _has_tensor(out):
+                return out  # a question about metadata, answered
+        taken = call.kwargs
+        if facts.has_dtype and not call.inputs and isinstance(out, torch.Tensor):
+            taken = {**taken, "dtype": out.dtype}  # the default is that of the trace
+        outputs = self.values.new_results(out)
+        self._builder.append("call_function", facts.func, call.args, taken, outputs, written, unbacked, before.tracked)
+        if moved:
+            self.values.follow(
+                [t for t in flat(call.given) if isinstance(t, torch.Tensor)], before.fakes, str(facts.func)
+            )
+        return out
+
+    def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
+        """What torch returns for fake tensors."""
+        facts = call.facts
+        if facts.in_place and self._changes_only_values(call, args[0], key):
+            torch.autograd.graph.increment_version(args[0])
+            return args[0]
+        # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
+        free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])
+        with (
+            self._builder.run_by_torch(facts.func),
+            self._factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
+        ):
+            return run_op(self._factory.mode, facts.func, args, kwargs)
+
+    def _changes_only_values(self, call: OpCall, t: torch.Tensor, key: Any) -> bool:
+        """Whether an op in place changes nothing of the fake tensor `t`, its target, but the version counter."""
+        if t.is_inference():
+            return False
+        facts, inputs = call.facts, call.inputs
+        if facts.func in ACTIVATIONS:
+            return t.is_floating_point() and not (t.requires_grad and _grad_enabled() and (self._exact or t.is_leaf))
+        if _grad_enabled() and any(v.fake.requires_grad for v in inputs):
+            return False
+        target = call.args[0]
+        if any(v.storage == target.storage and v is not target for v in inputs):
+            return False  # they may overlap
+        known = facts.only_values_change.get(key)
+        if known is None:
+            known = rules.changes_only_values(self._factory, facts.func, call.args, call.kwargs, inputs)
+            if key is not None:
+                facts.only_values_change[key] = known
+        return known
+
+    def _note_squeeze(self, t: torch.Tensor, dims: tuple[Any, ...]) -> None:
+        """Calls with size 1 would lose a dimension here."""
+        for d in flat(dims) if dims else range(t.dim()):
+            if isinstance(t.size(d), torch.SymInt):
+                self._factory.shape_env.take_for_more_than_one(t.size(d))
+
+    def _prepare_write(self, call: OpCall) -> bool:
+        """Before autograd sees a write: give results that were made from metadata the history that it expects.
+
+        True where autograd need not see it: all tensors in the storage have a history before and after.
+        """
+        if self._exact or not _grad_enabled() or not any(v.fake.requires_grad for v in call.inputs):
+            return False
+        written = call.written(call.facts.written)
+        if call.facts.in_place and all(_has_history(v) for w in written for v in self.values.in_storage(w.storage)):
+            return True
+        for value in written:
+            same_memory = self.values.in_storage(value.storage)
+            if any(v.fake is not value.fake for v in same_memory):
+                raise Retrace("an op writes to a view of a tensor that requires grad", exact_autograd=True)
+            if any(v.autograd_placeholder for v in same_memory):
+                self._factory.give_history(value.fake)
+            for v in same_memory:
+                v.autograd_placeholder = False
+        return False
+
+
+class _BeforeWrite:
+    """What an op may change in its arguments, as it is before; `undeclared` are the parameters that it writes too."""
+
+    __slots__ = ("_call", "_places", "_undeclared", "_versions", "fakes", "tracked")
+
+    def __init__(self, call: OpCall, fakes: list[torch.Tensor], undeclared: tuple[str, ...]) -> None:
+        self.fakes = fakes
+        self.tracked: tuple[Value, ...] = ()
+        """Of an op that writes: the inputs that require grad."""
+        self._call = call
+        self._undeclared = undeclared
+        self._versions = [_version(t) for t in fakes]
+        self._places: list[tuple[Value, Any, Any]] = []
+        if call.facts.written:
+            self.tracked = tuple([v for v, t in zip(call.inputs, fakes, strict=True) if t.requires_grad])
+            targets = call.written(call.facts.written)
+            self._places = [(v, place_of(v.fake), layout_of(v.fake)) for v in targets]
+
+    def moved(self) -> list[tuple[Value, Any]]:
+        """The written values whose tensors got another storage or geometry, with their layout from before."""
+        return [(value, layout) for value, place, layout in self._places if place_of(value.fake) != place]
+
+    def written(self) -> tuple[Value, ...]:
+        """What the op wrote: by its schema, by what is known of it, and by the version counters of what it read."""
+        call = self._call
+        found = call.written(call.facts.written)
+        if self._undeclared:
+            found += call.written(p for p in call.facts.positions if p[1] in self._undeclared)
+        storages = {v.storage for v in found}  # views in these have the same version counter
+        found += [
+            value
+            for value, t, old in zip(call.inputs, self.fakes, self._versions, strict=True)
+            if _version(t) != old and value.storage not in storages
+        ]
+        return tuple(dict.fromkeys(found))
+
+
+def _split(ops: OpRecorder, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
+    return ops.recorded(lambda: torch.tensor_split(x, at.tolist(), dim))
+
+
+def _narrow(ops: OpRecorder, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
+    return ops.recorded(lambda: torch.narrow(x, dim, start.item(), length))  # type: ignore[arg-type]
+
+
+_REWRITES: dict[Any, Callable[..., Any]] = {
+    _aten.lift_fresh.default: lambda ops, t: ops.values.lift_fresh(t),
+    _aten.tensor_split.tensor_indices_or_sections: _split,
+    _aten.narrow.Tensor: _narrow,
+}
+"""Ops that are recorded as others. Two of them read numbers from a tensor: that is an op for each number."""
+
+
+def _version(t: torch.Tensor) -> int:
+    return -1 if t.is_inference() else version_of(t)
+
+
+def _has_history(value: Value) -> bool:
+    """Whether autograd would let eager write to this result of an op, and it requires grad already."""
+    op = value.op
+    single = not isinstance(op.outputs, (list, tuple))  # it refuses writes to one of several views
+    return value.fake.requires_grad and op.kind == "call_function" and op.grad and single
+
+
+def _has_tensor(out: Any) -> bool:
+    if isinstance(out, (list, tuple)):
+        return any(isinstance(t, torch.Tensor) for t in out)
+    return isinstance(out, torch.Tensor)
+
+
+def _device(args: Any, kwargs: Any) -> str:
+    """The device type of the first tensor; that of autocast."""
+    for a in (*args, *kwargs.values()):
+        for t in a if isinstance(a, (list, tuple)) else (a,):
+            if isinstance(t, torch.Tensor):
+                return t.device.type
+    return "cpu"

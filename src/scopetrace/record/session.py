@@ -1,0 +1,340 @@
+"""One recording: inputs become placeholders and fake tensors, the callable runs, and the tape comes out.
+
+Data flow:
+    callable + example inputs -> Recording: a builder, a value table, and recorders of ops, calls and data reads
+    arguments -> placeholders, fake tensors in their place -> the callable runs once, under patches and modes
+    its result, changed arguments and bound attributes -> outputs of the tape
+
+The callable runs again where an assumption turns out to be wrong (`Retrace`): see `record`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.fx
+
+from scopetrace._compat.dispatch import dispatching_to
+from scopetrace._compat.patches import observing, python_random_state_kept
+from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE, FakeFactory, FakeTensor
+from scopetrace.containers.objects import Returned, SavedContents, Watch, tensor_holders
+from scopetrace.containers.structure import identifier, instantiate, leaves_with_path, map_structure, refuse_hidden
+from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
+from scopetrace.ir import scopes
+from scopetrace.ir.frames import frames_of_traceback, user_line
+from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, garbage_collection_paused
+from scopetrace.ir.verify import checked
+from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.calls import CallRecorder, Progress, leaf_rule
+from scopetrace.record.data import DataReader, NoRealValue
+from scopetrace.record.dynamic_shapes import DynamicSizes, read_dynamic_shapes, refuse_shared, symbolic_strides
+from scopetrace.record.model import Model
+from scopetrace.record.ops import OpRecorder, RunGraph
+from scopetrace.record.retrace import Assumptions, Retrace
+
+_one_at_a_time = threading.RLock()  # the flags and methods that a trace changes belong to the whole process
+
+T = TypeVar("T")
+
+
+def record(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    dynamic_shapes: Any = None,
+    leaf_modules: Any = (),
+    specialize: bool = False,
+    progress: Progress | None = None,
+) -> RecordedTape:
+    """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError.
+
+    `fn` runs once. It runs a second time where it turns out to differentiate, to use a transform such as torch.vmap,
+    or to write to a view of a tensor that requires grad: then torch has to run every op, for autograd's history. And it
+    runs again for each class of objects in which it puts the first tensors, as into an empty cache. Modules, arguments
+    and the random state are as before when it starts again; what else it changes (globals, files) is changed twice.
+
+    Traces of several threads take turns.
+    """
+
+    def attempt(assumptions: Assumptions) -> RecordedTape:
+        model = Model(fn)
+        _refuse_sharded(model)
+        root = scopes.Scope("", model.type_name)
+        recording = Recording(
+            model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
+        )
+        return recording.run(fn, model.forward, args, kwargs, dynamic_shapes)
+
+    return retraced(attempt)
+
+
+def _refuse_sharded(model: Model) -> None:
+    """FSDP2's hooks would gather in the trace, for real and into its own tensors."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:  # where it was never imported, nothing is sharded
+        return
+    for module in model.modules:
+        if isinstance(module, fsdp.FSDPModule):
+            raise UnsupportedOpError(
+                "the model is sharded by fully_shard",
+                module=f"{model.type_name}, {model.names[id(module)][0] or 'the root'}",
+                hint="trace it before it is sharded; a model of the same config on the meta device does as well",
+            )
+
+
+def retraced(attempt: Callable[[Assumptions], T]) -> T:
+    """What `attempt` returns; where it raises Retrace, it is tried again with the assumptions that failed corrected."""
+    assumptions = Assumptions()
+    with _one_at_a_time, garbage_collection_paused():
+        while True:
+            try:
+                return attempt(assumptions)
+            except Retrace as failed:
+                assumptions = assumptions.corrected(failed)
+
+
+def _run_nodes(graph_module: torch.fx.GraphModule, args: Any) -> Any:
+    return torch.fx.Interpreter(graph_module).run(*args)
+
+
+class Recording:
+    """The parts of one recording, put together."""
+
+    def __init__(
+        self,
+        model: Model,
+        root: scopes.Scope,
+        assumptions: Assumptions,
+        *,
+        leaf_modules: Any = (),
+        specialize: bool = False,
+        progress: Progress | None = None,
+        run_graph: RunGraph = _run_nodes,
+    ) -> None:
+        """`run_graph` runs a GraphModule that is the body of a higher-order op."""
+        self.model = model
+        self.object_types = assumptions.object_types
+        self.factory = FakeFactory()
+        self.tape = RecordedTape(
+            root,
+            shape_env=self.factory.shape_env,
+            fake_mode=self.factory.mode,
+            exact_autograd=assumptions.exact_autograd,
+            registered=model.registered(),
+        )
+        self.builder = TapeBuilder(self.tape, CallRecorder.run.__code__)
+        self.factory.shape_env.place = self.builder.where
+        self.values = ValueTable(self.builder, self.factory, model)
+        self.data = DataReader(self.builder, self.values, self.factory, specialize=specialize)
+        self.ops = OpRecorder(self.builder, self.values, self.data, self.factory, run_graph)
+        self._is_leaf = leaf_rule(leaf_modules, model)
+        self._progress = progress
+
+    def run(
+        self,
+        fn: Callable[..., Any],
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        dynamic_shapes: Any = None,
+    ) -> RecordedTape:
+        """The tape of `fn(*args, **kwargs)`; `forward` names the arguments."""
+        tape, builder, model = self.tape, self.builder, self.model
+        self.object_types |= tensor_holders((args, kwargs))
+        fake_args, fake_kwargs = self._add_inputs(forward, args, kwargs, dynamic_shapes)
+        saved = SavedContents((args, kwargs), self.object_types)
+        watch = Watch((fake_args, fake_kwargs), self.object_types)
+        calls = CallRecorder(builder, self.values, self.data, model, self.object_types, self._is_leaf, self._progress)
+        try:
+            with python_random_state_kept(), self._errors_explained(), scopes.activate(builder.state):
+                with observing(calls, model.modules), dispatching_to(self.ops.mode, self.factory.mode):
+                    out = calls.run_root(fn, fake_args, fake_kwargs)
+                missed = tensor_holders((out, fake_args, fake_kwargs)) - self.object_types
+                if missed:
+                    saved.restore()
+                    raise Retrace("objects hold tensors that held none before the forward", object_types=missed)
+                effects = watch.effects(self.values.value_of)
+                tape.outputs = Returned(tape.calls[0].outputs, effects) if effects else tape.calls[0].outputs
+                refuse_hidden(out, (FakeTensor,), "the result", self.object_types)
+                refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments", self.object_types)
+        finally:
+            bound = model.restore()
+        for module, fqn, name, tensor in bound:
+            value = self.values.bound_value(tensor)
+            if value is not None:
+                tape.attribute_writes.append(AttributeWrite(module, fqn, name, value))
+        if builder.deferred:
+            raise builder.deferred[0]
+        if tape.sizes is not None:
+            tape.sizes.refuse_fixed()
+        return checked(tape, "recording")
+
+    # ---------------------------------------------------------------- inputs
+
+    def _add_inputs(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Append the placeholders: the tensors in order, then the dynamic numbers.
+
+        Returns the arguments with fake tensors and symbolic numbers in place of these.
+        """
+        tape, taken = self.tape, set[str]()
+        dynamic = self._dynamic_sizes(forward, args, kwargs, dynamic_shapes)
+        fakes: dict[int, torch.Tensor] = {}
+        numbers: list[tuple[str, Any]] = []
+
+        def input_of(path: str, leaf: Any) -> Any:
+            if isinstance(leaf, torch.Tensor):
+                if id(leaf) not in fakes:
+                    fakes[id(leaf)] = self._fake_input(leaf, path, dynamic)
+                value = self.values.append_input(identifier(path, taken), fakes[id(leaf)])
+                self.data.examples[value] = leaf
+                tape.input_paths.append(path)
+                return value
+            number = None
+            if dynamic is not None and type(leaf) is int:
+                number = dynamic.number_of(path, leaf, len(numbers))
+            if number is None:
+                return leaf
+            numbers.append((path, number))
+            return number
+
+        inputs = iter([input_of(*named) for named in self._named_leaves(forward, args, kwargs) if _may_vary(named[1])])
+        for path, number in numbers:
+            self.builder.append("placeholder", identifier(path, taken), (), {}, number)
+            tape.numbers.append(number)
+        tape.args = map_structure(
+            lambda leaf: next(inputs) if _may_vary(leaf) else leaf,
+            (args, kwargs),
+            (torch.Tensor, int),
+            self.object_types,
+        )
+        faked: tuple[Any, Any] = instantiate(lambda v: v.fake, tape.args, Value)
+        return faked
+
+    def _fake_input(self, real: torch.Tensor, path: str, dynamic: DynamicSizes | None) -> torch.Tensor:
+        sizes = None if dynamic is None else dynamic.sizes_of(real, path, len(self.tape.inputs))
+        if sizes is None:
+            return self.factory.from_real(real)
+        return self.factory.symbolic(real, sizes, symbolic_strides(real, sizes))
+
+    def _dynamic_sizes(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any
+    ) -> DynamicSizes | None:
+        if callable(getattr(spec, "dynamic_shapes", None)):  # ShapesCollection and AdditionalInputs of torch.export
+            spec = spec.dynamic_shapes(forward, args, kwargs)
+        if not spec:
+            return None
+        named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
+        specs = read_dynamic_shapes(spec, named, lambda: _bound_arguments(forward, args, kwargs), self.object_types)
+        refuse_shared(
+            [t for _, t, _ in specs if isinstance(t, torch.Tensor)],
+            [leaf for _, leaf in self._named_leaves(forward, args, kwargs)],
+        )
+        dynamic = DynamicSizes(self.factory.shape_env, specs)
+        self.tape.sizes = dynamic.rules
+        return dynamic
+
+    def _named_leaves(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
+        """Each leaf with its path from the name of forward's parameter: `"ys[0]['k']"`."""
+        named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
+        return [found for name, arg in named for found in leaves_with_path(arg, name, self.object_types)]
+
+    # ---------------------------------------------------------------- errors
+
+    @contextlib.contextmanager
+    def _errors_explained(self) -> Iterator[None]:
+        """Turn what torch raises for a value that is not there into a TraceError; add the place to all other errors."""
+        try:
+            yield
+        except ScopetraceError:
+            raise
+        except Exception as error:
+            place = self._place(error)
+            found = self._explained(error, place)
+            if found is not None:
+                raise found from error
+            error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
+            raise
+
+    def _explained(self, error: Exception, place: dict[str, str | None]) -> TraceError | None:
+        failed = self.builder.failed
+        running = failed[1] if failed is not None and failed[0] is error else None
+        if isinstance(error, DATA_DEPENDENT) or any(text in str(error) for text in _NO_DATA):
+            return DataDependentError(
+                "Python needs the value of a tensor that depends on the inputs or the model's state",
+                op=self.data.reader(getattr(error, "cond", None), running),
+                hint=_BRANCH,
+                **place,
+            )
+        if isinstance(error, NoRealValue):
+            problem = f"Python needs a value, and there is none: {error}"
+            return DataDependentError(problem, op=self.data.reader(None, running), **place)
+        if isinstance(error, NO_SHAPE_RULE):
+            first = (str(error).splitlines() or [""])[0]
+            hint = (
+                "register a fake implementation with torch.library.register_fake, or name the module in leaf_modules="
+            )
+            return UnsupportedOpError(
+                f"torch cannot tell the shape of what an op returns: {type(error).__name__}: {first}",
+                op=None if running is None else str(running),
+                hint=hint,
+                **place,
+            )
+        return None
+
+    def _place(self, error: Exception) -> dict[str, str | None]:
+        """`module` and `source` of an exception that left the forward."""
+        failed = next((c for c in reversed(self.tape.calls) if c.raised is error), None)
+        scope = failed.scope if failed is not None else self.builder.state.current_scope
+        return {"module": str(scope), "source": user_line(frames_of_traceback(error.__traceback__))}
+
+
+_NO_DATA = (
+    "doesn't have storage",
+    "Cannot access data pointer",
+    ".numpy() is not supported",
+    "doesn't have data",
+    "data is not allocated yet",
+)
+
+_BRANCH = (
+    "compute both sides and pick with torch.where; or make the value an argument that is a Python number; "
+    "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
+    "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
+)
+
+
+def _may_vary(leaf: Any) -> bool:
+    """Whether an argument may be an input: a tensor or a whole number."""
+    return isinstance(leaf, (torch.Tensor, int)) and not isinstance(leaf, bool)
+
+
+def _bound_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments by the names of forward's parameters, `*args` and `**kwargs` under their own."""
+    target = forward.forward if isinstance(forward, torch.nn.Module) else forward
+    return dict(inspect.signature(target).bind(*args, **kwargs).arguments)
+
+
+def argument_names(forward: Any, count: int) -> list[str]:
+    """What forward calls its first `count` positional arguments; `args[0]` and so on past `*args`."""
+    target = forward.forward if isinstance(forward, torch.nn.Module) else forward
+    names: list[str] = []
+    try:
+        parameters = list(inspect.signature(target).parameters.values())
+    except (TypeError, ValueError):  # built-in callables have no signature
+        parameters = []
+    for p in parameters:
+        if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD):
+            names.append(p.name)
+        elif p.kind is p.VAR_POSITIONAL:
+            names += [f"{p.name}[{i}]" for i in range(count - len(names))]
+    names += [f"arg[{i}]" for i in range(count - len(names))]
+    return names[:count]
