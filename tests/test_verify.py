@@ -192,7 +192,7 @@ def test_a_broken_tape_is_found(break_it: Callable[[RecordedTape], None]) -> Non
 
 
 def test_a_leaf_module_is_on_the_tape() -> None:
-    tape = record(Net(), (torch.randn(3),), {}, leaves=(Scale,))
+    tape = record(Net(), (torch.randn(3),), {}, leaf_modules=(Scale,))
     verify(tape, "recording")
     tape.modules.clear()
     with pytest.raises(errors.InvalidTapeError, match=r"op \d, scale .* calls a module that the tape does not have"):
