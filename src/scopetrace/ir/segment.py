@@ -14,7 +14,7 @@ import torch
 from scopetrace._compat.symbols import Symbolic, stand_ins, symbols_of, to_expr
 from scopetrace.containers.structure import identifier, leaves, map_structure
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import BodyTape, Call, Op, Tape, Value, flat
+from scopetrace.ir.tape import BodyTape, Call, Op, Tape, Value, flat, renamed
 
 
 @dataclasses.dataclass
@@ -141,38 +141,28 @@ def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], names: list
 def _placeholder(name: str, x: Any, segment: TapeSegment, inside: dict[Value, Value]) -> Op:
     grad = segment.ops[0].grad if segment.ops else torch.is_grad_enabled()
     if isinstance(x, Value):
-        new = Value(x.fake, x.op, 0, x.storage, x.key)
+        new = Value(x.fake, None, 0, x.storage, x.key)
         new.offset = x.offset
         inside.setdefault(x, new)
         x = new
-    return _complete(Op("placeholder", name, (), {}, x, segment.scope, segment.call, (), grad))
+    return Op("placeholder", name, (), {}, x, segment.scope, segment.call, (), grad)
 
 
 def _moved(op: Op, inside: dict[Value, Value]) -> Op:
     """A copy of the op that reads and makes values of the new tape."""
-    return _complete(
-        dataclasses.replace(
-            op,
-            args=_replaced(op.args, inside),
-            kwargs=_replaced(op.kwargs, inside),
-            outputs=map_structure(lambda v: _renewed(v, inside), op.outputs, Value),
-            writes=tuple([inside.get(v, v) for v in op.writes]),
-            tracked=tuple([inside.get(v, v) for v in op.tracked]),
-        )
+
+    def copied(v: Value) -> Value:
+        inside[v] = v.copy(v.storage)
+        return inside[v]
+
+    return dataclasses.replace(
+        op,
+        args=renamed(op.args, inside),
+        kwargs=renamed(op.kwargs, inside),
+        outputs=map_structure(copied, op.outputs, Value),
+        writes=renamed(op.writes, inside),
+        tracked=renamed(op.tracked, inside),
     )
-
-
-def _renewed(v: Value, inside: dict[Value, Value]) -> Value:
-    new = inside[v] = Value(v.fake, v.op, v.slot, v.storage, v.key)
-    new.offset, new.requires_grad, new.autograd_placeholder = v.offset, v.requires_grad, v.autograd_placeholder
-    return new
-
-
-def _complete(op: Op) -> Op:
-    """The op, which its outputs now know as the one that makes them."""
-    for value in leaves(op.outputs, Value):
-        value.op = op
-    return op
 
 
 def name_of(x: Any, number: int) -> str:
@@ -186,13 +176,3 @@ def _position(segment: TapeSegment, i: int, placeholders: int) -> int:
     """Where position `i` of the recording is in the body, whose placeholders come first."""
     before = segment.ops[: max(0, i - segment.start)]
     return placeholders + sum(op.kind not in ("get_attr", "placeholder") for op in before)
-
-
-def _replaced(x: Any, values: dict[Value, Value]) -> Any:
-    if isinstance(x, Value):
-        return values.get(x, x)
-    if isinstance(x, (list, tuple)):
-        return type(x)([_replaced(item, values) for item in x])
-    if isinstance(x, dict):
-        return {name: _replaced(item, values) for name, item in x.items()}
-    return x

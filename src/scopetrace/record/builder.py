@@ -10,24 +10,22 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator
 from types import CodeType
-from typing import Any, cast
+from typing import Any
 
 import torch
 
 from scopetrace._compat.dispatch import unwrapped
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id, without_dispatch
-from scopetrace.containers.structure import leaves
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer import results
 from scopetrace.ir.frames import capture_frames, source_of
 from scopetrace.ir.scopes import Scope, TracingState
-from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value, values_in
+from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value
 from scopetrace.record.model import Model
 
 _aten = torch.ops.aten
 _FOREIGN = "make tensors in the thread and trace that use them; a thread started in forward is not recorded"
-_NOT_APPENDED = cast(Op, None)  # a value gets its op when that is appended
 
 
 class TapeBuilder:
@@ -68,11 +66,6 @@ class TapeBuilder:
             scope, frames = inner if scope is root else scope, stack_trace or frames
         grad = torch.is_grad_enabled()
         op = Op(kind, target, args, kwargs, outputs, scope, self.call, frames, grad, writes, unbacked, tracked)
-        if type(outputs) is Value:
-            outputs.op = op
-        elif outputs is not None:
-            for value in leaves(outputs, Value) if kind == "call_module" else values_in(outputs):
-                value.op = op
         self.tape.ops.append(op)
         return op
 
@@ -150,7 +143,7 @@ class ValueTable:
 
     def new(self, t: torch.Tensor, slot: int, storage: int, key: int | None) -> Value:
         """The value of a tensor that an op returned; the op is to be appended next."""
-        value = Value(t, _NOT_APPENDED, slot, storage, key)
+        value = Value(t, None, slot, storage, key)
         self.by_id[id(t)] = value
         self._by_storage.setdefault(storage, []).append(value)
         return value
@@ -176,7 +169,7 @@ class ValueTable:
 
     def append_input(self, name: str, fake: torch.Tensor) -> Value:
         """Append a placeholder. A tensor given twice has two values, and the ops read the first."""
-        value = Value(fake, _NOT_APPENDED, 0, storage_id(fake), self.keys.of(fake))
+        value = Value(fake, None, 0, storage_id(fake), self.keys.of(fake))
         self._builder.append("placeholder", name, (), {}, value)
         self._given.add(id(fake))
         self.by_id.setdefault(id(fake), value)
