@@ -1,1 +1,5 @@
-"""The only place that uses private torch names. One module for each part of torch that they come from."""
+"""All that uses private names of torch, checked on import: `manifest` lists the names, `versions` what differs."""
+
+from scopetrace._compat import manifest
+
+manifest.check()

@@ -6,7 +6,9 @@ Fake tensors are pickled as their metadata, ops and code objects as their names.
 from __future__ import annotations
 
 import io
+import operator
 import pickle
+from collections.abc import Callable
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -20,6 +22,12 @@ from torch.nn.utils import parametrize
 
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
+
+set_grad_enabled = torch._C._set_grad_enabled
+"""The function that torch.export uses as a node target where autograd is switched on or off."""
+
+was_erased: Callable[[torch.fx.Node], bool] = operator.attrgetter("_erased")
+"""Whether a node was removed from its graph."""
 
 _PICKLED_META = ("val", "nn_module_stack", "stack_trace", "custom")
 
@@ -118,9 +126,6 @@ def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool, is_b
 def _look_up(module: torch.nn.Module, name: str) -> Any:
     path, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(path), leaf)
-
-
-set_grad_enabled = torch._C._set_grad_enabled
 
 
 # Pickles -------------------------------------------------------------------------------------------------------------

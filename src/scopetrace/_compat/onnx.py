@@ -17,6 +17,10 @@ from onnxscript.rewriter.rules.common import _no_op
 from torch._decomp import get_decompositions
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
 
+from scopetrace._compat import manifest
+
+manifest.require(list(manifest.missing(manifest.ONNX)))
+
 _one_at_a_time = threading.RLock()
 _read_op_library = functools.cache(lambda: _registration.onnxscript_apis.get_torchlib_ops())  # type: ignore[attr-defined]
 

@@ -31,6 +31,7 @@ from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.solve import try_solve
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from scopetrace._compat import manifest
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, SYMPY, TORCH, TORCH_DIRECTORY, prefixes
 
 _PROXY = torch._C._TorchDispatchModeKey.PROXY
@@ -233,6 +234,7 @@ class WatchedShapeEnv(ShapeEnv):
 
     def __init__(self) -> None:
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, trace_asserts=True)
+        manifest.require(manifest.missing_on(self, manifest.SHAPE_ENV))
         self.fixed: list[Fixed] = []
         self.assumed: dict[tuple[sympy.Symbol, int], Assumed] = {}
         self.smallest: dict[sympy.Symbol, int] = {}

@@ -13,7 +13,6 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -31,7 +30,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.shape_env import WatchedShapeEnv
+from scopetrace._compat.shape_env import SizeSource, WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 
 __all__ = ["FakeFactory", "FakeMaker", "FakeTensor", "FakeTensorMode", "FreshFakes"]
@@ -355,7 +354,7 @@ class FreshFakes:
                 found = self._env.create_unbacked_symint().node.expr
                 self._env.pending_fresh_unbacked_symbols.clear()
             else:
-                source = ConstantSource(f"size_{len(self._symbols)}")
+                source = SizeSource(f"size_{len(self._symbols)}")
                 found = self._env.create_symbol(
                     int(hint), source, DimDynamic.DYNAMIC, None, do_not_specialize_zero_one=True
                 )

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 import torch.fx
 
+from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import ScopetraceError
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.write_back import WriteBack
@@ -176,7 +177,7 @@ def _kind_of(args: tuple[Any, ...], uses_absolute_offset: bool) -> Any:
     `uses_absolute_offset`.
     """
     strided = [a for a in args if isinstance(a, torch.Tensor) and a.layout is torch.strided]
-    count = collections.Counter(a.untyped_storage()._cdata for a in strided)
+    count = collections.Counter(storage_id(a) for a in strided)
     memory: dict[int, int] = {}
     return (torch.is_grad_enabled(), *(_kind(a, memory, count if not uses_absolute_offset else None) for a in args))
 
@@ -186,6 +187,6 @@ def _kind(a: Any, memory: dict[int, int], count: collections.Counter[int] | None
         return type(a), int(a) if isinstance(a, torch.SymInt) else a
     if a.layout is not torch.strided:
         return type(a), tuple(a.shape), a.dtype, a.device, a.layout, a.requires_grad
-    place = memory.setdefault(a.untyped_storage()._cdata, len(memory))
-    offset = a.storage_offset() if count is None or count[a.untyped_storage()._cdata] > 1 else None
+    place = memory.setdefault(storage_id(a), len(memory))
+    offset = a.storage_offset() if count is None or count[storage_id(a)] > 1 else None
     return tuple(a.shape), a.stride(), offset, a.dtype, a.device, a.requires_grad, a.is_leaf, place

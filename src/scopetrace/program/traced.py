@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads
+from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads, was_erased
 from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.functionalization.functionalizer import functionalize
@@ -185,7 +185,7 @@ class CallTable:
 
     def nodes_between(self, program: FxLowering, start: int, stop: int) -> list[torch.fx.Node]:
         """The nodes of a graph whose innermost call is from `start` to before `stop`."""
-        return [n for position, n in self._by_call[program] if start <= position < stop and not n._erased]
+        return [n for position, n in self._by_call[program] if start <= position < stop and not was_erased(n)]
 
     def mutated(self, program: FxLowering, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
         """See `ModuleCall.mutated`."""

@@ -182,7 +182,7 @@ def _to_runtime(tensor: torch.Tensor) -> Any:
 
 def _from_runtime(value: Any) -> torch.Tensor:
     if value.data_type() == "tensor(bfloat16)":
-        return torch.utils.dlpack.from_dlpack(value._ortvalue.to_dlpack())
+        return torch.utils.dlpack.from_dlpack(value)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the array is not writable
         return torch.from_numpy(value.numpy()).clone()

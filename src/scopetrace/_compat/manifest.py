@@ -1,0 +1,142 @@
+"""Every private name of torch that this package uses, and the check that the installed torch has them.
+
+The check runs when the package is imported, before any of the names is used, so that a torch without one of them is
+told at once and in full. tests/test_compat.py compares the tables with the source of `_compat`.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.fx.experimental.sym_node import SymNode
+
+from scopetrace._compat.versions import SUPPORTED
+
+NAMES = {
+    "torch": "_C _ops _refs",
+    "torch:Tensor": "_cdata _has_symbolic_sizes_strides _make_subclass _version",
+    "torch:UntypedStorage": "_cdata",
+    "torch._C": """
+        DispatchKey TensorBase _AutoDispatchBelowAutograd _DisableAutocast _DisableFuncTorch _DisablePythonDispatcher
+        _DisableTorchDispatch _TorchDispatchModeKey _dispatch_has_kernel_for_dispatch_key
+        _dispatch_tls_is_dispatch_key_excluded _functorch _get_dispatch_mode _is_any_autocast_enabled _set_grad_enabled
+        _set_throw_on_mutable_data_ptr""",
+    "torch._C:DispatchKey": "AutocastCPU AutocastCUDA AutocastHPU AutocastMPS AutocastXPU PreDispatch",
+    "torch._C:_TorchDispatchModeKey": "PROXY",
+    "torch._C:TensorBase": "data",
+    "torch._C._functorch": "get_unwrapped is_functorch_wrapped_tensor peek_interpreter_stack",
+    "torch._dispatch.python": "enable_python_dispatcher",
+    "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",
+    "torch._guards": "Source",
+    "torch._guards:Source": "_name_template",
+    "torch._higher_order_ops.auto_functionalize": "auto_functionalized",
+    "torch._higher_order_ops.utils": "_hop_compile_and_call registered_hop_fake_fns",
+    "torch._ops": """
+        HigherOrderOperator OpOverload _higher_order_ops _len_torch_dispatch_stack_pre_dispatch
+        _pop_mode_from_pre_dispatch _set_mode_pre_dispatch mode_stack_state_for_pre_dispatch""",
+    "torch._ops:OpOverload": "_can_decompose decompose",
+    "torch._refs": "tensor",
+    "torch._subclasses.fake_tensor": """
+        DataDependentOutputException DynamicOutputShapeException FakeTensor FakeTensorConverter FakeTensorMode
+        UnsupportedOperatorException in_kernel_invocation_manager""",
+    "torch._subclasses.fake_tensor:FakeTensorConverter": "from_real_tensor",
+    "torch._subclasses.schema_check_mode": "SchemaCheckMode",
+    "torch.autograd": "_engine_run_backward",
+    "torch.autograd.graph": "_engine_run_backward",
+    "torch.compiler": "_is_compiling_flag _is_exporting_flag",
+    "torch.export.dynamic_shapes": "_DerivedDim _DimHint _DimHintType",
+    "torch.export.dynamic_shapes:_DimHintType": "AUTO STATIC",
+    "torch.fx:Graph": "_resolve_unbacked_binding",
+    "torch.fx:Node": "_erased",
+    "torch.fx._lazy_graph_module": "_LazyGraphModule",
+    "torch.fx._lazy_graph_module:_LazyGraphModule": "_real_recompile",
+    "torch.fx.experimental.proxy_tensor": "get_proxy_mode",
+    "torch.fx.experimental.sym_node": "_NO_HINT SymNode",
+    "torch.fx.experimental.sym_node:SymNode": "expect_true expr guard_bool guard_or_false has_hint hint maybe_as_int",
+    "torch.fx.experimental.symbolic_shapes": """
+        ConvertIntKey DimDynamic GuardOnDataDependentSymNode RuntimeAssert SLoc ShapeEnv ShapeGuard
+        StrictMinMaxConstraint compute_unbacked_bindings""",
+    "torch.fx.experimental.symbolic_shapes:DimDynamic": "DYNAMIC",
+    "torch.fx.experimental.symbolic_shapes:ShapeEnv": """
+        _get_user_frame _set_replacement _suppress_guards_tls _update_version_counter create_symbol create_symintnode
+        create_unbacked_symint create_unspecified_symbol evaluate_expr evaluate_sym_node guard_or_defer_runtime_assert
+        ignore_fresh_unbacked_symbols""",
+    "torch.nn:Module": "_call_impl _get_name",
+    "torch.nn.modules.batchnorm": "_BatchNorm",
+    "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim forward",
+    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
+    "torch.utils._sympy.functions": "FloorDiv Max",
+    "torch.utils._sympy.interp": "sympy_interp",
+    "torch.utils._sympy.numbers": "int_oo",
+    "torch.utils._sympy.reference": "OptimizedPythonReferenceAnalysis PythonReferenceAnalysis",
+    "torch.utils._sympy.solve": "try_solve",
+    "torch.utils._sympy.symbol": "SymT symbol_is_type",
+    "torch.utils._sympy.symbol:SymT": "UNBACKED_FLOAT UNBACKED_INT",
+    "torch.utils._sympy.value_ranges": "ValueRanges",
+}
+"""Names by owner: a module, or a class as `module:Class`."""
+
+INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
+    "OpOverload": (lambda: torch.ops.aten.add.Tensor, "_op_dk _overloadname _schema is_view"),
+    "HigherOrderOperator": (lambda: torch.ops.higher_order.cond, "_name python_key_table"),
+    "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr _expr_cache _expr_ver"),
+    "Module": (torch.nn.Module, "_buffers _compiled_call_impl _non_persistent_buffers_set _parameters"),
+}
+"""Attributes that only instances have, by class, with a way to make one."""
+
+SHAPE_ENV = """
+    _replacements_version_counter axioms backed_var_to_val deferred_runtime_asserts guards
+    pending_fresh_unbacked_symbols replacements unbacked_renamings var_to_range"""
+"""Attributes of ShapeEnvs, checked when the first is made, as that imports `torch._dynamo`."""
+
+LATER = {
+    "torch._dynamo.config": "fake_tensor_cache_enabled",
+    "torch._higher_order_ops.invoke_subgraph": "invoke_subgraph_placeholder",
+}
+"""Of modules that are not imported with the package, as that takes seconds."""
+
+ONNX = {
+    "torch._decomp": "get_decompositions",
+    "torch.onnx._internal.exporter._constants": "TORCHLIB_OPSET",
+    "torch.onnx._internal.exporter._core": "_is_onnx_op _prepare_exported_program_for_export",
+    "torch.onnx._internal.exporter._dispatching": "dispatch",
+    "torch.onnx._internal.exporter._registration": "ONNXRegistry onnxscript_apis",
+}
+"""What the ONNX exporter uses, checked when that is imported."""
+
+
+def missing(names: Mapping[str, str]) -> Iterator[str]:
+    """The dotted names that the installed torch does not have."""
+    for owner, attributes in names.items():
+        try:
+            found = pkgutil.resolve_name(owner)
+        except (ImportError, AttributeError):
+            yield owner.replace(":", ".")
+            continue
+        for name in attributes.split():
+            if not hasattr(found, name):
+                yield f"{owner.replace(':', '.')}.{name}"
+
+
+def missing_on(instance: Any, attributes: str) -> list[str]:
+    """Those of the attributes that an object does not have."""
+    return [f"{type(instance).__name__}().{name}" for name in attributes.split() if not hasattr(instance, name)]
+
+
+def require(absent: list[str]) -> None:
+    """Raise ImportError if names are absent, with all of them and the torch that lacks them."""
+    if absent:
+        (first, *_, last) = sorted(SUPPORTED)
+        raise ImportError(
+            f"torch {torch.__version__} has no {', '.join(absent)}, which scopetrace uses. It supports torch "
+            f"{first[0]}.{first[1]} to {last[0]}.{last[1]}: install one of these, or a newer scopetrace."
+        )
+
+
+def check() -> None:
+    """Raise ImportError if the installed torch lacks private names that this package uses."""
+    require([*missing(NAMES), *(name for make, names in INSTANCES.values() for name in missing_on(make(), names))])
