@@ -27,8 +27,8 @@ from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import Boundary, schedule
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, RecordedTape, Tape, Value, flat, values_in
-from scopetrace.ops.view_inverses import by_geometry, geometry_of
 from scopetrace.ops.higher_order import with_more_operands, written_inputs
+from scopetrace.ops.view_inverses import by_geometry, geometry_of
 
 _aten = torch.ops.aten
 _SIZED_BY_OTHER = {

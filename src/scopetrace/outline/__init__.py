@@ -1,13 +1,13 @@
-"""Module calls as functions: chosen calls of a program become calls of shared bodies.
+"""Outlining: chosen module calls become calls of functions, which equal calls share.
 
 Data flow:
-    tape + chosen calls -> for each, innermost first, its ops as a body whose inputs are explicit
+    FunctionalTape + chosen calls -> of each, innermost first: its ops as a BodyTape with explicit inputs
     bodies with equal keys -> one function
-    the ops of a call -> one `invoke_subgraph` op, with the function's body among its arguments
+    the ops of a call -> one `invoke_subgraph` op that has the function's body among its arguments
 """
 
 from scopetrace.outline.cut import outline
-from scopetrace.outline.function import FunctionInput, FunctionOutput, OutlinedBody
 from scopetrace.outline.readers import Numbers
+from scopetrace.outline.signature import FunctionInput, FunctionOutput, OutlinedBody
 
 __all__ = ["FunctionInput", "FunctionOutput", "Numbers", "OutlinedBody", "outline"]

@@ -14,12 +14,18 @@ from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
 from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, forward_of, own_values
-from scopetrace.outline.captured import Bound, Captured, Place
-from scopetrace.outline.function import FunctionInput, FunctionOutput, OutlinedBody
-from scopetrace.outline.given import Given, given, without_unread
 from scopetrace.outline.key import call_key, content_hash
-from scopetrace.outline.names import different, own_tensors
-from scopetrace.outline.readers import Readers
+from scopetrace.outline.readers import Bound, Captured, Place, Readers
+from scopetrace.outline.signature import (
+    ArgumentLeaf,
+    FunctionInput,
+    FunctionOutput,
+    OutlinedBody,
+    argument_leaves,
+    own_tensors,
+    unique_name,
+    without_unused,
+)
 
 _aten = torch.ops.aten
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
@@ -193,8 +199,8 @@ class _Outliner:
         self._fill(inner, old.start, old.stop)
         seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
         for made in inner.calls:
-            made.args, made.kwargs, made.outputs = without_unread((made.args, made.kwargs, made.outputs), seen)
-        passed = self._in_order(old, given(named, seen))
+            made.args, made.kwargs, made.outputs = without_unused((made.args, made.kwargs, made.outputs), seen)
+        passed = self._in_order(old, argument_leaves(named, seen))
         results = self._results(inner, old)
         inputs, operands = self._operands(inner, old, passed)
         key = call_key(old.module_type, passed, operands, inner.ops, [r.inside for r in results], self._names)
@@ -213,7 +219,7 @@ class _Outliner:
         part = (cls, passed, taken, ops, outputs[: len(outputs) - len(captured)])
         self.captured.note(part, old, {r.old: r.bound for r in captured})
 
-    def _in_order(self, old: Call, passed: list[Given]) -> list[Given]:
+    def _in_order(self, old: Call, passed: list[ArgumentLeaf]) -> list[ArgumentLeaf]:
         """Keywords and keys of dicts in the order in which the first call that has the same ones has them."""
         places = [g.place for g in passed]
         order = self._orders.setdefault((old.module_type, frozenset(places)), places)
@@ -222,7 +228,9 @@ class _Outliner:
     def _results(self, inner: _Region, old: Call) -> list[_Result]:
         """What the function gives, each in memory of its own, as torch asks of `invoke_subgraph`."""
         own = {v for v in leaves(old.outputs, Value) if self._readers.makes(old, v)}
-        wanted = [_Result(g.name, "result", g.leaf, g.leaf) for g in given({"": old.outputs}, own) if _is(g.leaf)]
+        wanted = [
+            _Result(g.name, "result", g.leaf, g.leaf) for g in argument_leaves({"": old.outputs}, own) if _is(g.leaf)
+        ]
         known = {r.old for r in wanted}
         made = {v for op in inner.ops for v in op.values()}
         for name, v in self._mutated(old):
@@ -273,7 +281,7 @@ class _Outliner:
 
     # ---------------------------------------------------------------- what it takes
 
-    def _operands(self, inner: _Region, old: Call, passed: list[Given]) -> tuple[list[FunctionInput], list[Any]]:
+    def _operands(self, inner: _Region, old: Call, passed: list[ArgumentLeaf]) -> tuple[list[FunctionInput], list[Any]]:
         inputs: list[FunctionInput] = []
         operands: list[Any] = []
         for g in passed:
@@ -306,7 +314,7 @@ class _Outliner:
         ranked = []
         for i, v in enumerate(read):
             real = self.old.attributes.get(v.op.target) if v.op.kind == "get_attr" else None
-            rank, kind, name = own.get(id(real)) or (len(own) + i, "lifted", different(self._name_of(v, old), taken))
+            rank, kind, name = own.get(id(real)) or (len(own) + i, "lifted", unique_name(self._name_of(v, old), taken))
             ranked.append((rank, kind, name, v))
         return [(kind, name, v) for _, kind, name, v in sorted(ranked, key=lambda r: r[0])]
 

@@ -1,7 +1,8 @@
-"""When two module calls may share one function: a key that is equal for those that may.
+"""Equality of module calls: a key that is equal for two calls if they can share a function.
 
-It has the class, the Python arguments, dtypes, sizes and the pattern of which tensors are the same tensor, and the ops
-with all their constants. Values stand in it by number, symbols by the order in which they are met.
+The key has the class, the Python arguments, dtypes and sizes of tensors, which of them are the same tensor, and the ops
+with all their constants. Values and symbols are numbered in the order in which they are met, so that names do not
+matter.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ import torch
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir.tape import BodyTape, Op, Value
-from scopetrace.outline.given import Given
+from scopetrace.outline.signature import ArgumentLeaf
 
 _PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
 
 
 class Numbering:
-    """Numbers for the values and symbols of one program, in the order in which they are met.
+    """Parts of a key, with numbers for the values and symbols of one program.
 
-    `names` has those of bodies that are functions already: equal ones are the same tape.
+    `names` has the identifiers of the bodies that are functions already, of which equal ones are the same tape.
     """
 
     def __init__(self, names: dict[BodyTape, str]) -> None:
@@ -31,19 +32,19 @@ class Numbering:
         self._symbols: dict[Any, str] = {}
 
     def operand(self, x: Any) -> Any:
-        """A value or size that the program takes."""
+        """An operand of the program: a value, with its metadata, or a symbolic number."""
         if not isinstance(x, Value):
             return self.of(x)
         known = x in self._values
         return (self._number(x), known, *self._kind(x.fake))
 
     def op(self, op: Op) -> Any:
-        """An op, whose results get numbers."""
+        """An op. Its results get the next numbers."""
         key = (op.kind, op.target, op.grad, self.of(op.args), self.of(op.kwargs))
         return (*key, self.of(op.outputs))
 
     def of(self, x: Any) -> Any:
-        """Anything that stands among the arguments of a call or an op."""
+        """An argument of a call or an op."""
         if isinstance(x, Value):
             return ("value", self._number(x))
         if isinstance(x, Symbolic):
@@ -51,7 +52,7 @@ class Numbering:
         if isinstance(x, _PLAIN):
             return (type(x).__name__, x)
         if isinstance(x, (float, complex)):
-            return (type(x).__name__, repr(x))  # tells 0.0 from -0.0, and nan equals nan
+            return (type(x).__name__, repr(x))  # 0.0 differs from -0.0, and nan equals nan
         if isinstance(x, BodyTape):
             return ("body", self._names.get(x) or tape_key(x, self._names))
         if isinstance(x, dict):
@@ -75,7 +76,7 @@ class Numbering:
 
 
 class _Identity:
-    """An object of a kind that is not known: equal to itself only."""
+    """An object whose equality is not known: it equals itself only."""
 
     def __init__(self, x: Any) -> None:
         self._x = x
@@ -92,16 +93,16 @@ class _Identity:
 
 def call_key(
     cls: type | None,
-    passed: list[Given],
+    passed: list[ArgumentLeaf],
     operands: list[Any],
     ops: list[Op],
     outputs: list[Value],
     names: dict[BodyTape, str],
 ) -> Any:
-    """The key of a call. `passed` are forward's arguments, `operands` all that its function takes, in order."""
+    """The key of a call: its class, forward's arguments, all operands of its function in order, its ops and results."""
     numbers = Numbering(names)
     taken = tuple(numbers.operand(x) for x in operands)
-    given = tuple((g.place, numbers.of(g.leaf)) for g in passed)  # whatever holds them
+    given = tuple((g.place, numbers.of(g.leaf)) for g in passed)  # whatever containers hold them
     return cls, given, taken, tuple(numbers.op(op) for op in ops), numbers.of(outputs)
 
 
@@ -113,5 +114,5 @@ def tape_key(tape: BodyTape, names: dict[BodyTape, str]) -> Any:
 
 
 def content_hash(key: Any) -> str:
-    """A short text that tells keys apart, the same in every process."""
+    """A hash of a key that is the same in every process."""
     return hashlib.sha256(repr(key).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""Who reads a value or a number outside of the call in which it was made."""
+"""Which values that a call makes are used outside of it, and what that means for the functions of equal calls."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import Call, FunctionalTape, Tape, Value
 
+Place = tuple[int, int]
+"""A value in a call, the same in equal calls: the number of the op that makes it, and of its result."""
+Bound = tuple[str, str] | None
+"""The name and kind of the output for a value that is bound to an attribute of the module."""
+
 
 class Readers:
-    """Of each value of a tape: where it is made, the last op that reads it, and the calls that take or give it."""
+    """Of each value of a tape: the op that makes it, the last op that reads it, and the calls that take or give it."""
 
     def __init__(self, tape: FunctionalTape) -> None:
         self._made: dict[Value, int] = {}
@@ -30,24 +35,23 @@ class Readers:
         self._results.update(w.value for w in tape.attribute_writes)
 
     def makes(self, call: Call, value: Value) -> bool:
-        """Whether a value is made in a call, or in calls inside it."""
+        """Whether a value is made in a call, including the calls inside it."""
         return call.start <= self._made.get(value, -1) < call.stop
 
-    def place(self, call: Call, value: Value) -> tuple[int, int]:
-        """Where in a call a value is made: the op, counted from the call's first, and which of its results it is."""
+    def place(self, call: Call, value: Value) -> Place:
+        """Where in a call a value is made."""
         i = self._made[value]
         return bisect.bisect_left(self._steps, i) - self._first_step(call), self._ops[i].values().index(value)
 
-    def at(self, call: Call, place: tuple[int, int]) -> Value:
+    def at(self, call: Call, place: Place) -> Value:
         """The value that a call makes there."""
-        found: Value = self._ops[self._steps[self._first_step(call) + place[0]]].values()[place[1]]
-        return found
+        return self._ops[self._steps[self._first_step(call) + place[0]]].values()[place[1]]
 
     def _first_step(self, call: Call) -> int:
         return bisect.bisect_left(self._steps, call.start)
 
     def leaves(self, value: Value, call: Call) -> bool:
-        """Whether a value is made in a call, or in calls inside it, and read outside of it."""
+        """Whether a value is made in a call and used outside of it."""
         if not self.makes(call, value):
             return False
         if value in self._results or self._last.get(value, -1) >= call.stop:
@@ -55,8 +59,53 @@ class Readers:
         return not all(_is_inside(reader, call) for reader in self._calls.get(value, ()))
 
 
+class Captured:
+    """What calls make that is used outside of them, though forward does not return it (`self.last = ...`).
+
+    Equal calls share a function, so each has to give what is used of any. That is known once all calls are cut out:
+    `missing` then says what to give beside, and outlining starts again with that as `wanted`.
+    """
+
+    def __init__(self, tape: FunctionalTape, readers: Readers, wanted: dict[Call, dict[Place, Bound]]) -> None:
+        self._readers = readers
+        self._wanted = wanted
+        self._attributes = tape.attributes.keys()
+        self._bound = {w.value: f"{w.fqn}.{w.name}" if w.fqn else w.name for w in tape.attribute_writes}
+        self._groups: dict[Any, dict[Call, dict[Place, Bound]]] = collections.defaultdict(dict)
+
+    def of(self, call: Call, own: list[Value]) -> dict[Value, Bound]:
+        """What a call gives, with names for some; `own` are the values that are used outside of this call."""
+        found = self._places(call, own)
+        merged = {**found, **self._wanted.get(call, {})}
+        return {self._readers.at(call, place): merged[place] for place in sorted(merged)}
+
+    def note(self, key: Any, call: Call, given: dict[Value, Bound]) -> None:
+        """Note what a call gives. `key` is equal for calls that are equal but for what they give here."""
+        self._groups[key][call] = {self._readers.place(call, v): bound for v, bound in given.items()}
+
+    def missing(self) -> dict[Call, dict[Place, Bound]]:
+        """By call, what it has to give because an equal one does; empty where all equal ones give the same."""
+        found: dict[Call, dict[Place, Bound]] = {}
+        for calls in self._groups.values():
+            union: dict[Place, Bound] = {}
+            for places in calls.values():
+                union |= {place: union.get(place) or bound for place, bound in places.items()}
+            if any(places != union for places in calls.values()):
+                found |= dict.fromkeys(calls, union)
+        return found
+
+    def _places(self, call: Call, values: list[Value]) -> dict[Place, Bound]:
+        return {self._readers.place(call, v): self._name(call, v) for v in values}
+
+    def _name(self, call: Call, value: Value) -> Bound:
+        name, prefix = self._bound.get(value, ""), f"{call.fqn}." if call.fqn else ""
+        if not name.startswith(prefix) or not name:
+            return None
+        return name.removeprefix(prefix), "mutated" if name in self._attributes else "captured"
+
+
 class Numbers:
-    """Of each symbol that an op of a tape makes from data: where it is made, and who uses it."""
+    """Of each symbol that an op makes from data: which op, and the ops and calls that use it."""
 
     def __init__(self, tape: Tape) -> None:
         self._made = {symbol: i for i, op in enumerate(tape.ops) for symbol in op.unbacked or ()}
@@ -72,7 +121,7 @@ class Numbers:
                 self._calls[symbol].append(call)
 
     def lost(self, call: Call) -> list[Any]:
-        """The symbols that are made in a call and used outside of it, though they are no size of its results."""
+        """The symbols that a call makes and that are used outside of it, though they are no sizes of its results."""
         sizes = {to_expr(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if self._made else set()
         return [
             s for s, i in self._made.items() if call.start <= i < call.stop and s not in sizes and self._out(s, call)

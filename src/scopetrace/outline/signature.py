@@ -1,10 +1,17 @@
-"""What a function is, before it has a graph: its body as a tape, and what it takes and gives."""
+"""What an outlined function takes and gives, and how that is read off the arguments and results of its calls."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import operator
+from collections.abc import Iterator
+from typing import Any
 
-from scopetrace.ir.tape import BodyTape, Call
+import torch
+
+from scopetrace.containers.structure import close_container, is_object, leaves_with_path, map_structure, open_container
+from scopetrace.ir.tape import BodyTape, Call, Tape, Template, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -12,11 +19,11 @@ class FunctionInput:
     """One input of a function, in the order of its signature."""
 
     name: str
-    """The argument's path (`past[0]`), the parameter's or buffer's name in its module (`fc.weight`), or what a lifted
-    value is called in the program around."""
+    """The path of an argument (`past[0]`), the name of a parameter or buffer in its module (`fc.weight`), or the name
+    that a lifted value has in the program."""
     kind: str
-    """`argument`; `absent` (None was passed: no operand stands for it); `parameter`; `buffer`; `lifted` (what the body
-    reads and nobody passed, constants too); `size`."""
+    """`argument`; `absent` (None was passed: no operand stands for it); `parameter`; `buffer`; `lifted` (read by the
+    body and not passed, as constants are); `size` (a symbolic number)."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,25 +31,105 @@ class FunctionOutput:
     """One output of a function, in the order of its signature."""
 
     name: str
-    """The path in what forward returns (`[0]`, `.logits`; empty when it is the result), or what was changed."""
+    """The path in what forward returns (`[0]`, `.logits`; empty for the result itself), or the name of what changed."""
     kind: str
-    """`result`; `mutated` (the new value of an argument or buffer); `captured` (made inside and read outside, though
-    forward does not return it)."""
+    """`result`; `mutated` (the new value of an argument or buffer); `captured` (made in the call and read outside of
+    it, though forward does not return it)."""
 
 
 @dataclasses.dataclass(eq=False)
 class OutlinedBody:
-    """A function of an outlined program."""
+    """A function of an outlined program, before it has a graph."""
 
     name: str
-    """The class's name; `Name_2` for the second distinct body of it."""
+    """The name of the class; `Name_2` for its second distinct body."""
     domain: str
-    """The class's module path."""
+    """The module path of the class."""
     module_type: type | None
+    """The class; None for a function that was traced as the root."""
     identifier: str
-    """Of `invoke_subgraph`: the name, and a hash of the content."""
+    """The name with a hash of the content, as `invoke_subgraph` takes it."""
     inputs: list[FunctionInput]
     outputs: list[FunctionOutput]
     tape: BodyTape
     calls: list[Call]
-    """Of the outlined program, and of bodies inside it."""
+    """Its calls, in the outlined program and in bodies inside it."""
+
+
+# Arguments and results -----------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgumentLeaf:
+    """A leaf of forward's arguments, or of its result."""
+
+    place: str
+    """Its path, in a form that is the same in all equal calls."""
+    name: str
+    """Its path in this call: `mask`, `past_key_values.layers[2].keys`."""
+    leaf: Any
+
+    @property
+    def is_absent(self) -> bool:
+        """Whether it is an argument that is None."""
+        return self.leaf is None and self.place.isidentifier()
+
+
+def argument_leaves(named: dict[str, Template], used: set[Value]) -> list[ArgumentLeaf]:
+    """The leaves of arguments in order. `used` are the values that the call reads, or for a result, makes.
+
+    Of an object that holds tensors, such as the cache of all layers, only the used ones; their place is their number
+    among these, so that the calls of all layers are equal.
+    """
+    return [leaf for name, argument in named.items() for leaf in _leaves(name, argument, used)]
+
+
+def _leaves(path: str, x: Any, used: set[Value]) -> Iterator[ArgumentLeaf]:
+    if is_object(x):
+        found = [(p, v) for p, v in leaves_with_path(x, path) if isinstance(v, Value) and v in used]
+        yield from (ArgumentLeaf(f"{path}[{i}]", p, v) for i, (p, v) in enumerate(found))
+        return
+    children = open_container(x)
+    if children is None:
+        yield ArgumentLeaf(path, path, x)
+    for key, item in children or ():
+        yield from _leaves(path + key, item, used)
+
+
+def without_unused(x: Template, used: set[Value]) -> Template:
+    """Arguments or results of a call in a body, with None in objects for the values that the body does not use."""
+    if is_object(x):
+        return map_structure(lambda v: v if v in used else None, x, Value)
+    items = [item for _, item in open_container(x) or ()]
+    kept = [without_unused(item, used) for item in items]
+    return x if all(map(operator.is_, items, kept)) else close_container(x, kept)
+
+
+# Names of what is not passed -----------------------------------------------------------------------------------------
+
+
+def own_tensors(tape: Tape, call: Call) -> dict[int, tuple[int, str, str]]:
+    """By id of a tensor of the call's module: its position among these, `parameter` or `buffer`, and its name."""
+    prefix = f"{call.fqn}." if call.fqn else ""
+    if call.module is not None:
+        tensors = itertools.chain(call.module.named_parameters(), call.module.named_buffers())
+        named = [(_kind(t), n, t) for n, t in tensors]
+    else:  # in a loaded trace, which has no modules
+        held = [(n, t) for n, t in tape.attributes.items() if n.startswith(prefix) and n[0] != "_"]
+        named = [(_kind(t), n.removeprefix(prefix), t) for n, t in held]
+    found: dict[int, tuple[int, str, str]] = {}
+    for i, (kind, name, t) in enumerate(named):
+        found.setdefault(id(t), (i, kind, name))
+    return found
+
+
+def _kind(t: torch.Tensor) -> str:
+    return "parameter" if isinstance(t, torch.nn.Parameter) else "buffer"
+
+
+def unique_name(name: str, taken: set[str]) -> str:
+    """`name`, or with a number after it, such that it is not in `taken`, to which it is added."""
+    more = (f"{name}_{i}" for i in itertools.count(1))
+    found = next(n for n in itertools.chain([name], more) if n not in taken)
+    taken.add(found)
+    return found
