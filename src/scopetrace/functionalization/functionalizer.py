@@ -31,6 +31,7 @@ from scopetrace.ir.tape import (
     Value,
     garbage_collection_paused,
 )
+from scopetrace.ir.verify import checked
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,
@@ -48,9 +49,8 @@ def functionalize(tape: RecordedTape) -> FunctionalTape:
 
     Raises FunctionalizationError for what no functional op says.
     """
-    if not writes(tape):
-        return FunctionalTape.of(tape)
-    return Functionalizer(tape).run()
+    functional = Functionalizer(tape).run() if writes(tape) else FunctionalTape.of(tape)
+    return checked(functional, "functionalization")
 
 
 class Functionalizer(TapeCopier):
