@@ -169,6 +169,27 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 130
 
 
+# Refusals -------------------------------------------------------------------------------------------------------------
+
+
+def refusals() -> set[str]:
+    """The messages that functionalization gives `refusal(...)`, with OP for what it fills in."""
+    messages = set()
+    for file in (ROOT / "src" / "scopetrace" / "functionalization").glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "refusal":
+                parts = node.args[0].values if isinstance(node.args[0], ast.JoinedStr) else [node.args[0]]
+                text = "".join(part.value if isinstance(part, ast.Constant) else "OP" for part in parts)
+                messages.add(text.partition(" (")[0])
+    return messages
+
+
+def test_every_refusal_of_a_mutation_is_explained():
+    listed = set(re.findall(r"^\| ([^|]+) \|", (ROOT / "docs" / "mutation.md").read_text(), flags=re.MULTILINE))
+    assert refusals()
+    assert refusals() - listed == set()
+
+
 # CONTRIBUTING.md -----------------------------------------------------------------------------------------------------
 
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
