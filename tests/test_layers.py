@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scopetrace._compat import manifest
+
 # The rooms of src/scopetrace with what each is for, ground floor first. A module imports from its own room, without
 # cycles, and from those before it. Imports in functions and for type checking count.
 LAYERS = {
@@ -38,6 +40,12 @@ LAYERS = {
 PRIVATE_LAYER = "_compat"
 PRIVATE_MODULES = ("torch.fx.experimental",)
 NOT_PRIVATE = ("torch.utils._pytree", "torch.ops")
+
+# Private attributes of torch's classes, which a class of ours may have too; and what is private by its name only.
+OF_CLASSES = [names for owner, names in manifest.NAMES.items() if ":" in owner]
+OF_INSTANCES = [names for _, names in manifest.INSTANCES.values()]
+TORCH_ATTRIBUTES = {name for names in (*OF_CLASSES, *OF_INSTANCES) for name in names.split()}
+PUBLIC_ATTRIBUTES = {"_asdict", "_fields", "_getframe", "_replace"}
 
 MAX_LINES = 600  # more is a warning: walls follow ideas, and a long file often has two
 SOURCE = Path(__file__).parents[1] / "src" / "scopetrace"
@@ -187,6 +195,64 @@ def private_torch(modules: list[Module]) -> Iterator[str]:
                 yield module.problem(line, f"{part} is private to torch: reach it through scopetrace.{PRIVATE_LAYER}")
 
 
+def private_attributes(modules: list[Module]) -> Iterator[str]:
+    """Private attributes are read on `self`, or on objects of a class in the same file; ops may be private."""
+    for module in modules:
+        if module.layer == PRIVATE_LAYER:
+            continue
+        local_names = dict(aliases(module))
+        own = set(own_attributes(module)) - TORCH_ATTRIBUTES
+        for node in ast.walk(module.tree):
+            for base, name in private_reads(node):
+                is_op = (dotted(base, local_names) or "").startswith("torch.ops.")
+                is_self = ast.unparse(base) in ("self", "cls", "super()")
+                if not (is_op or is_self or name in own or name in PUBLIC_ATTRIBUTES):
+                    where = f"reach it through scopetrace.{PRIVATE_LAYER}, if torch's, or make it public"
+                    yield module.problem(node.lineno, f"{ast.unparse(base)}.{name} is private: {where}")
+
+
+def aliases(module: Module) -> Iterator[tuple[str, str]]:
+    """(local name, dotted name) of imports, and of assignments such as `_aten = torch.ops.aten`."""
+    known = {}
+    for node in ast.walk(module.tree):
+        for local, name in imported_names(module, node):
+            known[local] = local if isinstance(node, ast.Import) and local == name.partition(".")[0] else name
+    yield from known.items()
+    for node in module.tree.body:
+        if (
+            isinstance(node, ast.Assign)
+            and isinstance(node.targets[0], ast.Name)
+            and (name := dotted(node.value, known))
+        ):
+            yield node.targets[0].id, name
+
+
+def own_attributes(module: Module) -> Iterator[str]:
+    """What the classes of a file define, in their bodies and on `self`."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.ClassDef):
+            yield from (ast.unparse(target) for item in node.body for target in targets(item))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            yield node.attr
+
+
+def targets(item: ast.stmt) -> list[ast.expr]:
+    """What a statement of a class body defines."""
+    if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
+        return [ast.Name(item.name)]
+    return item.targets if isinstance(item, ast.Assign) else [item.target] if isinstance(item, ast.AnnAssign) else []
+
+
+def private_reads(node: ast.AST) -> Iterator[tuple[ast.expr, str]]:
+    """(object, name) of a private attribute: `x._name`, `getattr(x, "_name")`."""
+    if isinstance(node, ast.Attribute) and is_private(node.attr):
+        yield node.value, node.attr
+    elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr", "delattr"):
+        name = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+        if is_private(name):
+            yield node.args[0], name
+
+
 # What a file owes its reader -----------------------------------------------------------------------------------------
 
 
@@ -223,7 +289,7 @@ def undocumented(modules: list[Module]) -> Iterator[str]:
 
 # Tests ---------------------------------------------------------------------------------------------------------------
 
-RULES = (unknown_modules, upward_imports, import_cycles, private_torch, undocumented)
+RULES = (unknown_modules, upward_imports, import_cycles, private_torch, private_attributes, undocumented)
 
 
 @pytest.fixture(scope="module")
@@ -272,6 +338,11 @@ BROKEN = [
     (private_torch, {"trace.py": "from torch import fx as f\nx = f.experimental"}, "trace.py:2: torch.fx.experimental"),
     (private_torch, {"trace.py": "from torch import nn\nnn.Module._call_impl = 1"}, "torch.nn.Module._call_impl"),
     (empty_rooms, {f"{layer}.py": "" for layer in LAYERS if layer != "view"}, "'view', which is not there"),
+    (private_attributes, {"trace.py": "def f(op): return op._schema"}, "op._schema is private"),
+    (private_attributes, {"trace.py": "x = getattr(op, '_schema', None)"}, "op._schema is private"),
+    (private_attributes, {"trace.py": "def f(t): return t.untyped_storage()._cdata"}, "t.untyped_storage()._cdata"),
+    (private_attributes, {"trace.py": "class A:\n    def f(self, t): self._version = t._version"}, "t._version"),
+    (private_attributes, {"trace.py": "from .tape import Tape\nx = Tape()._ops"}, "Tape()._ops is private"),
     (long_files, {"trace.py": "x = 1\n" * (MAX_LINES + 1)}, "is it one idea?"),
     (undocumented, {"trace.py": "def f(): ..."}, "f has no docstring"),
     (undocumented, {"trace.py": "async def f(): ..."}, "f has no docstring"),
@@ -299,6 +370,8 @@ GOOD = {
     "program/graph.py": "@overload\ndef f(): ...\nclass _A:\n    def f(self): ...\ndef _g():\n    def f(): ...",
     "_compat/__init__.py": "from torch._subclasses import FakeTensor\nimport torch\nx = torch._C",
     "errors.py": "x = 1\n" * MAX_LINES,
+    "ir/tape.py": "import torch\n_aten = torch.ops.aten\nx = _aten._to_copy\ny = point._replace(x=1)",
+    "ir/frames.py": "class _A:\n    def f(self, other): self._x = other._x\n    def _g(self): super()._g()",
 }
 
 

@@ -14,7 +14,7 @@ from scopetrace.errors import UsageError
 
 FORM = "NAME=SHAPE[:DTYPE], for example x=1x3x224x224 or ids=1x16:int64"
 
-_Kind = inspect._ParameterKind
+_Kind = inspect.Parameter
 _POSITIONAL = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
 _VARIABLE = (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
 _WORDS = {"true": True, "false": False, "none": None}

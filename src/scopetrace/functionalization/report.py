@@ -6,6 +6,7 @@ import dataclasses
 
 import torch
 
+from scopetrace._compat.schema import schema_of
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.ir.frames import source_of
 from scopetrace.ir.tape import Op, RecordedTape, Value
@@ -89,7 +90,7 @@ def _what(op: Op) -> str:
         return "data"
     if torch.Tag.inplace_view in op.target.tags:
         return "metadata"
-    return "storage" if op.target._schema.name in ("aten::set_", "aten::resize_", "aten::resize_as_") else "data"
+    return "storage" if schema_of(op.target).name in ("aten::set_", "aten::resize_", "aten::resize_as_") else "data"
 
 
 def _meet(a: Value, b: Value) -> bool:

@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
-from scopetrace._compat.tensors import FakeMaker, FakeTensor, storage_id
+from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, storage_id
 from scopetrace.infer.layouts import gapless_strides
 from scopetrace.ir.tape import Value
 
@@ -79,7 +80,7 @@ class Keys:
         if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg() or type(fake) is not FakeTensor:
             return None
         size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
-        if fake._has_symbolic_sizes_strides:
+        if is_symbolic(fake):
             size, stride, offset = to_expr(size), to_expr(stride), to_expr(offset)
         nbytes = fake.untyped_storage().nbytes()  # symbolic, too, where a static view lies in such memory
         return self._number(size, stride, offset, (fake.dtype, fake.device, fake.requires_grad), nbytes)
@@ -143,7 +144,7 @@ def _learn_one(keys: Keys, inputs: list[Value], out: torch.Tensor) -> Fresh | Vi
                 return None
             offset = out.storage_offset() - base.storage_offset()
             return View(i, size, stride, offset, out.device, out.requires_grad, key)
-    if out._has_symbolic_sizes_strides:
+    if is_symbolic(out):
         dense = gapless_strides(out) if surely_equal(out.storage_offset(), 0) else None
         if dense is None:
             return None
@@ -169,4 +170,4 @@ def _share_memory(out: Any, inputs: list[Value]) -> bool:
 
 def can_repeat(func: Any, tags: list[torch.Tag]) -> bool:
     """Whether results of `func` may be made from a recipe at all. Where data decides a size, that has no key."""
-    return not func._schema.is_mutable and torch.Tag.data_dependent_output not in tags
+    return not schema_of(func).is_mutable and torch.Tag.data_dependent_output not in tags

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import example, surely_equal, to_expr
-from scopetrace._compat.tensors import FakeMaker, FakeTensor, run_fake, storage_id, without_dispatch
+from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, run_fake, storage_id, without_dispatch
 from scopetrace.infer.layouts import Sizes, dense_strides, gapless_strides, keeps_order, view_strides
 from scopetrace.infer.results import Fresh, Keys, Recipe, Same, View
 from scopetrace.infer.row_major import known, writes_plainly
@@ -35,7 +35,7 @@ def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, i
         seen = _predict_view(keys, VIEWS[func], args, kwargs, inputs)
         if seen is not None or func not in COPY_OR_VIEW:
             return seen
-    if not any(v.fake._has_symbolic_sizes_strides for v in inputs) and not _has_symbols(args):
+    if not any(is_symbolic(v.fake) for v in inputs) and not _has_symbols(args):
         return None
     return _by_rule(factory, keys, func, args, kwargs, inputs)
 

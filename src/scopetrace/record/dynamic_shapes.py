@@ -28,6 +28,7 @@ from scopetrace._compat.shape_env import (
     symint,
 )
 from scopetrace._compat.symbols import expression_text, to_expr
+from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.structure import open_container
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 
@@ -354,9 +355,9 @@ def refuse_shared(dynamic: list[torch.Tensor], given: list[Any]) -> None:
     others: dict[int, set[int]] = {}
     for t in given:
         if isinstance(t, torch.Tensor) and t.layout is torch.strided:
-            others.setdefault(t.untyped_storage()._cdata, set()).add(id(t))
+            others.setdefault(storage_id(t), set()).add(id(t))
     for t in dynamic:
-        if t.layout is not torch.strided or len(others[t.untyped_storage()._cdata]) > 1:
+        if t.layout is not torch.strided or len(others[storage_id(t)]) > 1:
             raise DynamicShapeError(
                 "a tensor with dynamic sizes shares its memory with another input, or has a sparse layout",
                 hint="clone() one of them, or leave the tensor out of dynamic_shapes",
