@@ -118,6 +118,10 @@ class CheckError(VerificationError):
     """The trace and the model gave different results on the same inputs."""
 
 
+class InferenceError(VerificationError):
+    """With `SCOPETRACE_CHECK=1`: scopetrace inferred other results of an op than torch's fake tensors give."""
+
+
 # Other forms of a trace ----------------------------------------------------------------------------------------------
 
 

@@ -129,6 +129,14 @@ class FakeMaker:
         _resize_storage(memory, nbytes)  # empty_strided would compute the bytes of symbolic sizes again, in sympy
         return self._wrap(torch.as_strided(memory, size, stride, offset), device, requires_grad)
 
+    def in_storage(
+        self, storage: torch.UntypedStorage, size: Any, stride: Any, offset: int, like: torch.Tensor
+    ) -> torch.Tensor:
+        """A fake in `storage`, of the meta device, with dtype, device and `requires_grad` of `like`."""
+        with without_dispatch(), torch.no_grad():
+            meta = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, offset, size, stride)
+            return self._wrap(meta, like.device, like.requires_grad)
+
     def view(
         self,
         base: torch.Tensor,
@@ -268,9 +276,9 @@ def _is_plain(real: torch.Tensor) -> bool:
 # Running ops on fake tensors -----------------------------------------------------------------------------------------
 
 
-def run_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
-    """What an op returns for fake tensors, without autograd. Raises what the op raises."""
-    with mode, torch.no_grad():
+def run_fake(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any, *, grad: bool = False) -> Any:
+    """What an op returns for fake tensors, with autograd if `grad`. Raises what the op raises."""
+    with mode, torch.set_grad_enabled(grad):
         return run_op(mode, func, args, kwargs)
 
 

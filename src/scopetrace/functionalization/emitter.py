@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.tensors import storage_id
+from scopetrace._compat.tensors import FakeMaker, storage_id
 from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
-from scopetrace.infer.repeat import FakeRuns
+from scopetrace.infer.inference import Inference
 from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, values_in
 
 _aten = torch.ops.aten
@@ -28,7 +28,8 @@ class Emitter:
         self.tape = tape
         self.added: set[Op] = set()
         """The ops that alias sets added. Those that nobody reads are dropped in the end, see `rewrites.schedule`."""
-        self._fakes = FakeRuns(tape.fake_mode)
+        assert tape.fake_mode is not None
+        self._inference = tape.inference or Inference(FakeMaker(tape.fake_mode))
         self._storages = itertools.count(-1, -1)  # of tensors that the recorded tape does not have
         self._constants: dict[int, Value] = {}
         self._count = sum(name.startswith("_tensor_constant") for name in tape.attributes)
@@ -36,7 +37,7 @@ class Emitter:
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, args), self._lift(origin, kwargs)
-        out = self._fakes.run(func, args, kwargs)
+        out = self._inference.run(func, args, kwargs)
         inputs = values_in((args, kwargs))
         carries = origin.grad and func is not _aten.detach.default and any(v.requires_grad for v in inputs)
         given = {id(v.fake): v.storage for v in inputs}
@@ -120,7 +121,7 @@ class Emitter:
         outs = op.outputs
         outputs: Any = value(outs) if type(outs) is Value else map_structure(value, outs, Value)
         for slot, like in enumerate(more, len(outs) if more else 0):
-            outputs = (*outputs, Value(self._fakes.like(like.fake), None, slot, next(self._storages), None))
+            outputs = (*outputs, Value(self._inference.like(like.fake), None, slot, next(self._storages), None))
         return self._append(op, op.kind, op.target, args, kwargs, outputs)
 
     def constant(self, origin: Op, real: torch.Tensor) -> Value:

@@ -1,174 +1,600 @@
-"""How to make the results of the commonest ops without asking torch's rules for symbolic sizes, or any.
+"""The metadata of an op's results without running the op: one table of rules.
 
-torch has shape rules in C++ for plain numbers. For symbolic ones it takes most ops apart in Python, which costs 10 to
-50 times as much. `size_rules` and `view_rules` say for some ops what sizes the result has, as expressions. All else
-(dtype, device, order of the dimensions in memory, errors) comes from torch's own rule for the sizes of the example: the
-op is run on stand-ins of these. Where a rule is not sure, torch's way for symbolic sizes is taken.
+    op + tape values -> where a view lies                                  (`strides.place_view`)
+                     -> size of the result, as expressions of the sizes of the inputs, by the op's rule; and from that
+                          dtype and strides, where the rule says how they follow           (`_from_inputs`)
+                          else dtype and strides of a run with the example's sizes         (`_from_example`)
+                     -> `Outputs`, or None: torch has to say
 
-Data flow: op + tape values -> sizes by rule, result on stand-ins -> `results.Recipe`, or None for "ask torch"
+A rule answers only where the op surely takes its arguments; errors are torch's. torch's own way costs 0.3 to 20 ms per
+op on fake tensors, a rule 10 to 50 us. A rule exists while it saves 2 % of the trace of some model of the zoo, with
+fixed or dynamic sizes (`benchmarks/rules.py`). With `SCOPETRACE_CHECK=1` every answer is compared with torch's own
+(`check`).
+
+The strides are those of CPU, CUDA and meta tensors (`DEVICE_TYPES`); what is on other devices goes through torch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.symbols import example, surely_equal, to_expr
+from scopetrace._compat.symbols import example, is_static, surely_equal, to_expr
 from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, run_fake, storage_id, without_dispatch
-from scopetrace.infer.layouts import Sizes, dense_strides, gapless_strides, keeps_order, view_strides
-from scopetrace.infer.results import Fresh, Keys, Recipe, Same, View
-from scopetrace.infer.row_major import known, writes_plainly
-from scopetrace.infer.size_rules import COPY_OR_VIEW, broadcast, rule_of
-from scopetrace.infer.view_rules import VIEWS
+from scopetrace.infer import strides
 from scopetrace.ir.tape import Value, flat
+from scopetrace.ops.views import Int, Sizes, view_arguments
+
+_aten = torch.ops.aten
+DEVICE_TYPES = frozenset({"cpu", "cuda", "meta"})
+"""The devices whose strides the rules were compared with."""
 
 
-def predict(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Recipe | None:
-    """How to make the result of an op that was not met before, or None where torch has to say."""
-    sure = known(func, args, kwargs, inputs)
-    if sure is not None:
-        return _with_keys(keys, None, [sure], inputs)
-    if func in VIEWS:
-        seen = _predict_view(keys, VIEWS[func], args, kwargs, inputs)
-        if seen is not None or func not in COPY_OR_VIEW:
-            return seen
-    if not any(is_symbolic(v.fake) for v in inputs) and not _has_symbols(args):
-        return None
-    return _by_rule(factory, keys, func, args, kwargs, inputs)
+class NewStorage(NamedTuple):
+    """A result with memory of its own."""
+
+    size: tuple[Int, ...]
+    stride: tuple[Int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+    nbytes: Int
+    offset: Int = 0
+    """From the start of the memory, in elements."""
+    key: int = -1
+    """The number of this metadata; see `inference.MetadataKeys`."""
+
+    def make(self, maker: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result as a fake tensor. Call inside `without_dispatch`."""
+        place = self.nbytes, self.size, self.stride, self.offset
+        return maker.placed(place, self.dtype, self.device, self.requires_grad)
 
 
-def _by_rule(factory: FakeMaker, keys: Keys, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Recipe | None:
-    rule = rule_of(func)
-    if rule is None or not all(type(v.fake) is FakeTensor and keeps_order(v.fake) for v in inputs):
-        return None
-    said = rule(*args, **kwargs)
-    if said is None:
-        return None
-    stand_ins = {id(v): _stand_in(factory, v.fake) for v in inputs}
-    out = _on_stand_ins(factory, func, args, kwargs, stand_ins)
-    grad = torch.is_grad_enabled() and any(v.fake.requires_grad for v in inputs)
-    bases = [stand_ins[id(v)] for v in inputs]
-    if type(out) is FakeTensor:
-        recipe = _recipe(func, out, said, grad, bases, inputs)
-        return None if recipe is None else _with_keys(keys, None, [recipe], inputs)
-    if type(out) not in (tuple, list) or any(type(t) is not FakeTensor for t in out):
-        return None
-    if len(out) != len(said) or not all(isinstance(sizes, (list, tuple)) for sizes in said):
-        return None
-    recipes = [_recipe(func, t, sizes, grad, bases, inputs) for t, sizes in zip(out, said, strict=True)]
-    if not all(isinstance(r, Fresh) for r in recipes) or len({storage_id(t) for t in out}) < len(out):
-        return None
-    return _with_keys(keys, type(out), recipes, inputs)
+class ViewOfInput(NamedTuple):
+    """A result that shares the memory of an input, with its dtype."""
+
+    input: int
+    size: tuple[Int, ...]
+    stride: tuple[Int, ...]
+    offset: Int
+    """From the first element of the input, in elements."""
+    device: torch.device
+    requires_grad: bool
+    key: int = -1
+
+    def make(self, maker: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The result as a fake tensor. Call inside `without_dispatch`."""
+        base = inputs[self.input]
+        offset = base.storage_offset() + self.offset
+        return maker.view(base, self.size, self.stride, offset, self.device, self.requires_grad)
 
 
-def changes_only_values(factory: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> bool:
-    """Whether an op that writes its first argument in place, element by element, leaves its sizes as they are.
+class Identity(NamedTuple):
+    """A result that is an input itself, the same Python object."""
 
-    The first argument shares memory with no other one.
-    """
+    input: int
+
+    def make(self, maker: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The input."""
+        return inputs[self.input]
+
+
+OutputMeta = NewStorage | ViewOfInput | Identity
+
+
+class Outputs(NamedTuple):
+    """What an op returns."""
+
+    container: type | None
+    """The type of the container; None where the op returns a single tensor."""
+    tensors: tuple[OutputMeta, ...]
+
+
+def outputs_by_rule(
+    maker: FakeMaker, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], inputs: list[Value]
+) -> Outputs | None:
+    """What the op returns, without keys; None where no rule knows. `inputs` are the values among the arguments."""
     fakes = [v.fake for v in inputs]
-    if any(v.key is None for v in inputs):
-        return False
-    if writes_plainly(func, args, kwargs, inputs):
-        return True
-    target = args[0]
-    size = broadcast([t.size() for t in fakes])
-    if size is None or len(size) != target.fake.dim() or not all(map(surely_equal, size, target.fake.size())):
-        return False
-    stand_ins = {id(v): _stand_in(factory, v.fake) for v in inputs}
-    return _on_stand_ins(factory, func, args, kwargs, stand_ins) is stand_ins[id(args[0])]
-
-
-def _on_stand_ins(factory: FakeMaker, func: Any, args: Any, kwargs: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
-    """What the op returns for the sizes of the example; None where it raises."""
-    try:
-        return run_fake(factory.mode, func, _with_examples(args, stand_ins), _with_examples(kwargs, stand_ins))
-    except Exception:  # torch's own way raises it, with symbols in its words
+    if not fakes or not all(map(_is_plain, fakes)):
         return None
+    view = view_arguments(func, fakes[0].size(), args[1:]) if len(fakes) == 1 and not kwargs else None
+    if view is not None:
+        return _view(func, fakes[0], view)
+    rule = _rule_of(func)
+    size = None if rule is None else rule.size(*args, **kwargs)
+    if rule is None or size is None:
+        return None
+    meta: OutputMeta | None = _from_inputs(rule, args, kwargs, fakes, tuple(size))
+    if meta is None and (any(map(is_symbolic, fakes)) or _has_symbols(args)):
+        meta = _from_example(maker, func, args, kwargs, inputs, tuple(size))
+    return None if meta is None else Outputs(None, (meta,))
+
+
+def _is_plain(t: torch.Tensor) -> bool:
+    return type(t) is FakeTensor and t.device.type in DEVICE_TYPES and 0 not in to_expr(t.size())
 
 
 def _has_symbols(args: Any) -> bool:
     return any(isinstance(a, torch.SymInt) for a in flat(args))
 
 
-def _predict_view(keys: Keys, rule: Callable[..., Any], args: Any, kwargs: Any, inputs: list[Value]) -> Recipe | None:
-    if kwargs or len(inputs) != 1 or type(inputs[0].fake) is not FakeTensor:
-        return None
-    base = inputs[0].fake
-    found = rule(base, *args[1:]) if 0 not in to_expr(base.size()) else None
+def _carries_grad(dtype: torch.dtype, fakes: Sequence[torch.Tensor]) -> bool:
+    differentiable = dtype.is_floating_point or dtype.is_complex
+    return differentiable and torch.is_grad_enabled() and any(t.requires_grad for t in fakes)
+
+
+def new_tensor(
+    size: tuple[Int, ...], stride: tuple[Int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
+) -> NewStorage:
+    """A result that starts at the beginning of its memory and fills it."""
+    return NewStorage(size, stride, dtype, device, requires_grad, math.prod(size) * dtype.itemsize)
+
+
+# ---------------------------------------------------------------- views
+
+_RESHAPES = (_aten.reshape.default, _aten.flatten.using_ints)
+"""Ops that copy where no strides of the memory give the new size."""
+
+
+def _view(func: Any, base: torch.Tensor, view: Any) -> Outputs | None:
+    found = strides.place_view(base, view)
     if found is None:
-        return None
-    several = isinstance(found, list)
-    recipes = [
-        View(0, tuple(size), tuple(stride), offset, base.device, base.requires_grad, 0)  # under no_grad, too
-        for size, stride, offset in (found if several else [found])
+        return _copy(base, view) if func in _RESHAPES else None
+    container, places = (list, found) if isinstance(found, list) else (None, [found])
+    views = [
+        ViewOfInput(0, place.size, place.stride, place.offset, base.device, base.requires_grad)  # also under no_grad
+        for place in places
     ]
-    return _with_keys(keys, list if several else None, recipes, inputs)
+    return Outputs(container, tuple(views))
 
 
-def _with_keys(keys: Keys, container: type | None, recipes: Sequence[Any], inputs: list[Value]) -> Recipe | None:
-    found: list[Fresh | View | Same] = []
-    for recipe in recipes:
-        if not isinstance(recipe, Same):
-            key = keys.of_recipe(recipe, [v.fake for v in inputs])
-            if key is None:
-                return None
-            recipe = recipe._replace(key=key)
-        found.append(recipe)
-    return container, tuple(found)
-
-
-def _recipe(
-    func: Any, out: torch.Tensor, said: Sizes, grad: bool, stand_ins: list[torch.Tensor], inputs: list[Value]
-) -> Fresh | View | Same | None:
-    """How to make a result like `out`, which came out for the sizes of the example, of the sizes that a rule said."""
-    if out.dim() != len(said):
+def _copy(base: torch.Tensor, view: Any) -> Outputs | None:
+    """The result of a reshape that cannot be a view, at any size."""
+    size = strides.reshaped_size(base.size(), view)
+    if size is None or strides.reshape_strides(base, size) is not False:
         return None
-    size = tuple(there if n is None else n for n, there in zip(said, out.size(), strict=True))
-    if list(out.size()) != [example(n) for n in size]:
+    meta = new_tensor(size, strides.row_major_strides(size), base.dtype, base.device, _carries_grad(base.dtype, [base]))
+    return Outputs(None, (meta,))
+
+
+# ---------------------------------------------------------------- new tensors
+
+
+class Rule(NamedTuple):
+    """How the metadata of an op's one result follows from its arguments."""
+
+    size: Callable[..., Sizes | None]
+    """Called with the op's arguments as the tape has them: the size, or None where the rule does not apply."""
+    dtype: Callable[[Sequence[torch.Tensor]], torch.dtype | None] | None = None
+    """The dtype of the result; None for inputs whose result the rule does not know. Without it, a run on the example's
+    sizes says dtype, strides and whether the result is the input itself. That is done for symbolic sizes only: for
+    plain ones, torch says all at the same price."""
+    layout: str = "row_major"
+    """From which inputs the strides are known: `row_major`: inputs in row-major memory give such a result; `any`: the
+    result is row-major always; `elementwise`: inputs of one dense layout give a result of this layout."""
+
+
+def _rule_of(func: Any) -> Rule | None:
+    rule = RULES.get(func)
+    return _POINTWISE if rule is None and torch.Tag.pointwise in func.tags else rule
+
+
+def _from_inputs(
+    rule: Rule, args: Any, kwargs: Any, fakes: list[torch.Tensor], size: tuple[Int, ...]
+) -> NewStorage | None:
+    first = fakes[0]
+    dtype = None if rule.dtype is None else rule.dtype(fakes)
+    if dtype is None or any(t.device != first.device for t in fakes):
         return None
-    grad = grad and (out.dtype.is_floating_point or out.dtype.is_complex)
-    for i, t in enumerate(stand_ins):
-        if t is out:
-            return None if func in COPY_OR_VIEW and gapless_strides(inputs[i].fake) is None else Same(i)
-        if storage_id(t) == storage_id(out):
-            return _seen_again(func, i, inputs[i].fake, out, size)
-    stride = dense_strides(size, out)
+    elementwise = rule.layout == "elementwise"
+    if not _are_plain_numbers(args, kwargs) if elementwise else kwargs:
+        return None
+    if rule.layout == "any" or all(map(strides.is_row_major, fakes)):
+        stride = strides.row_major_strides(size)
+    elif elementwise and _have_one_layout(fakes):
+        stride = tuple(first.stride())
+    else:
+        return None
+    return new_tensor(size, stride, dtype, first.device, _carries_grad(dtype, fakes))
+
+
+def _are_plain_numbers(args: Any, kwargs: Any) -> bool:
+    """Whether what is no tensor is a real number: torch takes these for every elementwise op in the table."""
+    return all(type(a) in (Value, int, float, str, type(None)) for a in (*args, *kwargs.values()))
+
+
+def _have_one_layout(fakes: list[torch.Tensor]) -> bool:
+    first, *others = fakes
+    size, stride = to_expr(first.size()), to_expr(first.stride())
+    same = all(to_expr(t.size()) == size and to_expr(t.stride()) == stride for t in others)
+    return same and 1 not in size and strides.dense_strides(first) is not None
+
+
+def _from_example(
+    maker: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value], size: tuple[Int, ...]
+) -> NewStorage | Identity | None:
+    """As the op's result for the example's sizes, with these sizes."""
+    fakes = [v.fake for v in inputs]
+    if not all(map(strides.has_fixed_order, fakes)):
+        return None
+    examples = {id(v): _example_fake(maker, v.fake) for v in inputs}
+    out = _run_on(maker, func, args, kwargs, examples)
+    if type(out) is not FakeTensor or list(out.size()) != [example(n) for n in size]:
+        return None
+    for i, v in enumerate(inputs):
+        if examples[id(v)] is out:
+            return Identity(i)
+        if storage_id(examples[id(v)]) == storage_id(out):
+            return None
+    stride = strides.strides_in_order_of(out, size)
     if stride is None or out.storage_offset() != 0:
         return None
-    if (
-        func in COPY_OR_VIEW
-        and gapless_strides(inputs[0].fake) is None
-        and view_strides(inputs[0].fake, size) is not False
-    ):
-        return None  # it may be a view at other sizes
-    return Fresh(size, tuple(stride), out.dtype, out.device, grad, 0, math.prod(size) * out.dtype.itemsize)
+    return new_tensor(size, stride, out.dtype, out.device, _carries_grad(out.dtype, fakes))
 
 
-def _seen_again(func: Any, i: int, base: torch.Tensor, out: torch.Tensor, size: Sizes) -> View | None:
-    stride = view_strides(base, size) if func in COPY_OR_VIEW and base.dtype == out.dtype else None
-    if not stride or [example(n) for n in stride] != list(out.stride()):
-        return None
-    return View(i, tuple(size), tuple(stride), 0, out.device, base.requires_grad, 0)
-
-
-def _stand_in(factory: FakeMaker, t: torch.Tensor) -> torch.Tensor:
-    """The same tensor with the sizes of the example, in memory of its own."""
+def _example_fake(maker: FakeMaker, t: torch.Tensor) -> torch.Tensor:
+    """A tensor with the example's sizes and strides, in memory of its own."""
     size, stride = ([example(n) for n in numbers] for numbers in (t.size(), t.stride()))
     with without_dispatch(), torch.no_grad():
-        return factory.fresh(size, stride, t.dtype, t.device, t.requires_grad)
+        return maker.fresh(size, stride, t.dtype, t.device, t.requires_grad)
 
 
-def _with_examples(x: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
+def _run_on(maker: FakeMaker, func: Any, args: Any, kwargs: Any, fakes: dict[int, torch.Tensor]) -> Any:
+    """What the op returns for `fakes` (by the id of the value) and the example's numbers; None where it raises."""
+    try:
+        return run_fake(maker.mode, func, replaced(args, fakes, example), replaced(kwargs, fakes, example))
+    except Exception:  # the run with the tensors themselves raises it for the user
+        return None
+
+
+def replaced(x: Any, fakes: dict[int, torch.Tensor], number: Callable[[Any], int]) -> Any:
+    """Op arguments with `fakes` (by the id of the value) for values, and plain numbers for symbolic ones."""
     if isinstance(x, Value):
-        return stand_ins[id(x)]
+        return fakes[id(x)]
     if isinstance(x, torch.SymInt):
-        return example(x)
+        return number(x)
     if isinstance(x, (list, tuple)):
-        return type(x)([_with_examples(item, stand_ins) for item in x])
+        return type(x)([replaced(item, fakes, number) for item in x])
     if isinstance(x, dict):
-        return {name: _with_examples(item, stand_ins) for name, item in x.items()}
+        return {name: replaced(item, fakes, number) for name, item in x.items()}
     return x
+
+
+# ---------------------------------------------------------------- writes in place
+
+
+def writes_values_only(maker: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> bool:
+    """Whether an elementwise op in place (`ELEMENTWISE_WRITES` or tagged so) leaves the metadata of its target alone.
+
+    The target, its first argument, shares memory with no other one.
+    """
+    target = args[0]
+    size = broadcast([v.fake.size() for v in inputs])
+    if size is None or len(size) != target.fake.dim() or not all(map(surely_equal, size, target.fake.size())):
+        return False
+    examples = {id(v): _example_fake(maker, v.fake) for v in inputs}
+    return _run_on(maker, func, args, kwargs, examples) is examples[id(target)]
+
+
+ACTIVATIONS = frozenset(
+    {
+        *(_aten.relu_.default, _aten.relu6_.default, _aten.hardswish_.default, _aten.hardsigmoid_.default),
+        *(_aten.silu_.default, _aten.mish_.default, _aten.gelu_.default, _aten.leaky_relu_.default),
+    }
+)
+"""In-place ops that take any floating tensor and change its values alone."""
+ELEMENTWISE_WRITES = frozenset(
+    {
+        *(*ACTIVATIONS, _aten.abs_.default),
+        *(_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor),
+        *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
+    }
+)
+"""In-place ops that write each element of their target alone; torch does not tag all of them pointwise."""
+
+
+# ---------------------------------------------------------------- dtypes of results
+
+_FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
+_INDICES = frozenset({torch.int64, torch.int32})
+
+
+def _float(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
+    """The floating dtype that all inputs have."""
+    dtype = fakes[0].dtype
+    return dtype if dtype in _FLOATS and all(t.dtype == dtype for t in fakes) else None
+
+
+def _of_comparison(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
+    dtypes = {t.dtype for t in fakes}
+    return torch.bool if len(dtypes) == 1 and dtypes <= _FLOATS | _INDICES else None
+
+
+def _of_logical(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
+    return torch.bool if all(t.dtype == torch.bool for t in fakes) else None
+
+
+def _of_weight(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
+    weight, *indices = fakes
+    return weight.dtype if weight.dtype in _FLOATS and all(t.dtype in _INDICES for t in indices) else None
+
+
+# ---------------------------------------------------------------- sizes of results
+
+
+def broadcast(shapes: Sequence[Sizes]) -> tuple[Int, ...] | None:
+    """The common size of these. None where two sizes are not surely equal, and neither is the number 1."""
+    found: list[Any] = []
+    for d in range(1, 1 + max(map(len, shapes), default=0)):
+        there = [shape[-d] for shape in shapes if len(shape) >= d]
+        others = [n for n in there if not (type(n) is int and n == 1)] or [1]
+        if any(not surely_equal(n, others[0]) for n in others[1:]):
+            return None
+        found.append(others[0])
+    return tuple(reversed(found))
+
+
+def _elementwise(*args: Any, **kwargs: Any) -> Sizes | None:
+    every = (*args, *kwargs.values())
+    if any(isinstance(a, (list, tuple)) for a in every):
+        return None
+    return broadcast([a.fake.size() for a in every if isinstance(a, Value)])
+
+
+def _clamp(x: Value, low: Any = None, high: Any = None) -> Sizes | None:
+    return None if low is None and high is None else _elementwise(x, low, high)
+
+
+def _gelu(x: Value, approximate: str = "none") -> Sizes | None:
+    return x.fake.size() if approximate in ("none", "tanh") else None
+
+
+def _same(x: Value, *args: Any, **options: Any) -> Sizes:
+    return x.fake.size()
+
+
+def _are_vectors(n: Any, *given: Value | None) -> bool:
+    """Whether the tensors among these are vectors of `n` elements."""
+    return type(n) is int and all(to_expr(v.fake.size()) == (n,) for v in given if v is not None)
+
+
+def _linear(x: Value, weight: Value, bias: Value | None = None) -> Sizes | None:
+    size, into = x.fake.size(), weight.fake.size()
+    if len(size) < 2 or len(into) != 2 or not is_static((size[-1], *into)) or size[-1] != into[1]:
+        return None
+    return (*size[:-1], into[0]) if _are_vectors(into[0], bias) else None
+
+
+def _matmul(a: Value, b: Value) -> Sizes | None:
+    """Of two batches of the same sizes, or of a batch and a matrix: where torch broadcasts, it lays out otherwise."""
+    left, right = a.fake.size(), b.fake.size()
+    if len(left) < 2 or len(right) not in (2, len(left)) or not surely_equal(left[-1], right[-2]):
+        return None
+    if len(right) > 2 and not all(map(surely_equal, left[:-2], right[:-2])):
+        return None
+    return (*left[:-1], right[-1])
+
+
+def _bmm(a: Value, b: Value) -> Sizes | None:
+    return _matmul(a, b) if a.fake.dim() == b.fake.dim() == 3 else None
+
+
+def _addmm(bias: Value, a: Value, b: Value, **options: Any) -> Sizes | None:
+    found = _matmul(a, b) if a.fake.dim() == 2 else None
+    return found if found is not None and _are_vectors(found[-1], bias) else None
+
+
+def _attention(
+    query: Value, key: Value, value: Value, mask: Value | None = None, *args: Any, **options: Any
+) -> Sizes | None:
+    q, k, v = (t.fake.size() for t in (query, key, value))
+    if not len(q) == len(k) == len(v) >= 3 or not is_static((q[-1], k[-1], v[-1])) or not surely_equal(k[-2], v[-2]):
+        return None
+    for n, *others in zip(q[:-2], k[:-2], v[:-2], strict=True):  # numbers of heads may differ (enable_gqa)
+        if not is_static((n, *others)) and any(not surely_equal(n, m) for m in others):
+            return None
+    if mask is not None and broadcast([mask.fake.size(), (*q[:-1], k[-2])]) is None:
+        return None
+    return (*q[:-1], v[-1])
+
+
+def _embedding(weight: Value, indices: Value, *args: Any) -> Sizes | None:
+    return (*indices.fake.size(), weight.fake.size(1)) if weight.fake.dim() == 2 else None
+
+
+def _convolution(
+    x: Value,
+    weight: Value,
+    bias: Value | None = None,
+    stride: Any = 1,
+    padding: Any = 0,
+    dilation: Any = 1,
+    groups: int = 1,
+) -> Sizes | None:
+    size, kernel = x.fake.size(), weight.fake.size()
+    if len(size) != len(kernel) or len(size) < 3 or not is_static((size[1], *kernel)) or type(groups) is not int:
+        return None
+    if groups < 1 or size[1] != kernel[1] * groups or kernel[0] % groups or not _are_vectors(kernel[0], bias):
+        return None
+    found = _windows(size[2:], kernel[2:], stride, padding, dilation)
+    return None if found is None else (size[0], kernel[0], *found)
+
+
+def _windows(sizes: Sizes, kernel: Any, stride: Any, padding: Any, dilation: Any) -> Sizes | None:
+    """How often a window fits into each of these dimensions, if it does in each."""
+    given = [flat(numbers) for numbers in (kernel, stride, padding, dilation)]
+    if not all(is_static(numbers) and len(numbers) in (1, len(sizes)) for numbers in given):
+        return None
+    if any(n < 1 for i in (0, 1, 3) for n in given[i]) or any(n < 0 for n in given[2]):
+        return None
+    each = zip(sizes, *(n * len(sizes) if len(n) == 1 else n for n in given), strict=True)
+    found = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, k, s, p, d in each]
+    return found if all(example(n) >= 1 for n in found) else None
+
+
+def _pool(x: Value, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Sizes | None:
+    size = x.fake.size()
+    if len(size) != 4 or ceil or any(2 * p > k for p in flat(padding) for k in flat(kernel)):
+        return None
+    found = _windows(size[2:], kernel, stride or kernel, padding, dilation)
+    return None if found is None else (*size[:2], *found)
+
+
+def _max_pool2d(
+    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
+) -> Sizes | None:
+    return _pool(x, kernel, stride, padding, dilation, ceil)
+
+
+def _max_pool1d(
+    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False
+) -> Sizes | None:
+    """Needed at any speed: torch's own way fixes a symbolic length."""
+    size = x.fake.size()
+    if len(size) not in (2, 3) or ceil or any(2 * p > k for p in flat(padding) for k in flat(kernel)):
+        return None
+    found = _windows(size[-1:], kernel, stride or kernel, padding, dilation)
+    return None if found is None else (*size[:-1], *found)
+
+
+def _avg_pool2d(
+    x: Value, kernel: Any, stride: Any = (), padding: Any = 0, ceil: bool = False, include: bool = True, *divisor: Any
+) -> Sizes | None:
+    return None if divisor else _pool(x, kernel, stride, padding, 1, ceil)
+
+
+def _adaptive_pool2d(x: Value, output: Any) -> Sizes | None:
+    size = x.fake.size()
+    return (*size[:2], 1, 1) if len(size) == 4 and list(output) == [1, 1] else None
+
+
+def _resize_2d(x: Value, output: Any, *scales: Any) -> Sizes | None:
+    size = x.fake.size()
+    return (*size[:2], *output) if output is not None and len(size) == 4 else None
+
+
+def _batch_norm(
+    x: Value, weight: Value | None, bias: Value | None, mean: Value | None, var: Value | None, train: bool, *rest: Any
+) -> Sizes | None:
+    size = x.fake.size()
+    if (mean is None) is not (var is None) or train is not (mean is None) or len(size) < 2:
+        return None  # training with statistics changes these
+    return size if _are_vectors(size[1], weight, bias, mean, var) else None
+
+
+def _group_norm(
+    x: Value, groups: int, weight: Value | None = None, bias: Value | None = None, *rest: Any
+) -> Sizes | None:
+    size = x.fake.size()
+    if len(size) < 2 or type(groups) is not int or groups < 1 or type(size[1]) is not int or size[1] % groups:
+        return None
+    return size if _are_vectors(size[1], weight, bias) else None
+
+
+def _layer_norm(
+    x: Value, shape: Sequence[Any], weight: Value | None = None, bias: Value | None = None, *rest: Any
+) -> Sizes | None:
+    size, last = x.fake.size(), tuple(shape)
+    given = [v.fake.size() for v in (weight, bias) if v is not None]
+    same = is_static(last) and all(to_expr(n) == last for n in (size[len(size) - len(last) :], *given))
+    return size if same and last else None
+
+
+def _mean(x: Value, dims: Any = None, keepdim: bool = False, **options: Any) -> Sizes | None:
+    """All dimensions where none are given."""
+    size = x.fake.size()
+    there = [d + len(size) if d < 0 else d for d in dims or ()]
+    if len(set(there)) < len(there) or not all(0 <= d < len(size) for d in there):
+        return None
+    gone = set(there) if dims else set(range(len(size)))
+    return [1 if d in gone else n for d, n in enumerate(size) if keepdim or d not in gone]
+
+
+def _cat(tensors: Sequence[Value], dim: int = 0) -> Sizes | None:
+    first, *others = [t.fake.size() for t in tensors]
+    if type(dim) is not int or not -len(first) <= dim < len(first) or any(len(s) != len(first) for s in others):
+        return None
+    found: list[Any] = list(first)
+    dim %= len(found)
+    for shape in others:
+        if any(not surely_equal(n, m) for d, (n, m) in enumerate(zip(found, shape, strict=True)) if d != dim):
+            return None
+        found[dim] = found[dim] + shape[dim]
+    return found
+
+
+def _stack(tensors: Sequence[Value], dim: int = 0) -> Sizes | None:
+    first, *others = [t.fake.size() for t in tensors]
+    if any(len(size) != len(first) or not all(map(surely_equal, size, first)) for size in others):
+        return None
+    dim %= len(first) + 1
+    return (*first[:dim], len(tensors), *first[dim:])
+
+
+def _index(x: Value, indices: Sequence[Value | None]) -> Sizes | None:
+    size = list(x.fake.size())
+    there = [i for i, index in enumerate(indices) if index is not None]
+    tensors = [index.fake for index in indices if index is not None]
+    shape = broadcast([t.size() for t in tensors])
+    if not there or shape is None or any(t.dtype not in _INDICES for t in tensors):
+        return None
+    first, last = there[0], there[-1]
+    if last - first + 1 == len(there):
+        return [*size[:first], *shape, *size[last + 1 :]]
+    return [*shape, *[n for d, n in enumerate(size) if d not in there]]
+
+
+# ---------------------------------------------------------------- the table
+
+
+def _ops(overload: str, *names: str) -> list[Any]:
+    return [getattr(getattr(_aten, name), overload) for name in names]
+
+
+_POINTWISE = Rule(_elementwise)
+_UNARY = (
+    *("relu", "relu6", "silu", "mish", "sigmoid", "tanh", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu"),
+    *("elu", "softplus", "exp", "log", "sqrt", "rsqrt", "erf", "sin", "cos", "neg", "abs", "reciprocal"),
+    *("clamp_min", "clamp_max", "maximum", "minimum"),
+)
+_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
+_LOGICAL = ("logical_and", "logical_or", "logical_not", "bitwise_not")
+
+RULES: dict[Any, Rule] = {
+    **dict.fromkeys(_ops("default", *_UNARY), Rule(_elementwise, _float, "elementwise")),
+    **dict.fromkeys(_ops("Tensor", "add", "sub", "mul", "div"), Rule(_elementwise, _float, "elementwise")),
+    **dict.fromkeys((_aten.pow.Tensor_Scalar, _aten.rsub.Scalar), Rule(_elementwise, _float, "elementwise")),
+    **dict.fromkeys(_ops("Tensor", *_COMPARISONS), Rule(_elementwise, _of_comparison, "elementwise")),
+    **dict.fromkeys(_ops("Scalar", *_COMPARISONS), Rule(_elementwise, _of_comparison, "elementwise")),
+    **dict.fromkeys(_ops("default", *_LOGICAL), Rule(_elementwise, _of_logical, "elementwise")),
+    **dict.fromkeys(
+        _ops("Tensor", "__and__", "__or__", "bitwise_and", "bitwise_or"), Rule(_elementwise, _of_logical, "elementwise")
+    ),
+    **dict.fromkeys((_aten.where.ScalarOther, _aten.where.ScalarSelf, _aten.floor_divide.default), _POINTWISE),
+    _aten.clamp.default: Rule(_clamp, _float, "elementwise"),
+    _aten.gelu.default: Rule(_gelu, _float, "elementwise"),
+    _aten.linear.default: Rule(_linear, _float, "any"),
+    _aten.addmm.default: Rule(_addmm, _float, "any"),
+    _aten.matmul.default: Rule(_matmul, _float, "any"),
+    _aten.bmm.default: Rule(_bmm, _float, "any"),
+    _aten.scaled_dot_product_attention.default: Rule(_attention),
+    _aten.embedding.default: Rule(_embedding, _of_weight),
+    **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default), Rule(_convolution, _float)),
+    _aten.max_pool1d.default: Rule(_max_pool1d),
+    _aten.max_pool2d.default: Rule(_max_pool2d, _float),
+    _aten.avg_pool2d.default: Rule(_avg_pool2d, _float),
+    _aten.adaptive_avg_pool2d.default: Rule(_adaptive_pool2d, _float),
+    _aten.upsample_nearest2d.vec: Rule(_resize_2d),
+    _aten.batch_norm.default: Rule(_batch_norm, _float),
+    _aten.group_norm.default: Rule(_group_norm, _float),
+    _aten.layer_norm.default: Rule(_layer_norm, _float),
+    **dict.fromkeys((_aten.mean.dim, _aten.sum.dim_IntList), Rule(_mean, _float)),
+    _aten.cat.default: Rule(_cat, _float),
+    _aten.stack.default: Rule(_stack),
+    _aten.index.Tensor: Rule(_index),
+    **dict.fromkeys((_aten.cumsum.default, _aten.dropout.default, _aten.clone.default), Rule(_same)),
+}
+"""By op. Ops that torch tags pointwise have `_POINTWISE` besides."""

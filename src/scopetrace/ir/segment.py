@@ -133,6 +133,7 @@ def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], names: list
         outputs=outputs[0] if segment.is_condition else tuple(outputs),
         shape_env=tape.shape_env,
         fake_mode=tape.fake_mode,
+        inference=tape.inference,
         name=segment.name,
         is_condition=segment.is_condition,
     )

@@ -18,7 +18,7 @@ import gc
 import inspect
 import types
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar, Union
+from typing import Any, Protocol, TypeVar, Union
 
 import torch
 
@@ -287,6 +287,16 @@ class AttributeWrite:
         self.module, self.fqn, self.name, self.value = state
 
 
+class OpInference(Protocol):
+    """Gives the results of ops on the fake tensors of a tape; see `infer.Inference`."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func` returns for values and other arguments, its tensors fake. Raises what the op raises."""
+
+    def like(self, fake: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same metadata in memory of its own."""
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Tape:
     """What all tapes share."""
@@ -307,6 +317,8 @@ class Tape:
     """What is known of the symbols of its sizes."""
     fake_mode: FakeTensorMode | None = None
     """The mode of its fake tensors, for passes that make more of them; None in a loaded trace."""
+    inference: OpInference | None = None
+    """What is known of ops on its fake tensors; None in a loaded trace."""
 
     def bodies(self) -> list[BodyTape]:
         """The bodies of the higher-order ops, each once, without those inside them."""
@@ -326,7 +338,7 @@ class Tape:
         state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         if "owners" in state:
             state["owners"] = {}
-        return {**state, "fake_mode": None}
+        return {**state, "fake_mode": None, "inference": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         for name, a in state.items():

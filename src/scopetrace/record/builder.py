@@ -18,7 +18,7 @@ from scopetrace._compat.dispatch import unwrapped
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id, without_dispatch
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
-from scopetrace.infer import results
+from scopetrace.infer.inference import Inference
 from scopetrace.ir.frames import capture_frames, source_of
 from scopetrace.ir.scopes import Scope, TracingState
 from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value
@@ -123,8 +123,8 @@ class ValueTable:
     their own (`detach`, `as_strided`, `get_attr`).
     """
 
-    def __init__(self, builder: TapeBuilder, factory: FakeFactory, model: Model) -> None:
-        self.keys = results.Keys()
+    def __init__(self, builder: TapeBuilder, factory: FakeFactory, inference: Inference, model: Model) -> None:
+        self._inference = inference
         self.by_id: dict[int, Value] = {}
         """By the id of a tensor. Only good where the tensor still has the storage of its value; see `value_of`."""
         self._builder = builder
@@ -150,7 +150,7 @@ class ValueTable:
 
     def new_result(self, t: torch.Tensor, slot: int = 0) -> Value:
         """As `new`, with the storage and key of the tensor."""
-        return self.new(t, slot, storage_id(t), self.keys.of(t))
+        return self.new(t, slot, storage_id(t), self._inference.key_of(t))
 
     def new_results(self, out: Any) -> Any:
         """What an op returned, with a new value in place of each tensor."""
@@ -169,7 +169,7 @@ class ValueTable:
 
     def append_input(self, name: str, fake: torch.Tensor) -> Value:
         """Append a placeholder. A tensor given twice has two values, and the ops read the first."""
-        value = Value(fake, None, 0, storage_id(fake), self.keys.of(fake))
+        value = Value(fake, None, 0, storage_id(fake), self._inference.key_of(fake))
         self._builder.append("placeholder", name, (), {}, value)
         self._given.add(id(fake))
         self.by_id.setdefault(id(fake), value)

@@ -1,9 +1,9 @@
 """One op on its way to the tape.
 
 Data flow:
-    op and arguments as Python gave them -> OpCall: tape values for the tensors, and a key of all that decides results
-    key seen before, or a rule of `infer` -> results made from their metadata alone   \
-    anything else                         -> torch runs the op on the fake tensors    / -> an Op on the tape
+    op and arguments as Python gave them -> OpCall: tape values for the tensors
+    arguments that `infer` knows results for -> results made from their metadata alone   \
+    anything else                            -> torch runs the op on the fake tensors    / -> an Op on the tape
 
 The first way makes recording fast: a layer's ops repeat in the next layer, and no kernel, dispatcher or autograd runs
 for them. Its results have no autograd history. That shows only when the forward itself differentiates, or writes to a
@@ -21,7 +21,6 @@ import torch.fx
 
 from scopetrace._compat import dispatch
 from scopetrace._compat.schema import can_decompose, schema_of
-from scopetrace._compat.symbols import has_unbacked, to_expr
 from scopetrace._compat.tensors import (
     FakeFactory,
     FakeTensor,
@@ -29,11 +28,10 @@ from scopetrace._compat.tensors import (
     run_op,
     storage_id,
     version_of,
-    without_dispatch,
 )
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.infer import results, rules
-from scopetrace.infer.size_rules import ACTIVATIONS, PLAIN_WRITES
+from scopetrace.infer.inference import Inference, Inferred, may_infer
+from scopetrace.infer.rules import ACTIVATIONS, ELEMENTWISE_WRITES, Identity, Outputs
 from scopetrace.ir.tape import Value, flat
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import FORMS, INLINED
@@ -43,9 +41,6 @@ from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.retrace import Retrace
 
 _aten = torch.ops.aten
-_ATOMS = frozenset(
-    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format},
-)
 _Parameter = torch.nn.Parameter
 _grad_enabled = torch.is_grad_enabled
 
@@ -53,19 +48,17 @@ RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
 
 
 class OpFacts:
-    """What recording needs to know of an op, looked up once in a trace; and the results that were made of it."""
+    """What recording needs to know of an op, looked up once in a trace."""
 
     __slots__ = (
         "convolves",
         "func",
         "has_dtype",
         "in_place",
+        "inferable",
         "may_write_undeclared",
-        "only_values_change",
         "positions",
         "reads",
-        "recipes",
-        "repeatable",
         "reshapes",
         "rewrite",
         "squeezes",
@@ -77,25 +70,23 @@ class OpFacts:
         self.func = func  # also keeps its id from being used again
         self.rewrite = _REWRITES.get(func)
         self.reads = func in READERS
-        self.repeatable = results.can_repeat(func, func.tags)
+        self.inferable = may_infer(func)
         self.convolves = "conv" in schema.name
         self.reshapes = torch.Tag.inplace_view in func.tags
         self.written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_written)
         self.positions = tuple(enumerate(schema.names))
-        self.in_place = torch.Tag.inplace in func.tags and (torch.Tag.pointwise in func.tags or func in PLAIN_WRITES)
+        self.in_place = torch.Tag.inplace in func.tags and (
+            torch.Tag.pointwise in func.tags or func in ELEMENTWISE_WRITES
+        )
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         self.squeezes = schema.name.startswith("aten::squeeze")
         self.may_write_undeclared = any(name in UNDECLARED_WRITTEN for name in schema.names)
-        self.recipes: dict[Any, results.Recipe] = {}
-        self.only_values_change: dict[
-            Any, bool
-        ] = {}  # of an op in place, by key: see `OpRecorder._changes_only_values`
 
 
 class OpCall:
     """One call of an op: what Python gave, and what of it goes on the tape."""
 
-    __slots__ = ("args", "facts", "given", "inputs", "key", "keyed", "kwargs")
+    __slots__ = ("args", "facts", "given", "inputs", "kwargs")
 
     def __init__(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.facts = facts
@@ -104,10 +95,6 @@ class OpCall:
         self.kwargs: dict[str, Any] = {}
         self.inputs: list[Value] = []
         """The values in `args` and `kwargs`, in order."""
-        self.key: list[Any] = []
-        """All that decides the metadata of the results, beside grad mode and default dtype."""
-        self.keyed = True
-        """Whether `key` is complete; not so where a size depends on data."""
 
     def written(self, positions: Iterable[tuple[int, str]]) -> list[Value]:
         """The values at these positions of the schema."""
@@ -127,6 +114,7 @@ class OpRecorder:
         values: ValueTable,
         data: DataReader,
         factory: FakeFactory,
+        inference: Inference,
         run_graph: RunGraph,
     ) -> None:
         self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
@@ -135,6 +123,7 @@ class OpRecorder:
         self._builder = builder
         self._by_id = values.by_id
         self._factory = factory
+        self._inference = inference
         self._exact = builder.tape.exact_autograd
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
@@ -193,11 +182,11 @@ class OpRecorder:
             answer = self._answer(call)
             if answer is not NotImplemented:
                 return answer
-        if not call.keyed or (self._exact and (_grad_enabled() or any(v.fake.requires_grad for v in call.inputs))):
+        if self._exact and (_grad_enabled() or any(v.fake.requires_grad for v in call.inputs)):
             return self._run(call, None)
-        key = (_grad_enabled(), torch.get_default_dtype(), *call.key)
-        recipe = facts.recipes.get(key) or self._predict(call, key)
-        return self._run(call, key) if recipe is None else self._make(call, recipe)
+        key = self._inference.key_of_call(func, call.args, call.kwargs)
+        found = None if key is None else self._inferred(call, key)
+        return self._run(call, key) if found is None else self._append_inferred(call, *found)
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
@@ -211,36 +200,24 @@ class OpRecorder:
 
     def _lifted(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
         call = OpCall(facts, args, kwargs)
-        call.args = tuple([self._lift(a, call) for a in args])
-        for name, a in kwargs.items():
-            call.key.append(name)
-            call.kwargs[name] = self._lift(a, call)
+        call.args = tuple([self._lift(a, call.inputs) for a in args])
+        call.kwargs = {name: self._lift(a, call.inputs) for name, a in kwargs.items()}
         return call
 
-    def _lift(self, a: Any, call: OpCall) -> Any:
-        """The tape's form of an argument."""
+    def _lift(self, a: Any, inputs: list[Value]) -> Any:
+        """The tape's form of an argument; its values are added to `inputs`."""
         kind = type(a)
         if kind is FakeTensor or kind is _Parameter:
             value = self._by_id.get(id(a))
             if value is None or (kind is FakeTensor and value.storage != storage_id(a)):
                 value = self.values.value_of(a)
-        elif kind in _ATOMS:
-            call.key += (a, kind)  # 1, 1.0 and True are equal
-            return a
         elif kind is list or kind is tuple:
-            call.key += (kind, len(a))
-            return kind([self._lift(item, call) for item in a])
+            return kind([self._lift(item, inputs) for item in a])
         elif isinstance(a, torch.Tensor):
             value = self._by_id.get(id(a)) or self.values.value_of(a)
         else:
-            expr = to_expr(a) if kind is torch.SymInt else None
-            call.key.append(expr)
-            call.keyed = call.keyed and expr is not None and not has_unbacked(expr)
             return a
-        call.inputs.append(value)
-        call.key.append(value.key)
-        if value.key is None:
-            call.keyed = False
+        inputs.append(value)
         return value
 
     def _with_fakes(self, x: Any) -> Any:
@@ -255,38 +232,32 @@ class OpRecorder:
 
     # ---------------------------------------------------------------- results by metadata alone
 
-    def _predict(self, call: OpCall, key: Any) -> results.Recipe | None:
-        """How to make the results of an op whose key is new, where a rule of `infer` says it."""
+    def _inferred(self, call: OpCall, key: Any) -> Inferred | None:
+        """The results where `infer` has them without running the op."""
         facts = call.facts
-        if not facts.repeatable:
+        if not facts.inferable:
             return None
         if facts.may_write_undeclared and undeclared_writes(facts.func, call.args, call.kwargs):
             return None
-        recipe = rules.predict(self._factory, self.values.keys, facts.func, call.args, call.kwargs, call.inputs)
-        if recipe is not None:
-            facts.recipes[key] = recipe
-        return recipe
+        return self._inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
 
-    def _make(self, call: OpCall, recipe: results.Recipe) -> Any:
-        """Make the results, which have the metadata that equal arguments gave before."""
-        container, parts = recipe
+    def _append_inferred(self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor]) -> Any:
+        """Put the op on the tape with results that were made without running it."""
+        container, metas = outputs
         made: list[Value] = []
-        inputs = [v.fake for v in call.inputs]
-        with without_dispatch():
-            for slot, part in enumerate(parts):
-                fake = part.make(self._factory, inputs)
-                if isinstance(part, results.Same):
-                    base = call.inputs[part.base]
-                    value = self.values.new(fake, slot, base.storage, base.key)
-                    value.autograd_placeholder = base.autograd_placeholder
-                else:
-                    value = self.values.new(fake, slot, storage_id(fake), part.key)
-                    value.autograd_placeholder = part.requires_grad
-                made.append(value)
+        for slot, (meta, fake) in enumerate(zip(metas, fakes, strict=True)):
+            if isinstance(meta, Identity):
+                base = call.inputs[meta.input]
+                value = self.values.new(fake, slot, base.storage, base.key)
+                value.autograd_placeholder = base.autograd_placeholder
+            else:
+                value = self.values.new(fake, slot, storage_id(fake), meta.key)
+                value.autograd_placeholder = meta.requires_grad
+            made.append(value)
         func = call.facts.func
         if container is not None:
             self._builder.append("call_function", func, call.args, call.kwargs, container(made))
-            return container([v.fake for v in made])
+            return container(fakes)
         fake = made[0].fake
         kwargs = call.kwargs
         if call.facts.has_dtype and not call.inputs:
@@ -317,10 +288,8 @@ class OpRecorder:
         written = before.written()
         unbacked = self._factory.unbacked_bindings(out)
         if not written and unbacked is None:
-            if key is not None and facts.repeatable:
-                recipe = results.learn(self.values.keys, call.inputs, out)
-                if recipe is not None:
-                    facts.recipes[key] = recipe
+            if key is not None and facts.inferable:
+                self._inference.learn(key, call.inputs, out)
             if out is not None and not _has_tensor(out):
                 return out  # a question about metadata, answered
         taken = call.kwargs
@@ -360,12 +329,7 @@ class OpRecorder:
         target = call.args[0]
         if any(v.storage == target.storage and v is not target for v in inputs):
             return False  # they may overlap
-        known = facts.only_values_change.get(key)
-        if known is None:
-            known = rules.changes_only_values(self._factory, facts.func, call.args, call.kwargs, inputs)
-            if key is not None:
-                facts.only_values_change[key] = known
-        return known
+        return self._inference.writes_values_only(key, facts.func, call.args, call.kwargs, inputs)
 
     def _note_squeeze(self, t: torch.Tensor, dims: tuple[Any, ...]) -> None:
         """Calls with size 1 would lose a dimension here."""

@@ -26,6 +26,7 @@ from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE, FakeFactor
 from scopetrace.containers.objects import Returned, SavedContents, Watch, tensor_holders
 from scopetrace.containers.structure import identifier, instantiate, leaves_with_path, map_structure, refuse_hidden
 from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
+from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.frames import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, garbage_collection_paused
@@ -122,18 +123,20 @@ class Recording:
         self.model = model
         self.object_types = assumptions.object_types
         self.factory = FakeFactory()
+        inference = Inference(self.factory)
         self.tape = RecordedTape(
             root,
             shape_env=self.factory.shape_env,
             fake_mode=self.factory.mode,
+            inference=inference,
             exact_autograd=assumptions.exact_autograd,
             registered=model.registered(),
         )
         self.builder = TapeBuilder(self.tape, CallRecorder.run.__code__)
         self.factory.shape_env.place = self.builder.where
-        self.values = ValueTable(self.builder, self.factory, model)
+        self.values = ValueTable(self.builder, self.factory, inference, model)
         self.data = DataReader(self.builder, self.values, self.factory, specialize=specialize)
-        self.ops = OpRecorder(self.builder, self.values, self.data, self.factory, run_graph)
+        self.ops = OpRecorder(self.builder, self.values, self.data, self.factory, inference, run_graph)
         self._is_leaf = leaf_rule(leaf_modules, model)
         self._progress = progress
 

@@ -1,0 +1,183 @@
+"""Compares inferred results with torch's own, for `SCOPETRACE_CHECK=1`.
+
+    op + tape values + inferred results -> some values for the symbols, the example's first
+    each -> torch runs the op on fake tensors of these plain sizes -> metadata of both, which must be equal
+
+So symbolic answers are checked at several sizes, and checking adds no guards to the trace. The stride of a dimension of
+size 1, by which no element moves, is compared at the example's sizes only: for others it may depend on the sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from scopetrace._compat.shape_env import WatchedShapeEnv, evaluated
+from scopetrace._compat.symbols import example, to_expr
+from scopetrace._compat.tensors import FakeMaker, run_fake, storage_id
+from scopetrace.errors import InferenceError
+from scopetrace.infer.rules import replaced
+from scopetrace.ir.tape import Value, flat
+
+_Number = Callable[[Any], int]
+"""Gives the plain number of a symbolic one."""
+
+
+class Description(NamedTuple):
+    """All that a later op, or autograd, sees of a result."""
+
+    kind: str
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    nbytes: int
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+    requires_grad: bool
+    is_conj: bool
+    is_neg: bool
+    is_input: list[int]
+    """The inputs that it is, as a Python object."""
+    shares_memory: list[int]
+    """The inputs whose memory it lies in."""
+
+
+def compare(
+    maker: FakeMaker,
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    inputs: list[Value],
+    container: type | None,
+    tensors: list[torch.Tensor],
+) -> None:
+    """Raises InferenceError where torch's results for the same arguments are not those inferred: `tensors`."""
+    fakes = [v.fake for v in inputs]
+    for number in _assignments(maker, [*fakes, *tensors], (args, kwargs)):
+        examples = _instances(maker, inputs, number)
+        try:
+            out = run_fake(
+                maker.mode,
+                func,
+                replaced(args, examples, number),
+                replaced(kwargs, examples, number),
+                grad=torch.is_grad_enabled(),
+            )
+        except Exception as error:
+            if number is example:
+                raise _difference(func, args, kwargs, f"{tensors}", f"{type(error).__name__}: {error}") from error
+            continue  # no call has these sizes
+        theirs = [out] if isinstance(out, torch.Tensor) else list(out)
+        given = [examples[id(v)] for v in inputs]
+        exact = number is example
+        wanted = [_describe(t, given, int, exact=exact) for t in theirs]
+        found = [_describe(t, fakes, number, exact=exact) for t in tensors]
+        if found != wanted or (None if isinstance(out, torch.Tensor) else type(out)) is not container:
+            raise _difference(func, args, kwargs, _text(container, found), _text(type(out), wanted))
+
+
+def compare_write(maker: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> None:
+    """Raises InferenceError where torch's op in place changes more than the values of its first argument."""
+    for number in _assignments(maker, [v.fake for v in inputs], (args, kwargs)):
+        examples = _instances(maker, inputs, number)
+        target = examples[id(args[0])]
+        before = _describe(target, [], int)
+        out = run_fake(maker.mode, func, replaced(args, examples, number), replaced(kwargs, examples, number))
+        if out is not target or _describe(target, [], int) != before:
+            raise _difference(func, args, kwargs, f"{before}, unchanged", f"{_describe(out, [], int)}")
+
+
+def _difference(func: Any, args: Any, kwargs: Any, found: str, wanted: str) -> InferenceError:
+    given = [str(a.fake) if isinstance(a, Value) else repr(a) for a in flat((args, kwargs))]
+    return InferenceError(
+        f"the results that scopetrace inferred are not those of torch\n  op: {func}\n  arguments: {', '.join(given)}\n"
+        f"  inferred: {found}\n  torch: {wanted}"
+    )
+
+
+def _text(container: Any, results: list[Description]) -> str:
+    return f"{getattr(container, '__name__', 'tensor')} of {', '.join(map(str, results))}"
+
+
+def _describe(t: torch.Tensor, inputs: list[torch.Tensor], number: _Number, *, exact: bool = True) -> Description:
+    """What `t` is, its symbols replaced by `number`. Unless `exact`, dimensions of size 1 have the stride 0."""
+    size = tuple(map(number, t.size()))
+    return Description(
+        type(t).__name__,
+        size,
+        tuple([number(s) if exact or n != 1 else 0 for n, s in zip(size, t.stride(), strict=True)]),
+        number(t.storage_offset()),
+        number(t.untyped_storage().nbytes()),
+        t.dtype,
+        t.device,
+        t.layout,
+        t.requires_grad,
+        t.is_conj(),
+        t.is_neg(),
+        [i for i, base in enumerate(inputs) if base is t],
+        [i for i, base in enumerate(inputs) if storage_id(base) == storage_id(t)],
+    )
+
+
+def _instances(maker: FakeMaker, inputs: list[Value], number: _Number) -> dict[int, torch.Tensor]:
+    """By the id of the value: a tensor of plain sizes. Values that share memory have instances that do."""
+    found: dict[int, torch.Tensor] = {}
+    storages: dict[int, torch.UntypedStorage] = {}
+    for v in inputs:
+        t = v.fake
+        storage = storages.get(storage_id(t))
+        if storage is None:
+            storage = torch.UntypedStorage(number(t.untyped_storage().nbytes()), device="meta")
+            storages[storage_id(t)] = storage
+        size, stride = ([number(n) for n in numbers] for numbers in (t.size(), t.stride()))
+        found[id(v)] = maker.in_storage(storage, size, stride, number(t.storage_offset()), t)
+    return found
+
+
+# ---------------------------------------------------------------- values for symbols
+
+
+def _assignments(maker: FakeMaker, tensors: list[torch.Tensor], args: Any) -> Iterator[_Number]:
+    """The example's sizes, and up to three others that the guards of the trace allow."""
+    yield example
+    symbols: set[Any] = set()
+    for n in itertools.chain(flat(args), *(_numbers_of(t) for t in tensors)):
+        if isinstance(n, torch.SymInt):
+            symbols |= to_expr(n).free_symbols
+    env = maker.mode.shape_env
+    if not symbols or not isinstance(env, WatchedShapeEnv):
+        return
+    known = {s: int(n) for s, n in env.backed_var_to_val.items()}
+    order = sorted(symbols & known.keys(), key=str)
+    for values in (
+        {s: 2 * known[s] for s in order},
+        {s: 3 * known[s] for s in order},
+        {s: known[s] + 1 + i for i, s in enumerate(order)},
+    ):
+        if _allowed(env, known | values):
+            yield _at(known | values)
+
+
+def _at(values: dict[Any, int]) -> _Number:
+    return lambda n: _evaluated(n, values)
+
+
+def _evaluated(n: Any, values: dict[Any, int]) -> int:
+    return int(evaluated(n.node.expr, values)) if isinstance(n, torch.SymInt) else int(n)
+
+
+def _numbers_of(t: torch.Tensor) -> Iterator[Any]:
+    yield from (*t.size(), *t.stride(), t.storage_offset(), t.untyped_storage().nbytes())
+
+
+def _allowed(env: WatchedShapeEnv, values: dict[Any, int]) -> bool:
+    """Whether the ranges and guards so far hold for these values."""
+    in_range = all(env.var_to_range[s].lower <= n <= env.var_to_range[s].upper for s, n in values.items())
+    known = values.keys()
+    return in_range and all(
+        bool(evaluated(guard.expr, values)) for guard in env.guards if guard.expr.free_symbols <= known
+    )

@@ -1,0 +1,290 @@
+"""The results of ops on fake tensors: by cache, by rule, else by torch.
+
+    op + tape values -> key: the metadata of the tensors, all other arguments, grad mode, default dtype
+    key -> Outputs of the cache | by rule (`rules`) | learned from what torch gave on fake tensors
+    Outputs + tape values -> fake tensors
+
+Equal keys give results of equal metadata; so a layer of a model costs what its first occurrence did not. torch's own
+cache of fake results works below decomposition, where a linear layer is four ops; here it is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
+from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, run_fake, storage_id, without_dispatch
+from scopetrace.infer import check, rules, strides
+from scopetrace.infer.rules import Identity, NewStorage, OutputMeta, Outputs, ViewOfInput
+from scopetrace.ir.tape import Value, values_in
+from scopetrace.ir.verify import checks_enabled
+from scopetrace.ops.views import Int
+
+_ATOMS = frozenset(
+    {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format},
+)
+
+Inferred = tuple[Outputs, list[torch.Tensor]]
+"""The metadata of the results, and the results."""
+
+
+def may_infer(func: Any) -> bool:
+    """Whether the results of `func` may come from the cache or a rule: it writes nothing and asks for no data."""
+    return not schema_of(func).is_mutable and torch.Tag.data_dependent_output not in func.tags
+
+
+class Inference:
+    """Gives the results of ops on the fake tensors of one trace. Lives as long as the trace.
+
+    Recording and the passes after it share one object, so that what one has learned the other need not run.
+    """
+
+    def __init__(self, maker: FakeMaker) -> None:
+        self._maker = maker
+        self._keys = MetadataKeys()
+        self._outputs: dict[Any, Outputs] = {}
+        self._writes_values_only: dict[Any, bool] = {}
+        self._check = checks_enabled()
+
+    def key_of(self, fake: torch.Tensor) -> int | None:
+        """The number of the metadata of `fake`; None where results do not follow from it. See `MetadataKeys`."""
+        return self._keys.of(fake)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What `func` returns for values and other arguments, its tensors fake and without autograd history.
+
+        Raises what the op raises.
+        """
+        key = self.key_of_call(func, args, kwargs) if is_op(func) and may_infer(func) else None
+        inputs = values_in((args, kwargs))
+        if key is not None:
+            with torch.no_grad():
+                found = self.infer(key, func, args, kwargs, inputs)
+            if found is not None:
+                outputs, tensors = found
+                return tensors[0] if outputs.container is None else outputs.container(tensors)
+        out = run_fake(self._maker.mode, func, _fakes(args), _fakes(kwargs))
+        if key is not None:
+            self.learn(key, inputs, out)
+        return out
+
+    def key_of_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What stands for all that decides the metadata of the op's results: equal for two calls, these are equal.
+
+        None where the metadata of the arguments does not say it.
+        """
+        key = [func, torch.is_grad_enabled(), torch.get_default_dtype()]
+        if not self._describe(args, key):
+            return None
+        if kwargs:
+            key += kwargs
+            if not self._describe(kwargs.values(), key):
+                return None
+        return tuple(key)
+
+    def _describe(self, items: Iterable[Any], key: list[Any]) -> bool:
+        """Append what the items are to `key`; False where that cannot be said."""
+        for x in items:
+            kind = type(x)
+            key.append(kind)  # 1, 1.0 and True are equal
+            if kind is Value:
+                number = self._keys.of(x.fake) if x.key is None else x.key
+                if number is None:
+                    return False
+                key.append(number)
+            elif kind in _ATOMS:
+                key.append(x)
+            elif kind is list or kind is tuple:
+                key.append(len(x))
+                if not self._describe(x, key):
+                    return False
+            elif kind is torch.SymInt and not has_unbacked(to_expr(x)):
+                key.append(to_expr(x))
+            else:
+                return False
+        return True
+
+    def infer(self, key: Any, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Inferred | None:
+        """The results without running the op, where the cache or a rule has them.
+
+        `key` stands for all that decides the metadata of the results, `inputs` are the values among the arguments.
+        With `SCOPETRACE_CHECK=1`, raises AssertionError where torch's own results are others.
+        """
+        outputs = self._outputs.get(key)
+        if outputs is None:
+            outputs = self._by_rule(func, args, kwargs, inputs)
+            if outputs is None:
+                return None
+            self._outputs[key] = outputs
+        fakes = [v.fake for v in inputs]
+        with without_dispatch():
+            tensors = [meta.make(self._maker, fakes) for meta in outputs.tensors]
+        if self._check:
+            check.compare(self._maker, func, args, kwargs, inputs, outputs.container, tensors)
+        return outputs, tensors
+
+    def _by_rule(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Outputs | None:
+        found = rules.outputs_by_rule(self._maker, func, args, kwargs, inputs)
+        if found is None:
+            return None
+        fakes = [v.fake for v in inputs]
+        metas: list[OutputMeta] = []
+        for meta in found.tensors:
+            if not isinstance(meta, Identity):
+                key = self._keys.of_meta(meta, fakes)
+                if key is None:
+                    return None
+                meta = meta._replace(key=key)
+            metas.append(meta)
+        return Outputs(found.container, tuple(metas))
+
+    def learn(self, key: Any, inputs: list[Value], out: Any) -> None:
+        """Keep what torch gave, where its metadata follows from that of the inputs alone."""
+        outputs = _outputs_of(self._keys, inputs, out)
+        if outputs is not None:
+            self._outputs[key] = outputs
+
+    def writes_values_only(self, key: Any, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> bool:
+        """Whether an elementwise op in place leaves the metadata of its target, the first argument, as it is.
+
+        `key` as in `infer`, or None. The target shares memory with no other input.
+        """
+        found = self._writes_values_only.get(key) if key is not None else None
+        if found is None:
+            known = all(self.key_of(v.fake) is not None for v in inputs)
+            found = known and rules.writes_values_only(self._maker, func, args, kwargs, inputs)
+            if key is not None:
+                self._writes_values_only[key] = found
+        if found and self._check:
+            check.compare_write(self._maker, func, args, kwargs, inputs)
+        return found
+
+    def like(self, fake: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same size, strides, dtype and device in memory of its own, without gradient."""
+        with without_dispatch(), torch.no_grad():
+            return self._maker.fresh(fake.size(), fake.stride(), fake.dtype, fake.device, False)
+
+
+def _fakes(x: Any) -> Any:
+    if isinstance(x, Value):
+        return x.fake
+    if isinstance(x, (list, tuple)):
+        return type(x)([_fakes(item) for item in x])
+    if isinstance(x, dict):
+        return {name: _fakes(item) for name, item in x.items()}
+    return x
+
+
+class MetadataKeys:
+    """Numbers for metadata: equal for tensors with which an op gives results of equal metadata.
+
+    That is: size, strides, offset, dtype, device, requires_grad, and the bytes of the memory. Symbolic numbers count by
+    their expressions.
+    """
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, int] = {}
+        self._expansions: dict[Any, Any] = {}
+
+    def of(self, fake: torch.Tensor) -> int | None:
+        """The key of a tensor. None for sizes that depend on data, sparse layouts, conj and neg bits, subclasses."""
+        if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg() or type(fake) is not FakeTensor:
+            return None
+        size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
+        if is_symbolic(fake):
+            size, stride, offset = to_expr(size), to_expr(stride), to_expr(offset)
+        nbytes = fake.untyped_storage().nbytes()  # may be symbolic where the tensor itself is not
+        return self._number(size, stride, offset, (fake.dtype, fake.device, fake.requires_grad), nbytes)
+
+    def of_meta(self, meta: NewStorage | ViewOfInput, inputs: Sequence[torch.Tensor]) -> int | None:
+        """What `of` gives for the tensor that `meta` makes."""
+        if isinstance(meta, NewStorage):
+            offset, dtype, nbytes = to_expr(meta.offset), meta.dtype, meta.nbytes
+        else:
+            base = inputs[meta.input]
+            if base.is_conj() or base.is_neg():
+                return None
+            offset, dtype = to_expr(base.storage_offset() + meta.offset), base.dtype
+            nbytes = base.untyped_storage().nbytes()
+        rest = dtype, meta.device, meta.requires_grad
+        return self._number(to_expr(meta.size), to_expr(meta.stride), offset, rest, nbytes)
+
+    def _number(self, size: Any, stride: Any, offset: Any, rest: Any, nbytes: Any) -> int | None:
+        if any(has_unbacked(n) for n in (*size, *stride, offset)):
+            return None
+        facts = (size, stride, offset, *rest, self._expanded(to_expr(nbytes)))
+        return self._numbers.setdefault(facts, len(self._numbers))
+
+    def _expanded(self, number: Any) -> Any:
+        """One form for equal polynomials: torch counts bytes in several ways."""
+        if isinstance(number, int):
+            return number
+        found = self._expansions.get(number)
+        if found is None:
+            found = self._expansions[number] = expanded(number)
+        return found
+
+
+def _outputs_of(keys: MetadataKeys, inputs: list[Value], out: Any) -> Outputs | None:
+    """How to make `out` from `inputs` again; None where its metadata does not follow from theirs alone."""
+    container = None if type(out) is FakeTensor else type(out)
+    if container not in (None, tuple, list):
+        return None
+    results = [out] if container is None else list(out)
+    if not results or any(type(t) is not FakeTensor for t in results):
+        return None
+    metas = [_meta_of(keys, inputs, t) for t in results]
+    known = tuple([meta for meta in metas if meta is not None])
+    if len(known) < len(metas) or _share_new_memory(results, inputs):
+        return None
+    if len(inputs) > 1 and not all(isinstance(meta, NewStorage) for meta in known) and _share_storage(inputs):
+        return None  # their metadata does not say which of them the result is a view of
+    return Outputs(container, known)
+
+
+def _meta_of(keys: MetadataKeys, inputs: list[Value], out: torch.Tensor) -> OutputMeta | None:
+    key = keys.of(out)
+    if key is None:
+        return None
+    for i, value in enumerate(inputs):
+        if out is value.fake:
+            return Identity(i)
+    size: tuple[Int, ...] = tuple(out.size())
+    stride: tuple[Int, ...] = tuple(out.stride())
+    for i, value in enumerate(inputs):
+        base = value.fake
+        if storage_id(base) == storage_id(out):
+            if base.dtype != out.dtype:
+                return None
+            offset = out.storage_offset() - base.storage_offset()
+            return ViewOfInput(i, size, stride, offset, out.device, out.requires_grad, key)
+    if is_symbolic(out):
+        dense = strides.dense_strides(out) if surely_equal(out.storage_offset(), 0) else None
+        if dense is None:
+            return None
+        stride = dense
+    elif out.storage_offset() != 0 or out.untyped_storage().nbytes() != _bytes_spanned(out):
+        return None
+    nbytes = out.numel() * out.dtype.itemsize
+    return NewStorage(size, stride, out.dtype, out.device, out.requires_grad, nbytes, key=key)
+
+
+def _bytes_spanned(t: torch.Tensor) -> int:
+    if t.numel() == 0:
+        return 0
+    return (1 + sum((n - 1) * s for n, s in zip(t.size(), t.stride(), strict=True))) * t.element_size()
+
+
+def _share_new_memory(results: list[torch.Tensor], inputs: list[Value]) -> bool:
+    """Whether two results share memory that is no input's."""
+    known = {storage_id(v.fake) for v in inputs}
+    new = [storage_id(t) for t in results if storage_id(t) not in known]
+    return len(set(new)) < len(new)
+
+
+def _share_storage(inputs: list[Value]) -> bool:
+    return len({storage_id(v.fake) for v in inputs}) < len(inputs)

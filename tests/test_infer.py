@@ -1,0 +1,601 @@
+"""What `infer` says of an op's results without running it is what the op gives.
+
+Rules are checked on thousands of random calls, many of them wrong in a size, a dtype or a layout: for plain sizes
+against eager, for symbolic ones against torch's fake tensors at several sizes. Where eager raises, no rule may answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+import scopetrace as st
+from scopetrace._compat.shape_env import DimSpec, new_symbol, symint
+from scopetrace._compat.tensors import FakeFactory, run_fake, storage_id, without_dispatch
+from scopetrace.errors import InferenceError
+from scopetrace.infer import check, rules
+from scopetrace.infer.inference import Inference
+from scopetrace.infer.rules import Rule
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import Op, Value
+from scopetrace.record.dynamic_shapes import symbolic_strides
+from scopetrace.record.ops import OpFacts
+
+aten = torch.ops.aten
+
+
+class Draw:
+    """Random arguments: mostly right, laid out in every way."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.dtype = torch.float32
+
+    def maybe(self, chance: float = 0.5) -> bool:
+        return self.random.random() < chance
+
+    def some(self, *choices):
+        return self.random.choice(choices)
+
+    def size(self, rank: int) -> list[int]:
+        return [self.some(1, 1, 2, 3, 4) for _ in range(rank)]
+
+    def tensor(self, *size: int) -> torch.Tensor:
+        size = tuple(n + 1 if self.maybe(0.03) else n for n in size)
+        dtype = self.dtype if self.maybe(0.95) else self.some(torch.float64, torch.int64, torch.bfloat16)
+        x = torch.ones(size, dtype=dtype)
+        layout = self.random.random()
+        if layout < 0.06 and x.dim() == 4:
+            return x.to(memory_format=torch.channels_last)
+        if layout < 0.12 and x.dim() > 1:
+            return x.transpose(0, -1).contiguous().transpose(0, -1)
+        if layout < 0.15 and x.dim() > 1:
+            return torch.ones((*size[:-1], 2 * size[-1]), dtype=dtype)[..., ::2]
+        if layout < 0.18 and x.dim() > 1:
+            return torch.ones((1, *size[1:]), dtype=dtype).expand(size)
+        if layout < 0.3 and x.dim() > 2:
+            return torch.ones((size[0], *(n + self.some(0, 0, 2) for n in size[1:])), dtype=dtype)[self.part(size)]
+        if layout < 0.34 and x.dim() > 0:
+            return torch.ones((size[0] + 1, *size[1:]), dtype=dtype)[1:]
+        if layout < 0.38:  # odd strides where there is one element
+            return torch.empty_strided(size, [7 if n == 1 else s for n, s in zip(size, x.stride(), strict=True)]).to(
+                dtype
+            )
+        return x
+
+    @staticmethod
+    def part(size: tuple[int, ...]) -> tuple[slice, ...]:
+        return tuple(slice(n) for n in size)
+
+    def vector(self, n: int) -> torch.Tensor | None:
+        return self.tensor(n) if self.maybe(0.8) else None
+
+    def like(self, x: torch.Tensor) -> torch.Tensor:
+        if self.maybe(0.3):
+            return x.clone()
+        size = list(x.shape)
+        if self.maybe():
+            size = [n if self.maybe(0.7) else 1 for n in size][self.some(0, 0, 0, 1) :]
+        return self.tensor(*size)
+
+
+def where(draw, func):
+    """Of `where` and its overloads with numbers."""
+    x = draw.tensor(*draw.size(draw.some(0, 1, 2, 3)))
+    other = {"ScalarOther": (x, 0.5), "ScalarSelf": (0.5, x)}[func._schema.overload_name]
+    draw.dtype = torch.bool
+    return draw.like(x.bool()), *other
+
+
+def elementwise(draw, func):
+    rule = rules.RULES.get(func)
+    if rule is not None and rule.dtype is rules._of_logical:
+        draw.dtype = torch.bool
+    elif rule is not None and rule.dtype is rules._of_comparison:
+        draw.dtype = draw.some(torch.float32, torch.int64)
+    x = draw.tensor(*draw.size(draw.some(0, 1, 2, 3, 4)))
+    return (
+        x,
+        *(_further(draw, x, a) for a in func._schema.arguments[1:] if a.default_value is None and not a.kwarg_only),
+    )
+
+
+def _further(draw, x, argument):
+    kind = str(argument.type)
+    if kind == "Tensor":
+        return draw.like(x)
+    return draw.some(2, 0.5, True) if "Optional" not in kind or draw.maybe() else None
+
+
+def clamp(draw, func):
+    return draw.tensor(*draw.size(draw.some(0, 1, 3))), draw.some(None, 0, 0.5), draw.some(None, 1, 2.5)
+
+
+def linear(draw, func):
+    n, m = draw.size(2)
+    x = draw.tensor(*draw.size(draw.some(0, 1, 2, 3)), n)
+    return x, draw.tensor(m, n), draw.vector(m)
+
+
+def addmm(draw, func):
+    n, m, k = draw.size(3)
+    return draw.tensor(k), draw.tensor(n, m), draw.tensor(m, k)
+
+
+def matmul(draw, func):
+    batch = draw.size(draw.some(0, 1, 1, 1, 2))
+    n, m, k = draw.size(3)
+    return draw.tensor(*batch, n, m), draw.tensor(*batch, m, k)
+
+
+def convolution(draw, func):
+    rank = int(func._schema.name[-2])
+    groups, a, b = draw.some(1, 1, 1, 2), draw.some(1, 2), draw.some(1, 3)
+    x = draw.tensor(draw.some(1, 2), a * groups, *(draw.some(1, 3, 5, 6) for _ in range(rank)))
+    weight = draw.tensor(b * groups, a, *(draw.some(1, 1, 3) for _ in range(rank)))
+
+    def number(*choices):
+        return [draw.some(*choices)] if draw.maybe() else [draw.some(*choices) for _ in range(rank)]
+
+    return x, weight, draw.vector(b * groups), number(1, 2), number(0, 1, 1), number(1, 1, 2), groups
+
+
+def pool(draw, func):
+    x = draw.tensor(draw.some(1, 2), draw.some(1, 3), draw.some(1, 3, 6), draw.some(2, 5))
+    kernel = [draw.some(1, 2, 3)] if draw.maybe() else [draw.some(1, 2, 3), draw.some(1, 2, 3)]
+    stride = draw.some([], [1], [2], [2, 1])
+    given = (x, kernel, stride, [draw.some(0, 0, 1)])
+    return (
+        (*given, [draw.some(1, 1, 2)], draw.maybe(0.2))
+        if func is aten.max_pool2d.default
+        else (*given, draw.maybe(0.2))
+    )
+
+
+def norm(draw, func):
+    x = draw.tensor(draw.some(1, 2), draw.some(1, 2, 4), *draw.size(draw.some(0, 1, 2, 3)))
+    n = x.shape[1]
+    if func is aten.group_norm.default:
+        return x, draw.some(1, 1, 2, 3), draw.vector(n), draw.vector(n), 1e-5, True
+    return x, draw.vector(n), draw.vector(n), draw.tensor(n), draw.tensor(n), draw.maybe(0.1), 0.1, 1e-5, True
+
+
+def layer_norm(draw, func):
+    x = draw.tensor(*draw.size(draw.some(1, 2, 3, 4)))
+    shape = list(x.shape[draw.some(0, 1, -1) :]) if draw.maybe(0.9) else draw.size(1)
+    return x, shape, *(draw.tensor(*shape) if draw.maybe(0.8) else None for _ in range(2)), 1e-5, True
+
+
+def softmax(draw, func):
+    x = draw.tensor(*draw.size(draw.some(1, 2, 3, 4)))
+    return x, draw.some(-1, 0, 1, -2, 5)
+
+
+def mean(draw, func):
+    x = draw.tensor(*draw.size(draw.some(1, 2, 3, 4)))
+    return x, draw.some([-1], [0], [0, 1], [2, 3], [1, -1], [], None), draw.maybe()
+
+
+def global_pool(draw, func):
+    return draw.tensor(*draw.size(draw.some(3, 4, 4, 4))), draw.some([1, 1], [1, 1], [2, 1])
+
+
+def cat(draw, func):
+    size = draw.size(draw.some(1, 2, 3, 4))
+    dim = draw.some(0, -1, 1)
+    parts = []
+    for _ in range(draw.some(1, 2, 3)):
+        part = list(size)
+        if dim < len(size):
+            part[dim] = draw.some(1, 2, 3)
+        parts.append(draw.tensor(*part))
+    return parts, dim
+
+
+def embedding(draw, func):
+    weight = draw.tensor(*draw.size(2))
+    return (
+        weight,
+        torch.zeros(draw.size(draw.some(0, 1, 2)), dtype=draw.some(torch.int64, torch.int32)),
+        -1,
+        False,
+        False,
+    )
+
+
+def whole(draw, func):
+    return (draw.tensor(*draw.size(draw.some(0, 1, 2, 3, 4))),)
+
+
+def dropout(draw, func):
+    return *whole(draw, func), 0.5, draw.maybe()
+
+
+def attention(draw, func):
+    batch, length = draw.size(draw.some(1, 2)), draw.some(1, 2, 3, 4)
+    n, m, k = draw.size(3)
+    mask = draw.some(None, None, draw.tensor(n, length))
+    return draw.tensor(*batch, n, m), draw.tensor(*batch, length, m), draw.tensor(*batch, length, k), mask
+
+
+def pool1d(draw, func):
+    x = draw.tensor(*draw.some((), (2,)), draw.some(1, 3), draw.some(3, 5, 6))
+    return x, [draw.some(1, 2, 3)], draw.some([], [1], [2]), [draw.some(0, 0, 1)], [draw.some(1, 1, 2)]
+
+
+def resized(draw, func):
+    return draw.tensor(*draw.size(draw.some(3, 4, 4))), draw.some([4, 6], [1, 3]), None
+
+
+def stack(draw, func):
+    size = draw.size(draw.some(0, 1, 2, 3))
+    return [draw.tensor(*size) for _ in range(draw.some(1, 2, 3))], draw.some(0, -1, 1)
+
+
+def index(draw, func):
+    x = draw.tensor(*draw.size(draw.some(2, 3, 4)))
+    shape = draw.size(draw.some(0, 1, 2))
+    indices = [torch.zeros([n if draw.maybe(0.8) else 1 for n in shape], dtype=torch.int64) for _ in range(2)]
+    return x, draw.some([indices[0]], [None, indices[0]], indices, [indices[0], None, indices[1]][: x.dim()])
+
+
+def along(draw, func):
+    x = draw.tensor(*draw.size(draw.some(1, 2, 3)))
+    return x, draw.some(0, -1, 1)
+
+
+SAME = {aten.cumsum.default: along, aten.dropout.default: dropout, aten.clone.default: whole}
+CASES = {
+    rules._elementwise: elementwise,
+    rules._clamp: clamp,
+    rules._gelu: lambda draw, func: (draw.tensor(*draw.size(3)),),
+    rules._linear: linear,
+    rules._addmm: addmm,
+    rules._matmul: matmul,
+    rules._bmm: matmul,
+    rules._attention: attention,
+    rules._embedding: embedding,
+    rules._convolution: convolution,
+    rules._max_pool1d: pool1d,
+    rules._max_pool2d: pool,
+    rules._avg_pool2d: pool,
+    rules._adaptive_pool2d: global_pool,
+    rules._resize_2d: resized,
+    rules._batch_norm: norm,
+    rules._group_norm: norm,
+    rules._layer_norm: layer_norm,
+    rules._mean: mean,
+    rules._cat: cat,
+    rules._stack: stack,
+    rules._index: index,
+    rules._same: lambda draw, func: {aten.cumsum.default: along, aten.dropout.default: dropout}.get(func, whole)(
+        draw, func
+    ),
+}
+
+
+WHERE = (aten.where.ScalarOther, aten.where.ScalarSelf)
+
+
+class Values:
+    """Tape values for real tensors: fake tensors with some sizes symbolic."""
+
+    def __init__(self) -> None:
+        self.factory = FakeFactory()
+        self._op = Op("placeholder", "x", (), {}, None, Scope("", ""), None, ())
+        self._symbols: dict[int, Any] = {}
+
+    def make_symbolic(self, *sizes: int) -> None:
+        """Have dimensions of these sizes symbolic: one symbol for each number."""
+        env = self.factory.shape_env
+        for n in sizes:
+            self._symbols[n] = symint(env, new_symbol(env, n, f"x{n}", 0, DimSpec(f"s{n}", 2, None)), n)
+
+    def value(self, real: torch.Tensor) -> Value:
+        fake = self.factory.from_real(real)
+        size = [self._symbols.get(n, n) for n in real.shape]
+        if real.is_leaf and any(n in self._symbols for n in real.shape):
+            fake = self.factory.symbolic(real, size, symbolic_strides(real, size))
+        return Value(fake, self._op, 0, storage_id(fake), None)
+
+    def lifted(self, args: Any) -> tuple[Any, list[Value]]:
+        """The arguments with values for tensors, and these values."""
+        inputs: list[Value] = []
+
+        def value(t: torch.Tensor) -> Value:
+            inputs.append(self.value(t))
+            return inputs[-1]
+
+        return pytree.tree_map_only(torch.Tensor, value, args), inputs
+
+    def outputs(self, func: Any, args: Any, inputs: list[Value]) -> Any:
+        """(container, results) by rule, or None."""
+        found = rules.outputs_by_rule(self.factory, func, args, {}, inputs)
+        if found is None:
+            return None
+        with without_dispatch():
+            return found, [meta.make(self.factory, [v.fake for v in inputs]) for meta in found.tensors]
+
+
+def facts(t: torch.Tensor, inputs: list[torch.Tensor]) -> Any:
+    """All that a later op could see of a result."""
+    shared = [storage_id(t) == storage_id(x) for x in inputs]
+    place = t.storage_offset(), t.untyped_storage().nbytes()
+    return tuple(t.shape), t.stride(), *place, t.dtype, t.device, t.requires_grad, shared, [t is x for x in inputs]
+
+
+def assert_as_eager(func: Any, args: Any, seed: int) -> bool:
+    """Whether a rule answers. Then the answer is that of eager."""
+    tensors = [t for t in pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+    if tensors and tensors[0].is_floating_point():
+        tensors[0].requires_grad_(seed % 2 == 0)
+    values = Values()
+    lifted, inputs = values.lifted(args)
+    found = values.outputs(func, lifted, inputs)
+    if found is None:
+        return False
+    out = func(*args)
+    several = isinstance(out, (list, tuple))
+    assert found[0].container is (type(out) if several else None)
+    results = list(out) if several else [out]
+    said = [facts(t, [v.fake for v in inputs]) for t in found[1]]
+    assert said == [facts(t, tensors) for t in results], (seed, args)
+    return True
+
+
+@pytest.mark.parametrize("func", [func for func, rule in rules.RULES.items() if rule.dtype], ids=str)
+def test_a_rule_gives_what_eager_gives(func):
+    answers = sum(assert_as_eager(func, CASES[rules.RULES[func].size](Draw(seed), func), seed) for seed in range(120))
+    assert answers > 12  # the rule applies
+
+
+@pytest.mark.parametrize("func", [*rules.RULES, aten.square.default], ids=str)
+def test_a_rule_holds_at_all_sizes(func):
+    rule = rules.RULES.get(func)
+    answers: Counter[bool] = Counter()
+    for seed in range(60):
+        draw = Draw(seed)
+        case = where if func in WHERE else CASES[rule.size if rule else rules._elementwise]
+        args = case(draw, func)
+        values = Values()
+        values.make_symbolic(*draw.some((2,), (3,), (4,), (5,), (6,), (2, 3), (3, 4)))
+        lifted, inputs = values.lifted(args)
+        found = values.outputs(func, lifted, inputs)
+        symbolic = any(isinstance(n, torch.SymInt) for v in inputs for n in v.fake.size())
+        answers[symbolic and found is not None] += 1
+        if found is not None:
+            check.compare(values.factory, func, lifted, {}, inputs, found[0].container, found[1])
+    assert answers[True] > 0
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "meta"])
+def test_a_rule_holds_on_a_device(device):
+    """Against torch's fake tensors of that device."""
+    answers: Counter[Any] = Counter()
+    for func, rule in rules.RULES.items():
+        for seed in range(8):
+            values = Values()
+            args = (where if func in WHERE else CASES[rule.size])(Draw(seed), func)
+            lifted, inputs = values.lifted(args)
+            for v in inputs:
+                v.fake = moved(values.factory, v.fake, torch.device(device))
+            found = values.outputs(func, lifted, inputs)
+            if found is not None:
+                answers[func] += 1
+                check.compare(values.factory, func, lifted, {}, inputs, found[0].container, found[1])
+    assert len(answers) > 0.7 * len(rules.RULES)
+
+
+def moved(factory: FakeFactory, t: torch.Tensor, device: torch.device) -> torch.Tensor:
+    with without_dispatch(), torch.no_grad():
+        place = t.untyped_storage().nbytes(), t.size(), t.stride(), t.storage_offset()
+        return factory.placed(place, t.dtype, device, t.requires_grad)
+
+
+def test_other_devices_go_through_torch():
+    values = Values()
+    lifted, inputs = values.lifted((torch.randn(3),))
+    inputs[0].fake = moved(values.factory, inputs[0].fake, torch.device("xla:0"))
+    assert values.outputs(aten.relu.default, lifted, inputs) is None
+
+
+WRITES = sorted(
+    {getattr(aten, f"{name}_").default for name in rules._UNARY if hasattr(aten, f"{name}_")}
+    | {getattr(aten, f"{name}_").Tensor for name in ("add", "sub", "mul", "div")}
+    | rules.ELEMENTWISE_WRITES - {aten.masked_fill_.Scalar, aten.masked_fill_.Tensor},
+    key=str,
+)
+
+
+@pytest.mark.parametrize("func", WRITES, ids=str)
+def test_a_write_in_place_changes_values_alone(func):
+    answers = 0
+    for seed in range(40):
+        args = elementwise(Draw(seed), func)
+        values = Values()
+        lifted, inputs = values.lifted(args)
+        inference = Inference(values.factory)
+        if overlaps_itself(args[0]) or not inference.writes_values_only(None, func, lifted, {}, inputs):
+            continue  # the recorder refuses to write to what overlaps itself before it asks
+        answers += 1
+        before = facts(args[0], [])
+        assert func(*args) is args[0]
+        assert facts(args[0], []) == before, (seed, args)
+    assert answers > 4
+
+
+def test_the_recorder_asks_before_it_lets_torch_run_an_elementwise_write():
+    assert [func for func in WRITES if not OpFacts(func).in_place] == []
+
+
+def overlaps_itself(t: torch.Tensor) -> bool:
+    return any(s == 0 and n > 1 for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+# ---------------------------------------------------------------- the cache
+
+
+class Counting(Values):
+    """Values, an `Inference`, and how many ops it let torch run."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.inference = Inference(self.factory)
+        self.count = 0
+        monkeypatch.setattr("scopetrace.infer.inference.run_fake", self._run_fake)
+
+    def _run_fake(self, *args: Any) -> Any:
+        self.count += 1
+        return run_fake(*args)
+
+    def torchs(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What torch itself gives."""
+        return run_fake(self.factory.mode, func, pytree.tree_map_only(Value, lambda v: v.fake, args), {})
+
+
+@pytest.fixture
+def counting(monkeypatch: pytest.MonkeyPatch) -> Counting:
+    return Counting(monkeypatch)
+
+
+def all_facts(out: Any, inputs: list[torch.Tensor]) -> Any:
+    several = isinstance(out, (list, tuple))
+    return type(out), [facts(t, inputs) for t in (out if several else [out])]
+
+
+CALLS = {
+    "relu": (aten.relu.default, lambda x: (x,)),
+    "promotion": (aten.add.Tensor, lambda x: (x.to(torch.int32), 1)),
+    "two layouts": (aten.add.Tensor, lambda x: (x, torch.randn(6, 4).t())),
+    "slice": (aten.slice.Tensor, lambda x: (x, 1, 1, 5, 2)),
+    "select of a view": (aten.select.int, lambda x: (x[1:], 0, 1)),
+    "split": (aten.split.Tensor, lambda x: (x, 2)),
+    "unbind": (aten.unbind.int, lambda x: (x,)),
+    "reshape that copies": (aten.reshape.default, lambda x: (x.t(), [-1])),
+    "reshape that is a view": (aten.reshape.default, lambda x: (x, [-1])),
+    "another dtype": (aten.view.dtype, lambda x: (x, torch.int32)),
+    "itself": (aten.contiguous.default, lambda x: (x,)),
+    "scatter": (aten.slice_scatter.default, lambda x: (x, torch.randn(4, 2), 1, 0, 2)),
+    "no tensor": (aten.scalar_tensor.default, lambda x: (1.5,)),
+    "several": (aten.max.dim, lambda x: (x, 1)),
+    "gradient": (aten.mul.Tensor, lambda x: (x.requires_grad_(), 2.0)),
+    "view with gradient": (aten.select.int, lambda x: (x.requires_grad_(), 0, 1)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_made_again_as_run(counting: Counting, name: str) -> None:
+    func, make = CALLS[name]
+    for _ in range(3):
+        args, inputs = counting.lifted(make(torch.randn(4, 6)))
+        fakes = [v.fake for v in inputs]
+        expected = counting.torchs(func, args)
+        assert all_facts(counting.inference.run(func, args, {}), fakes) == all_facts(expected, fakes)
+
+
+def test_calls_of_equal_metadata_run_once(counting: Counting) -> None:
+    for _ in range(5):
+        counting.inference.run(aten.cumsum.default, (counting.value(torch.randn(4, 6)), 1), {})
+    assert counting.count == 1
+
+
+def test_calls_that_differ_run_each(counting: Counting) -> None:
+    x, i = counting.value(torch.randn(4, 3)), counting.value(torch.arange(3))
+    for args in [(i, 1), (i, 1.0), (i, True), (x, i), (i, x)]:
+        out = counting.inference.run(aten.add.Tensor, args, {})
+        assert out.dtype == counting.torchs(aten.add.Tensor, args).dtype
+    assert counting.count == 5
+
+
+def test_what_a_rule_knows_is_not_run(counting: Counting) -> None:
+    x = counting.value(torch.randn(4, 6))
+    for func, args in [(aten.relu.default, (x,)), (aten.add.Tensor, (x, x)), (aten.transpose.int, (x, 0, 1))]:
+        out = counting.inference.run(func, args, {})
+        assert facts(out, [x.fake]) == facts(counting.torchs(func, args), [x.fake])
+    assert counting.count == 0
+
+
+def test_the_second_of_two_arguments_that_share_memory(counting: Counting) -> None:
+    """Which argument a result is a view of must not be learned where both are the same memory."""
+    x, y = counting.value(torch.randn(4)), counting.value(torch.randn(4))
+    counting.inference.run(aten.view_as.default, (x, x), {})
+    out = counting.inference.run(aten.view_as.default, (x, y), {})
+    assert storage_id(out) == storage_id(x.fake)
+    out = counting.inference.run(aten.view_as.default, (y, x), {})
+    assert storage_id(out) == storage_id(y.fake)
+
+
+def test_sizes_that_depend_on_data_are_symbols_of_their_own(counting: Counting) -> None:
+    found = [counting.inference.run(aten.nonzero.default, (counting.value(torch.ones(4)),), {}).shape[0] for _ in "ab"]
+    assert str(found[0]) != str(found[1])
+
+
+def test_layers_that_repeat_give_equal_results() -> None:
+    class Layer(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            y.relu_()
+            y[:, 1:3] += x[:, :2]
+            y.t().mul_(0.5)
+            return y.add_(x)
+
+    net = torch.nn.Sequential(*(Layer() for _ in range(4)))
+    for grad in (True, False):
+        x = torch.randn(4, 6, requires_grad=grad)
+        tr = st.trace(net, (x,))
+        tr.lint()
+        tr.check((x,))
+
+
+# ---------------------------------------------------------------- SCOPETRACE_CHECK=1
+
+
+@pytest.fixture
+def checking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SCOPETRACE_CHECK", "1")
+
+
+WRONG = {
+    "size": Rule(lambda x: (7, *x.fake.size()[1:]), rules._float),
+    "dtype": Rule(rules._same, lambda fakes: torch.float64),
+    "strides": Rule(rules._same, rules._float, "any"),
+}
+
+
+@pytest.mark.usefixtures("checking")
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_rule_is_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(rules.RULES, aten.relu.default, WRONG[name])
+    with pytest.raises(InferenceError, match=r"(?s)aten.relu.default.*size=\(4, 3\).*inferred:.*torch:"):
+        st.trace(torch.relu, (torch.randn(3, 4).t() if name == "strides" else torch.randn(4, 3),))
+
+
+@pytest.mark.usefixtures("checking")
+def test_a_rule_that_is_wrong_at_other_sizes_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rules.RULES, aten.relu.default, Rule(lambda x: (x.fake.size(0) // 5 * 5, 4), rules._float))
+    with pytest.raises(InferenceError):
+        st.trace(lambda x: x.relu(), (torch.randn(5, 4),), dynamic_shapes={"x": {0: torch.export.Dim("n", min=2)}})
+
+
+@pytest.mark.usefixtures("checking")
+def test_a_wrong_answer_of_the_cache_is_found() -> None:
+    values = Values()
+    inference = Inference(values.factory)
+    x, y = values.value(torch.randn(4)), values.value(torch.randn(5))
+    inference.learn("key", [x], y.fake)
+    with pytest.raises(InferenceError):
+        inference.infer("key", aten.cumsum.default, (x, 0), {}, [x])
+
+
+@pytest.mark.usefixtures("checking")
+def test_a_write_that_changes_more_than_values_is_found() -> None:
+    values = Values()
+    x = values.value(torch.randn(4, 6))
+    check.compare_write(values.factory, aten.relu_.default, (x,), {}, [x])
+    with pytest.raises(InferenceError):
+        check.compare_write(values.factory, aten.t_.default, (x,), {}, [x])
