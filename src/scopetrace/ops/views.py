@@ -152,7 +152,13 @@ def _slice(size: Sizes, dim: int = 0, start: Int | None = None, end: Int | None 
 
 def _narrow(size: Sizes, dim: int, start: Int, length: Int) -> Slice | None:
     d = _dim(dim, len(size))
-    return None if d is None or isinstance(start, torch.Tensor) else Slice(d, start, start + length, 1)
+    if d is None or isinstance(start, torch.Tensor):
+        return None
+    if all(type(n) is int for n in (size[d], start, length)):
+        start = start + size[d] if start < 0 else start
+        if not 0 <= start <= start + length <= size[d]:
+            return None
+    return Slice(d, start, start + length, 1)
 
 
 def _expand(size: Sizes, wanted: Sizes, *, implicit: bool = False) -> Expand | None:

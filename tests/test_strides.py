@@ -1,0 +1,147 @@
+"""How tensors lie in memory, as `infer.strides` says it, against torch: all small tensors, in all layouts."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from scopetrace.infer import strides
+from scopetrace.ops.views import TO_THE_END, Reshape, view_arguments
+
+aten = torch.ops.aten
+
+
+def tensors() -> Iterator[torch.Tensor]:
+    """Sizes 1 to 3 in up to three dimensions: in each order in memory, with gaps, expanded, after other elements."""
+    yield torch.empty(())
+    for rank in (1, 2, 3):
+        for size in itertools.product((1, 2, 3), repeat=rank):
+            for order in itertools.permutations(range(rank)):
+                back = [order.index(d) for d in range(rank)]
+                yield torch.empty([size[d] for d in order]).permute(back)
+            yield torch.empty([2 * n for n in size])[tuple(slice(0, 2 * n, 2) for n in size)]
+            yield torch.empty((size[0] + 1, *size[1:]))[1:]
+            yield torch.empty((*size[:-1], size[-1] + 1))[..., :-1]
+            yield torch.empty((1, *size[1:])).expand(size)
+
+
+TENSORS = list(tensors())
+
+
+def positions(t: torch.Tensor) -> list[int]:
+    found = [0]
+    for n, stride in zip(t.shape, t.stride(), strict=True):
+        found = [p + i * stride for p in found for i in range(n)]
+    return found
+
+
+def test_row_major():
+    for t in TENSORS:
+        assert strides.row_major_strides(t.shape) == torch.empty(t.shape).stride()
+        assert strides.is_row_major(t) == (t.stride() == torch.empty(t.shape).stride())
+
+
+def test_dense_strides():
+    """Dense: the elements fill their memory, each place once. Dimensions of one element may have any stride."""
+    for t in TENSORS:
+        found = strides.dense_strides(t)
+        assert (found is not None) == (sorted(positions(t)) == list(range(t.numel())))
+        if found is not None:
+            assert all(n == 1 or a == b for n, a, b in zip(t.shape, found, t.stride(), strict=True))
+
+
+def test_strides_in_order_of():
+    """`empty_like` keeps the order of dense tensors."""
+    for t in TENSORS:
+        found = strides.strides_in_order_of(t, t.shape)
+        assert found is None or found == t.stride()
+        if found is not None:
+            assert torch.empty_like(t).stride() == t.stride()
+        assert found is not None or t.stride() != torch.empty(t.shape).stride()
+
+
+def sizes_of(numel: int) -> Iterator[tuple[int, ...]]:
+    """All sizes with this many elements and up to three dimensions."""
+    divisors = [n for n in range(1, numel + 1) if numel % n == 0]
+    for rank in (0, 1, 2, 3):
+        yield from (size for size in itertools.product(divisors, repeat=rank) if math.prod(size) == numel)
+
+
+def viewed(t: torch.Tensor, size: tuple[int, ...]) -> tuple[int, ...] | bool:
+    try:
+        return t.view(size).stride()
+    except RuntimeError:
+        return False
+
+
+def test_reshape_strides():
+    known = unknown = 0
+    for t in TENSORS:
+        for size in sizes_of(t.numel()):
+            found = strides.reshape_strides(t, size)
+            known, unknown = known + (found is not None), unknown + (found is None)
+            assert found is None or found == viewed(t, size), (t.shape, t.stride(), size)
+    assert unknown < 0.05 * known
+
+
+def dims(t: torch.Tensor) -> range:
+    return range(-t.dim() - 1, t.dim() + 1)
+
+
+ARGUMENTS = {
+    aten.permute.default: lambda t: ((list(dims),) for dims in itertools.permutations(range(-1, t.dim() - 1))),
+    aten.transpose.int: lambda t: itertools.product(dims(t), repeat=2),
+    aten.swapaxes.default: lambda t: itertools.product(dims(t), repeat=2),
+    aten.t.default: lambda t: [()],
+    aten.mT.default: lambda t: [()],
+    aten.unsqueeze.default: lambda t: ((d,) for d in range(-t.dim() - 2, t.dim() + 2)),
+    aten.select.int: lambda t: itertools.product(dims(t), range(-3, 4)),
+    aten.slice.Tensor: lambda t: itertools.product(
+        dims(t), (None, 0, 1, -1, 9), (None, 1, 2, -1, 0, TO_THE_END), (1, 2)
+    ),
+    aten.narrow.default: lambda t: itertools.product(dims(t), (0, 1), (1, 2)),
+    aten.expand.default: lambda t: (
+        (size,) for size in ([2, *t.shape], [-1, *t.shape], [-1] * t.dim(), [n if n > 1 else 3 for n in t.shape])
+    ),
+    aten.unbind.int: lambda t: ((d,) for d in dims(t)),
+    aten.reshape.default: lambda t: (
+        (list(size),) for size in [*sizes_of(t.numel()), (-1,), (2, -1), (t.numel() + 1,)]
+    ),
+    aten.view.default: lambda t: ((list(size),) for size in [*sizes_of(t.numel()), (-1,), (2, -1), (t.numel() + 1,)]),
+    aten.flatten.using_ints: lambda t: itertools.product(dims(t), repeat=2),
+}
+
+
+@pytest.mark.parametrize("func", ARGUMENTS, ids=str)
+def test_a_view_lies_where_that_of_eager_does(func):
+    known = 0
+    for t in TENSORS[::3]:
+        for args in ARGUMENTS[func](t):
+            view = view_arguments(func, t.shape, args)
+            found = None if view is None else strides.place_view(t, view)
+            if found is None:
+                continue
+            known += 1
+            out = func(t, *args)  # does not raise
+            several = isinstance(found, list)
+            assert several == isinstance(out, list)
+            places = [(place.size, place.stride, place.offset) for place in (found if several else [found])]
+            results = [
+                (tuple(r.shape), r.stride(), r.storage_offset() - t.storage_offset())
+                for r in (out if several else [out])
+            ]
+            if 0 not in results[0][0]:  # strides of empty tensors are left to torch
+                assert places == results, (t.shape, t.stride(), args)
+            assert out is not t
+    assert known > 10
+
+
+def test_a_size_with_minus_one():
+    assert strides.reshaped_size((2, 3, 4), Reshape((-1, 6))) == (4, 6)
+    assert strides.reshaped_size((2, 3, 4), Reshape((-1, 5))) is None
+    assert strides.reshaped_size((2, 3), Reshape((-1, -1))) is None
+    assert strides.reshaped_size((2, 3), Reshape((7,))) is None
