@@ -24,7 +24,7 @@ from scopetrace.functionalization.report import Alias, Mutation, aliases, mutati
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.exported.program import to_exported_program
-from scopetrace.lower.onnx import require_packages
+from scopetrace.lower.onnx import Targets, require_packages
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
@@ -118,8 +118,8 @@ class Trace:
         self,
         path: str | os.PathLike[str] | None = None,
         *,
-        functions: Any = (),
-        plugins: Any = (),
+        functions: Targets = (),
+        plugins: Targets = (),
         opset_version: int | None = None,
         input_names: Sequence[str] | None = None,
         output_names: Sequence[str] | None = None,

@@ -1,7 +1,8 @@
-"""Writes into a part of a tensor, in the form that a compiler can take.
+"""Rewrites scatter ops (writes into a part of a tensor) for compilers that support only some of them.
 
-A scatter (`slice_scatter`, `select_scatter`, `diagonal_scatter`, `as_strided_scatter`) is a base, a part of it, and a
-new value for that part. Each form below says the same with other pure ops of ATen.
+Data flow:
+    a scatter node (`slice_`, `select_`, `diagonal_` or `as_strided_scatter`) -> base, replaced part, new value
+    -> nodes of one form with the same result: `slice_scatter`, `index_put`, `where` or `cat`, all functional ATen ops
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ _VIEWS: dict[Any, Any] = {
 
 
 def lower_scatters(gm: torch.fx.GraphModule, form: Form, fake_mode: Any) -> None:
-    """Rewrite the scatters of an ATen graph in place. Constants that this needs become buffers of `gm`.
+    """Rewrite the scatter nodes of an ATen graph, and of the graphs of its higher-order ops, in place.
 
-    A diagonal is no slice and takes `index_put` where `slice_scatter` is asked for.
+    Index and mask tensors become non-persistent buffers of `gm`. `slice_scatter` cannot express a diagonal or a strided
+    part: there `index_put` is used.
     """
     for inner in gm.modules():  # the bodies of higher-order ops too
         if isinstance(inner, torch.fx.GraphModule):
@@ -49,7 +51,7 @@ def _lower_in(gm: torch.fx.GraphModule, form: Form, fake_mode: Any) -> None:
 
 
 class _Part:
-    """One scatter of a graph: `base` with `src` in the place of some of its elements."""
+    """One scatter node: the result is `base` with some elements replaced by those of `src`."""
 
     def __init__(self, gm: torch.fx.GraphModule, node: torch.fx.Node, fake_mode: Any) -> None:
         self.gm, self.node, self.fake_mode = gm, node, fake_mode
@@ -59,7 +61,7 @@ class _Part:
         self.device = self.base.meta["val"].device
 
     def emit(self, func: Any, *args: Any) -> torch.fx.Node:
-        """A node with the value and the place that its meta says."""
+        """A new node with the scope of the scatter, and its fake value."""
         new = self.gm.graph.create_node("call_function", func, args)
         new.meta = {k: v for k, v in self.node.meta.items() if k != "val"}
         fakes = torch.fx.node.map_arg(args, lambda n: n.meta["val"])
@@ -67,7 +69,7 @@ class _Part:
         return new
 
     def constant(self, value: torch.Tensor) -> torch.fx.Node:
-        """A tensor of the graph module."""
+        """A `get_attr` node of a new buffer of the GraphModule."""
         count = sum(name.startswith("_scatter_constant") for name, _ in self.gm.named_buffers())
         name = f"_scatter_constant{count}"
         self.gm.register_buffer(name, value.to(self.device), persistent=False)
@@ -76,7 +78,7 @@ class _Part:
         return node
 
     def along(self) -> tuple[int, range] | None:
-        """The dimension and the indices that are replaced, for a slice or select."""
+        """The dimension and the replaced indices for a slice or select; None for other scatters."""
         if self.node.target is _aten.select_scatter.default:
             dim = self.given["dim"] % len(self.size)
             index = self.given["index"] % self.size[dim]
@@ -90,14 +92,14 @@ class _Part:
         return None
 
     def slab(self) -> torch.fx.Node:
-        """The new value with all dimensions of the base."""
+        """The new value with as many dimensions as the base."""
         if self.node.target is _aten.select_scatter.default:
             return self.emit(_aten.unsqueeze.default, self.src, self.given["dim"] % len(self.size))
         found: torch.fx.Node = self.src
         return found
 
     def positions(self) -> torch.Tensor:
-        """Of each replaced element, in the order of `src`, its row-major index in the base: int64[numel]."""
+        """The row-major index in the base of each replaced element, in the order of `src`: int64 of shape [src.numel()]."""
         every = torch.arange(torch.Size(self.size).numel(), device="cpu").reshape(self.size)
         rest = self.node.args[2:]
         if self.node.target is _aten.as_strided_scatter.default:
@@ -108,7 +110,7 @@ class _Part:
         return view.reshape(-1)
 
     def row(self, x: Any) -> torch.fx.Node:
-        """All elements in one dimension."""
+        """A tensor reshaped to one dimension."""
         return self.emit(_aten.reshape.default, x, [-1])
 
 

@@ -122,9 +122,10 @@ class _Writer:
         name = functools.partial(_in_place, prefix=module_prefix(section))
         shown: dict[int, str] = {}
         for run in self._folder.runs(section.items):
-            if isinstance(run.members[0], Op):
-                yield indent + _INDENT + _op_line(run.members[0], name)
-                for body in run.members[0].bodies:
+            first = run.members[0]
+            if isinstance(first, Op):
+                yield indent + _INDENT + _op_line(first, name)
+                for body in first.bodies:
                     yield from self._section(body, indent + 2 * _INDENT, depth, body.body)
             else:
                 yield from self._sections(run, indent + _INDENT, depth, _label, shown)
@@ -139,8 +140,8 @@ class _Writer:
 
         `shown` maps signatures to the labels of sections that the same parent has shown in full before.
         """
-        first = run.members[0]
-        names = [label(member) for member in run.members]
+        first = run.sections[0]
+        names = [label(member) for member in run.sections]
         like = shown.setdefault(self._folder.signature(first), names[0])
         if like == names[0] or first.user_scope or first.op_count <= 1 or self._is_closed(first, depth):
             like = names[0]
@@ -159,7 +160,7 @@ class _Writer:
 
     def _fold_values(self, run: Run) -> str:
         """Arguments that differ from member to member, and results: the last of a chain, else all."""
-        calls = [member.call for member in run.members[1:]]
+        calls = [member.call for member in run.sections[1:]]
         parts = [
             f"{key}={_listed([value_text(call.arguments[key], named) for call in calls])}"
             for key in self._folder.differing(run)

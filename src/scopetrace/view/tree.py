@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.fx
@@ -250,8 +250,8 @@ def _inside(section: Section, path: str) -> Section:
     if not path.startswith(base):
         return section
     for name in path[len(base) :].split("/"):
-        last: Any = section.items[-1] if section.items else None
-        if not (isinstance(last, Section) and last.user_scope == name):
+        last = section.items[-1] if section.items else None
+        if not isinstance(last, Section) or last.user_scope != name:
             last = Section(f"{section.path}/{name}", section.call, name)
             section.items.append(last)
         section = last
@@ -259,6 +259,10 @@ def _inside(section: Section, path: str) -> Section:
 
 
 CONSTANT = "_tensor_constant"  # prefix of the names of lifted constants
+
+Origin = Literal["same", "own"] | tuple[int, int]
+"""Where a member's outside node comes from: the same node for all members, a node of its own, or (op, slot) in the
+member before."""
 
 _SMALL = 16  # elements up to which the values of a lifted constant are part of a signature
 
@@ -275,9 +279,14 @@ class SectionSignature:
 class Run:
     """Consecutive items of a section: one op, one section, or a section and repetitions of it."""
 
-    members: list[Any]
-    relation: tuple[Any, ...] | None = None
+    members: list[Op | Section]
+    relation: tuple[Origin, ...] | None = None
     """For each outside node of a member, where it comes from relative to the member before; equal for all members."""
+
+    @property
+    def sections(self) -> list[Section]:
+        """The members that are sections: all, or none for an op."""
+        return [member for member in self.members if isinstance(member, Section)]
 
     @property
     def is_chain(self) -> bool:
@@ -291,7 +300,7 @@ class Folder:
     def __init__(self, tree: Tree, constants: dict[str, torch.Tensor]) -> None:
         self._tree = tree
         self._constants = constants
-        self._numbers: dict[Any, int] = {}
+        self._numbers: dict[Hashable, int] = {}
         self._signed: dict[int, SectionSignature] = {}
         for section in reversed(list(tree.root.walk())):  # inner before outer
             self.signature(section)
@@ -305,7 +314,7 @@ class Folder:
 
     # ---------------------------------------------------------------- runs
 
-    def runs(self, items: list[Any]) -> list[Run]:
+    def runs(self, items: Sequence[Op | Section]) -> list[Run]:
         """The items in order, grouped into runs of equal neighbours."""
         found: list[Run] = []
         for item in items:
@@ -313,7 +322,7 @@ class Folder:
                 found.append(Run([item]))
         return found
 
-    def _joins(self, run: Run, item: Any) -> bool:
+    def _joins(self, run: Run, item: Op | Section) -> bool:
         """Add `item` to the run if it repeats the run's members."""
         last = run.members[-1]
         if not (_is_call(last) and _is_call(item)):
@@ -332,7 +341,7 @@ class Folder:
         run.members.append(item)
         return True
 
-    def _relation(self, before: Section, old: torch.fx.Node, new: torch.fx.Node) -> Any:
+    def _relation(self, before: Section, old: torch.fx.Node, new: torch.fx.Node) -> Origin:
         if old is new:
             return "same"
         op, slot = self._tree.ops.get(new, (None, 0))
@@ -342,7 +351,7 @@ class Folder:
 
     def differing(self, run: Run) -> list[str]:
         """The names of arguments that are neither shared by all members of a run nor results of the member before."""
-        last = run.members[-1]
+        last = run.sections[-1]
         own = {
             node for node, kind in zip(self._signed[id(last)].outside, run.relation or (), strict=True) if kind == "own"
         }
@@ -352,9 +361,9 @@ class Folder:
 
     def _sign(self, section: Section) -> SectionSignature:
         names = _Names(section, self._tree, self._constants)
-        text: list[Any] = [section.user_scope]
+        text: list[Hashable] = [section.user_scope]
         if _is_call(section):
-            text = [section.call.module_type, section.call.is_leaf, type(section.call.raised)]
+            text = [section.call.module_type, section.call.is_leaf, type(section.call.raised).__qualname__]
             text += [(key, _wiring(x, names)) for key, x in section.call.arguments.items()]
         for item in section.items:
             if isinstance(item, Op):
@@ -417,7 +426,7 @@ def module_prefix(section: Section) -> str | None:
     return None if fqn is None else f"{fqn}." if fqn else ""
 
 
-def _wiring(x: Any, names: _Names) -> Any:
+def _wiring(x: Any, names: _Names) -> Hashable:
     """An argument or result as part of a signature, with relative names for nodes.
 
     Of other objects with tensors inside, such as a cache that grows from layer to layer, only the class counts.
@@ -432,5 +441,5 @@ def _wiring(x: Any, names: _Names) -> Any:
     return container_type(x)
 
 
-def _is_call(item: Any) -> bool:
+def _is_call(item: Op | Section) -> TypeGuard[Section]:
     return isinstance(item, Section) and not item.user_scope and item.program is None

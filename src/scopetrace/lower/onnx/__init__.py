@@ -10,8 +10,13 @@ Data flow:
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Mapping, Sequence, Set
 
 from scopetrace.errors import OnnxDependencyError
+from scopetrace.program.outlined import Target
+
+Targets = Target | Sequence[Target] | Set[Target] | Mapping[type, str]
+"""Targets of `Trace.outline` (one, or several in a list, tuple or set), or a dict from classes to `"domain::Name"`."""
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 

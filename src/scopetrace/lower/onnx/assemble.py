@@ -21,8 +21,9 @@ import torch.fx
 from onnx_ir.tensor_adapters import TorchTensor
 
 from scopetrace.ir import meta
-from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
+from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Operand, Results, Subgraph
 from scopetrace.lower.onnx.naming import FunctionNames, Labels, SizeNames, forget_sizes_made_inside, output_names
+from scopetrace.program.outlined import Function
 
 
 def body_key(graph: ir.Graph) -> Hashable:
@@ -111,7 +112,7 @@ class Parts:
     attributes: Callable[[Subgraph, CallSite], dict[str, Any]]
     """Gives the ONNX attributes of a call."""
     sizes: SizeNames
-    has_body: Callable[[Subgraph], bool]
+    has_body: Callable[[Function], bool]
 
 
 class Assembler:
@@ -134,10 +135,10 @@ class Assembler:
 
     def model(self, input_names: Sequence[str], output_names: Sequence[str]) -> ir.Model:
         """The model. Parameters, buffers and constants are still its last inputs: see `attach`."""
-        known: dict[Any, ir.Function] = {}
+        known: dict[Hashable, ir.Function] = {}
         for subgraph in self._combined.subgraphs:
             if subgraph.function is not None:
-                self._add_function(subgraph, known)
+                self._add_function(subgraph, subgraph.function, known)
         main = self._combined.main
         body = _Body(self, main)
         graph = body.graph
@@ -153,9 +154,8 @@ class Assembler:
         inputs = dict(zip(body.graph.inputs, [*input_names, *held], strict=True))
         self._parts.labels.name_values(body.graph, inputs, dict(zip(body.graph.outputs, output_names, strict=True)))
 
-    def _add_function(self, subgraph: Subgraph, known: dict[Any, ir.Function]) -> None:
+    def _add_function(self, subgraph: Subgraph, function: Function, known: dict[Hashable, ir.Function]) -> None:
         """The function of a subgraph: that of a subgraph of the same class with an equal body, or a new one."""
-        function = subgraph.function
         body = _Body(self, subgraph)
         names = dict(zip(body.graph.inputs, (i.name for i in function.inputs), strict=True))
         what = function.identifier if subgraph.unknown else body_key(body.graph)
@@ -172,7 +172,7 @@ class Assembler:
         made = ir.Function(domain, name, graph=body.graph, attributes=[])
         known[key] = self.functions[subgraph] = made if subgraph.fits_all else _without_shapes(made)
         self._import_domains([body.graph], body.graph)
-        if not self._parts.has_body(subgraph):
+        if not self._parts.has_body(function):
             self.plugins.append(made)
 
     def _import_domains(self, users: Iterable[Any], into: ir.Graph) -> None:
@@ -193,10 +193,9 @@ class Assembler:
         """A copy of a subgraph as an ONNX graph, and its values by the nodes of the combined graph."""
         holes = [result for site in subgraph.sites for result in site.results]
         inputs = [*subgraph.inputs, *subgraph.held.values(), *subgraph.unknown, *holes]
-        wanted = [
-            x for x in (*subgraph.outputs, *(o for s in subgraph.sites for o in s.operands)) if x in self._original
-        ]
-        outputs = [x for x in dict.fromkeys(wanted) if x.op != "placeholder"]
+        leaving = dict.fromkeys([*subgraph.outputs, *(o for site in subgraph.sites for o in site.operands)])
+        nodes = [x for x in leaving if isinstance(x, torch.fx.Node) and x.op != "placeholder"]
+        outputs = [x for x in nodes if x in self._original]
         read = [n for n in inputs if n in self._original] if outputs else []
         values = {n: self._parts.sizes.new_value(meta.value(n)) for n in inputs if n not in read}
         if outputs:
@@ -276,7 +275,7 @@ class _Body:
 
     def _insert_call(self, assembler: Assembler, site: CallSite) -> None:
         operands = iter(site.operands)
-        inputs = [None if i.kind == "absent" else self._value(next(operands)) for i in site.callee.function.inputs]
+        inputs = [None if i.kind == "absent" else self._value(next(operands)) for i in site.function.inputs]
         node = assembler.call(self.subgraph, site, inputs)
         before = [p for v in inputs if v is not None and (p := v.producer()) is not None] + self._last_call
         if before:  # keeps the order of the calls
@@ -289,7 +288,7 @@ class _Body:
             new.type, new.shape = hole.type, hole.shape
             self._replace(hole, new)
 
-    def _value(self, x: Any) -> ir.Value:
+    def _value(self, x: Operand) -> ir.Value:
         """The ONNX value of a node of the combined graph, or of a Python number."""
         return self._values[x] if isinstance(x, torch.fx.Node) else self._constant(ir.tensor(x))
 

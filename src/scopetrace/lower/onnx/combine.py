@@ -16,7 +16,7 @@ import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -46,6 +46,10 @@ from scopetrace.ir.write_back import (
 )
 from scopetrace.ops.overwrite import OVERWRITE
 from scopetrace.program.graph import FxLowering
+from scopetrace.program.outlined import Function
+
+Operand = torch.fx.Node | bool | int | float | complex
+"""An operand or output in the combined graph."""
 
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
@@ -60,24 +64,30 @@ class CallSite:
     node: torch.fx.Node
     """The `invoke_subgraph` node."""
     callee: Subgraph
-    operands: list[Any]
+    operands: list[Operand]
     """Nodes of the combined graph, or Python numbers, for the callee's inputs in order."""
     results: list[torch.fx.Node]
     """Placeholders of the combined graph, one for each output of the callee."""
+
+    @property
+    def function(self) -> Function:
+        """The called function."""
+        assert self.callee.function is not None
+        return self.callee.function
 
 
 @dataclasses.dataclass(eq=False)
 class Subgraph:
     """The main program (`function` is None), or the body of a function."""
 
-    function: Any
+    function: Function | None
     program: FxLowering
     inputs: list[torch.fx.Node] = dataclasses.field(default_factory=list)
     """Placeholders of the combined graph, in the order of the subgraph's own."""
     held: dict[str, torch.fx.Node] = dataclasses.field(default_factory=dict)
     """By name, placeholders of the combined graph for parameters, buffers and constants."""
     sites: list[CallSite] = dataclasses.field(default_factory=list)
-    outputs: list[Any] = dataclasses.field(default_factory=list)
+    outputs: list[Operand] = dataclasses.field(default_factory=list)
     """Nodes of the combined graph, or Python numbers."""
     unknown: list[torch.fx.Node] = dataclasses.field(default_factory=list)
     """Placeholders of the combined graph for the outputs of a plugin, whose body is left out."""
@@ -102,9 +112,9 @@ class CombinedGraph:
     def __init__(
         self,
         main: FxLowering,
-        function_of: Callable[[torch.fx.Node], Any],
-        finish: Callable[[Sequence[Any], Sequence[Any], Callable[[str], Any]], list[Any]],
-        is_left_out: Callable[[Any], bool],
+        function_of: Callable[[torch.fx.Node], Function],
+        finish: Callable[[Sequence[Operand], Sequence[torch.fx.Node], Callable[[str], torch.fx.Node]], list[Operand]],
+        is_left_out: Callable[[Function], bool],
     ) -> None:
         self.graph = torch.fx.Graph()
         self.root = torch.nn.Module()
@@ -112,9 +122,9 @@ class CombinedGraph:
         """Callees before callers; the main program last."""
         self._function_of = function_of
         self._is_left_out = is_left_out
-        self._bodies: dict[Any, Subgraph] = {}
-        self._nodes: dict[tuple[Subgraph, torch.fx.Node], Any] = {}
-        self._tensors: dict[Any, str] = {}
+        self._bodies: dict[Function, Subgraph] = {}
+        self._nodes: dict[tuple[Subgraph, torch.fx.Node], Operand] = {}
+        self._tensors: dict[tuple[Subgraph, Hashable], str] = {}
         self._branches: dict[FxLowering, str] = {}
         self._subgraph_of: dict[torch.fx.Node, Subgraph] = {}
         self.fakes = FreshFakes()
@@ -145,7 +155,8 @@ class CombinedGraph:
         nodes = subgraph.program.graph.nodes
         subgraph.inputs = [self._input(subgraph, meta.value(n)) for n in nodes if n.op == "placeholder"]
         given = _flat(next(n for n in nodes if n.op == "output").args[0])
-        subgraph.outputs = subgraph.unknown = [self._input(subgraph, meta.value(n)) for n in given]
+        subgraph.unknown = [self._input(subgraph, meta.value(n)) for n in given]
+        subgraph.outputs = list(subgraph.unknown)
 
     def _copy(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
@@ -161,7 +172,7 @@ class CombinedGraph:
             raise OnnxExportError(f"{where}: a leaf module has no ONNX form; name it in plugins= instead")
         elif node.target is INVOKE:
             self._cut(subgraph, node)
-        elif node.target in _SQUEEZES and _kind(node) == _kind(node.args[0]):
+        elif node.target in _SQUEEZES and _kind(node) == _kind(node.all_input_nodes[0]):
             self._nodes[subgraph, node] = self._map(subgraph, node.args[0])
         elif node.target is OVERWRITE:  # its value is the second operand; the first matters to autograd only
             self._nodes[subgraph, node] = self._map(subgraph, node.args[1])
@@ -242,7 +253,7 @@ class CombinedGraph:
         return nodes
 
 
-def _kind(x: Any) -> Any:
+def _kind(x: Operand) -> Hashable:
     """A key that is equal for values of equal sizes."""
     value = meta.value(x) if isinstance(x, torch.fx.Node) else x
     if isinstance(value, torch.Tensor):
@@ -250,7 +261,7 @@ def _kind(x: Any) -> Any:
     return to_expr(value) if isinstance(value, Symbolic) else value
 
 
-def _identity(tensor: torch.Tensor) -> Any:
+def _identity(tensor: torch.Tensor) -> Hashable:
     if tensor.device.type == "meta" or tensor.numel() == 0 or tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
@@ -302,7 +313,9 @@ class Results:
         bound = [getattr(w.module, w.name) for w in self._tape.attribute_writes]
         return [*(given[path] for path in kept), *changed, *bound]
 
-    def values(self, values: Sequence[Any], inputs: Sequence[Any], held: Callable[[str], Any]) -> list[Any]:
+    def values(
+        self, values: Sequence[Operand], inputs: Sequence[torch.fx.Node], held: Callable[[str], torch.fx.Node]
+    ) -> list[Operand]:
         """The nodes of the outputs, from those of the graph's outputs, its inputs and the tensors that it holds.
 
         Adds ops to the graph for views. All are nodes, or plain numbers.
@@ -319,18 +332,20 @@ class Results:
 
 
 class _Machine:
-    def __init__(self, values: Sequence[Any], inputs: Sequence[Any], held: Callable[[str], Any]) -> None:
+    def __init__(
+        self, values: Sequence[Operand], inputs: Sequence[torch.fx.Node], held: Callable[[str], torch.fx.Node]
+    ) -> None:
         self._values, self._inputs, self._held = values, inputs, held
-        self.now: dict[GraphInput | StateRef, Any] = {}
-        self.results: list[Any] = []
+        self.now: dict[GraphInput | StateRef, Operand] = {}
+        self.results: list[Operand] = []
 
-    def get(self, source: Source) -> Any:
+    def get(self, source: Source) -> Operand:
         if isinstance(source, FromGraph):
             return self._values[source.index]
         if isinstance(source, SameAs):
             return self.results[source.index]
         if isinstance(source, ViewOf):
-            view = self.get(source.base)
+            view = self._node(source.base)
             for step in source.steps:
                 view = self._view(view, step)
             return view
@@ -338,24 +353,29 @@ class _Machine:
             return self.now[source]
         return self._inputs[source.index] if isinstance(source, GraphInput) else self._held(source.name)
 
+    def _node(self, source: Source) -> torch.fx.Node:
+        found = self.get(source)
+        assert isinstance(found, torch.fx.Node)
+        return found
+
     def _view(self, base: torch.fx.Node, step: ViewStep | StridedStep) -> torch.fx.Node:
         if isinstance(step, ViewStep):
             out = _call(base, step.op, step.args, step.kwargs)
             return out if step.slot is None else _call(out, operator.getitem, (step.slot,), {})
         return _call(base, torch.ops.aten.as_strided.default, (step.size, step.stride, step.shift), {})
 
-    def updated(self, update: Update) -> Any:
+    def updated(self, update: Update) -> Operand:
         """The node of the new value of an input or of state."""
         if not isinstance(update, ChangeShape):
             return self.get(update.value)
         op = update.step.op
         name = schema_of(op).op_name
-        twin = getattr(torch.ops.aten, name.removesuffix("_"), None)
-        if twin is None or "resize" in name:
+        variant = getattr(torch.ops.aten, name.removesuffix("_"), None)
+        if variant is None or "resize" in name:
             raise OnnxExportError(
                 f"the model changes {update.target} with {op}, which has no ONNX form: change a copy of it instead"
             )
-        return _call(self.get(update.target), twin.default, update.step.args, update.step.kwargs)
+        return _call(self._node(update.target), variant.default, update.step.args, update.step.kwargs)
 
 
 def _call(base: torch.fx.Node, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:

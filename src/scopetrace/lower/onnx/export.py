@@ -21,23 +21,21 @@ import torch.fx
 from scopetrace.errors import OnnxOpError, OnnxOptionError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import garbage_collection_paused
+from scopetrace.lower.onnx import Targets
 from scopetrace.lower.onnx.assemble import Assembler, Exported, Parts, attach, save
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
 from scopetrace.lower.onnx.naming import FunctionNames, Labels, SizeNames
 from scopetrace.lower.onnx.translate import Table, exported_program, translate
 from scopetrace.lower.onnx.verify import verify
-from scopetrace.program.outlined import Function, OutlinedFunctions, is_named, outline_calls
+from scopetrace.program.outlined import Function, OutlinedFunctions, Target, is_named, outline_calls
 from scopetrace.program.traced import TracedProgram
-
-Targets = Any
-"""Targets of `Trace.outline` (one, or several in a list, tuple or set), or a dict from classes to `"domain::Name"`."""
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
 
 _OF_RUNTIMES = frozenset({"ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft"})
 
 
-def read_targets(targets: Targets, where: str) -> tuple[list[Any], dict[type, str]]:
+def read_targets(targets: Targets, where: str) -> tuple[list[Target], dict[type, str]]:
     """The targets for `Trace.outline`, and the names given to classes. Raises OnnxOptionError."""
     if isinstance(targets, Mapping):
         for cls, name in targets.items():
@@ -55,7 +53,8 @@ def read_targets(targets: Targets, where: str) -> tuple[list[Any], dict[type, st
         return list(targets), dict(targets)
     if isinstance(targets, (list, tuple, set, frozenset)):
         return list(targets), {}
-    return [targets], {}
+    single: Any = targets
+    return [single], {}
 
 
 def read_names(given: Sequence[str] | None, own: Sequence[str], where: str, taken: Container[str]) -> list[str]:
@@ -122,7 +121,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     input_names = read_names(options.input_names, _input_names(main.lowering.graph), "input_names", held)
     output_names = read_names(options.output_names, results.names(), "output_names", held)
 
-    def convert(is_left_out: Callable[[Any], bool]) -> tuple[CombinedGraph, ir.Model, torch.fx.Graph]:
+    def convert(is_left_out: Callable[[Function], bool]) -> tuple[CombinedGraph, ir.Model, torch.fx.Graph]:
         combined = CombinedGraph(main.lowering, _function_of(outlined), results.values, is_left_out)
         say(f"translating {len(combined.graph.nodes):,} nodes")
         exported, table = exported_program(combined.root, combined.graph), options.custom_translation_table
@@ -147,7 +146,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         Labels(source),
         _Attributes(program, main, options.attributes).of,
         sizes,
-        lambda subgraph: not is_plugin(subgraph.function),
+        lambda function: not is_plugin(function),
     )
     assembler = Assembler(translated, combined, parts)
     model = assembler.model(input_names, output_names)
@@ -157,13 +156,13 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         list(dict.fromkeys(assembler.functions.values())),
         assembler.plugins,
         sorted({f.name for subgraph, f in assembler.functions.items() if subgraph.unknown}),
-        {(f.domain, f.name): subgraph.function.module_type for subgraph, f in assembler.functions.items()},
+        {(f.domain, f.name): s.function.module_type for s, f in assembler.functions.items() if s.function is not None},
         results,
         Counter() if outlined is None else Counter(call.module_type for call in outlined.chosen),
     )
 
 
-def _is_plugin(function: Function, plugins: Sequence[Any]) -> bool:
+def _is_plugin(function: Function, plugins: Sequence[Target]) -> bool:
     """Whether `plugins=` names all calls of a function. Raises OnnxOptionError where it names only some."""
     named = [any(is_named(call, target) for target in plugins) for call in function.calls]
     if any(named) and not all(named):
@@ -178,10 +177,9 @@ def _input_names(graph: torch.fx.Graph) -> list[str]:
     return [str(n.target) for n in graph.nodes if n.op == "placeholder"]
 
 
-def _function_of(outlined: OutlinedFunctions | None) -> Callable[[torch.fx.Node], Any]:
-    if outlined is None:
-        return lambda node: None
-    known = {function.identifier: function for function in outlined.functions}
+def _function_of(outlined: OutlinedFunctions | None) -> Callable[[torch.fx.Node], Function]:
+    functions = () if outlined is None else outlined.functions
+    known = {function.identifier: function for function in functions}
     return lambda node: known[node.args[1]]  # type: ignore[index]
 
 

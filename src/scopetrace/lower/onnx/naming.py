@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -20,6 +20,9 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 from scopetrace._compat.symbols import expression_text, to_expr
 from scopetrace.ir import meta
 from scopetrace.lower.onnx.combine import CallSite, Subgraph, result_name
+from scopetrace.outline import FunctionOutput
+from scopetrace.program.outlined import Function
+from scopetrace.record.dynamic_shapes import SizeRules
 
 _KEY = "pkg.torch.onnx."
 SCOPE = "scopetrace.scope"
@@ -37,7 +40,7 @@ class FunctionNames:
         self._chosen = chosen
         self._taken: set[tuple[str, str]] = set()
 
-    def base(self, function: Any) -> tuple[str, str]:
+    def base(self, function: Function) -> tuple[str, str]:
         """Domain and name, without a number."""
         chosen = chosen_name(self._chosen, function.module_type)
         if chosen is None:
@@ -45,7 +48,7 @@ class FunctionNames:
         domain, _, name = chosen.partition("::")
         return domain, name
 
-    def take(self, function: Any) -> tuple[str, str]:
+    def take(self, function: Function) -> tuple[str, str]:
         """Domain and name of a new function, with a number where they are taken."""
         domain, base = self.base(function)
         name, count = base, 1
@@ -119,19 +122,18 @@ def _stem(value: ir.Value) -> str:
     return re.sub(r"(_\d+)+$", "", value.name or "") or "value"
 
 
-def _class_name(function: Any) -> str:
-    name: str = function.name if function.module_type is None else function.module_type.__name__
-    return name
+def _class_name(function: Function) -> str:
+    return function.name if function.module_type is None else function.module_type.__name__
 
 
 class _Home:
     """Makes names relative to the module of a function; for the main program they stay as they are."""
 
     def __init__(self, subgraph: Subgraph) -> None:
-        first = None if subgraph.function is None else subgraph.function.calls[0]
-        self.scope = "" if first is None else str(first.scope)
-        self.fqn = "" if first is None else first.fqn or ""
-        self.name = "" if first is None else _class_name(subgraph.function)
+        function = subgraph.function
+        self.scope = "" if function is None else str(function.calls[0].scope)
+        self.fqn = "" if function is None else function.calls[0].fqn or ""
+        self.name = "" if function is None else _class_name(function)
 
     def relative_scope(self, path: str | None) -> str:
         """A scope path relative to the function's module."""
@@ -165,7 +167,7 @@ def label(node: ir.Node, home: _Home, source: torch.fx.Node | None, target: str)
         node.metadata_props[_KEY + "stack_trace"] = source.meta["stack_trace"]
 
 
-def output_names(outputs: Any) -> list[str]:
+def output_names(outputs: Sequence[FunctionOutput]) -> list[str]:
     """Names of a function's outputs, from their paths in forward's result: `logits`, `output_0`, `n_updated`."""
     named = []
     for output in outputs:
@@ -200,7 +202,7 @@ def _names_in(dim: Any) -> list[str]:
 class SizeNames:
     """Names of symbolic sizes: those of their `Dim`s. `rules` are the tape's size rules; None without dynamic sizes."""
 
-    def __init__(self, rules: Any) -> None:
+    def __init__(self, rules: SizeRules | None) -> None:
         self._names = {} if rules is None else {s: spec.name for s, spec in rules.specs.items() if spec.name}
 
     def _name(self, symbol: Any) -> str:

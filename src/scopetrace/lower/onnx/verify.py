@@ -235,7 +235,7 @@ def _files(exported: Exported, folder: Path) -> tuple[Path, Path]:
 def _check_calls(exported: Exported) -> None:
     """Check that functions are called as often as the trace calls the modules of their class."""
     written = exported.calls_in_file()
-    per_class: Counter[Any] = Counter()
+    per_class: Counter[type | None] = Counter()
     for key, count in written.items():
         per_class[exported.classes[key]] += count
     if per_class != exported.expected_calls:
@@ -244,7 +244,7 @@ def _check_calls(exported: Exported) -> None:
         )
 
 
-def _said(counts: Counter[Any]) -> str:
+def _said(counts: Counter[type | None]) -> str:
     return ", ".join(f"{getattr(cls, '__name__', cls)} ×{n}" for cls, n in sorted(counts.items(), key=str)) or "none"
 
 
@@ -296,7 +296,9 @@ class _Comparison:
         values = self.exported.results.of_run(result, inputs, self.program.boundary.state.held)
         return [v.detach().clone() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in values]
 
-    def _compare(self, where: str, inputs: Example, expected: Any, found: Any) -> float:
+    def _compare(
+        self, where: str, inputs: Example, expected: Sequence[torch.Tensor], found: Sequence[torch.Tensor]
+    ) -> float:
         """The largest error. Raises OnnxVerificationError where it is too large."""
         worst = 0.0
         names = [value.name for value in self.exported.model.graph.outputs]
