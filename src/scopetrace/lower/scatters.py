@@ -99,7 +99,7 @@ class _Part:
         return found
 
     def positions(self) -> torch.Tensor:
-        """The row-major index in the base of each replaced element, in the order of `src`: int64 of shape [src.numel()]."""
+        """Row-major indices in the base of the replaced elements, in the order of `src`: int64 [src.numel()]."""
         every = torch.arange(torch.Size(self.size).numel(), device="cpu").reshape(self.size)
         rest = self.node.args[2:]
         if self.node.target is _aten.as_strided_scatter.default:
