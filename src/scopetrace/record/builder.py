@@ -60,7 +60,8 @@ class TapeBuilder:
         tracked: tuple[Value, ...] = (),
     ) -> Op:
         """Put an op at the end of the tape; it is complete and does not change any more. The fields are those of Op."""
-        scope, frames = self.state.current_scope, self.frames()
+        scope = self.state.current_scope
+        frames = capture_frames(self.call.frames if self.call else (), self._boundary)
         if self._origin is not None:
             root, inner, stack_trace = self._origin
             scope, frames = inner if scope is root else scope, stack_trace or frames
