@@ -1,8 +1,10 @@
-"""Functional twins: each mutable op of torch has one or is on the list, and the twins compute what the ops do."""
+"""Functional variants are those of torchgen, each op has one or is on the list, and they compute what the op does."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,8 +24,8 @@ from scopetrace.ops.functional_variants import (
 
 aten = torch.ops.aten
 
-# Mutable ops of ATen that write tensors and have no twin. `remove` and `sort` are those of TorchScript's lists.
-NO_TWIN = [
+# Mutable ops of ATen that write tensors and have no variant. `remove` and `sort` are those of TorchScript's lists.
+NO_VARIANT = [
     "_cudnn_attention_forward_no_dropout_inplace.default",  # since torch 2.15
     "_cummax_helper.default",
     "_cummin_helper.default",
@@ -63,45 +65,82 @@ def mutable_ops(namespace: str) -> Iterator[Any]:
             yield getattr(getattr(getattr(torch.ops, space), name), schema.overload_name or "default")
 
 
-def test_each_mutable_op_has_a_pure_twin_or_is_on_the_list() -> None:
+def test_each_mutable_op_has_a_variant_or_is_on_the_list() -> None:
     every, without = [], set()
     for func in mutable_ops("aten"):
         every.append(str(func).removeprefix("aten."))
-        twin = functional_variant(func)
-        if twin is None:
+        variant = functional_variant(func)
+        if variant is None:
             without.add(str(func).removeprefix("aten."))
             continue
-        assert not twin.op._schema.is_mutable, func
-        check_places(func, twin)
-    assert without == {name for name in NO_TWIN if name in every}
+        assert not variant.op._schema.is_mutable, func
+        check_places(func, variant)
+    assert without == {name for name in NO_VARIANT if name in every}
 
 
-def check_places(func: Any, twin: FunctionalVariant) -> None:
+def check_places(func: Any, variant: FunctionalVariant) -> None:
     """Each written argument has a result of its own, and each return is one of them or another result."""
-    assert tuple(name for name, _ in twin.new_values) == written_arguments(func)
-    assert len(twin.results) == len(func._schema.returns)
-    places = [place for _, place in twin.new_values] + [r for r in twin.results if isinstance(r, int)]
+    assert tuple(name for name, _ in variant.new_values) == written_arguments(func)
+    assert len(variant.results) == len(func._schema.returns)
+    places = [place for _, place in variant.new_values] + [r for r in variant.results if isinstance(r, int)]
     assert len(set(places)) == len(places), func
-    assert places == [None] or all(p in range(len(twin.op._schema.returns)) for p in places), func
-    assert {r for r in twin.results if isinstance(r, str)} <= set(written_arguments(func)), func
+    assert places == [None] or all(p in range(len(variant.op._schema.returns)) for p in places), func
+    assert {r for r in variant.results if isinstance(r, str)} <= set(written_arguments(func)), func
 
 
-def test_an_op_that_writes_nothing_has_no_twin() -> None:
+# Variants that torchgen does not group with the op, as the names or the order of arguments differ.
+NOT_GROUPED = {
+    "adaptive_avg_pool3d_backward.grad_input": "_adaptive_avg_pool3d_backward.default",
+    "alpha_dropout_.default": "alpha_dropout.default",
+    "dropout_.default": "dropout.default",
+    "feature_alpha_dropout_.default": "feature_alpha_dropout.default",
+    "feature_dropout_.default": "feature_dropout.default",
+    "fused_moving_avg_obs_fake_quant.default": "_fused_moving_avg_obs_fq_helper_functional.default",
+    "polygamma_.default": "polygamma.default",
+}
+
+
+def test_variants_are_those_of_torchgen() -> None:
+    """torchgen ships in torch's wheel, with the declarations of all ops of ATen."""
+    pytest.importorskip("yaml")
+    gen, model, groups = (
+        importlib.import_module(f"torchgen.{m}") for m in ("gen", "model", "native_function_generation")
+    )
+    folder = Path(gen.__file__).parent / "packaged" / "ATen" / "native"
+    declared = gen.parse_native_yaml(str(folder / "native_functions.yaml"), str(folder / "tags.yaml")).native_functions
+    expected: dict[Any, Any] = {}
+    for group in groups.pre_group_native_functions(declared).values():
+        functional = group.pop(model.SchemaKind.functional, None)
+        expected |= {overload(f): functional and overload(functional) for f in group.values()}
+    found = {func: functional_variant(func) for func in expected}
+    other = {str(func): str(v.op) for func, v in found.items() if v is not None and v.op is not expected[func]}
+    assert other == {f"aten.{name}": f"aten.{variant}" for name, variant in NOT_GROUPED.items()}
+    tensors = [func for func in mutable_ops("aten") if expected.get(func) is not None]
+    assert len(tensors) > 1400 and all(found[func] is not None for func in tensors)
+
+
+def overload(function: Any) -> Any:
+    """The op of a declaration of torchgen."""
+    name = function.func.name
+    return getattr(getattr(aten, str(name.name)), name.overload_name or "default")
+
+
+def test_an_op_that_writes_nothing_has_no_variant() -> None:
     assert functional_variant(aten.add.Tensor) is None
     assert functional_variant(aten.transpose.int) is None
 
 
-def test_a_custom_op_has_no_twin() -> None:
-    with torch.library._scoped_library("twins_test", "DEF") as library:
+def test_a_custom_op_has_no_variant() -> None:
+    with torch.library._scoped_library("variants_test", "DEF") as library:
         library.define("prod(Tensor(a!) x) -> ()")
-        assert functional_variant(torch.ops.twins_test.prod.default) is None
+        assert functional_variant(torch.ops.variants_test.prod.default) is None
         library.define("poke_(Tensor(a!) x) -> Tensor(a!)")
         library.define("poke(Tensor x) -> Tensor")
-        assert functional_variant(torch.ops.twins_test.poke_.default) is None
+        assert functional_variant(torch.ops.variants_test.poke_.default) is None
 
 
 @pytest.mark.parametrize(
-    ("func", "twin"),
+    ("func", "variant"),
     [
         (aten.add_.Tensor, aten.add.Tensor),
         (aten.add_.Scalar, aten.add.Scalar),
@@ -126,15 +165,15 @@ def test_a_custom_op_has_no_twin() -> None:
     ],
     ids=str,
 )
-def test_twin_by_name(func: Any, twin: Any) -> None:
+def test_variant_by_name(func: Any, variant: Any) -> None:
     found = functional_variant(func)
-    assert found is not None and found.op is twin
+    assert found is not None and found.op is variant
 
 
 def test_metadata_only() -> None:
     for func in (aten.transpose_.default, aten.squeeze_.dim, aten.t_.default, aten.as_strided_.default):
-        twin = functional_variant(func)
-        assert twin is not None and twin.op.is_view and is_metadata_only(func)
+        variant = functional_variant(func)
+        assert variant is not None and variant.op.is_view and is_metadata_only(func)
     assert is_metadata_only(aten.set_.source_Tensor) and is_metadata_only(aten.requires_grad_.default)
     assert not is_metadata_only(aten.add_.Tensor) and not is_metadata_only(aten.add.out)
 
@@ -287,13 +326,13 @@ CASES: list[tuple[Any, Callable[[], tuple[tuple[Any, ...], dict[str, Any]]]]] = 
 
 
 @pytest.mark.parametrize(("func", "make"), CASES, ids=[f"{func}-{i}" for i, (func, _) in enumerate(CASES)])
-def test_twin_computes_the_same(func: Any, make: Callable[[], Any]) -> None:
-    twin = functional_variant(func)
-    assert twin is not None
-    check_same(twin, func, make)
+def test_variant_computes_the_same(func: Any, make: Callable[[], Any]) -> None:
+    variant = functional_variant(func)
+    assert variant is not None
+    check_same(variant, func, make)
 
 
-def check_same(twin: FunctionalVariant, func: Any, make: Callable[[], Any]) -> None:
+def check_same(variant: FunctionalVariant, func: Any, make: Callable[[], Any]) -> None:
     torch.manual_seed(0)
     args, kwargs = make()
     theirs, their_kwargs = pytree.tree_map_only(torch.Tensor, clone, (args, kwargs))
@@ -301,20 +340,20 @@ def check_same(twin: FunctionalVariant, func: Any, make: Callable[[], Any]) -> N
     torch.manual_seed(1)
     returned = func(*theirs, **their_kwargs)
     torch.manual_seed(1)
-    new_args, new_kwargs = call_variant(twin, func, args, kwargs)
-    results = twin.op(*new_args, **new_kwargs)
+    new_args, new_kwargs = call_variant(variant, func, args, kwargs)
+    results = variant.op(*new_args, **new_kwargs)
 
     named = dict(zip([a.name for a in func._schema.arguments], theirs, strict=False)) | their_kwargs
-    for name, place in twin.new_values:
+    for name, place in variant.new_values:
         equal(named[name], results if place is None else results[place], name)
     returns = returned if isinstance(returned, tuple) else () if returned is None else (returned,)
-    assert len(returns) == len(twin.results)
-    for got, source in zip(returns, twin.results, strict=True):
+    assert len(returns) == len(variant.results)
+    for got, source in zip(returns, variant.results, strict=True):
         if isinstance(source, str):
             assert got is named[source]
         else:
             equal(got, results[source] if isinstance(results, tuple) else results, source)
-    equal(list(pytree.tree_leaves(untouched)), list(pytree.tree_leaves((args, kwargs))), "an argument of the twin")
+    equal(list(pytree.tree_leaves(untouched)), list(pytree.tree_leaves((args, kwargs))), "an argument of the variant")
 
 
 def clone(tensor: torch.Tensor) -> torch.Tensor:
@@ -335,24 +374,24 @@ def equal(left: Any, right: Any, what: Any) -> None:
 
 
 def test_call_leaves_defaults_out() -> None:
-    twin = functional_variant(aten.add_.Tensor)
-    assert twin is not None
+    variant = functional_variant(aten.add_.Tensor)
+    assert variant is not None
     x, y = f(2), f(2)
-    assert call_variant(twin, aten.add_.Tensor, (x, y), {"alpha": 1}) == ((x, y), {})
-    assert call_variant(twin, aten.add_.Tensor, (x,), {"other": y, "alpha": 1.0}) == ((x, y), {"alpha": 1.0})
+    assert call_variant(variant, aten.add_.Tensor, (x, y), {"alpha": 1}) == ((x, y), {})
+    assert call_variant(variant, aten.add_.Tensor, (x,), {"other": y, "alpha": 1.0}) == ((x, y), {"alpha": 1.0})
 
 
 def test_call_takes_nodes() -> None:
     graph = torch.fx.Graph()
     n, out = graph.placeholder("n"), graph.placeholder("out")
     out.meta["val"] = torch.empty(3, dtype=f64)
-    twin = functional_variant(aten.sum.IntList_out)
-    assert twin is not None
-    got = call_variant(twin, aten.sum.IntList_out, (n, [0]), {"out": out})
+    variant = functional_variant(aten.sum.IntList_out)
+    assert variant is not None
+    got = call_variant(variant, aten.sum.IntList_out, (n, [0]), {"out": out})
     assert got == ((n, [0]), {"dtype": f64})
 
 
-# --- Writes that the schema does not tell.
+# --- Writes that the schema does not declare.
 
 
 def statistics(training: bool = True, n: int = 4) -> tuple[Any, ...]:
@@ -371,20 +410,20 @@ HIDDEN = [
 def test_hidden_writes(func: Any, make: Callable[[], Any]) -> None:
     args, kwargs = make()
     assert undeclared_writes(func, args, kwargs) == ("running_mean", "running_var")
-    twin = undeclared_variant(func, args, kwargs)
-    assert twin is not None
-    check_same(twin, func, make)
+    variant = undeclared_variant(func, args, kwargs)
+    assert variant is not None
+    check_same(variant, func, make)
 
 
 @pytest.mark.parametrize("func", [aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default], ids=str)
 def test_hidden_writes_of_other_devices(func: Any) -> None:
-    twin = undeclared_variant(func, statistics(), {"exponential_average_factor": 0.5, "epsilon": 1e-3})
-    assert twin is not None
-    assert [name for name, _ in twin.new_values] == ["running_mean", "running_var"]
-    assert len(twin.results) == len(func._schema.returns)
-    args, kwargs = call_variant(twin, func, statistics(), {"exponential_average_factor": 0.5, "epsilon": 1e-3})
+    variant = undeclared_variant(func, statistics(), {"exponential_average_factor": 0.5, "epsilon": 1e-3})
+    assert variant is not None
+    assert [name for name, _ in variant.new_values] == ["running_mean", "running_var"]
+    assert len(variant.results) == len(func._schema.returns)
+    args, kwargs = call_variant(variant, func, statistics(), {"exponential_average_factor": 0.5, "epsilon": 1e-3})
     assert (args[-2:], kwargs) == ((0.5, 1e-3), {})
-    twin.op(*args)
+    variant.op(*args)
 
 
 def test_no_hidden_writes() -> None:
@@ -400,7 +439,7 @@ def test_no_hidden_writes() -> None:
     assert undeclared_writes(aten.add.Tensor, (f(3), f(3)), {}) == ()
 
 
-def test_hidden_writes_without_a_twin() -> None:
+def test_hidden_writes_without_a_variant() -> None:
     x, mean, var = f(2, 3, 4), f(3), f(3).abs()
     names = ("running_mean", "running_var")
     calls: list[tuple[Any, tuple[Any, ...], tuple[str, ...]]] = [
@@ -439,11 +478,11 @@ def test_hidden_writes_without_a_twin() -> None:
 )
 def test_draws_differ(func: Any, args: Any, kwargs: Any, differ: bool) -> None:
     assert draws_differ(func, args, kwargs) == differ
-    twin = functional_variant(func)
-    assert twin is not None
-    ours, our_kwargs = call_variant(twin, func, args, kwargs)
+    variant = functional_variant(func)
+    assert variant is not None
+    ours, our_kwargs = call_variant(variant, func, args, kwargs)
     torch.manual_seed(0)
-    new = twin.op(*ours, **our_kwargs)
+    new = variant.op(*ours, **our_kwargs)
     torch.manual_seed(0)
     old = func(*args, **kwargs)
     if "add" not in str(func):

@@ -1,8 +1,12 @@
-"""The pure op that computes what a mutable op writes: its functional twin.
+"""The op without mutation that computes what a mutable op writes: its functional variant.
 
-torch has a twin for nearly every op that writes a tensor, but no table of them. The twins are found by schema: an
-overload under one of a few names, with the same arguments by name and type, whose results are the returns and the new
-values of the written arguments, in that order. No twin means that the caller must find another way, or refuse.
+    mutable op -> its signature: arguments and results as if nothing were written, as torchgen groups ops
+               -> the op of the same base name and signature that writes nothing
+               -> where among its results the returns and the new values of the mutable op are
+
+torch's build generates variants by such groups (`torchgen.model.FunctionSchema.signature`) and keeps no table of them
+at run time; tests/test_functional_variants.py compares with torchgen. An op without a variant has to be handled in
+another way, or refused.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.schema import schema_of
+from scopetrace._compat.schema import Argument, Schema, op_overloads, schema_of
 from scopetrace.ir.tape import Value
 
 __all__ = [
@@ -32,30 +36,29 @@ __all__ = [
     "written_arguments",
 ]
 
-# Where a name says what an op does. A custom op `ours::scale` need not be the twin of `ours::scale_`.
-_NAMESPACES = frozenset(
-    {"aten", "prim", "prims", "quantized", "mkldnn", "onednn", "inductor", "symm_mem", "_c10d_functional"}
-)
+_NAMESPACES = frozenset({"_c10d_functional", "aten", "mkldnn", "quantized", "symm_mem"})
+"""Where names say which ops belong together. A custom `ours::scale` need not be the variant of `ours::scale_`."""
 
-# Names that no rule gives.
-_NAMES = {
-    "normal_": ("normal_functional",),
-    "adaptive_avg_pool3d_backward": ("_adaptive_avg_pool3d_backward",),
-    "fused_moving_avg_obs_fake_quant": ("_fused_moving_avg_obs_fq_helper_functional",),
+_OTHER_NAMES = {
+    "adaptive_avg_pool3d_backward": "_adaptive_avg_pool3d_backward",
+    "fused_moving_avg_obs_fake_quant": "_fused_moving_avg_obs_fq_helper_functional",
 }
+"""Variants under another name."""
 
-# The twin has results of its own, between the returns and the new values: the mask of the helper.
-_MORE_RESULTS = {"aten::fused_moving_avg_obs_fake_quant": 1}
+_MORE_RESULTS = {"fused_moving_avg_obs_fake_quant": ("Tensor",)}
+"""Types of results of the variant that the op does not return, between the returns and the new values."""
 
-# A factory with `out=` makes what `out` is; without, it must be told.
-_FACTORY = frozenset({"dtype", "layout", "device", "pin_memory"})
+_CANONICAL = {"input": "self", "exponential_average_factor": "momentum", "epsilon": "eps"}
+"""Arguments that an op and its variant name differently."""
 
-# With `out=` in another dtype they compute in that dtype, as they do if they are told one.
+_FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
+"""What a factory is told about its result. With `out=` it takes that from `out`."""
+
 _IN_DTYPE_OF_OUT = frozenset(
     f"aten::{name}" for name in ("cumprod", "cumsum", "mean", "nanmean", "nansum", "prod", "sum")
 )
+"""Ops that compute in the dtype of `out`, as they do in one that they are given as `dtype`."""
 
-# They change what the tensor is, to autograd or to the allocator, and no value; torch does not tag them.
 _NO_VALUES = frozenset(
     f"aten::{name}"
     for name in (
@@ -63,8 +66,8 @@ _NO_VALUES = frozenset(
         "shallow_copy_data_",  # since torch 2.15
     )
 )
+"""Ops that change what the tensor is, to autograd or the allocator, and no element, without torch's tag for that."""
 
-# Ops that take running statistics and write them, whatever their schema says, and the argument that turns this on.
 _STATISTICS = {
     "aten::batch_norm": "training",
     "aten::native_batch_norm": "training",
@@ -76,43 +79,46 @@ _STATISTICS = {
     "aten::batch_norm_gather_stats": None,
     "aten::batch_norm_gather_stats_with_counts": None,
 }
+"""Ops that write their running statistics without a word in the schema, and the argument that turns it on."""
 
-# These two look at the input before they choose a kernel: an empty one leaves the statistics alone.
 _SKIP_EMPTY = frozenset({"aten::batch_norm", "aten::_batch_norm_impl_index"})
+"""Those that leave the statistics alone for an empty input, which they look at before they choose a kernel."""
 
-# For each of them that has a twin: its name, and how many of its results come before the new statistics.
-_STATISTICS_TWINS = {
+_STATISTICS_VARIANTS = {
     "aten::batch_norm": ("_native_batch_norm_legit_functional", 3),
     "aten::native_batch_norm": ("_native_batch_norm_legit_functional", 3),
     "aten::cudnn_batch_norm": ("_batch_norm_with_update_functional", 4),
     "aten::miopen_batch_norm": ("_native_batch_norm_legit_functional", 3),
 }
+"""Their variants, and how many results come before the new statistics."""
 
-# What other batch norms call the arguments of the twin.
-_STATISTICS_RENAMED = {"momentum": "exponential_average_factor", "eps": "epsilon"}
+UNDECLARED_WRITTEN = ("running_mean", "batches", "weight_arr", "variable")
+"""Names of arguments by which ops are known that may write more than their schema says."""
 
 
 @dataclasses.dataclass(frozen=True)
 class FunctionalVariant:
-    """A pure op, and how its results are the returns and the new values of a mutable op."""
+    """An op without mutation, and how its results are the returns and the new values of a mutable op."""
 
     op: Any
-    """The `OpOverload`. Its schema writes no argument; a twin of a view-type op returns a view."""
+    """The `OpOverload`. That of an op which changes metadata, such as `transpose_`, returns a view."""
 
     dropped: tuple[str, ...]
-    """Arguments of the mutable op that the twin does not take: `out`, and what only one backend wants."""
+    """Arguments of the mutable op that the variant does not take: `out`, and what only one backend uses."""
 
     new_values: tuple[tuple[str, int | None], ...]
-    """For each written argument, in schema order, the result of the twin that is its new value.
+    """For each written argument, in schema order, the result of the variant that is its new value.
 
-    None: the twin has one result, a tensor or a list, and that is the new value.
+    None: the variant has one result, a tensor or a list, and that is the new value.
     """
 
     results: tuple[int | str, ...]
-    """For each return of the mutable op: a result of the twin, or the written argument that it is an alias of."""
+    """For each return of the mutable op: a result of the variant, or the written argument that is returned."""
 
 
-@functools.cache
+# Declared mutation ---------------------------------------------------------------------------------------------------
+
+
 def written_arguments(func: Any) -> tuple[str, ...]:
     """Names of the arguments that the schema of `func` says it writes."""
     return schema_of(func).written
@@ -126,65 +132,92 @@ def is_metadata_only(func: Any) -> bool:
 
 @functools.cache
 def functional_variant(func: Any) -> FunctionalVariant | None:
-    """The pure op that computes what `func` returns and writes. None: there is none.
+    """The op without mutation that computes what `func`, an `OpOverload`, returns and writes.
 
-    Args:
-        func: An `OpOverload`. The twin of a custom op, and of one whose schema is not mutable, is None.
+    None if there is none, for custom ops and for ops that write no tensor.
     """
-    if not any(a.is_written and "Tensor" in a.type for a in schema_of(func).arguments):
+    schema = schema_of(func)
+    if not any(a.is_written and a.is_tensor for a in schema.arguments):
         return None
-    best: tuple[int, FunctionalVariant] | None = None
-    for op in _candidates(func):
-        rank = _distance(func, op)
-        twin = None if rank is None else _describe(func, op)
-        if rank is not None and twin is not None and (best is None or rank < best[0]):
-            best = rank, twin
-    return None if best is None else best[1]
+    signature = _signature(schema)
+    op = next((op for op in _candidates(schema) if _signature(schema_of(op)) == signature), None)
+    return None if op is None else _describe(schema, op)
 
 
-def call_variant(
-    twin: FunctionalVariant, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Arguments for `twin.op` that do what `func(*args, **kwargs)` does. Values pass through as they are.
+def _candidates(schema: Schema) -> Iterator[Any]:
+    """The overloads of the same base name that write nothing."""
+    namespace = schema.name.partition("::")[0]
+    if namespace in _NAMESPACES:
+        for name in _variant_names(schema.op_name):
+            yield from (op for op in op_overloads(namespace, name) if not written_arguments(op))
 
-    They may be tensors or nodes with `meta["val"]`. Trailing arguments that are the twin's defaults are left out.
+
+def _variant_names(name: str) -> tuple[str, ...]:
+    """The names under which torch has the functional variant of an op."""
+    if name in _OTHER_NAMES:
+        return (_OTHER_NAMES[name],)
+    if name.endswith("__"):  # __iadd__, __lshift__
+        return (f"__{name[3:]}" if name.startswith("__i") else name,)
+    base = name.removesuffix("_out") if name.endswith("_out") else name.removesuffix("_")
+    return base, f"{base}_functional"
+
+
+def _signature(schema: Schema) -> tuple[frozenset[tuple[str, str]], tuple[str, ...]]:
+    """Arguments by name and type, and types of results, of the functional variant that an op would have.
+
+    As in torchgen, `out` and the options of factories are left out, and what is written is a result. Other than there,
+    the order of arguments does not matter.
     """
-    given = by_name(func, args, kwargs)
-    if twin.dropped:
-        given |= _as_out(func, twin, given)
-    positional: list[Any] = []
-    keywords: dict[str, Any] = {}
-    needed = 0
-    for arg, source in _sources(func, twin.op):
-        name = arg.name if source is None else source
-        if name not in given:
-            positional.append(arg.default)
-        elif arg.kwarg_only:
-            keywords |= {} if _is_default(arg, given[name]) else {arg.name: given[name]}
-        else:
-            positional.append(given[name])
-            needed = needed if _is_default(arg, given[name]) else len(positional)
-    return tuple(positional[:needed]), keywords
+    arguments = frozenset((_canonical(a), _plain(a.type)) for a in schema.arguments if not is_out_argument(a))
+    options = {(name, type) for name, type in arguments if name in _FACTORY_OPTIONS}
+    if len(options) == len(_FACTORY_OPTIONS):
+        arguments -= options
+    returned = tuple(r.type for r in schema.returns) + _MORE_RESULTS.get(schema.op_name, ())
+    return arguments, returned + tuple(a.type for a in _not_returned(schema))
 
 
-def undeclared_variant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> FunctionalVariant | None:
-    """The twin of an op whose schema hides that this call writes. None: it does not, or no one op is its twin.
-
-    Ask this before `functional_twin`: the `out` overloads of such ops have both kinds of writes.
-    """
-    if len(undeclared_writes(func, args, kwargs)) < 2:
-        return None  # the twins take both statistics
-    return _statistics_twin(func)
+def _plain(type: str) -> str:
+    """TorchScript has overloads of some ops that take lists without None, for which there is no variant."""
+    return type.replace("List[Optional[Tensor]]", "List[Tensor]")
 
 
-UNDECLARED_WRITTEN = ("running_mean", "batches", "weight_arr", "variable")
-"""Arguments by which ops are known that write more than their schema says."""
+def _not_returned(schema: Schema) -> list[Argument]:
+    """The written arguments that are not returned, `out` first: their new values follow the returns in this order."""
+    written = [a for a in schema.arguments if a.is_written and _returned_as(schema, a) is None]
+    return sorted(written, key=lambda a: not is_out_argument(a))
+
+
+def _returned_as(schema: Schema, argument: Argument) -> int | None:
+    """The place among the returns of an argument that is written."""
+    places = (i for i, r in enumerate(schema.returns) if r.is_written and r.aliases & argument.aliases)
+    return next(places, None)
+
+
+def _describe(schema: Schema, op: Any) -> FunctionalVariant:
+    """`op` as the functional variant of the op with this schema."""
+    first = len(schema.returns) + len(_MORE_RESULTS.get(schema.op_name, ()))
+    places = {a.name: first + i for i, a in enumerate(_not_returned(schema))}
+    for a in schema.arguments:
+        place = _returned_as(schema, a) if a.is_written else None
+        if place is not None:
+            places[a.name] = place
+    returned = {place: name for name, place in places.items()}
+    one = len(schema_of(op).returns) == 1
+    return FunctionalVariant(
+        op=op,
+        dropped=_dropped(schema, op),
+        new_values=tuple((name, None if one else places[name]) for name in schema.written),
+        results=tuple(returned.get(i, i) for i in range(len(schema.returns))),
+    )
+
+
+# Undeclared mutation -------------------------------------------------------------------------------------------------
 
 
 def undeclared_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Names of arguments that this call writes although the schema of `func` does not say so.
 
-    On CPU the version counters of running statistics do not tell either, those of `instance_norm` apart.
+    On CPU, the version counters of running statistics do not tell either, except for `instance_norm`.
     """
     name = schema_of(func).name
     if name == "aten::_cudnn_rnn_flatten_weight":
@@ -202,132 +235,73 @@ def undeclared_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) ->
     return tuple(n for n in ("running_mean", "running_var") if given.get(n) is not None)
 
 
+def undeclared_variant(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> FunctionalVariant | None:
+    """The functional variant of a call whose writes the schema does not declare.
+
+    None if the call has no such writes, or if there is no such variant. Ask this before `functional_variant`: the `out`
+    overloads of such ops have both kinds of writes.
+    """
+    if len(undeclared_writes(func, args, kwargs)) < 2:
+        return None  # the variants take both statistics
+    return _statistics_variant(func)
+
+
 @functools.cache
-def _statistics_twin(func: Any) -> FunctionalVariant | None:
-    known = _STATISTICS_TWINS.get(schema_of(func).name)
+def _statistics_variant(func: Any) -> FunctionalVariant | None:
+    schema = schema_of(func)
+    known = _STATISTICS_VARIANTS.get(schema.name)
     if known is None:
         return None
     name, count = known
     op = getattr(torch.ops.aten, name).default
-    taken = {source for _, source in _sources(func, op)}
-    dropped = tuple(a.name for a in schema_of(func).arguments if a.name not in taken)
-    outs = [a.name for a in schema_of(func).arguments if a.is_written]
-    new = [("running_mean", count), ("running_var", count + 1), *((out, i) for i, out in enumerate(outs))]
-    returned = range(len(schema_of(func).returns))
-    return FunctionalVariant(op, dropped, tuple(new), tuple(outs[i] if outs else i for i in returned))
+    new = [("running_mean", count), ("running_var", count + 1), *((out, i) for i, out in enumerate(schema.written))]
+    results: tuple[int | str, ...] = schema.written or tuple(range(len(schema.returns)))
+    return FunctionalVariant(op, _dropped(schema, op), tuple(new), results)
 
 
-def _candidates(func: Any) -> Iterator[Any]:
-    """Overloads that may be the twin, likely names first. None writes."""
-    namespace, _, name = schema_of(func).name.partition("::")
-    for other in dict.fromkeys(_names(name)) if namespace in _NAMESPACES else ():
-        packet = getattr(getattr(torch.ops, namespace), other, None)
-        for overload in packet.overloads() if packet is not None else ():
-            op = getattr(packet, overload)
-            if not written_arguments(op):
-                yield op
+# Calls ---------------------------------------------------------------------------------------------------------------
 
 
-def _names(name: str) -> Iterator[str]:
-    yield from _NAMES.get(name, ())
-    yield name
-    if name.startswith("__i") and name.endswith("__"):
-        yield "__" + name[3:]
-    elif name.endswith("_"):
-        yield name[:-1]
-    if name.endswith("_out"):
-        yield name[:-4]
-    yield name.rstrip("_") + "_functional"
+def call_variant(
+    variant: FunctionalVariant, func: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments for `variant.op` that do what `func(*args, **kwargs)` does. Values pass through as they are.
 
-
-def _distance(func: Any, op: Any) -> int | None:
-    """How far the arguments of `op` are from those of `func`: 0, the same; None, too far."""
-    ours = {a.name: a for a in schema_of(func).arguments}
-    sources = _sources(func, op)
-    used = [source for _, source in sources if source is not None]
-    if any(name not in used and not is_out_argument(a) for name, a in ours.items()):
-        return None
-    far = 0
-    for arg, source in sources:
-        if source is None:
-            if arg.name not in _FACTORY or not any(is_out_argument(a) for a in ours.values()):
-                return None
-        elif arg.type != ours[source].type:
-            if not _takes(arg, ours[source]):
-                return None
-            far += 1
-        far += source != arg.name
-    in_order = [name for name in ours if name in used]
-    return far + (used != in_order)
-
-
-def _takes(arg: Any, other: Any) -> bool:
-    """Whether `arg` takes all that `other` takes: a tensor where there may be none."""
-    return arg.type.replace("Optional[", "").replace("]", "") == other.type.replace("]", "")
-
-
-def _describe(func: Any, op: Any) -> FunctionalVariant | None:
-    """`op` as the twin of `func`. None if its results are not the values that `func` returns and writes."""
-    schema = schema_of(func)
-    returns = [_returned_argument(func, r) for r in schema.returns]
-    written = sorted((a for a in schema.arguments if a.is_written), key=lambda a: not is_out_argument(a))
-    # An argument that is returned has its new value there. The others follow the returns: `out` first, as in a list op.
-    rest = [a for a in written if a.name not in returns]
-    types = [r.type for r in schema.returns]
-    own = _MORE_RESULTS.get(schema.name, 0)
-    places = {name: i for i, name in enumerate(returns) if name is not None}
-    places |= {a.name: len(returns) + own + i for i, a in enumerate(rest)}
-    types = types + ["Tensor"] * own + [a.type for a in rest]
-    if types != [r.type for r in schema_of(op).returns]:
-        return None
-    one = len(types) == 1
-    taken = {source for _, source in _sources(func, op)}
-    return FunctionalVariant(
-        op=op,
-        dropped=tuple(a.name for a in schema.arguments if a.name not in taken),
-        new_values=tuple((name, None if one else places[name]) for name in written_arguments(func)),
-        results=tuple(i if name is None else name for i, name in enumerate(returns)),
-    )
-
-
-def _returned_argument(func: Any, result: Any) -> str | None:
-    """The written argument that is returned as `result`."""
-    if not result.is_written:
-        return None
-    names = [a.name for a in schema_of(func).arguments if a.is_written and a.aliases & result.aliases]
-    return names[0] if names else None
-
-
-@functools.cache
-def _sources(func: Any, op: Any) -> tuple[tuple[Any, str | None], ...]:
-    """For each argument of `op`, the argument of `func` that it is. None: an argument that `func` does not have.
-
-    Names decide. One argument that is left over on both sides is the same one: `alpha_dropout_(self, …)` has the twin
-    `alpha_dropout(input, …)`.
+    They may be tensors, tape values or nodes with `meta["val"]`. Trailing arguments that equal the variant's defaults
+    are left out.
     """
-    ours = [a.name for a in schema_of(func).arguments if not is_out_argument(a)]
-    found: dict[str, str | None] = {}
-    for arg in schema_of(op).arguments:
-        other = _STATISTICS_RENAMED.get(arg.name, arg.name)
-        found[arg.name] = arg.name if arg.name in ours else other if other in ours else None
-    theirs = [name for name, source in found.items() if source is None and name not in _FACTORY]
-    left = [name for name in ours if name not in found.values()]
-    if len(theirs) == len(left) == 1:
-        found[theirs[0]] = left[0]
-    return tuple((arg, found[arg.name]) for arg in schema_of(op).arguments)
+    given = by_name(func, args, kwargs)
+    if variant.dropped:
+        given |= _options_of_out(func, variant, given)
+    positional: list[Any] = []
+    keywords: dict[str, Any] = {}
+    needed = 0
+    for arg, name in _sources(schema_of(func), variant.op):
+        if name not in given:
+            positional.append(arg.default)
+        elif arg.kwarg_only:
+            keywords |= {} if _is_default(arg, given[name]) else {arg.name: given[name]}
+        else:
+            positional.append(given[name])
+            needed = needed if _is_default(arg, given[name]) else len(positional)
+    return tuple(positional[:needed]), keywords
 
 
-def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, with the defaults of those that were not given."""
-    schema = schema_of(func).arguments
-    given = {a.name: a.default for a in schema if a.has_default}
-    given |= {a.name: value for a, value in zip(schema, args, strict=False)}
-    return given | kwargs
+def _sources(schema: Schema, op: Any) -> list[tuple[Argument, str]]:
+    """Each argument of `op`, with the name of the same argument in the other schema, or its own where there is none."""
+    names = {_canonical(a): a.name for a in schema.arguments if not is_out_argument(a)}
+    return [(a, names.get(_canonical(a), a.name)) for a in schema_of(op).arguments]
 
 
-def _as_out(func: Any, twin: FunctionalVariant, given: dict[str, Any]) -> dict[str, Any]:
-    """What the twin must be told because it does not see `out`: what kind of tensor to make, in which dtype to sum."""
-    out = tensor_of(given.get(twin.dropped[0]))
+def _dropped(schema: Schema, op: Any) -> tuple[str, ...]:
+    """The arguments in the schema that `op` does not take."""
+    taken = {name for _, name in _sources(schema, op)}
+    return tuple(name for name in schema.names if name not in taken)
+
+
+def _options_of_out(func: Any, variant: FunctionalVariant, given: dict[str, Any]) -> dict[str, Any]:
+    """What the variant is told because it does not see `out`: what a factory makes, and in which dtype to sum."""
+    out = tensor_of(given.get(variant.dropped[0]))
     if not isinstance(out, torch.Tensor):
         return {}
     if "dtype" in given:
@@ -337,25 +311,35 @@ def _as_out(func: Any, twin: FunctionalVariant, given: dict[str, Any]) -> dict[s
     return {"dtype": out.dtype, "device": out.device} | told_layout
 
 
-def _is_default(arg: Any, value: Any) -> bool:
+def _is_default(arg: Argument, value: Any) -> bool:
     """Whether `value` is the default of `arg`. 1 and 1.0 are not the same: an op may promote by one of them."""
-    return bool(arg.has_default and type(value) is type(arg.default) and _plain_equal(value, arg))
-
-
-def _plain_equal(value: Any, arg: Any) -> bool:
+    if not arg.has_default or type(value) is not type(arg.default):
+        return False
     if isinstance(value, (list, tuple)):
         return all(type(x) is int for x in value) and value == arg.default
     return value is None or (isinstance(value, (bool, int, float, str)) and value == arg.default)
 
 
+def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call by name, with the defaults of those that were not given."""
+    schema = schema_of(func)
+    given = {a.name: a.default for a in schema.arguments if a.has_default}
+    given |= dict(zip(schema.names, args, strict=False))
+    return given | kwargs
+
+
 def tensor_of(value: Any) -> Any:
-    """The tensor that `value` is, or that its node stands for."""
+    """The tensor that `value` is, or the fake tensor of a tape value or node."""
     if isinstance(value, Value):
         return value.fake
     return value.meta["val"] if isinstance(value, torch.fx.Node) else value
 
 
-def is_out_argument(arg: Any) -> bool:
+def is_out_argument(arg: Argument) -> bool:
     """Whether an argument of a schema is one that the op fills."""
-    # `is_out` knows keyword-only ones; those of quantized ops are positional.
+    # `is_out` holds for keyword-only ones; those of quantized ops are positional.
     return arg.is_out or (arg.name in ("out", "output") and arg.is_written)
+
+
+def _canonical(arg: Argument) -> str:
+    return _CANONICAL.get(arg.name, arg.name)
