@@ -206,7 +206,7 @@ class Unfold(ViewFunction):
         size = list(base.fake.size())
         places = emit(_aten.unfold_backward.default, emit(_aten.ones_like.default, new), size, *self.args)
         filled = emit(_aten.unfold_backward.default, new, size, *self.args)
-        return emit(_aten.where.self, emit(_aten.gt.Scalar, places, 0), filled, base)
+        return emit(_aten.where.self, emit(_aten.ne.Scalar, places, 0), filled, base)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

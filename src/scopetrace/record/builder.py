@@ -292,10 +292,10 @@ class ValueTable:
             self._detached(value, t)
 
     def set_apart_result(self, t: torch.Tensor) -> None:
-        """Give a result of the program a value of its own where it is `.data` of an input, parameter or constant."""
+        """Give a result of the program a value of its own where it is `.data` of another tensor."""
         if isinstance(t, FakeTensor):
             op = self.value_of(t).op
-            if op.kind in ("placeholder", "get_attr") or op.target is _aten.detach.default:
+            if self.is_data_alias(t) or op.kind in ("placeholder", "get_attr") or op.target is _aten.detach.default:
                 self.set_apart(t)
 
     def data_source(self, t: torch.Tensor) -> torch.Tensor:
