@@ -1,4 +1,4 @@
-"""README.md and docs/: every Python block and every `scopetrace` command runs and prints what the page says.
+"""The pages for readers: every Python block and every `scopetrace` command runs, and prints what the page says.
 
 A page is one program: its ```python blocks run in order in one module named `model`, in an empty directory. A ```text
 block right after a Python block is what that block prints. In a ```console block, the lines after `$ scopetrace ...`
@@ -33,7 +33,7 @@ from scopetrace.cli import main
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINKING_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md"]
+ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md"]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NEEDS = re.compile(r"# needs: (.+)")
@@ -112,7 +112,7 @@ class Page:
                 yield command, expected, result.output
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_the_blocks_of_a_page_print_what_it_says(page, tmp_path, monkeypatch):
     run = Page(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -149,7 +149,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", LINKING_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
 def test_links_lead_somewhere(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):

@@ -273,9 +273,7 @@ CASES = {
     rules._cat: cat,
     rules._stack: stack,
     rules._index: index,
-    rules._same: lambda draw, func: {aten.cumsum.default: along, aten.dropout.default: dropout}.get(func, whole)(
-        draw, func
-    ),
+    rules._same: lambda draw, func: SAME[func](draw, func),
 }
 
 
