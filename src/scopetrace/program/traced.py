@@ -25,7 +25,7 @@ from scopetrace.containers.structure import leaves_with_path
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope, common_scope
-from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Value, bind, forward_of
+from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Tape, Value, bind, forward_of
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.boundary import CallBoundary, as_the_graph_returns, held_now, without_autocast
 from scopetrace.program.graph import FxLowering
@@ -109,7 +109,7 @@ class ModuleCall:
         For a call inside a body of `torch.cond` or another higher-order op, the nodes of the body's graph. A call that
         contains a cond has the cond's node, and not those of its bodies.
         """
-        return self._table.nodes_between(self.lowering, self.position, self._table.ends[self.position])
+        return self._table.nodes_of(self)
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -136,10 +136,15 @@ class ModuleCall:
     @functools.cached_property
     def mutated(self) -> dict[str, torch.fx.Node]:
         """By argument path or buffer name, the node of the new value of each tensor that the call changed in place."""
-        return self._table.mutated(self.lowering, self._call, self._forward())
+        forward, lowering = self._forward(), self.lowering
+        if isinstance(self._table.program.tape, FunctionalTape):
+            found = _new_values(self._call, forward)
+        else:
+            found = _written_values(self._call, forward, lowering.tape)
+        return {name: lowering.lower(value) for name, value in found.items()}
 
     def _forward(self) -> Any:
-        return forward_of(self._call, self._table.forward)
+        return forward_of(self._call, self._table.program.forward)
 
     def __repr__(self) -> str:
         index = f", index={self.index}" if self.index else ""
@@ -151,18 +156,17 @@ class CallTable:
     """The ModuleCalls of a TracedProgram, and the graph nodes of each."""
 
     def __init__(self, program: TracedProgram) -> None:
-        self._program = program
-        self.forward = program.forward
+        self.program = program
         records = dict.fromkeys(record for tape in program.tape.walk() for record in tape.calls)
         self.calls = sorted((ModuleCall(record, self) for record in records), key=lambda call: call.position)
         self.at = {call.position: call for call in self.calls}
         self.children: dict[int, list[ModuleCall]] = {position: [] for position in self.at}
-        self.ends = {position: position + 1 for position in self.at}
+        self._ends = {position: position + 1 for position in self.at}
         """By position, the position after the last call made inside."""
         for call in reversed(self.calls):
             if call.parent is not None:
                 above = call.parent.position
-                self.ends[above] = max(self.ends[above], self.ends[call.position])
+                self._ends[above] = max(self._ends[above], self._ends[call.position])
         for call in self.calls:
             if call.parent is not None:
                 self.children[call.parent.position].append(call)
@@ -170,59 +174,55 @@ class CallTable:
     @functools.cached_property
     def _lowerings(self) -> dict[Call, FxLowering]:
         found: dict[Call, FxLowering] = {}
-        for lowering in self._program.lowering.walk():
+        for lowering in self.program.lowering.walk():
             for record in lowering.tape.calls:
                 found.setdefault(record, lowering)  # several higher-order ops may share a body
         return found
 
     def lowering_of(self, call: Call) -> FxLowering:
         """The graph or subgraph that holds a call's nodes; the outermost graph for a call in a dead body."""
-        return self._lowerings.get(call, self._program.lowering)
+        return self._lowerings.get(call, self.program.lowering)
 
     @functools.cached_property
-    def _by_call(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
-        return {lowering: _with_call(lowering) for lowering in self._program.lowering.walk()}
+    def _nodes(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
+        return {lowering: _with_position(lowering.graph) for lowering in self.program.lowering.walk()}
 
-    def nodes_between(self, program: FxLowering, start: int, stop: int) -> list[torch.fx.Node]:
-        """The nodes of a graph whose innermost call is from `start` to before `stop`."""
-        return [n for position, n in self._by_call[program] if start <= position < stop and not was_erased(n)]
-
-    def mutated(self, program: FxLowering, call: Call, forward: Callable[..., Any]) -> dict[str, torch.fx.Node]:
-        """See `ModuleCall.mutated`."""
-        if isinstance(self._program.tape, FunctionalTape):
-            return self._mutated_values(program, call, forward)
-        ops = program.tape.ops[call.start : call.stop]
-        last = {v.storage: op for op in ops for v in op.writes}
-        named = bind(forward, call.args, call.kwargs)
-        found = {
-            name + path: leaf.storage
-            for name, arg in named.items()
-            for path, leaf in leaves_with_path(arg)
-            if isinstance(leaf, Value)
-        }
-        prefix = f"{call.fqn}." if call.fqn else ""
-        for op in program.tape.ops:
-            if op.kind == "get_attr" and call.module is not None and op.target.startswith(prefix):
-                found.setdefault(op.target.removeprefix(prefix), op.outputs.storage)
-        return {
-            name: program.lower(last[storage].values()[0])
-            for name, storage in found.items()
-            if storage in last and last[storage].values()
-        }
-
-    def _mutated_values(self, program: FxLowering, call: Call, forward: Any) -> dict[str, torch.fx.Node]:
-        if call.mutated is None:
-            return {}
-        args, kwargs, held = call.mutated
-        named = bind(forward, args, kwargs)
-        found = {name + p: v for name, arg in named.items() for p, v in leaves_with_path(arg) if isinstance(v, Value)}
-        found |= held
-        return {name: program.lower(v) for name, v in found.items()}
+    def nodes_of(self, call: ModuleCall) -> list[torch.fx.Node]:
+        """See `ModuleCall.nodes`: those whose innermost call is this one, or one inside it."""
+        start, stop = call.position, self._ends[call.position]
+        return [n for position, n in self._nodes[call.lowering] if start <= position < stop and not was_erased(n)]
 
 
-def _with_call(program: FxLowering) -> list[tuple[int, torch.fx.Node]]:
-    found = [(meta.call_position(n), n) for n in program.graph.nodes if n.op not in ("placeholder", "output")]
+def _with_position(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node]]:
+    """The nodes that a module call made, with the position of the innermost one."""
+    found = [(meta.call_position(n), n) for n in graph.nodes if n.op not in ("placeholder", "output")]
     return [(position, n) for position, n in found if position is not None]
+
+
+def _new_values(call: Call, forward: Callable[..., Any]) -> dict[str, Value]:
+    """For a functional tape: by argument path or buffer name, the values after the call of what it changed."""
+    if call.mutated is None:
+        return {}
+    args, kwargs, held = call.mutated
+    return _tensors(bind(forward, args, kwargs)) | held
+
+
+def _written_values(call: Call, forward: Callable[..., Any], tape: Tape) -> dict[str, Value]:
+    """For a recorded tape: the same, from the last op in the call that writes each storage."""
+    last = {v.storage: op for op in tape.ops[call.start : call.stop] for v in op.writes}
+    found = _tensors(bind(forward, call.args, call.kwargs))
+    prefix = f"{call.fqn}." if call.fqn else ""
+    for op in tape.ops:
+        if op.kind == "get_attr" and call.module is not None and op.target.startswith(prefix):
+            found.setdefault(op.target.removeprefix(prefix), op.outputs)
+    writers = {name: last[v.storage] for name, v in found.items() if v.storage in last}
+    return {name: op.values()[0] for name, op in writers.items() if op.values()}
+
+
+def _tensors(arguments: dict[str, Any]) -> dict[str, Value]:
+    """By path, `past[0]`, the values among the arguments of a call."""
+    leaves = [(name + path, v) for name, arg in arguments.items() for path, v in leaves_with_path(arg)]
+    return {path: v for path, v in leaves if isinstance(v, Value)}
 
 
 class TracedProgram:
