@@ -26,8 +26,13 @@ from scopetrace.errors import CompiledGraphError, InputMismatchError
 from scopetrace.ir.tape import FunctionalTape, ProgramTape, Tape, Value, bind
 from scopetrace.record import argument_names
 
+Forward = Callable[..., Any] | None
+"""The function whose signature the arguments have; None where it is not known, as in a loaded trace."""
 
-def match_inputs(tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any = None) -> list[Any]:
+
+def match_inputs(
+    tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward = None
+) -> list[Any]:
     """The tensors among the arguments, then the dynamic numbers: one value for each placeholder, in order.
 
     With `forward`, arguments may be passed by name or by position, and defaults passed or left out, as to the model.
@@ -62,7 +67,7 @@ def match_inputs(tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _in_traced_form(
-    tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Any
+    tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments split into positional and keyword ones as in the trace; unchanged where they do not fit."""
     traced_args, traced_kwargs = tape.args
@@ -126,7 +131,7 @@ class CallBoundary:
     `enter` raises what `match_inputs` raises; `leave` passes on what torch raises where a value cannot be written back.
     """
 
-    def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module, forward: Any = None) -> None:
+    def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module, forward: Forward = None) -> None:
         self.tape = tape
         self.forward = forward
         self.state = LiveState(tape, graph_module)

@@ -143,7 +143,7 @@ class ModuleCall:
             found = _written_values(self._call, forward, lowering.tape)
         return {name: lowering.lower(value) for name, value in found.items()}
 
-    def _forward(self) -> Any:
+    def _forward(self) -> Callable[..., Any]:
         return forward_of(self._call, self._table.program.forward)
 
     def __repr__(self) -> str:

@@ -9,7 +9,7 @@ Data flow:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def to_exported_program(program: TracedProgram) -> ExportedProgram:
         return _build(program.tape, program.forward)
 
 
-def _build(tape: FunctionalTape, forward: Any) -> ExportedProgram:
+def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> ExportedProgram:
     _refuse(tape)
     frames = frames_of(tape)
     marked = with_marks(tape, frames)
