@@ -460,21 +460,22 @@ def test_hidden_writes_without_a_variant() -> None:
 # --- Random numbers.
 
 
+DRAWS = [
+    (aten.normal_.default, (f(6, 20),), {}, False),
+    (aten.normal_.default, (f(6, 20).t(),), {}, False),
+    (aten.normal_.default, (f(6, 20)[:, :9],), {}, True),
+    (aten.uniform_.default, (f(6, 20)[:, :9],), {}, False),
+    (aten.bernoulli_.float, (f(6, 20).t(),), {}, True),
+    (aten.bernoulli_.float, (f(6, 20),), {}, False),
+    (aten.randn.out, ([6, 20],), {"out": f(20, 6).t()}, True),
+    (aten.randn.out, ([6, 20],), {"out": f(0)}, False),
+    (aten.normal.float_Tensor_out, (0.0, f(40).abs()), {"out": torch.empty(40, dtype=f64)}, True),
+    (aten.add_.Tensor, (f(6, 20).t(), f(20, 6)), {}, False),
+]
+
+
 @pytest.mark.parametrize(
-    ("func", "args", "kwargs", "differ"),
-    [
-        (aten.normal_.default, (f(6, 20),), {}, False),
-        (aten.normal_.default, (f(6, 20).t(),), {}, False),
-        (aten.normal_.default, (f(6, 20)[:, :9],), {}, True),
-        (aten.uniform_.default, (f(6, 20)[:, :9],), {}, False),
-        (aten.bernoulli_.float, (f(6, 20).t(),), {}, True),
-        (aten.bernoulli_.float, (f(6, 20),), {}, False),
-        (aten.randn.out, ([6, 20],), {"out": f(20, 6).t()}, True),
-        (aten.randn.out, ([6, 20],), {"out": f(0)}, False),
-        (aten.normal.float_Tensor_out, (0.0, f(40).abs()), {"out": torch.empty(40, dtype=f64)}, True),
-        (aten.add_.Tensor, (f(6, 20).t(), f(20, 6)), {}, False),
-    ],
-    ids=str,
+    ("func", "args", "kwargs", "differ"), DRAWS, ids=[f"{func}-{i}" for i, (func, *_) in enumerate(DRAWS)]
 )
 def test_draws_differ(func: Any, args: Any, kwargs: Any, differ: bool) -> None:
     assert draws_differ(func, args, kwargs) == differ

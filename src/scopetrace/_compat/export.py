@@ -1,4 +1,4 @@
-"""What torch.export keeps to itself: how it files grad modes, ranges of symbols, and trees that it can save."""
+"""What ExportedPrograms need of torch.export's internals: grad-mode regions, symbol ranges, serializable trees."""
 
 from __future__ import annotations
 
@@ -16,9 +16,14 @@ from scopetrace._compat.graph_module import set_grad_enabled
 def with_grad_regions(
     bodies: dict[str, torch.fx.GraphModule], graph: torch.fx.Graph, signature: ExportGraphSignature
 ) -> tuple[Any, torch.fx.Graph, ExportGraphSignature]:
-    """Stretches where autograd is switched become `wrap_with_set_grad_enabled`, as torch.export has them.
+    """Move the nodes between switches of the grad mode into `wrap_with_set_grad_enabled`, as torch.export does.
 
-    `bodies` are the GraphModules that the graph takes as attributes. Gives what holds them, graph and signature.
+    Args:
+        bodies: the GraphModules that are attributes of the graph's module, by name.
+        graph: the graph, with calls of `set_grad_enabled`.
+        signature: that of the program.
+
+    Returns the object that holds the GraphModules, the new graph and its signature.
     """
     if not graph.find_nodes(op="call_function", target=set_grad_enabled):
         return bodies, graph, signature
@@ -28,7 +33,7 @@ def with_grad_regions(
 
 
 def can_be_saved(spec: pytree.TreeSpec) -> bool:
-    """Whether `torch.export.save` can write the tree: it has names for all types in it."""
+    """Whether `torch.export.save` can write the tree, which takes a serialized name for each type of node in it."""
     if spec.is_leaf():
         return True
     known = pytree.SUPPORTED_SERIALIZED_TYPES.get(spec.type)
@@ -38,13 +43,13 @@ def can_be_saved(spec: pytree.TreeSpec) -> bool:
 
 
 def stored_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake of a tensor that the program holds and does not read."""
+    """A fake of a tensor in the state dict that no op reads."""
     fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
     return fake
 
 
 def symbol_ranges(shape_env: Any) -> dict[Any, Any]:
-    """By symbol, what torch's ShapeEnv knows of it."""
+    """The value range of each symbol that is not replaced by another expression."""
     if shape_env is None:
         return {}
     return {s: limits for s, limits in shape_env.var_to_range.items() if s not in shape_env.replacements}
@@ -54,7 +59,7 @@ INPUTS = (torch.Tensor, torch.SymInt)
 
 
 def example_of(x: Any) -> Any:
-    """Zeros with the metadata of a fake tensor, or a number; what is symbolic is as in the example."""
+    """A tensor of zeros like a fake tensor, or a number, with example values for what is symbolic."""
     if isinstance(x, torch.SymInt):
         return x.node.hint
     size, how = _hints(x.size()), {"dtype": x.dtype, "device": x.device}

@@ -33,10 +33,10 @@ _PICKLED_META = ("val", "nn_module_stack", "stack_trace", "custom")
 
 
 class TracedGraphModule(_LazyGraphModule):
-    """A `torch.fx.GraphModule` whose Python code is made when it is first needed.
+    """A `torch.fx.GraphModule` whose Python code is generated when it first runs.
 
-    Under make_fx it runs node by node, so that the new nodes inherit what re-tracing inherits (`custom`,
-    `nn_module_stack`). A pickle of it has its nodes with their names and meta; torch's has only the Python code.
+    Under make_fx it is interpreted node by node, so that the new nodes get the `custom` and `nn_module_stack` of the
+    old ones. A pickle has the nodes with their names and meta; a pickle of torch's class has the Python code only.
     """
 
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
@@ -47,7 +47,7 @@ class TracedGraphModule(_LazyGraphModule):
 
     @property
     def _initialize_hook(self) -> Any:
-        """No hook: torch.compile asks for one before it begins, which is when the code has to be there."""
+        """Raises AttributeError. torch.compile looks for this hook before all else, and needs the code after that."""
         self._real_recompile()
         raise AttributeError("_initialize_hook")
 
@@ -59,10 +59,10 @@ class TracedGraphModule(_LazyGraphModule):
 
 
 class BodyGraphModule(TracedGraphModule):
-    """The body of a higher-order op. Its code is made at once: torch.compile cannot make it when it comes to the op."""
+    """The body of a higher-order op. Its code is generated at once, as torch.compile cannot do that inside the op."""
 
     def recompile(self) -> Any:  # type: ignore[override]
-        """Make the Python code."""
+        """Generate the Python code."""
         return self._real_recompile()
 
 
@@ -75,7 +75,7 @@ def make_graph_module(
 
 
 class _Ref:
-    """A node, by its place in the graph."""
+    """A reference to a node in a pickle, by its index in the graph."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -94,7 +94,7 @@ def _records(graph: torch.fx.Graph) -> list[tuple[Any, ...]]:
 
 
 def _plain(x: Any) -> Any:
-    """fx's immutable containers as Python's."""
+    """The same with lists and dicts in place of fx's immutable ones."""
     if isinstance(x, dict):
         return {key: _plain(item) for key, item in x.items()}
     if isinstance(x, (list, tuple)):
@@ -161,20 +161,20 @@ class _Pickler(pickle.Pickler):
 
 
 class Code(NamedTuple):
-    """What is kept of a code object: enough to say where a line is."""
+    """What is pickled of a code object: what the text of a stack frame needs."""
 
     co_filename: str
     co_name: str
 
 
 class _Fakes:
-    """The fake tensors of one load share a fake mode."""
+    """The fake tensors of one `loads` share a fake mode and a shape environment."""
 
     factory: FakeFactory | None = None
 
     @classmethod
     def environment(cls, state: dict[str, Any]) -> WatchedShapeEnv:
-        """The symbols of the load."""
+        """The shape environment of this `loads`, with the pickled state."""
         assert cls.factory is not None
         cls.factory.shape_env.restore(state)
         return cls.factory.shape_env
@@ -196,7 +196,7 @@ def _op(name: str, overload: str) -> Any:
 
 
 def _parametrized(name: str, base: type) -> type:
-    """A class as torch makes it for a parametrized module: it is in no module under its name."""
+    """The class that torch makes for a parametrized module, which no Python module has under its name."""
     return type(name, (base,), {"__module__": parametrize.__name__})
 
 
@@ -205,14 +205,14 @@ def _higher_order_op(name: str) -> Any:
 
 
 def dumps(x: Any) -> bytes:
-    """`x` as bytes. Raises pickle.PicklingError for what pickle refuses."""
+    """Pickle `x`. Raises pickle.PicklingError for what pickle refuses."""
     file = io.BytesIO()
     _Pickler(file).dump(x)
     return file.getvalue()
 
 
 def loads(data: bytes) -> Any:
-    """What `dumps` was given. As all pickles, to be read only from sources that you trust."""
+    """Unpickle what `dumps` returned. Like any pickle, it can run code: load only what you trust."""
     outer, _Fakes.factory = _Fakes.factory, FakeFactory()
     try:
         return pickle.loads(data)

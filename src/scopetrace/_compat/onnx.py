@@ -1,4 +1,4 @@
-"""What of torch.onnx's exporter has no public name: which ops it knows, which node an error is about, its rules."""
+"""Internals of torch.onnx's exporter: which ops it can translate, which node an error is about, its rewrite rules."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ _read_op_library = functools.cache(lambda: _registration.onnxscript_apis.get_tor
 
 @contextlib.contextmanager
 def op_library_read_once() -> Iterator[None]:
-    """Exports inside take turns, and find onnxscript's op library as it was read the first time.
+    """Exports inside use a cached copy of onnxscript's op library; one thread at a time.
 
-    torch reads it for each export, and onnxscript parses the sources of its 500 functions each time: a second on a
-    slow machine. They are what onnxscript came with, so that they cannot change.
+    torch reads the library for each export, and onnxscript then parses the source of its 500 functions, which takes up
+    to a second. They ship with onnxscript and do not change.
     """
     with _one_at_a_time:
         library = _read_op_library()
@@ -40,7 +40,7 @@ def op_library_read_once() -> Iterator[None]:
 
 
 def with_batch_statistics(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """The program with batch norm in training mode as its parts: torch.onnx translates it as in eval mode."""
+    """Decompose batch norm in training mode, which torch.onnx would translate as if in eval mode."""
     norm = torch.ops.aten._native_batch_norm_legit_functional.default
     if not any(node.target is norm and node.args[5] for node in program.graph.nodes):
         return program
@@ -50,9 +50,9 @@ def with_batch_statistics(program: torch.export.ExportedProgram) -> torch.export
 def decomposed(
     program: torch.export.ExportedProgram, opset_version: int | None, table: Mapping[Any, Any]
 ) -> tuple[list[torch.fx.Node], list[torch.fx.Node]]:
-    """The ops of a program as torch.onnx decomposes it, and those among them that it has no form for.
+    """The call nodes of a program after torch.onnx's decompositions, and those of them that it cannot translate.
 
-    Raises what decomposing raises.
+    Raises what a decomposition raises.
     """
     version = max(opset_version or _constants.TORCHLIB_OPSET, _constants.TORCHLIB_OPSET)
     registry = _registration.ONNXRegistry.from_torchlib(opset_version=version)
@@ -60,10 +60,10 @@ def decomposed(
         registry.register_op(op, form, is_complex=False)
     found = _core._prepare_exported_program_for_export(program, registry=registry)
     calls = [n for n in found.graph.nodes if n.op == "call_function"]
-    return calls, [n for n in calls if _has_no_form(n, registry)]
+    return calls, [n for n in calls if _is_untranslatable(n, registry)]
 
 
-def _has_no_form(node: torch.fx.Node, registry: Any) -> bool:
+def _is_untranslatable(node: torch.fx.Node, registry: Any) -> bool:
     if getattr(node.target, "__name__", "") == "getitem" or _core._is_onnx_op(node.target):
         return False
     return _dispatching.dispatch(node, registry)[0] is None
@@ -79,14 +79,14 @@ def node_in_error(causes: Sequence[BaseException]) -> str | None:
 
 
 def optimize(program: torch.onnx.ONNXProgram) -> None:
-    """torch.onnx's optimizer, with exact numbers: its own rules take 1e-8, as of an `eps`, for 0, and 1.00001 for 1."""
+    """Run torch.onnx's optimizer with exact constants: its own rules take 1e-8, say an `eps`, for 0."""
     others = [rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in _no_op.rules.rules]
     with mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", (*_exact_rules(), *others)):
         program.optimize()
 
 
 def _exact_rules() -> list[Any]:
-    """Those that leave out `x + 0`, `x - 0`, `x * 1`, `x / 1` and dropout."""
+    """The rules that remove `x + 0`, `x - 0`, `x * 1`, `x / 1` and dropout."""
     zero, one = (pattern.Constant(number, rel_tol=0, abs_tol=0) for number in (0, 1))
     add, mul = (lambda op, x: x + zero), (lambda op, x: x * one)
     sub, div = (lambda op, x: x - zero), (lambda op, x: x / one)

@@ -1,4 +1,8 @@
-"""Symbolic sizes: torch's ShapeEnv, which remembers what tracing assumed of them, and the forms of `dynamic_shapes`."""
+"""Symbolic sizes: a ShapeEnv that records what tracing assumed of them, and torch.export's forms of `dynamic_shapes`.
+
+dynamic_shapes -> DimSpec -> a symbol in the WatchedShapeEnv -> SymInts in the sizes of fake tensors
+arithmetic and comparisons on these -> CachingNode -> guards, and records of what the trace relies on
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,8 @@ _MACHINERY = (
 _TORCH_INIT = prefixes(TORCH_DIRECTORY, "__init__.py")
 _TORCH_NN = prefixes(TORCH_DIRECTORY, "nn/")
 
+_ATTRIBUTES = manifest.SHAPE_ENV.split()
+
 Place = dict[str, str | None]
 
 _SAVED = (
@@ -56,7 +62,7 @@ _SAVED = (
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A symbol that became a number or another symbol, and where."""
+    """The trace holds only where `symbol` equals `value`, a number or another symbol."""
 
     symbol: sympy.Symbol
     value: sympy.Expr
@@ -65,7 +71,7 @@ class Fixed:
 
 @dataclasses.dataclass(frozen=True)
 class Assumed:
-    """Python was told that `symbol` is not `value`, and went on accordingly."""
+    """A branch of the model's Python was taken which `symbol == value` might not take."""
 
     symbol: sympy.Symbol
     value: int
@@ -74,24 +80,27 @@ class Assumed:
 
 @dataclasses.dataclass(frozen=True)
 class Decision:
-    """What Python was told of an expression that depends on data."""
+    """The value that Python got for an expression that depends on data."""
 
     value: bool | int | float
     condition: sympy.Expr
-    """True wherever Python would be told the same."""
+    """True for the inputs for which Python would get the same value."""
     message: str
-    """Where it is not true, for the user."""
+    """The error at a call for which it is not true."""
 
 
 def condition_of(expr: Any, value: bool | int | float) -> Any:
-    """What is true wherever `expr` is `value`."""
+    """The condition `expr == value`, as a sympy boolean."""
     if isinstance(value, bool):
         return expr if value else sympy.Not(expr)
     return sympy.Eq(expr, value)
 
 
 def bound_values(bindings: Any, out: Any) -> dict[Any, Any]:
-    """The values of the symbols that an op made, read off what it returned for real."""
+    """The values of an op's unbacked symbols, from what it returned for real tensors.
+
+    `bindings` has for each symbol the key path into the result, as `compute_unbacked_bindings` gives them.
+    """
     return {symbol: pytree.key_get(out, path) for symbol, path in (bindings or {}).items()}
 
 
@@ -226,24 +235,26 @@ for _name in _LAYOUT:
 
 
 class WatchedShapeEnv(ShapeEnv):
-    """A ShapeEnv that remembers where sizes got fixed, and where Python was told that a size is neither 0 nor 1.
+    """A ShapeEnv that records where a size became fixed, and which branches assume that a size is neither 0 nor 1.
 
-    torch takes every symbolic size for 2 or more. Its kernels do right for 0 and 1 too, but a branch of the model's
-    Python that such a size would take another way is gone from the graph.
+    torch traces with every symbolic size at least 2. The ops of such a graph are right for sizes 0 and 1 too, but if
+    the model's Python branches on a size, the branch for 0 or 1 is not in the graph.
     """
 
     def __init__(self) -> None:
         super().__init__(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True, trace_asserts=True)
-        manifest.require(manifest.missing_on(self, manifest.SHAPE_ENV))
+        if any(not hasattr(self, name) for name in _ATTRIBUTES):
+            manifest.require(manifest.missing_on(self, manifest.SHAPE_ENV))
         self.fixed: list[Fixed] = []
         self.assumed: dict[tuple[sympy.Symbol, int], Assumed] = {}
         self.smallest: dict[sympy.Symbol, int] = {}
-        """The least size of a symbol that a call may have, where that is 0 or 1."""
+        """The least value of a symbol, where `dynamic_shapes` allows 0 or 1."""
         self.names: dict[sympy.Symbol, str] = {}
-        """What users call a symbol: the name of its Dim."""
+        """The names of symbols for users: those of their Dims."""
         self.place: Callable[[], Place] = dict
+        """Returns the module and source line that are running."""
         self.decide: Callable[[Any], Decision] | None = None
-        """Asked where an expression depends on data and Python needs its value. None: that is an error."""
+        """Decides the value of an expression that depends on data. None: torch raises."""
         self.arithmetic: dict[Any, Any] = {}
         """Results of arithmetic, by operation and operands, for `CachingNode`."""
         self._given: dict[sympy.Expr, Any] = {}
@@ -260,7 +271,7 @@ class WatchedShapeEnv(ShapeEnv):
         super()._set_replacement(a, tgt, msg)
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the base's; what depends on data is decided by the example inputs where they may."""
+        """As the base's, except that `decide` is asked for the value of what depends on data, with a runtime assert."""
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -279,14 +290,17 @@ class WatchedShapeEnv(ShapeEnv):
         return frame
 
     def create_symintnode(self, sym: Any, *, hint: Any, source: Any = None) -> Any:
-        """As the base's; the number remembers its answers."""
+        """As the base's, with a `CachingNode`."""
         number = super().create_symintnode(sym, hint=hint, source=source)
         if isinstance(number, torch.SymInt):
             CachingNode.of(number.node)
         return number
 
     def evaluate_sym_node(self, sym_node: Any, size_oblivious: bool = False, fallback_value: bool | None = None) -> Any:
-        """As the base's; an answer that was given before, and is a guard since then, is given again at once."""
+        """As the base's, with a cache: the first answer made a guard, so that it holds for the rest of the trace.
+
+        Records the answers that another size below 2 would change, where the model's Python asks.
+        """
         expr = sym_node.expr
         answer = self._given.get(expr)
         if answer is None:
@@ -305,14 +319,14 @@ class WatchedShapeEnv(ShapeEnv):
         return answer
 
     def _others(self, expr: Any, answer: bool) -> Iterator[tuple[sympy.Symbol, int]]:
-        """The symbols and sizes below 2 for which the answer would be another one."""
+        """The (symbol, value) pairs, with values below 2 that are allowed, for which the answer changes."""
         for symbol in expr.free_symbols:
             for value in range(self.smallest.get(symbol, 2), 2):
                 if self._differs(expr, symbol, value, answer):
                     yield symbol, value
 
     def _differs(self, expr: Any, symbol: sympy.Symbol, value: int, answer: bool) -> bool:
-        """Whether the answer would be another one for this value, and the others as in the example."""
+        """Whether the answer changes when `symbol` has this value and other symbols their example values."""
         if not expr.free_symbols <= self.backed_var_to_val.keys():
             return False
         values = {s: int(self.backed_var_to_val[s]) for s in expr.free_symbols} | {symbol: value}
@@ -322,13 +336,13 @@ class WatchedShapeEnv(ShapeEnv):
             return True
 
     def saved(self) -> dict[str, Any]:
-        """What a loaded trace needs of it, picklable."""
+        """The state that a loaded trace needs, picklable."""
         state = {name: getattr(self, name) for name in _SAVED}
         asserts = {s: [(a.expr, a.msg) for a in found] for s, found in self.deferred_runtime_asserts.items()}
         return {**state, "guards": [g.expr for g in self.guards], "asserts": asserts}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `saved` gave."""
+        """Set the state that `saved` returned."""
         for name in _SAVED:
             setattr(self, name, state[name])
         self._update_version_counter()
@@ -339,7 +353,7 @@ class WatchedShapeEnv(ShapeEnv):
         }
 
     def take_for_more_than_one(self, size: Any) -> None:
-        """An op would drop a dimension of this size if it were 1, and did not."""
+        """Record that an op kept a dimension of this size, which it would drop if the size were 1."""
         expr = size.node.expr
         for symbol in expr.free_symbols:
             if self.smallest.get(symbol, 2) < 2 and self._differs(sympy.Eq(expr, 1), symbol, 1, False):
@@ -347,9 +361,12 @@ class WatchedShapeEnv(ShapeEnv):
 
 
 def _asked_by_the_model() -> bool:
-    """Whether Python took a truth value, and the nearest Python around is a model's, torch.nn included."""
-    frame = sys._getframe(2)  # above evaluate_sym_node
-    by_python = False  # C++ asks a SymNode for its truth, Python a SymBool
+    """Whether a comparison is evaluated for Python code of the model, or of torch.nn, rather than for an op.
+
+    Python evaluates a SymBool, whose `__bool__` is in `torch/__init__.py`; C++ calls the SymNode directly.
+    """
+    frame = sys._getframe(2)  # the caller of evaluate_sym_node
+    by_python = False
     while frame.f_back is not None:
         file = frame.f_code.co_filename
         by_python = by_python or file in _TORCH_INIT
@@ -363,7 +380,7 @@ def _asked_by_the_model() -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class SizeSource(Source):
-    """Where a symbol comes from, as the guards of an ExportedProgram say it: `L['x'].size()[0]`."""
+    """The source of a symbol, written as in the guards of an ExportedProgram: `L['x'].size()[0]`."""
 
     code: str
 
@@ -385,7 +402,10 @@ def _source(path: str, dim: int | None = None, derive: Callable[[Any], Any] | No
 
 
 def new_symbol(env: WatchedShapeEnv, value: int, path: str, dim: int, spec: DimSpec) -> sympy.Symbol:
-    """A symbol that is `value` in the example: the size of the argument at `path`, or what that is derived from."""
+    """A new symbol for the size of dimension `dim` of the argument at `path`, or for the root that it is derived from.
+
+    `value` is its value in the example inputs.
+    """
     lower = spec.lower
     limits = ValueRanges(max(2, lower), int_oo if spec.upper is None else spec.upper)
     constraint = StrictMinMaxConstraint(warn_only=False, vr=limits)
@@ -396,48 +416,49 @@ def new_symbol(env: WatchedShapeEnv, value: int, path: str, dim: int, spec: DimS
 
 
 ANY_LOWER = -(2**63)
-"""The least whole number: no bound."""
+"""The least 64-bit integer, as a bound that is none."""
 
 
 def new_number(env: WatchedShapeEnv, value: int, path: str) -> sympy.Symbol:
-    """A symbol for a whole number that is `value` in the example."""
+    """A new symbol for the integer argument at `path`, which is `value` in the example inputs."""
     constraint = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(-int_oo, int_oo))
     return env.create_unspecified_symbol(value, _source(path), DimDynamic.DYNAMIC, constraint)
 
 
 def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:
-    """The SymInt of an expression, or the number that it is."""
+    """The SymInt of an expression whose example value is `value`; an int if the expression is a constant."""
     return env.create_symintnode(sympy.sympify(expr), hint=value)
 
 
 def evaluated(expr: Any, values: dict[Any, int]) -> Any:
-    """The number or truth of an expression for values of its symbols."""
+    """The value of an expression for values of its symbols."""
     return sympy_interp(PythonReferenceAnalysis, values, expr)
 
 
 def solved(expr: Any, symbol: sympy.Symbol, value: int) -> int | None:
-    """The value of `symbol` that makes `expr` equal to `value`; None where no whole number does."""
+    """The integer value of `symbol` for which `expr == value`, or None."""
     found = try_solve(sympy.Eq(expr, value), symbol)
     return None if found is None or not found[1].is_integer else int(found[1])
 
 
 @dataclasses.dataclass(frozen=True)
 class DimSpec:
-    """What `dynamic_shapes` says of one dimension."""
+    """One dynamic dimension in `dynamic_shapes`."""
 
     name: str | None
     """The name of the `Dim`, or of the root of a derived one; None for `Dim.AUTO` and `Dim.DYNAMIC`."""
     lower: int
     upper: int | None
     may_be_fixed: bool = False
-    """`Dim.AUTO`: the model decides whether it is dynamic."""
+    """`Dim.AUTO`: a model that requires one size makes the dimension static, and that is no error."""
     derive: Callable[[Any], Any] | None = None
 
 
 def read_dim(dim: Any) -> DimSpec | int | None:
-    """A dimension as torch.export's forms say it: a DimSpec; a number for a size that must be so; None for static.
+    """One entry of `dynamic_shapes` in any of torch.export's forms.
 
-    Raises TypeError for what is none of torch's forms.
+    Returns a DimSpec for a dynamic dimension, an int for a size that the example must have, None for a static one.
+    Raises TypeError for anything else.
     """
     if dim is None or isinstance(dim, int):
         return dim
@@ -458,7 +479,7 @@ def _bounded(upper: Any) -> int | None:
 
 
 def ranges(bounds: dict[sympy.Symbol, tuple[int, int | None]]) -> dict[sympy.Symbol, ValueRanges[Any]]:
-    """Bounds in the form of `ExportedProgram.range_constraints`."""
+    """Bounds (lower, upper or None) by symbol, as `ExportedProgram.range_constraints` has them."""
     return {
         s: ValueRanges(-int_oo if lower == ANY_LOWER else lower, int_oo if upper is None else upper)
         for s, (lower, upper) in bounds.items()
@@ -466,5 +487,5 @@ def ranges(bounds: dict[sympy.Symbol, tuple[int, int | None]]) -> dict[sympy.Sym
 
 
 def root_symbol(name: str) -> sympy.Symbol:
-    """A free symbol to apply a derived dimension's rule to."""
+    """A free symbol, to apply the function of a derived Dim to."""
     return sympy.Symbol(name, integer=True)

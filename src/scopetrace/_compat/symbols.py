@@ -1,4 +1,4 @@
-"""Symbolic sizes as graph nodes: `sym_size` of a tensor, and arithmetic on those, made where an op needs them."""
+"""Symbolic numbers as expressions, and as graph nodes: `sym_size` of a tensor, and arithmetic on these."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
 class _NodeArithmetic(OptimizedPythonReferenceAnalysis):
-    """torch's own leaves out the steps from float to int, which Inductor puts in for itself."""
+    """Evaluates sympy on graph nodes. torch's class has no conversion from float to int, which Inductor adds itself."""
 
     @staticmethod
     def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
-        """The integer towards zero."""
+        """Round towards zero."""
         return _called(math.trunc, x)
 
     @staticmethod
     def floor_to_int(x: Any, dtype: torch.dtype) -> Any:
-        """The integer below."""
+        """Round down."""
         return _called(math.floor, x)
 
     @staticmethod
     def ceil_to_int(x: Any, dtype: torch.dtype) -> Any:
-        """The integer above."""
+        """Round up."""
         return _called(math.ceil, x)
 
     @staticmethod
     def round_to_int(x: Any, dtype: torch.dtype) -> Any:
-        """The nearest integer, of two the even one."""
+        """Round to the nearest integer, half to even."""
         return _called(round, x)
 
 
@@ -51,7 +51,7 @@ def _called(fn: Callable[[Any], Any], x: Any) -> Any:
 
 
 class SymbolNodes:
-    """Nodes of `graph` for symbolic expressions. Each expression has one node."""
+    """Computes symbolic expressions in `graph`, one node for each, from the sizes and numbers that it is told of."""
 
     def __init__(self, graph: torch.fx.Graph) -> None:
         self._graph = graph
@@ -61,17 +61,20 @@ class SymbolNodes:
         self._made: dict[sympy.Symbol, tuple[torch.fx.Node, Any]] = {}
 
     def learn_number(self, number: Any, node: torch.fx.Node) -> None:
-        """`node` gives the symbolic number."""
+        """Tell that the symbolic number is the result of `node`."""
         self._nodes.setdefault(number.node.expr, node)
 
     def learn_sizes(self, fake: torch.Tensor, node: torch.fx.Node) -> None:
-        """The sizes of the tensor that `node` gives can be asked for."""
+        """Tell that `fake` is the result of `node`, so that its sizes can be read there."""
         for dim, size in enumerate(fake.size()):
             if isinstance(size, torch.SymInt):
                 self._sizes.setdefault(size.node.expr, (node, dim))
 
     def node_of(self, number: Any) -> Any:
-        """The node that gives `number`; a plain Python number when it is constant."""
+        """The node that computes `number`, or a Python number if it is constant.
+
+        Raises LookupError if the graph has nothing to compute it from.
+        """
         expr = number.node.expr
         if expr.is_number:
             return number.node.pytype(expr)
@@ -80,25 +83,25 @@ class SymbolNodes:
         return found
 
     def has(self, number: Any) -> bool:
-        """Whether there is a node for it, or none is needed."""
+        """Whether there is a node for `number` already, or it is constant."""
         return number.node.expr in self._nodes or number.node.expr.is_number
 
     def learn_made(self, node: torch.fx.Node, bindings: Any) -> None:
-        """`node` makes symbols, and `bindings` has for each the way from its result, as `unbacked_bindings` does."""
+        """Tell that `node` makes unbacked symbols. `bindings` has the key path of each in its result."""
         for symbol, path in bindings.items():
             self._made[symbol] = node, path
-            if path == (ConvertIntKey(),):  # a bool, for which torch's symbol is 0 or 1
+            if path == (ConvertIntKey(),):  # a bool: its symbol is 0 or 1
                 self._nodes.setdefault(sympy.Eq(symbol, 1), node)
 
     def assert_facts(self, shape_env: Any, made: Any, messages: Container[str]) -> None:
-        """Put what tracing took for true of the symbols `made` into the graph, as torch.export does.
+        """Assert in the graph what tracing assumed of the symbols `made`, as torch.export does.
 
-        The assertions say what torch.export has them say, and those with one of `messages` say that.
+        The messages are torch.export's, except for assertions whose own message is among `messages`.
         """
         for symbol in made:
             for fact in shape_env.deferred_runtime_asserts.get(symbol, ()):
                 if not all(map(self._gives, fact.expr.free_symbols)):
-                    continue  # of a symbol that an op used inside, and gave to nobody
+                    continue  # about a symbol inside an op, which is in no result
                 condition = self._node(fact.expr)
                 said = f"Runtime assertion failed for expression {fact.expr} on node '{condition}'"
                 message = fact.msg if fact.msg in messages else said
@@ -109,7 +112,7 @@ class SymbolNodes:
         if found is None and isinstance(expr, sympy.Ne) and sympy.Eq(*expr.args) in self._nodes:
             found = self._nodes[expr] = self._graph.call_function(torch.sym_not, (self._nodes[sympy.Eq(*expr.args)],))
         if found is None:
-            parts = {} if all(map(self._gives, expr.free_symbols)) else stand_ins((*self._sizes, *self._nodes))
+            parts = {} if all(map(self._gives, expr.free_symbols)) else dummy_symbols((*self._sizes, *self._nodes))
             rest = expr.xreplace(parts)
             nodes = {d: self._part(part) for part, d in parts.items() if d in rest.free_symbols}
             for symbol in sorted(rest.free_symbols - nodes.keys(), key=str):
@@ -124,7 +127,7 @@ class SymbolNodes:
         return symbol in self._nodes or symbol in self._sizes or symbol in self._made
 
     def _part(self, expr: Any) -> torch.fx.Node:
-        """The node of an expression that is the size of something."""
+        """The node of an expression that is itself the size of a tensor, or a known number."""
         if expr not in self._nodes:
             self._nodes[expr] = self._size(*self._sizes[expr])
         return self._nodes[expr]
@@ -141,11 +144,11 @@ class SymbolNodes:
             self._nodes[symbol] = self._root(symbol)
 
     def _root(self, symbol: sympy.Symbol) -> torch.fx.Node:
-        """The node of a symbol of which only `a * symbol + b` is the size of something, as derived dims have it."""
+        """The node of a symbol that is no size itself, from a size `a * symbol + b`, as derived Dims make them."""
         linear = (e for e in self._sizes if _is_linear(e, symbol))
         expr = next(linear, None)
         if expr is None:
-            raise LookupError(f"nothing in this graph has or gives {symbol}")
+            raise LookupError(f"no input or result of this graph has the size {symbol}")
         a, b = sympy.Poly(expr, symbol).all_coeffs()
         node = self._size(*self._sizes[expr])
         if b:
@@ -160,32 +163,32 @@ class SymbolNodes:
         return node
 
 
-def stand_ins(known: Iterable[Any]) -> dict[Any, sympy.Symbol]:
-    """A symbol for each of these whole numbers that is none itself, to put in their places in larger expressions."""
+def dummy_symbols(known: Iterable[Any]) -> dict[Any, sympy.Symbol]:
+    """A dummy symbol for each integer expression that is not a symbol, to be substituted in larger expressions."""
     return {e: sympy.Dummy(integer=True) for e in known if getattr(e, "is_integer", False) and not e.is_Atom}
 
 
 def number_text(number: Any) -> str:
-    """A symbolic number with the names of the Dims in it: `2*batch`."""
+    """A symbolic number as text, with the names of Dims for its symbols: `2*batch`."""
     env = number.node.shape_env
     return expression_text(number.node.expr, getattr(env, "names", {}))
 
 
 def expression_text(expr: Any, names: dict[Any, str]) -> str:
-    """An expression with these names for its symbols."""
+    """An expression as text, with these names for its symbols."""
     known = {s: sympy.Symbol(names[s], integer=True) for s in getattr(expr, "free_symbols", ()) if s in names}
     return str(expr.xreplace(known)) if known else str(expr)
 
 
 def to_expr(numbers: Any) -> Any:
-    """A size, or a tuple of sizes, with expressions for symbolic ones: they compare and hash without a guard."""
+    """A size or a tuple of sizes, with sympy expressions for symbolic ones, which compare and hash without a guard."""
     if isinstance(numbers, (tuple, list)):
         return tuple([n if type(n) is int else to_expr(n) for n in numbers])
     return numbers.node.expr if isinstance(numbers, Symbolic) else numbers
 
 
 def surely_equal(a: Any, b: Any) -> bool:
-    """Whether two sizes are equal whatever the values of their symbols; asks nothing of the shape environment."""
+    """Whether two sizes are equal for all values of their symbols. Adds no guard."""
     if type(a) is int and type(b) is int:
         return a == b
     x, y = to_expr(a), to_expr(b)
@@ -193,7 +196,7 @@ def surely_equal(a: Any, b: Any) -> bool:
 
 
 def difference(a: Any, b: Any) -> int | None:
-    """`a - b` where it is the same number for all sizes, else None."""
+    """`a - b` if that is the same number for all values of the symbols, else None. Adds no guard."""
     return _difference(to_expr(a), to_expr(b))
 
 
@@ -204,7 +207,7 @@ def _difference(a: Any, b: Any) -> int | None:
 
 
 def without_floor(stride: Any, sizes: Sequence[Any]) -> Any:
-    """The expression of a stride, without the `Max(1, size)` by which torch keeps strides of empty tensors above 0."""
+    """The expression of a stride, with `size` for each `Max(1, size)`, which torch writes for empty tensors' sake."""
     expr = to_expr(stride)
     if not expr.has(Max):
         return expr
@@ -212,23 +215,23 @@ def without_floor(stride: Any, sizes: Sequence[Any]) -> Any:
 
 
 def plain_number(number: Any) -> int | float | bool:
-    """The Python number, which torch's ShapeEnv is asked for where it is symbolic."""
+    """The number as a Python number; a guard fixes a symbolic one."""
     found: int | float | bool = number.node.pytype(number) if isinstance(number, Symbolic) else number
     return found
 
 
 def is_static(numbers: Any) -> bool:
-    """Whether all are plain numbers."""
+    """Whether none is symbolic."""
     return all(isinstance(n, int) for n in numbers)
 
 
 def expanded(expr: Any) -> Any:
-    """The form that equal polynomials have in common."""
+    """The expanded form, in which equal polynomials are equal expressions."""
     return sympy.expand(expr)
 
 
 def whole_quotient(a: Any, b: Any) -> Any:
-    """`a / b` as a size, for sizes of which `b` divides `a` at each call; None where that is no simple expression."""
+    """`a / b` as a size, where the caller knows that `b` divides `a`; None if it is no simple expression."""
     if type(a) is int and type(b) is int:
         return a // b if b and a % b == 0 else None
     over, under = _ratio(to_expr(a), to_expr(b))
@@ -242,7 +245,7 @@ def whole_quotient(a: Any, b: Any) -> Any:
 
 
 def quotient(a: Any, b: Any) -> Any:
-    """`a / b` where it is a whole number at all sizes, as a number or an expression; else None."""
+    """`a / b` as a number or expression, if it is an integer for all values of the symbols, else None."""
     if type(a) is int and type(b) is int:
         return a // b if b and a % b == 0 else None
     over, under = _ratio(a, b)
@@ -251,7 +254,7 @@ def quotient(a: Any, b: Any) -> Any:
 
 @functools.lru_cache(4096)  # of immutable expressions
 def _ratio(a: Any, b: Any) -> tuple[Any, Any]:
-    """`a / b` in lowest terms: two polynomials in symbols, and in terms that are no polynomials of these."""
+    """Numerator and denominator of `a / b` in lowest terms; functions such as floor count as variables."""
     ratio = sympy.sympify(a) / sympy.sympify(b)
     terms = {term: sympy.Dummy(integer=True) for term in ratio.atoms(sympy.core.function.Application)}
     over, under = sympy.fraction(sympy.together(sympy.cancel(ratio.xreplace(terms))))
@@ -260,22 +263,22 @@ def _ratio(a: Any, b: Any) -> tuple[Any, Any]:
 
 
 def example(number: Any) -> int:
-    """The number in the example run; for one that depends on data, one that it may have at a call."""
+    """The value for the example inputs; for an unbacked number, a made-up value."""
     if not isinstance(number, Symbolic):
         return int(number)
     if number.node.has_hint():
         return int(number.node.hint)
     expr, known = number.node.expr, number.node.shape_env.backed_var_to_val
-    return int(expr.xreplace({s: known.get(s, _stand_in(s)) for s in expr.free_symbols}))
+    return int(expr.xreplace({s: known.get(s, _made_up(s)) for s in expr.free_symbols}))
 
 
-def _stand_in(symbol: sympy.Symbol) -> int:
-    """Far from other sizes, and another one for each symbol, so that what is equal or fits is so at each call."""
+def _made_up(symbol: sympy.Symbol) -> int:
+    """A value for an unbacked symbol that equals no other size, so that sizes are equal only if they always are."""
     return 100_003 + 10_007 * int("".join(c for c in symbol.name if c.isdigit()) or 0)
 
 
 def has_unbacked(expr: Any) -> bool:
-    """Whether an expression has a symbol whose value depends on data."""
+    """Whether an expression has an unbacked symbol, one whose value depends on data."""
     return not isinstance(expr, int) and any(symbol_is_type(s, _UNBACKED) for s in expr.free_symbols)
 
 
@@ -291,6 +294,6 @@ def symbols_of(number: Any) -> list[Any]:
 
 
 def _is_linear(expr: Any, symbol: sympy.Symbol) -> bool:
-    """Whether it is `a * symbol + b` with whole numbers."""
+    """Whether an expression is `a * symbol + b` with integers a and b."""
     found = expr.as_poly(symbol) if expr.free_symbols == {symbol} else None  # None for a floor division
     return found is not None and found.degree() == 1 and all(c.is_Integer for c in found.all_coeffs())

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import Symbolic, stand_ins, symbols_of, to_expr
+from scopetrace._compat.symbols import Symbolic, dummy_symbols, symbols_of, to_expr
 from scopetrace.containers.structure import identifier, leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, Call, Op, Tape, Value, flat, renamed
@@ -94,7 +94,7 @@ class _Known:
         sizes = [n for x in found if isinstance(x, Value) for n in x.fake.size() if isinstance(n, torch.SymInt)]
         new = {to_expr(x) for x in (*sizes, *found) if not isinstance(x, Value)} - self._expressions
         self._expressions |= new
-        self._parts |= stand_ins(new)
+        self._parts |= dummy_symbols(new)
 
     def lacks(self, used: Iterable[Any]) -> Iterator[Any]:
         """The symbols that are needed beside what is known."""
