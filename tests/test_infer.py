@@ -21,8 +21,7 @@ from scopetrace.errors import InferenceError
 from scopetrace.infer import check, rules
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Rule
-from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import Op, Value
+from scopetrace.ir.tape import Value
 from scopetrace.record.dynamic_shapes import symbolic_strides
 from scopetrace.record.ops import OpFacts
 
@@ -285,7 +284,6 @@ class Values:
 
     def __init__(self) -> None:
         self.factory = FakeFactory()
-        self._op = Op("placeholder", "x", (), {}, None, Scope("", ""), None, ())
         self._symbols: dict[int, Any] = {}
 
     def make_symbolic(self, *sizes: int) -> None:
@@ -299,7 +297,7 @@ class Values:
         size = [self._symbols.get(n, n) for n in real.shape]
         if real.is_leaf and any(n in self._symbols for n in real.shape):
             fake = self.factory.symbolic(real, size, symbolic_strides(real, size))
-        return Value(fake, self._op, 0, storage_id(fake), None)
+        return Value(fake, 0, storage_id(fake), None)
 
     def lifted(self, args: Any) -> tuple[Any, list[Value]]:
         """The arguments with values for tensors, and these values."""

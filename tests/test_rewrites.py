@@ -38,7 +38,7 @@ def pairs():
 
 
 def value(tensor):
-    made = Value(tensor, None, 0, 0, None)
+    made = Value(tensor, 0, 0, None)
     Op("placeholder", "x", (), {}, made, Scope("", ""), None, ())
     return made
 
@@ -50,7 +50,7 @@ def numbers(size, start=1):
 
 def run(func, *args):
     """The op on a tape, with what it gives."""
-    made = Value(func(*[a.fake if isinstance(a, Value) else a for a in args]), None, 0, 0, None)
+    made = Value(func(*[a.fake if isinstance(a, Value) else a for a in args]), 0, 0, None)
     made.requires_grad = any(a.requires_grad for a in args if isinstance(a, Value))
     Op("call_function", func, args, {}, made, Scope("", ""), None, ())
     return made

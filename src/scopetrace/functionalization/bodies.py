@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -61,13 +62,18 @@ def _take(body: BodyTape, own: Op | None, constant: Op) -> None:
     for call in body.calls:
         call.start += call.start <= read
         call.stop += call.stop <= read
-    placeholder = constant.moved_to(body.ops[0].call if body.ops else constant.call)
-    placeholder.kind, placeholder.target = "placeholder", f"{constant.target}_{first}".lstrip("_")
-    placeholder.scope = body.root
     like: Value = constant.outputs
-    value = like if own is not None else Value(like.fake, placeholder, 0, like.storage, None)
-    value.op, placeholder.outputs = placeholder, value
+    value = like if own is not None else like.copy(like.storage)
+    placeholder = dataclasses.replace(
+        constant,
+        kind="placeholder",
+        target=f"{constant.target}_{first}".lstrip("_"),
+        outputs=value,
+        scope=body.root,
+        call=body.ops[0].call if body.ops else constant.call,
+    )
     if own is not None:
+        value.op = placeholder
         body.ops.remove(own)
     body.ops.insert(first, placeholder)
     body.inputs.append(value)

@@ -50,7 +50,7 @@ class Emitter:
             differentiable = carries and (t.is_floating_point() or t.is_complex())
             if differentiable and id(t) not in given and not t.requires_grad and t.is_leaf:
                 t.requires_grad_()  # stands for the history that the real run has
-            made = Value(t, None, slot, next(self._storages) if storage is None else storage, None)
+            made = Value(t, slot, next(self._storages) if storage is None else storage, None)
             made.requires_grad = differentiable
             return made
 
@@ -121,7 +121,7 @@ class Emitter:
         outs = op.outputs
         outputs: Any = value(outs) if type(outs) is Value else map_structure(value, outs, Value)
         for slot, like in enumerate(more, len(outs) if more else 0):
-            outputs = (*outputs, Value(self._inference.like(like.fake), None, slot, next(self._storages), None))
+            outputs = (*outputs, Value(self._inference.like(like.fake), slot, next(self._storages), None))
         return self._append(op, op.kind, op.target, args, kwargs, outputs)
 
     def constant(self, origin: Op, real: torch.Tensor) -> Value:
@@ -133,7 +133,7 @@ class Emitter:
             self.tape.attributes[name] = real
             assert self.tape.fake_mode is not None
             fake = self.tape.fake_mode.from_tensor(real, static_shapes=True)
-            found = self._constants[id(real)] = Value(fake, None, 0, next(self._storages), None)
+            found = self._constants[id(real)] = Value(fake, 0, next(self._storages), None)
             found.real = real
             self._append(origin, "get_attr", name, (), {}, found)
         return found

@@ -142,7 +142,7 @@ def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], names: list
 def _placeholder(name: str, x: Any, segment: TapeSegment, inside: dict[Value, Value]) -> Op:
     grad = segment.ops[0].grad if segment.ops else torch.is_grad_enabled()
     if isinstance(x, Value):
-        new = Value(x.fake, None, 0, x.storage, x.key)
+        new = Value(x.fake, 0, x.storage, x.key)
         new.offset = x.offset
         inside.setdefault(x, new)
         x = new

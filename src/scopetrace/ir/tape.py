@@ -56,7 +56,7 @@ class Value:
     fake: torch.Tensor
     """Its metadata: shape, dtype, strides, device."""
     op: Op
-    """The op that made it."""
+    """The op that made it: the first one that has it among its outputs."""
     slot: int
     """Its position among the op's outputs."""
     storage: int
@@ -73,10 +73,9 @@ class Value:
     autograd_placeholder: bool
     """Whether `fake` requires grad without the history that autograd would have given it: its metadata was inferred."""
 
-    def __init__(self, fake: torch.Tensor, op: Op | None, slot: int, storage: int, key: int | None) -> None:
-        """`op` is None for a value that the next op is made with: see `Op`."""
+    def __init__(self, fake: torch.Tensor, slot: int, storage: int, key: int | None) -> None:
         self.fake = fake
-        self.op = op  # type: ignore[assignment]
+        self.op = None  # type: ignore[assignment]
         self.slot = slot
         self.storage = storage
         self.key = key
@@ -86,8 +85,8 @@ class Value:
         self.autograd_placeholder = False
 
     def copy(self, storage: int) -> Value:
-        """A value for the same tensor, among the outputs of an op of another tape that is made next."""
-        new = Value(self.fake, None, self.slot, storage, self.key)
+        """A value for the same tensor, for an op of another tape. It becomes that of the op that is made with it."""
+        new = Value(self.fake, self.slot, storage, self.key)
         new.offset, new.requires_grad, new.real = self.offset, self.requires_grad, self.real
         new.autograd_placeholder = self.autograd_placeholder
         return new
@@ -104,9 +103,12 @@ class Value:
         return f"Value({self.op.kind} {self.op.target}, {self.slot})"
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False, frozen=True)
 class Op:
-    """One step of the program. It becomes the op of the values among its outputs that have none yet."""
+    """One step of the program. It does not change.
+
+    It becomes the op of those values among its outputs that have none yet.
+    """
 
     kind: str
     """`placeholder`, `get_attr`, `call_function` or `call_module`, as in torch.fx."""

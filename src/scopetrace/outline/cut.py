@@ -163,10 +163,8 @@ class _Outliner:
             if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
                 self._main.ops.append(op.moved_to(self._visible(op.call, self._main)))
                 continue
-            new = op.moved_to(self._visible(op.call, region))
-            if region.now:
-                new.args, new.kwargs = _renamed(op.args, region.now), _renamed(op.kwargs, region.now)
-            region.ops.append(new)
+            args, kwargs = _renamed((op.args, op.kwargs), region.now)
+            region.ops.append(dataclasses.replace(op, args=args, kwargs=kwargs, call=self._visible(op.call, region)))
 
     def _visible(self, call: Call | None, region: _Region) -> Call | None:
         """A call as the region has it; for the call of a value that is passed on, the one around it that it has."""
@@ -265,10 +263,9 @@ class _Outliner:
         return v
 
     def _clone(self, inner: _Region, v: Value, old: Call) -> Value:
-        op = Op("call_function", _aten.clone.default, (v,), {}, None, old.scope, self._copy(old), old.frames)
-        op.outputs = Value(v.fake, op, 0, next(self._storages), None)
-        inner.ops.append(op)
-        clone: Value = op.outputs
+        clone = Value(v.fake, 0, next(self._storages), None)
+        call = self._copy(old)
+        inner.ops.append(Op("call_function", _aten.clone.default, (v,), {}, clone, old.scope, call, old.frames))
         return clone
 
     def _mutated(self, old: Call) -> Iterator[tuple[str, Value]]:
@@ -369,13 +366,13 @@ class _Outliner:
     ) -> None:
         call = self._copy(old)
         args = (function.tape, function.identifier, *operands)
-        op = Op("call_function", _invoke_subgraph, args, {}, (), old.scope, call, old.frames)
-        op.grad = inner.ops[0].grad if inner.ops else self.old.ops[0].grad
+        outputs = []
         for i, r in enumerate(results):
-            given = r.old
             if r.inside is not r.old:
-                given = region.now[r.old] = Value(r.old.fake, op, i, r.old.storage, None)
-            op.outputs = (*op.outputs, given)
+                region.now[r.old] = Value(r.old.fake, i, r.old.storage, None)
+            outputs.append(region.now[r.old] if r.inside is not r.old else r.old)
+        grad = inner.ops[0].grad if inner.ops else self.old.ops[0].grad
+        op = Op("call_function", _invoke_subgraph, args, {}, tuple(outputs), old.scope, call, old.frames, grad)
         for v, first in inner.same.items():
             if v is not first:
                 region.now[v] = region.now.get(first, first)

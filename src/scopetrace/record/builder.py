@@ -144,7 +144,7 @@ class ValueTable:
 
     def new(self, t: torch.Tensor, slot: int, storage: int, key: int | None) -> Value:
         """The value of a tensor that an op returned; the op is to be appended next."""
-        value = Value(t, None, slot, storage, key)
+        value = Value(t, slot, storage, key)
         self.by_id[id(t)] = value
         self._by_storage.setdefault(storage, []).append(value)
         return value
@@ -170,7 +170,7 @@ class ValueTable:
 
     def append_input(self, name: str, fake: torch.Tensor) -> Value:
         """Append a placeholder. A tensor given twice has two values, and the ops read the first."""
-        value = Value(fake, None, 0, storage_id(fake), self._inference.key_of(fake))
+        value = Value(fake, 0, storage_id(fake), self._inference.key_of(fake))
         self._builder.append("placeholder", name, (), {}, value)
         self._given.add(id(fake))
         self.by_id.setdefault(id(fake), value)

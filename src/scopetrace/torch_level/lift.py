@@ -142,10 +142,21 @@ class _Lifter:
         self._add_call(s, base, trial.call.kind, trial.call.target, trial.args, trial.kwargs, trial.outputs)
         for old, new, after in zip(trial.before, leaves(trial.outputs, Value), trial.after, strict=True):
             out = None if after is old else after
-            step = dataclasses.replace(base, kind="call_function", target=Renew(_name(s), writes), outputs=out)
-            step.args, step.kwargs, step.writes = (old, new), {}, (old,)
-            step.tracked = tuple(old if v.fake is old.fake else v for op in writes for v in op.tracked)
-            self._add(step, s)
+            tracked = tuple(old if v.fake is old.fake else v for op in writes for v in op.tracked)
+            target = Renew(_name(s), writes)
+            self._add(
+                dataclasses.replace(
+                    base,
+                    kind="call_function",
+                    target=target,
+                    args=(old, new),
+                    kwargs={},
+                    outputs=out,
+                    writes=(old,),
+                    tracked=tracked,
+                ),
+                s,
+            )
 
     def _add_call(self, s: Stretch, base: Op, kind: str, target: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         if kind == "call_module":
