@@ -12,6 +12,7 @@ from scopetrace.api.trace import OutlinedProgram, Trace, load, save, trace
 from scopetrace.errors import ArgumentError, ScopetraceError, TraceError, VerificationError
 from scopetrace.functionalization.report import Alias as Alias
 from scopetrace.functionalization.report import Mutation as Mutation
+from scopetrace.ir.conditions import Specialization as Specialization
 from scopetrace.ir.scopes import Scope, scope, tracing_state
 from scopetrace.ir.scopes import TracingState as TracingState
 from scopetrace.ir.write_back import WriteBack as WriteBack
@@ -19,7 +20,6 @@ from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.symbolic import ExecOrderTracer, TracingConfig
 from scopetrace.program.outlined import Function as Function
 from scopetrace.program.traced import ModuleCall
-from scopetrace.record.data import Specialization as Specialization
 
 __version__ = "0.1.0"
 

@@ -21,6 +21,7 @@ import torch.fx
 from scopetrace.errors import ScopetraceError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
+from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.exported.program import to_exported_program
@@ -33,7 +34,6 @@ from scopetrace.program.outlined import Function, OutlinedFunctions, Target, out
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record import record
 from scopetrace.record.calls import Progress
-from scopetrace.record.data import Specialization
 from scopetrace.view.text import TextOptions, render
 
 if TYPE_CHECKING:

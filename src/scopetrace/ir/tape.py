@@ -27,6 +27,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode
 from scopetrace.containers.objects import Returned
 from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.frames import Frames as Frames
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Scope
@@ -378,12 +379,12 @@ class ProgramTape(Tape):
     """Where the model keeps the tensors of `attributes`: the module, and the name there. Constants have no owner."""
     modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
     """The modules behind `call_module` ops."""
-    sizes: Any = None
-    """The rules of symbolic input sizes (`record.dynamic_shapes`); None where all sizes are those of the example."""
+    sizes: SizeRules | None = None
+    """The rules of symbolic input sizes; None where all sizes are those of the example."""
     uses_absolute_offset: set[int] = dataclasses.field(default_factory=set)
     """The storages that `as_strided` reads at an offset from their start, so that the offset of an input matters."""
-    specializations: list[Any] = dataclasses.field(default_factory=list)
-    """What the example inputs decided (`record.data`)."""
+    specializations: list[Specialization] = dataclasses.field(default_factory=list)
+    """The values that depend on data and are fixed, because Python looked at them."""
     registered: Registered = dataclasses.field(default_factory=Registered)
     """The model's modules and parameters with all their names."""
 

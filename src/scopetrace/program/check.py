@@ -19,10 +19,10 @@ from scopetrace._compat.tensors import buffers_of
 from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path, match
 from scopetrace.errors import CheckError, ScopetraceError
+from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
 from scopetrace.program.traced import TracedProgram
-from scopetrace.record.data import Specialization, decided_by
 from scopetrace.record.model import SavedModule
 
 

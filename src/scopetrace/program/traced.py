@@ -11,9 +11,10 @@ values is the idea of RFC-0015 in pytorch/rfcs.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -22,14 +23,15 @@ import torch.fx
 from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads, was_erased
 from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.containers.structure import leaves_with_path
+from scopetrace.errors import InputMismatchError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
+from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Tape, Value, bind, forward_of
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.boundary import CallBoundary, as_the_graph_returns, held_now, without_autocast
 from scopetrace.program.graph import FxLowering
-from scopetrace.record.data import specialized
 
 
 class ModuleCall:
@@ -296,7 +298,7 @@ class TracedProgram:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, then the write-back; see `Trace.__call__`."""
         inputs = self.boundary.enter(args, kwargs)
-        with without_autocast(), specialized(self.tape.specializations):
+        with without_autocast(), _specialized(self.tape.specializations):
             values = self.graph_module(*inputs)
         return self.boundary.leave(inputs, values)
 
@@ -341,3 +343,14 @@ class TracedProgram:
         if not (isinstance(tapes, tuple) and all(isinstance(t, ProgramTape) for t in tapes)):
             raise TypeError("these are not the tapes of a trace")
         return cls(tapes[1], tapes[0], None)
+
+
+@contextlib.contextmanager
+def _specialized(found: Sequence[Specialization]) -> Iterator[None]:
+    """Runs a graph inside: an assertion that fails because of a specialization is an InputMismatchError."""
+    try:
+        yield
+    except RuntimeError as error:
+        if decided_by(found, str(error)) is None:
+            raise
+        raise InputMismatchError(str(error)) from error

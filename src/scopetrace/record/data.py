@@ -13,9 +13,8 @@ write to is copied first. Results are kept, so the next value costs only the ops
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,8 @@ from scopetrace._compat.schema import is_op
 from scopetrace._compat.shape_env import Decision, WatchedShapeEnv, bound_values, condition_of, evaluated
 from scopetrace._compat.symbols import Symbolic, plain_number, to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id
-from scopetrace.errors import DataDependentError, InputMismatchError
+from scopetrace.errors import DataDependentError
+from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat
 from scopetrace.record.builder import TapeBuilder, ValueTable
 
@@ -43,49 +43,6 @@ READERS = frozenset(
     }
 )
 """The ops that give Python a number or truth value in place of a tensor."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Specialization:
-    """Something that a trace fixes, because Python looked at a value that depends on data."""
-
-    expression: str
-    """What Python asked for, in the symbols of the graph: `u0 > 3`, or `u0` where it took the number itself."""
-    value: bool | int | float
-    """The answer that the example inputs gave."""
-    op: str
-    """The op that read the value: `aten.item.default`."""
-    module: str
-    """The scope path in which Python asked: `Net/Linear[fc]`."""
-    fqn: str | None
-    """The name of the module there; None for a module outside the model."""
-    source: str | None
-    """The user's line: `model.py:12, in forward: if x.sum() > 0:`."""
-
-    @property
-    def message(self) -> str:
-        """What the graph's assertion says on inputs that decide otherwise."""
-        return f"the trace is specialized, and these inputs differ: {self}; trace again with inputs like these"
-
-    def __str__(self) -> str:
-        at = f", at {self.source}" if self.source else ""
-        return f"{self.expression} was {self.value} ({self.op}) in {self.module}{at}"
-
-
-def decided_by(found: Sequence[Specialization], message: str) -> Specialization | None:
-    """The specialization that has an assertion with this message."""
-    return next((s for s in found if s.message == message), None)
-
-
-@contextlib.contextmanager
-def specialized(found: Sequence[Specialization]) -> Iterator[None]:
-    """Runs a graph inside: an assertion that fails because of a specialization is an InputMismatchError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if decided_by(found, str(error)) is None:
-            raise
-        raise InputMismatchError(str(error)) from error
 
 
 class NoRealValue(Exception):

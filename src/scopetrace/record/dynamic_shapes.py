@@ -1,15 +1,15 @@
-"""Sizes that may differ from call to call: what `dynamic_shapes` says, as symbols, and the rules that calls must keep.
+"""The `dynamic_shapes` argument: which sizes of the inputs may differ from call to call.
 
 Data flow:
-    dynamic_shapes + example inputs -> a symbol for each Dim, and symbolic sizes of the fake inputs
-    the recording -> what torch's ShapeEnv took for true of the symbols -> SizeRules, checked at each call
+    dynamic_shapes + arguments -> read_dynamic_shapes: for each tensor and whole number, what is said of it
+    that + example sizes -> DynamicShapes: a symbol for each Dim, the symbolic sizes of the fake inputs, and SizeRules
 """
 
 from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,156 +18,23 @@ from scopetrace._compat.shape_env import (
     ANY_LOWER,
     DimSpec,
     WatchedShapeEnv,
-    evaluated,
     new_number,
     new_symbol,
-    ranges,
     read_dim,
     root_symbol,
     solved,
     symint,
 )
-from scopetrace._compat.symbols import expression_text, to_expr
 from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.structure import open_container
-from scopetrace.errors import DynamicShapeError, InputMismatchError
-
-
-@dataclasses.dataclass(frozen=True)
-class DynamicInput:
-    """A number that may differ from call to call: the size of an input tensor, or a whole number given as argument."""
-
-    path: str
-    index: int
-    """Of the tensor among the inputs, or of the number among the numbers."""
-    dim: int | None
-    """None for a number."""
-    expr: Any
-
-    @property
-    def text(self) -> str:
-        """`x: dimension 0`, or `n`."""
-        return self.path if self.dim is None else f"{self.path}: dimension {self.dim}"
-
-    def value(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> int:
-        """What it is in a call."""
-        return numbers[self.index] if self.dim is None else tensors[self.index].size(self.dim)
-
-
-@dataclasses.dataclass
-class SizeRules:
-    """What sizes a call may have."""
-
-    env: WatchedShapeEnv
-    dynamic: list[DynamicInput] = dataclasses.field(default_factory=list)
-    specs: dict[Any, DimSpec] = dataclasses.field(default_factory=dict)
-    """By symbol."""
-    where: dict[Any, str] = dataclasses.field(default_factory=dict)
-    """By symbol, where it was met first: `x, dimension 0`."""
-
-    def name(self, symbol: Any) -> str:
-        """What the user calls a symbol."""
-        spec = self.specs.get(symbol)
-        return (spec.name if spec is not None else None) or self.where.get(symbol, str(symbol))
-
-    def bounds(self) -> dict[Any, tuple[int, int | None]]:
-        """By symbol, the least and greatest size that a call may have."""
-        found = {}
-        for symbol, spec in self.specs.items():
-            limits = self.env.var_to_range.get(symbol)
-            lower, upper = spec.lower, spec.upper
-            if limits is not None and limits.lower.is_Integer and (limits.lower > 2 or lower == ANY_LOWER):
-                lower = max(lower, int(limits.lower))
-            if limits is not None and limits.upper.is_Integer:
-                upper = int(limits.upper) if upper is None else min(upper, int(limits.upper))
-            found[symbol] = (lower, upper)
-        return found
-
-    def range_constraints(self) -> dict[Any, Any]:
-        """By symbol, torch's ValueRanges of the sizes that a call may have."""
-        return ranges({s: limits for s, limits in self.bounds().items() if self.env.replace(s) == s})
-
-    def check(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
-        """Raise InputMismatchError, naming argument, dimension and rule, for sizes that were not captured."""
-        given = [d.value(tensors, numbers) for d in self.dynamic]
-        values = self._bind(given)
-        for d, value in zip(self.dynamic, given, strict=True):
-            want = int(evaluated(d.expr, values))
-            if value != want:
-                raise InputMismatchError(f"{d.text} is {value} and must be {self._say(d.expr)} = {want}")
-        for symbol, (lower, upper) in self.bounds().items():
-            size = values.get(symbol)
-            if size is not None and (size < lower or (upper is not None and size > upper)):
-                limit = f"at least {lower}" if size < lower else f"at most {upper}"
-                raise InputMismatchError(f"{self._place(symbol)} is {size} and must be {limit}; trace again for it")
-        for rule in self.env.assumed.values():
-            if values.get(rule.symbol) == rule.value:
-                raise InputMismatchError(
-                    f"{self._place(rule.symbol)} is {rule.value}, for which the model goes another way, in "
-                    f"{rule.place.get('module')} at {rule.place.get('source')}; trace again for this size"
-                )
-        for guard in self.env.guards:
-            known = {s: values[s] for s in guard.expr.free_symbols if s in values}
-            if len(known) == len(guard.expr.free_symbols) and not evaluated(guard.expr, known):
-                said = ", ".join(f"{self._place(s)} is {v}" for s, v in known.items())
-                raise InputMismatchError(f"{said}: the trace holds for {self._say(guard.expr)}; trace again")
-
-    def values(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Callable[[Any], Any]:
-        """A function from symbolic numbers to their values in a call with these inputs."""
-        values = self._bind([d.value(tensors, numbers) for d in self.dynamic])
-        return lambda number: evaluated(to_expr(number), values)
-
-    def _bind(self, given: list[int]) -> dict[Any, int]:
-        values: dict[Any, int] = {}
-        for d, value in zip(self.dynamic, given, strict=True):
-            if d.expr.is_Symbol:
-                values.setdefault(d.expr, value)
-        for d, value in zip(self.dynamic, given, strict=True):
-            for symbol in d.expr.free_symbols - values.keys():
-                root = solved(d.expr, symbol, value)
-                if root is None:
-                    raise InputMismatchError(f"{d.text} is {value} and must be of the form {self._say(d.expr)}")
-                values[symbol] = root
-        for fixed in self.env.fixed:
-            if fixed.symbol not in values and fixed.value.free_symbols <= values.keys():
-                values[fixed.symbol] = int(evaluated(fixed.value, values))
-        return values
-
-    def _place(self, symbol: Any) -> str:
-        name = self.specs[symbol].name if symbol in self.specs else None
-        where = self.where.get(symbol, str(symbol))
-        return f"{where} ({name})" if name else where
-
-    def _say(self, expr: Any) -> str:
-        return expression_text(expr, {s: self.name(s) for s in expr.free_symbols})
-
-    def refuse_fixed(self) -> None:
-        """Raise DynamicShapeError where the model fixed what was said to be dynamic."""
-        for symbol, spec in self.specs.items():
-            now = self.env.replace(symbol)
-            if now == symbol or spec.may_be_fixed:
-                continue
-            fixed = next((f for f in self.env.fixed if f.symbol == symbol), None)
-            place = fixed.place if fixed is not None else {}
-            if not now.is_number and spec.name is None:
-                continue  # Dim.DYNAMIC: equal to another dimension, and still dynamic
-            if now.is_number:
-                problem = f"{self._place(symbol)} was said to be dynamic, and the model fixes it at {now}"
-                hint = (
-                    f"write {now} for it in dynamic_shapes, or Dim.AUTO to let the model decide; "
-                    "or take the number from the tensor's shape in the model"
-                )
-            else:
-                problem = f"{self._place(symbol)} must always be {self._say(now)} in this model"
-                hint = f"give both the same Dim, or say {self.name(symbol)} as {self._say(now)} in dynamic_shapes"
-            raise DynamicShapeError(problem, hint=hint, **place)
-
+from scopetrace.errors import DynamicShapeError
+from scopetrace.ir.conditions import DynamicInput, SizeRules
 
 Spec = tuple[str, Any, Any]
 """The path of a tensor or a whole number in the arguments, itself, and what `dynamic_shapes` says of it."""
 
 
-class DynamicSizes:
+class DynamicShapes:
     """Makes symbols for what `dynamic_shapes` says of the arguments of a call."""
 
     def __init__(self, env: WatchedShapeEnv, specs: list[Spec]) -> None:

@@ -34,7 +34,7 @@ from scopetrace.ir.verify import checked
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, leaf_rule
 from scopetrace.record.data import DataReader, NoRealValue
-from scopetrace.record.dynamic_shapes import DynamicSizes, read_dynamic_shapes, refuse_shared, symbolic_strides
+from scopetrace.record.dynamic_shapes import DynamicShapes, read_dynamic_shapes, refuse_shared, symbolic_strides
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.retrace import Assumptions, Retrace
@@ -189,7 +189,7 @@ class Recording:
         Returns the arguments with fake tensors and symbolic numbers in place of these.
         """
         tape, taken = self.tape, set[str]()
-        dynamic = self._dynamic_sizes(forward, args, kwargs, dynamic_shapes)
+        dynamic = self._dynamic_shapes(forward, args, kwargs, dynamic_shapes)
         fakes: dict[int, torch.Tensor] = {}
         numbers: list[tuple[str, Any]] = []
 
@@ -222,15 +222,15 @@ class Recording:
         faked: tuple[Any, Any] = instantiate(lambda v: v.fake, tape.args, Value)
         return faked
 
-    def _fake_input(self, real: torch.Tensor, path: str, dynamic: DynamicSizes | None) -> torch.Tensor:
+    def _fake_input(self, real: torch.Tensor, path: str, dynamic: DynamicShapes | None) -> torch.Tensor:
         sizes = None if dynamic is None else dynamic.sizes_of(real, path, len(self.tape.inputs))
         if sizes is None:
             return self.factory.from_real(real)
         return self.factory.symbolic(real, sizes, symbolic_strides(real, sizes))
 
-    def _dynamic_sizes(
+    def _dynamic_shapes(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any
-    ) -> DynamicSizes | None:
+    ) -> DynamicShapes | None:
         if callable(getattr(spec, "dynamic_shapes", None)):  # ShapesCollection and AdditionalInputs of torch.export
             spec = spec.dynamic_shapes(forward, args, kwargs)
         if not spec:
@@ -241,7 +241,7 @@ class Recording:
             [t for _, t, _ in specs if isinstance(t, torch.Tensor)],
             [leaf for _, leaf in self._named_leaves(forward, args, kwargs)],
         )
-        dynamic = DynamicSizes(self.factory.shape_env, specs)
+        dynamic = DynamicShapes(self.factory.shape_env, specs)
         self.tape.sizes = dynamic.rules
         return dynamic
 

@@ -19,10 +19,10 @@ from onnx_ir.tensor_adapters import from_torch_dtype
 
 from scopetrace._compat.symbols import expression_text, to_expr
 from scopetrace.ir import meta
+from scopetrace.ir.conditions import SizeRules
 from scopetrace.lower.onnx.combine import CallSite, Subgraph, result_name
 from scopetrace.outline import FunctionOutput
 from scopetrace.program.outlined import Function
-from scopetrace.record.dynamic_shapes import SizeRules
 
 _KEY = "pkg.torch.onnx."
 SCOPE = "scopetrace.scope"

@@ -1,0 +1,183 @@
+"""The conditions under which a trace holds: the sizes that a call may have, and the values that it is specialized on.
+
+Data flow:
+    dynamic_shapes, and what torch's ShapeEnv assumed in the recording -> SizeRules, checked at each call
+    a value that Python looked at in the example run -> a Specialization, asserted by the graph
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from scopetrace._compat.shape_env import ANY_LOWER, DimSpec, WatchedShapeEnv, evaluated, ranges, solved
+from scopetrace._compat.symbols import expression_text, to_expr
+from scopetrace.errors import DynamicShapeError, InputMismatchError
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicInput:
+    """A number that may differ from call to call: the size of an input tensor, or a whole number given as argument."""
+
+    path: str
+    """Where the tensor or number stands in the arguments."""
+    index: int
+    """Its position among the input tensors, or among the dynamic numbers."""
+    dim: int | None
+    """The dimension of the tensor; None for a number."""
+    expr: Any
+    """The sympy expression of it."""
+
+    @property
+    def text(self) -> str:
+        """`x: dimension 0`, or `n`."""
+        return self.path if self.dim is None else f"{self.path}: dimension {self.dim}"
+
+    def value(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> int:
+        """Its value in a call with these inputs."""
+        return numbers[self.index] if self.dim is None else tensors[self.index].size(self.dim)
+
+
+@dataclasses.dataclass
+class SizeRules:
+    """Which sizes and numbers a call may have. `check` raises for others."""
+
+    env: WatchedShapeEnv
+    """torch's guards, and what Python was told of the symbols."""
+    dynamic: list[DynamicInput] = dataclasses.field(default_factory=list)
+    specs: dict[Any, DimSpec] = dataclasses.field(default_factory=dict)
+    """By symbol, what `dynamic_shapes` says of it."""
+    where: dict[Any, str] = dataclasses.field(default_factory=dict)
+    """By symbol, the first input that has it: `x, dimension 0`."""
+
+    def name(self, symbol: Any) -> str:
+        """The name that a symbol has for the user: that of its Dim, else where it stands."""
+        spec = self.specs.get(symbol)
+        return (spec.name if spec is not None else None) or self.where.get(symbol, str(symbol))
+
+    def bounds(self) -> dict[Any, tuple[int, int | None]]:
+        """By symbol, the least and greatest size that a call may have."""
+        found = {}
+        for symbol, spec in self.specs.items():
+            limits = self.env.var_to_range.get(symbol)
+            lower, upper = spec.lower, spec.upper
+            if limits is not None and limits.lower.is_Integer and (limits.lower > 2 or lower == ANY_LOWER):
+                lower = max(lower, int(limits.lower))
+            if limits is not None and limits.upper.is_Integer:
+                upper = int(limits.upper) if upper is None else min(upper, int(limits.upper))
+            found[symbol] = (lower, upper)
+        return found
+
+    def range_constraints(self) -> dict[Any, Any]:
+        """By symbol, torch's ValueRanges of the sizes that a call may have."""
+        return ranges({s: limits for s, limits in self.bounds().items() if self.env.replace(s) == s})
+
+    def check(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
+        """Raise InputMismatchError, naming argument, dimension and rule, for sizes that were not captured."""
+        given = [d.value(tensors, numbers) for d in self.dynamic]
+        values = self._bind(given)
+        for d, value in zip(self.dynamic, given, strict=True):
+            want = int(evaluated(d.expr, values))
+            if value != want:
+                raise InputMismatchError(f"{d.text} is {value} and must be {self._say(d.expr)} = {want}")
+        for symbol, (lower, upper) in self.bounds().items():
+            size = values.get(symbol)
+            if size is not None and (size < lower or (upper is not None and size > upper)):
+                limit = f"at least {lower}" if size < lower else f"at most {upper}"
+                raise InputMismatchError(f"{self._place(symbol)} is {size} and must be {limit}; trace again for it")
+        for rule in self.env.assumed.values():
+            if values.get(rule.symbol) == rule.value:
+                raise InputMismatchError(
+                    f"{self._place(rule.symbol)} is {rule.value}, for which the model goes another way, in "
+                    f"{rule.place.get('module')} at {rule.place.get('source')}; trace again for this size"
+                )
+        for guard in self.env.guards:
+            known = {s: values[s] for s in guard.expr.free_symbols if s in values}
+            if len(known) == len(guard.expr.free_symbols) and not evaluated(guard.expr, known):
+                said = ", ".join(f"{self._place(s)} is {v}" for s, v in known.items())
+                raise InputMismatchError(f"{said}: the trace holds for {self._say(guard.expr)}; trace again")
+
+    def values(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Callable[[Any], Any]:
+        """A function from symbolic numbers to their values in a call with these inputs."""
+        values = self._bind([d.value(tensors, numbers) for d in self.dynamic])
+        return lambda number: evaluated(to_expr(number), values)
+
+    def _bind(self, given: list[int]) -> dict[Any, int]:
+        values: dict[Any, int] = {}
+        for d, value in zip(self.dynamic, given, strict=True):
+            if d.expr.is_Symbol:
+                values.setdefault(d.expr, value)
+        for d, value in zip(self.dynamic, given, strict=True):
+            for symbol in d.expr.free_symbols - values.keys():
+                root = solved(d.expr, symbol, value)
+                if root is None:
+                    raise InputMismatchError(f"{d.text} is {value} and must be of the form {self._say(d.expr)}")
+                values[symbol] = root
+        for fixed in self.env.fixed:
+            if fixed.symbol not in values and fixed.value.free_symbols <= values.keys():
+                values[fixed.symbol] = int(evaluated(fixed.value, values))
+        return values
+
+    def _place(self, symbol: Any) -> str:
+        name = self.specs[symbol].name if symbol in self.specs else None
+        where = self.where.get(symbol, str(symbol))
+        return f"{where} ({name})" if name else where
+
+    def _say(self, expr: Any) -> str:
+        return expression_text(expr, {s: self.name(s) for s in expr.free_symbols})
+
+    def refuse_fixed(self) -> None:
+        """Raise DynamicShapeError where the model fixed a size that `dynamic_shapes` says is dynamic."""
+        for symbol, spec in self.specs.items():
+            now = self.env.replace(symbol)
+            if now == symbol or spec.may_be_fixed:
+                continue
+            fixed = next((f for f in self.env.fixed if f.symbol == symbol), None)
+            place = fixed.place if fixed is not None else {}
+            if not now.is_number and spec.name is None:
+                continue  # Dim.DYNAMIC: equal to another dimension, and still dynamic
+            if now.is_number:
+                problem = f"{self._place(symbol)} was said to be dynamic, and the model fixes it at {now}"
+                hint = (
+                    f"write {now} for it in dynamic_shapes, or Dim.AUTO to let the model decide; "
+                    "or take the number from the tensor's shape in the model"
+                )
+            else:
+                problem = f"{self._place(symbol)} must always be {self._say(now)} in this model"
+                hint = f"give both the same Dim, or say {self.name(symbol)} as {self._say(now)} in dynamic_shapes"
+            raise DynamicShapeError(problem, hint=hint, **place)
+
+
+@dataclasses.dataclass(frozen=True)
+class Specialization:
+    """Something that a trace fixes, because Python looked at a value that depends on data."""
+
+    expression: str
+    """What Python asked for, in the symbols of the graph: `u0 > 3`, or `u0` where it took the number itself."""
+    value: bool | int | float
+    """The answer that the example inputs gave."""
+    op: str
+    """The op that read the value: `aten.item.default`."""
+    module: str
+    """The scope path in which Python asked: `Net/Linear[fc]`."""
+    fqn: str | None
+    """The name of the module there; None for a module outside the model."""
+    source: str | None
+    """The user's line: `model.py:12, in forward: if x.sum() > 0:`."""
+
+    @property
+    def message(self) -> str:
+        """What the graph's assertion says on inputs that decide otherwise."""
+        return f"the trace is specialized, and these inputs differ: {self}; trace again with inputs like these"
+
+    def __str__(self) -> str:
+        at = f", at {self.source}" if self.source else ""
+        return f"{self.expression} was {self.value} ({self.op}) in {self.module}{at}"
+
+
+def decided_by(found: Sequence[Specialization], message: str) -> Specialization | None:
+    """The specialization that has an assertion with this message."""
+    return next((s for s in found if s.message == message), None)
