@@ -35,7 +35,7 @@ Spec = tuple[str, Any, Any]
 
 
 class DynamicShapes:
-    """Makes symbols for what `dynamic_shapes` says of the arguments of a call."""
+    """Makes symbols for the dynamic sizes and numbers of the example inputs, and collects the rules that they keep."""
 
     def __init__(self, env: WatchedShapeEnv, specs: list[Spec]) -> None:
         self.rules = SizeRules(env)
@@ -45,7 +45,7 @@ class DynamicShapes:
         self._values: dict[Any, int] = {}
 
     def sizes_of(self, t: torch.Tensor, path: str, index: int) -> list[Any] | None:
-        """The sizes of an input, symbolic where said so; None where all are as they are."""
+        """The sizes of an input, symbolic where `dynamic_shapes` says so; None where all are static."""
         spec = self._specs.get(id(t))
         if not spec:
             return None
@@ -58,7 +58,7 @@ class DynamicShapes:
         return sizes if any(isinstance(n, torch.SymInt) for n in sizes) else None
 
     def number_of(self, path: str, value: int, index: int) -> Any:
-        """The symbolic number of an argument that is a whole number; None where it is as it is."""
+        """The symbolic number for an argument that is a whole number; None where it is static."""
         spec = read_dim(self._numbers.get(path))
         if spec is None or isinstance(spec, int):
             return None
@@ -204,10 +204,10 @@ def _dims(t: torch.Tensor, spec: Any, path: str) -> dict[int, Any]:
 
 
 def symbolic_strides(real: torch.Tensor, sizes: list[Any]) -> list[Any]:
-    """The strides of an input with symbolic sizes: where one is the extent of an inner dimension, it follows that."""
+    """The strides of an input with symbolic sizes: products of these where the example's strides are products of sizes."""
     strides: list[Any] = list(real.stride())
     order = sorted(range(real.dim()), key=lambda d: (real.stride(d), -d))
-    extent = {1: 1}  # what comes after the dimensions so far: stride -> its symbolic form
+    extent = {1: 1}  # by product of the example's sizes so far: its symbolic form
     for d in order:
         stride = real.stride(d)
         if stride in extent:

@@ -1,4 +1,9 @@
-"""The traced model as the recorder sees it: names of its modules and tensors, and its state before the trace."""
+"""The traced model: the names of its modules and tensors, and its state before the trace.
+
+Data flow:
+    callable -> the modules that it can reach -> fully qualified names of modules, parameters and buffers
+    the attributes of each module, saved -> after the forward: which were bound to other tensors, and all put back
+"""
 
 from __future__ import annotations
 
@@ -17,10 +22,10 @@ _BOOKKEEPING = frozenset(torch.nn.Module().__dict__)
 
 
 class Model:
-    """Names for the modules and tensors that belong to what is traced.
+    """The modules and tensors that belong to a traced callable, with their names.
 
-    For an `nn.Module` these are its own names. A bound method has those of its module. For any other callable, the
-    modules in its closure, globals and partial arguments have the names of their variables.
+    An `nn.Module` has its own names (`named_modules`), a bound method those of its module. For any other callable, the
+    modules in its closure, globals and partial arguments are named after their variables.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -53,11 +58,11 @@ class Model:
                 self._visit(prefix + name, child, path | {id(child)})
 
     def owner(self, t: torch.Tensor) -> tuple[str, torch.nn.Module, str] | None:
-        """Of a parameter, buffer or tensor attribute: its first name, its module, and its name there."""
+        """(first fqn, module, name there) of a parameter, buffer or tensor attribute; None for other tensors."""
         return self._tensors.get(id(t))
 
     def module_name(self, module: torch.nn.Module, inside: str | None) -> str | None:
-        """The module's name; of several, one inside the module named `inside`. None when it is not in the tree."""
+        """The fqn of a module; of several, one inside the module `inside`. None for one that is not in the model."""
         names = self.names.get(id(module))
         if not names:
             return None
@@ -66,7 +71,7 @@ class Model:
         return names[0]
 
     def registered(self) -> Registered:
-        """All names of the modules and parameters; for a function, of those that it reaches by its variables."""
+        """All names of the modules and parameters, in the order of registration."""
         names: dict[int, list[str]] = {}
         params: dict[int, torch.Tensor] = {}
         for module in self.modules:
@@ -80,7 +85,7 @@ class Model:
         return Registered(modules, found)
 
     def replaced(self, module: torch.nn.Module) -> tuple[str, ...]:
-        """The parameters of a module in whose place it has other tensors now, as in `torch.func.functional_call`."""
+        """The fqns of a module's parameters in whose place it has other tensors, as in `functional_call`."""
         saved = self._saved.get(id(module))
         return saved.replaced() if saved is not None else ()
 
@@ -105,7 +110,7 @@ class BoundTensor(NamedTuple):
 
 
 class SavedModule:
-    """The attributes of one module, and the contents of the lists, dicts and sets among them."""
+    """A copy of the attributes of one module, and of the lists, dicts and sets among them."""
 
     __slots__ = ("attributes", "containers", "fqn", "module", "tables")
 
@@ -126,7 +131,7 @@ class SavedModule:
                 self._save_container(item)
 
     def replaced(self) -> tuple[str, ...]:
-        """The parameters in whose place there are other tensors now."""
+        """As `Model.replaced`."""
         now = self.module.__dict__.get("_parameters")
         if not isinstance(now, dict):  # a scripted module makes them anew each time
             return ()
