@@ -168,8 +168,12 @@ class CombinedGraph:
         elif node.op == "output":
             subgraph.outputs = list(_flat(self._map(subgraph, node.args[0])))
         elif node.op == "call_module":
-            where = meta.scope_path(node) or node.target
-            raise OnnxExportError(f"{where}: a leaf module has no ONNX form; name it in plugins= instead")
+            raise OnnxExportError(
+                "a leaf module has no ONNX form",
+                op=str(node.target),
+                module=meta.scope_path(node),
+                hint="name it in plugins= in place of leaf_modules=",
+            )
         elif node.target is INVOKE:
             self._cut(subgraph, node)
         elif node.target in _SQUEEZES and _kind(node) == _kind(node.all_input_nodes[0]):
@@ -373,7 +377,9 @@ class _Machine:
         variant = getattr(torch.ops.aten, name.removesuffix("_"), None)
         if variant is None or "resize" in name:
             raise OnnxExportError(
-                f"the model changes {update.target} with {op}, which has no ONNX form: change a copy of it instead"
+                f"the model changes the shape of {update.target} in a way that ONNX cannot express",
+                op=str(op),
+                hint="change a copy of it",
             )
         return _call(self._node(update.target), variant.default, update.step.args, update.step.kwargs)
 

@@ -116,8 +116,10 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
         return OnnxOpError(list(dict.fromkeys((_op(n), meta.scope_path(n), _source(n)) for n in missing)))
     said = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0]
     node = next((n for n in ops if n.name == name or (name is None and _is_in(n, str(causes[-1])))), None)
-    where = ", ".join(filter(None, (name, meta.scope_path(node), _source(node)))) if node is not None else name
-    return OnnxExportError(f"torch.onnx failed{f' at {where}' if where else ''}: {type(causes[-1]).__name__}: {said}")
+    problem = f"torch.onnx failed{f' at {name}' if name else ''}: {type(causes[-1]).__name__}: {said}"
+    if node is None:
+        return OnnxExportError(problem)
+    return OnnxExportError(problem, op=_op(node), module=meta.scope_path(node), source=_source(node))
 
 
 def _is_in(node: torch.fx.Node, text: str) -> bool:
