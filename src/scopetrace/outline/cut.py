@@ -1,4 +1,9 @@
-"""Cutting calls out of a tape, innermost first."""
+"""The cutting of calls out of a functional tape, innermost first.
+
+Data flow:
+    ops of a chosen call -> a block of its own -> what it takes and gives -> its key -> a function, new or known
+    the block around it -> one `invoke_subgraph` op in place of those ops
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
 from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, forward_of, own_values
+from scopetrace.ir.verify import checked
 from scopetrace.outline.key import call_key, content_hash
 from scopetrace.outline.readers import Bound, Captured, Place, Readers
 from scopetrace.outline.signature import (
@@ -34,7 +40,7 @@ _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 def outline(tape: FunctionalTape, chosen: list[Call], forward: Any = None) -> tuple[FunctionalTape, list[OutlinedBody]]:
     """The program with the chosen calls as calls of functions, and the functions, callees first.
 
-    The tape is one without mutation. `forward` is what the root call ran.
+    `forward` is the function that the root call ran.
     """
     wanted: dict[Call, dict[Place, Bound]] = {}
     while True:
@@ -47,35 +53,36 @@ def outline(tape: FunctionalTape, chosen: list[Call], forward: Any = None) -> tu
 
 
 @dataclasses.dataclass
-class _Region:
-    """The ops of the main program, or of a call that is being cut out, so far."""
+class _Block:
+    """The ops so far of the main program, or of a call that is being cut out."""
 
     owner: Call | None
+    """That call; None for the main program."""
     ops: list[Op] = dataclasses.field(default_factory=list)
     calls: list[Call] = dataclasses.field(default_factory=list)
     now: dict[Value, Value] = dataclasses.field(default_factory=dict)
-    """Values that a function gives back, in place of those that it took or gave before."""
+    """By value of the old tape: the output of a function that stands for it from here on."""
     same: dict[Value, Value] = dataclasses.field(default_factory=dict)
-    """Values that are read outside of the call, and the first value that is the same tensor."""
+    """By value that is used outside of the call: the first value that is the same tensor."""
     place: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Where the ops of the old tape begin in `ops`."""
+    """By position in the old tape, the position in `ops`."""
 
 
 @dataclasses.dataclass
 class _Result:
-    """What a function gives."""
+    """One output of a function."""
 
     name: str
     kind: str
     old: Value
-    """On the tape that is cut."""
+    """The value of the old tape."""
     inside: Value
-    """In the function."""
+    """The value in the function."""
     is_captured: bool = False
     bound: Bound = None
-    """Of a captured value."""
+    """The name and kind of a captured value, where it is bound to an attribute."""
     is_copy: bool = False
-    """Whether `inside` is a copy that is made at the end."""
+    """Whether `inside` is a clone that is made at the end of the function."""
 
 
 class _Outliner:
@@ -98,10 +105,10 @@ class _Outliner:
         for call in tape.calls:
             above = self._owner(call.parent)
             (self._inside if call in self._chosen else self._others)[above].append(call)
-        self._main = _Region(None)
+        self._main = _Block(None)
 
     def run(self) -> FunctionalTape:
-        """The main program."""
+        """The main program, with ops and values of its own."""
         main = self._main
         self._fill(main, 0, len(self.old.ops))
         self._set_places(main)
@@ -115,65 +122,65 @@ class _Outliner:
                 dataclasses.replace(w, value=main.now.get(w.value, w.value)) for w in self.old.attribute_writes
             ],
         )
-        return own_values(outlined)
+        return checked(own_values(outlined), "outlining")
 
-    # ---------------------------------------------------------------- regions
+    # ---------------------------------------------------------------- blocks
 
-    def _fill(self, region: _Region, start: int, stop: int) -> None:
+    def _fill(self, block: _Block, start: int, stop: int) -> None:
         """The ops from `start` to `stop`, with calls of functions in place of chosen calls."""
-        others = self._others[region.owner]
+        others = self._others[block.owner]
         opening = collections.deque(sorted(others, key=lambda c: (c.start, c.position)))
         closing = collections.deque(sorted(others, key=lambda c: (c.stop, -c.position)))
         i = start
-        for call in sorted(self._inside[region.owner], key=lambda c: (c.start, c.position)):
-            self._copy_ops(region, i, call.start)
+        for call in sorted(self._inside[block.owner], key=lambda c: (c.start, c.position)):
+            self._copy_ops(block, i, call.start)
             while closing and closing[0].stop <= call.start and closing[0].position < call.position:
-                self._close(region, closing.popleft())
+                self._close(block, closing.popleft())
             while opening and (opening[0].start, opening[0].position) < (call.start, call.position):
-                self._open(region, opening.popleft())
-            self._cut(region, call)
+                self._open(block, opening.popleft())
+            self._cut(block, call)
             i = call.stop
-        self._copy_ops(region, i, stop)
-        region.place[stop] = len(region.ops)
+        self._copy_ops(block, i, stop)
+        block.place[stop] = len(block.ops)
         for call in opening:
-            self._open(region, call)
+            self._open(block, call)
         for call in closing:
-            self._close(region, call)
+            self._close(block, call)
 
-    def _open(self, region: _Region, old: Call) -> None:
-        """A call that stays a call begins."""
+    def _open(self, block: _Block, old: Call) -> None:
+        """Begin a call that is not cut out."""
         call = self._copy(old)
-        call.args, call.kwargs = _renamed(old.args, region.now), _renamed(old.kwargs, region.now)
-        region.calls.append(call)
+        call.args, call.kwargs = _renamed(old.args, block.now), _renamed(old.kwargs, block.now)
+        block.calls.append(call)
 
-    def _close(self, region: _Region, old: Call) -> None:
+    def _close(self, block: _Block, old: Call) -> None:
         call = self._copy(old)
-        call.outputs, call.mutated = _renamed(old.outputs, region.now), _renamed(old.mutated, region.now)
+        call.outputs, call.mutated = _renamed(old.outputs, block.now), _renamed(old.mutated, block.now)
 
-    def _set_places(self, region: _Region) -> None:
-        """Where the calls that stay calls begin and end."""
-        for old in self._others[region.owner]:
+    def _set_places(self, block: _Block) -> None:
+        """Set the ranges of the calls that are not cut out."""
+        for old in self._others[block.owner]:
             call = self._copy(old)
-            call.start, call.stop = region.place.get(old.start, 0), region.place.get(old.stop, len(region.ops))
+            call.start, call.stop = block.place.get(old.start, 0), block.place.get(old.stop, len(block.ops))
 
-    def _copy_ops(self, region: _Region, start: int, stop: int) -> None:
+    def _copy_ops(self, block: _Block, start: int, stop: int) -> None:
         for i in range(start, stop):
-            region.place.setdefault(i, len(region.ops))
+            block.place.setdefault(i, len(block.ops))
             op = self.old.ops[i]
             if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
                 self._main.ops.append(op.moved_to(self._visible(op.call, self._main)))
                 continue
-            args, kwargs = _renamed((op.args, op.kwargs), region.now)
-            region.ops.append(dataclasses.replace(op, args=args, kwargs=kwargs, call=self._visible(op.call, region)))
+            args, kwargs = _renamed((op.args, op.kwargs), block.now)
+            block.ops.append(dataclasses.replace(op, args=args, kwargs=kwargs, call=self._visible(op.call, block)))
 
-    def _visible(self, call: Call | None, region: _Region) -> Call | None:
-        """A call as the region has it; for the call of a value that is passed on, the one around it that it has."""
-        while call is not None and call.parent is not None and self._owner(call) is not region.owner:
+    def _visible(self, call: Call | None, block: _Block) -> Call | None:
+        """The copy of a call, or of the innermost one around it that is in the block itself."""
+        while call is not None and call.parent is not None and self._owner(call) is not block.owner:
             call = call.parent
         return None if call is None else self._copy(call)
 
     def _owner(self, call: Call | None) -> Call | None:
-        """The call itself if it is chosen, else the chosen call around it."""
+        """The innermost chosen call around `call`, or `call` itself; None in the main program."""
         while call is not None and call not in self._chosen:
             call = call.parent
         return call
@@ -187,13 +194,13 @@ class _Outliner:
 
     # ---------------------------------------------------------------- one call
 
-    def _cut(self, region: _Region, old: Call) -> None:
-        """The ops of a call as a function, and a call of it at the end of `region`."""
-        region.place.setdefault(old.start, len(region.ops))
+    def _cut(self, block: _Block, old: Call) -> None:
+        """Cut out a call: its ops become a function, of which a call is appended to `block`."""
+        block.place.setdefault(old.start, len(block.ops))
         call = self._copy(old)
-        call.args, call.kwargs = _renamed(old.args, region.now), _renamed(old.kwargs, region.now)
+        call.args, call.kwargs = _renamed(old.args, block.now), _renamed(old.kwargs, block.now)
         named = bind(forward_of(old, self.forward), call.args, call.kwargs)
-        inner = _Region(old, now=dict(region.now))
+        inner = _Block(old, now=dict(block.now))
         self._fill(inner, old.start, old.stop)
         seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
         for made in inner.calls:
@@ -207,10 +214,10 @@ class _Outliner:
         if function is None:
             function = self.functions[key] = self._function(inner, old, inputs, operands, results, key)
             self._names[function.tape] = function.identifier
-        self._append(region, inner, old, function, operands, results)
+        self._append(block, inner, old, function, operands, results)
 
     def _note_captured(self, old: Call, results: list[_Result], key: Any) -> None:
-        """Under the part of the key that these values have no part in: they and their copies come last."""
+        """Note what the call captures, under its key without the captured values and their clones, which come last."""
         captured = [r for r in results if r.is_captured]
         cls, passed, taken, ops, outputs = key
         ops = ops[: len(ops) - sum(r.is_copy for r in captured)]
@@ -218,13 +225,13 @@ class _Outliner:
         self.captured.note(part, old, {r.old: r.bound for r in captured})
 
     def _in_order(self, old: Call, passed: list[ArgumentLeaf]) -> list[ArgumentLeaf]:
-        """Keywords and keys of dicts in the order in which the first call that has the same ones has them."""
+        """The arguments in the order of the first call that has the same ones: keywords may come in any order."""
         places = [g.place for g in passed]
         order = self._orders.setdefault((old.module_type, frozenset(places)), places)
         return passed if order == places else sorted(passed, key=lambda g: order.index(g.place))
 
-    def _results(self, inner: _Region, old: Call) -> list[_Result]:
-        """What the function gives, each in memory of its own, as torch asks of `invoke_subgraph`."""
+    def _results(self, inner: _Block, old: Call) -> list[_Result]:
+        """The outputs of the function, each in a storage of its own, as `invoke_subgraph` requires."""
         own = {v for v in leaves(old.outputs, Value) if self._readers.makes(old, v)}
         wanted = [
             _Result(g.name, "result", g.leaf, g.leaf) for g in argument_leaves({"": old.outputs}, own) if _is(g.leaf)
@@ -254,7 +261,7 @@ class _Outliner:
         return wanted
 
     def _same_tensor(self, v: Value, old: Call) -> Value:
-        """The first value in the call, or what it was given, that is this very tensor, as x is x.to(x.dtype)."""
+        """The first value in the call, or operand of it, that is the same tensor object, as `x.to(x.dtype)` is x."""
         while self._readers.makes(old, v):
             given = next((u for u in v.op.inputs() if u.fake is v.fake and u is not v), None)
             if given is None:
@@ -262,7 +269,7 @@ class _Outliner:
             v = given
         return v
 
-    def _clone(self, inner: _Region, v: Value, old: Call) -> Value:
+    def _clone(self, inner: _Block, v: Value, old: Call) -> Value:
         clone = Value(v.fake, 0, next(self._storages), None)
         call = self._copy(old)
         inner.ops.append(Op("call_function", _aten.clone.default, (v,), {}, clone, old.scope, call, old.frames))
@@ -278,7 +285,7 @@ class _Outliner:
 
     # ---------------------------------------------------------------- what it takes
 
-    def _operands(self, inner: _Region, old: Call, passed: list[ArgumentLeaf]) -> tuple[list[FunctionInput], list[Any]]:
+    def _operands(self, inner: _Block, old: Call, passed: list[ArgumentLeaf]) -> tuple[list[FunctionInput], list[Any]]:
         inputs: list[FunctionInput] = []
         operands: list[Any] = []
         for g in passed:
@@ -299,13 +306,13 @@ class _Outliner:
                 operands.append(number)
         return inputs, operands
 
-    def _free(self, inner: _Region, old: Call, operands: list[Any], taken: set[str]) -> list[tuple[str, str, Value]]:
-        """(kind, name, value) of what the ops read and nobody passed: the module's own in its order, then others."""
+    def _free(self, inner: _Block, old: Call, operands: list[Any], taken: set[str]) -> list[tuple[str, str, Value]]:
+        """(kind, name, value) of what is read and not passed: the module's own tensors in its order, then others."""
         made = {v for op in inner.ops for v in op.values()} | {v for v in operands if isinstance(v, Value)}
         read = dict.fromkeys(v for op in inner.ops for v in op.inputs() if v not in made)
-        for call in inner.calls:  # what they take and give, though no op reads it
-            told = leaves((call.args, call.kwargs, call.outputs, call.mutated), Value)
-            read |= dict.fromkeys(v for v in told if v not in made)
+        for call in inner.calls:  # their arguments and results, also those that no op reads
+            used = leaves((call.args, call.kwargs, call.outputs, call.mutated), Value)
+            read |= dict.fromkeys(v for v in used if v not in made)
         own = own_tensors(self.old, old)
         taken = taken | {name for _, _, name in own.values()}
         ranked = []
@@ -316,7 +323,7 @@ class _Outliner:
         return [(kind, name, v) for _, kind, name, v in sorted(ranked, key=lambda r: r[0])]
 
     def _name_of(self, v: Value, old: Call) -> str:
-        """What a value is called outside of a call: the model's own, or an argument of a call around it."""
+        """The name of a value outside of a call: of an attribute or input, or of an argument of a call around it."""
         if v.op.kind in ("get_attr", "placeholder"):
             around = f"{old.parent.fqn}." if old.parent is not None and old.parent.fqn else ""
             return str(v.op.target).removeprefix(around).removeprefix("_")
@@ -333,7 +340,7 @@ class _Outliner:
 
     def _function(
         self,
-        inner: _Region,
+        inner: _Block,
         old: Call,
         inputs: list[FunctionInput],
         operands: list[Any],
@@ -344,7 +351,7 @@ class _Outliner:
         domain = cls.__module__ if cls is not None else "torch"
         base = cls.__name__ if cls is not None else old.scope.type_name
         name, count = base, 1
-        while (domain, name) in self._taken:  # a class may have the name of a variant
+        while (domain, name) in self._taken:  # another class may have this name
             count += 1
             name = f"{base}_{count}"
         self._taken.add((domain, name))
@@ -357,8 +364,8 @@ class _Outliner:
 
     def _append(
         self,
-        region: _Region,
-        inner: _Region,
+        block: _Block,
+        inner: _Block,
         old: Call,
         function: OutlinedBody,
         operands: list[Any],
@@ -369,18 +376,18 @@ class _Outliner:
         outputs = []
         for i, r in enumerate(results):
             if r.inside is not r.old:
-                region.now[r.old] = Value(r.old.fake, i, r.old.storage, None)
-            outputs.append(region.now[r.old] if r.inside is not r.old else r.old)
+                block.now[r.old] = Value(r.old.fake, i, r.old.storage, None)
+            outputs.append(block.now[r.old] if r.inside is not r.old else r.old)
         grad = inner.ops[0].grad if inner.ops else self.old.ops[0].grad
         op = Op("call_function", _invoke_subgraph, args, {}, tuple(outputs), old.scope, call, old.frames, grad)
         for v, first in inner.same.items():
             if v is not first:
-                region.now[v] = region.now.get(first, first)
-        call.outputs, call.mutated = _renamed(old.outputs, region.now), _renamed(old.mutated, region.now)
-        call.start, call.stop = len(region.ops), len(region.ops) + 1
-        region.ops.append(op)
-        region.calls.append(call)
-        region.place[old.stop] = len(region.ops)
+                block.now[v] = block.now.get(first, first)
+        call.outputs, call.mutated = _renamed(old.outputs, block.now), _renamed(old.mutated, block.now)
+        call.start, call.stop = len(block.ops), len(block.ops) + 1
+        block.ops.append(op)
+        block.calls.append(call)
+        block.place[old.stop] = len(block.ops)
         function.calls.append(call)
 
 

@@ -1,4 +1,9 @@
-"""Tapes without mutation of graphs that are there already, in ATen ops or in the vocabulary of the graph."""
+"""Functional tapes of GraphModules, in ATen ops or in the functions and methods that the graph itself calls.
+
+Data flow:
+    GraphModule -> RecordedTape of ATen ops, with the node behind each -> nodes as single ops again where that is right
+    -> FunctionalTape
+"""
 
 from __future__ import annotations
 
@@ -14,25 +19,25 @@ from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_
 from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape
 from scopetrace.torch_level.lift import lift
 from scopetrace.torch_level.step import Renew, Step
-from scopetrace.torch_level.stepping import Stretch, record_steps
+from scopetrace.torch_level.stepping import NodeRecord, record_steps
 
 
 def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[RecordedTape, FunctionalTape]:
-    """`gm(*args)` as recorded, and without mutation, in ATen ops.
+    """The recorded and the functional tape of `gm(*args)`, in ATen ops.
 
-    Raises FunctionalizationError for what cannot be said in pure ops.
+    Raises FunctionalizationError for a mutation without a functional form.
     """
     tape, _ = record_steps(gm, args, with_trials=False)
     return tape, functionalize(tape)
 
 
 def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[RecordedTape, FunctionalTape]:
-    """`gm(*args)` as recorded, and without mutation: with `Step`s, and ATen ops where none says it.
+    """The recorded tape of `gm(*args)` in ATen ops, and the functional one in `Step`s and ATen ops.
 
-    Raises FunctionalizationError for what cannot be said in pure ops.
+    Raises FunctionalizationError for a mutation without a functional form.
     """
-    tape, stretches = record_steps(gm, args, with_trials=True)
-    lifted, origin = lift(tape, stretches)
+    tape, nodes = record_steps(gm, args, with_trials=True)
+    lifted, origin = lift(tape, nodes)
     if not writes(lifted):
         return tape, FunctionalTape.of(lifted)
     work = _TorchLevel(lifted)
@@ -42,17 +47,17 @@ def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[
         raise _placed(error, origin.get(id(work.at))) from error
 
 
-def _placed(error: FunctionalizationError, stretch: Stretch | None) -> FunctionalizationError:
-    """The error, said of the node."""
-    if stretch is None:
+def _placed(error: FunctionalizationError, record: NodeRecord | None) -> FunctionalizationError:
+    """The error with the node that made the op."""
+    if record is None:
         return error
     hint = "write it out of place, or run this part eagerly (torch.compiler.disable)"
-    op = f"{error.op} (node {stretch.node.name})"
+    op = f"{error.op} (node {record.node.name})"
     return FunctionalizationError(error.problem, op=op, module=error.module, source=error.source, hint=hint)
 
 
 class _TorchLevel(Functionalizer):
-    """Knows the two kinds of targets that ATen does not have."""
+    """Functionalization with the two kinds of targets that ATen does not have."""
 
     at: Op | None = None
 

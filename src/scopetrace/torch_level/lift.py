@@ -1,8 +1,8 @@
-"""From a tape of ATen ops to one of torch-level ops, where what a node did can be said by the node itself.
+"""From a tape of ATen ops to one of torch-level ops.
 
-A node is one op again where it writes nothing, and makes no view of memory that is written. One that writes is the op
-of its pure form, and a `Renew` for each tensor that it wrote, if that form ran the twins of the very ATen ops that it
-ran. All other nodes stay the ATen ops that they ran.
+A node becomes one op again if it writes nothing and makes no view of a storage that is written. A node that writes
+becomes the op of its pure form and a `Renew` for each tensor that it wrote, if that form ran the functional variants of
+the same ATen ops. All other nodes stay ATen ops.
 """
 
 from __future__ import annotations
@@ -17,38 +17,38 @@ from scopetrace.ir.tape import Op, RecordedTape, Value, own_values
 from scopetrace.ir.verify import checked
 from scopetrace.ops.functional_variants import functional_variant, undeclared_variant
 from scopetrace.torch_level.step import Renew, Step
-from scopetrace.torch_level.stepping import Stretch, Trial
+from scopetrace.torch_level.stepping import NodeRecord, Trial
 
 _EFFECTS = (torch.Tag.nondeterministic_seeded,)
 
 
-def lift(tape: RecordedTape, stretches: list[Stretch]) -> tuple[RecordedTape, dict[int, Stretch]]:
-    """The tape with torch-level ops, and the node behind each of its ops, by the op's `id`."""
-    return _Lifter(tape, stretches).run()
+def lift(tape: RecordedTape, nodes: list[NodeRecord]) -> tuple[RecordedTape, dict[int, NodeRecord]]:
+    """The tape with torch-level ops, and by the id of each of its ops, the node that made it."""
+    return _Lifter(tape, nodes).run()
 
 
 class _Lifter:
-    def __init__(self, tape: RecordedTape, stretches: list[Stretch]) -> None:
+    def __init__(self, tape: RecordedTape, nodes: list[NodeRecord]) -> None:
         self.tape = tape
-        self.stretches = stretches
+        self.nodes = nodes
         self.written = {v.storage for op in tape.ops for v in op.writes}
         self.root = dataclasses.replace(tape.calls[0])
         self.new = dataclasses.replace(tape, ops=[], calls=[self.root], modules=dict(tape.modules))
-        self.origin: dict[int, Stretch] = {}
+        self.origin: dict[int, NodeRecord] = {}
         self._born: dict[int, int] = {}  # storage -> the index of the op that made it
         for i, op in enumerate(tape.ops):
             for v in op.values():
                 self._born.setdefault(v.storage, i)
 
-    def run(self) -> tuple[RecordedTape, dict[int, Stretch]]:
-        chosen = [s for s in self.stretches if self._can_lift(s)]
+    def run(self) -> tuple[RecordedTape, dict[int, NodeRecord]]:
+        chosen = [s for s in self.nodes if self._can_lift(s)]
         while True:
             needed = self._needed(chosen)
             kept = [s for s in chosen if not self._hides(s, needed)]
             if len(kept) == len(chosen):
                 break
             chosen = kept
-        self._build({s.start: s for s in chosen}, {i: s for s in self.stretches for i in range(s.start, s.stop)})
+        self._build({s.start: s for s in chosen}, {i: s for s in self.nodes for i in range(s.start, s.stop)})
         self.root.stop = len(self.new.ops)
         nodes = [self.origin.get(id(op)) for op in self.new.ops]
         lifted = checked(own_values(self.new), "torch level")
@@ -56,10 +56,10 @@ class _Lifter:
 
     # ---------------------------------------------------------------- which nodes
 
-    def _ops(self, s: Stretch) -> list[Op]:
+    def _ops(self, s: NodeRecord) -> list[Op]:
         return [op for op in self.tape.ops[s.start : s.stop] if op.kind != "get_attr"]
 
-    def _can_lift(self, s: Stretch) -> bool:
+    def _can_lift(self, s: NodeRecord) -> bool:
         ops = self._ops(s)
         if not s.known or not ops or any(op.unbacked for op in ops):
             return False
@@ -74,12 +74,12 @@ class _Lifter:
         shared = [v.storage for v in outs if v.storage in self.written]
         return len(set(shared)) == len(shared) and all(self._born[v] >= s.start for v in shared)
 
-    def _reads_only_arguments(self, s: Stretch, ops: list[Op]) -> bool:
-        """A module whose own tensors are written elsewhere must not read them unseen."""
+    def _reads_only_arguments(self, s: NodeRecord, ops: list[Op]) -> bool:
+        """Whether every written tensor that the node reads is an argument: a module may read a buffer of its own."""
         own = {v for op in ops for v in op.values()} | set(leaves((s.args, s.kwargs), Value))
         return all(v in own or v.storage not in self.written for op in ops for v in op.inputs())
 
-    def _has_pure_form(self, s: Stretch, ops: list[Op], outer: set[int]) -> bool:
+    def _has_pure_form(self, s: NodeRecord, ops: list[Op], outer: set[int]) -> bool:
         trial = s.trial
         if trial is None or any(op.writes for op in trial.ops) or not _is_flat(trial.outputs):
             return False
@@ -87,15 +87,15 @@ class _Lifter:
         if outer != {v.storage for v in trial.before} or len(new) != len(trial.before) or len(outer) != len(new):
             return False
         if any(v.storage in self._born or v.storage in outer for v in new):
-            return False  # an alias of something, where the node itself made none
+            return False  # the pure form returned a view where the node wrote
         if trial.call.is_out and any(n.fake.dtype != b.fake.dtype for n, b in zip(new, trial.before, strict=True)):
-            return False  # some compute in the dtype of `out`
+            return False  # some ops compute in the dtype of `out`
         if not all(v in (*trial.after, *trial.before) for v in leaves(s.outputs, Value)):
             return False
         return [_pure_target(op) for op in ops] == [op.target for op in trial.ops]
 
-    def _needed(self, chosen: list[Stretch]) -> set[Value]:
-        """What the ops outside of the chosen nodes, their arguments and the result read."""
+    def _needed(self, chosen: list[NodeRecord]) -> set[Value]:
+        """The values that ops of other nodes, arguments of chosen nodes and results use."""
         inside = {i for s in chosen for i in range(s.start, s.stop)}
         needed = {v for i, op in enumerate(self.tape.ops) if i not in inside for v in op.inputs()}
         needed.update(v for s in chosen for v in leaves(_call_of(s), Value))
@@ -103,14 +103,14 @@ class _Lifter:
         needed.update(w.value for w in self.tape.attribute_writes)
         return needed
 
-    def _hides(self, s: Stretch, needed: set[Value]) -> bool:
-        """Whether someone needs a value that the node made on its way."""
+    def _hides(self, s: NodeRecord, needed: set[Value]) -> bool:
+        """Whether a value that the node made is needed, but is not among its outputs."""
         shown = set(leaves(s.outputs, Value)) | set(s.trial.after if s.trial is not None else ())
         return any(v in needed and v not in shown for op in self._ops(s) for v in op.values())
 
     # ---------------------------------------------------------------- building
 
-    def _build(self, lifted: dict[int, Stretch], stretch_of: dict[int, Stretch]) -> None:
+    def _build(self, lifted: dict[int, NodeRecord], node_of: dict[int, NodeRecord]) -> None:
         skip = -1
         for i, op in enumerate(self.tape.ops):
             s = lifted.get(i)
@@ -118,14 +118,14 @@ class _Lifter:
                 self._add_step(s)
                 skip = s.stop
             if i >= skip:
-                self._add(dataclasses.replace(op, call=op.call and self.root), stretch_of.get(i))
+                self._add(dataclasses.replace(op, call=op.call and self.root), node_of.get(i))
 
-    def _add(self, op: Op, s: Stretch | None) -> None:
+    def _add(self, op: Op, s: NodeRecord | None) -> None:
         if s is not None:
             self.origin[id(op)] = s
         self.new.ops.append(op)
 
-    def _add_step(self, s: Stretch) -> None:
+    def _add_step(self, s: NodeRecord) -> None:
         ops = self._ops(s)
         for op in self.tape.ops[s.start : s.stop]:
             if op.kind == "get_attr":
@@ -158,7 +158,7 @@ class _Lifter:
                 s,
             )
 
-    def _add_call(self, s: Stretch, base: Op, kind: str, target: Any, args: Any, kwargs: Any, outputs: Any) -> None:
+    def _add_call(self, s: NodeRecord, base: Op, kind: str, target: Any, args: Any, kwargs: Any, outputs: Any) -> None:
         if kind == "call_module":
             self.new.modules[str(s.node.target)] = target
             target = str(s.node.target)
@@ -172,12 +172,12 @@ class _Lifter:
         self._add(dataclasses.replace(base, kind=kind, target=target, args=args, kwargs=kwargs, outputs=outputs), s)
 
 
-def _call_of(s: Stretch) -> Any:
+def _call_of(s: NodeRecord) -> Any:
     trial: Trial | None = s.trial
     return (s.args, s.kwargs) if trial is None else (s.args, s.kwargs, trial.args, trial.kwargs)
 
 
-def _name(s: Stretch) -> str:
+def _name(s: NodeRecord) -> str:
     target = s.node.target
     return target if isinstance(target, str) else str(getattr(target, "__name__", target))
 

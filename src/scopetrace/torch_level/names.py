@@ -1,4 +1,4 @@
-"""The last step to torch level: functions and methods of torch as targets, for ATen ops too where torch names them."""
+"""The last step of torch level: nodes call functions and methods of torch, also for ATen ops where there is one."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
 
 
 def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
-    """Give `gm`, made from a torch-level tape, a graph with these names in the place of its own.
+    """Replace the graph of `gm`, made from a torch-level tape, by one that calls functions and methods of torch.
 
     An ATen op stays where no function of torch, called with its arguments, gives the same sizes, strides and dtype.
     """
@@ -41,11 +41,11 @@ def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
 
 
 _BEFORE = object()
-"""Stands for the result of the call before, in a row of calls."""
+"""Stands for the result of the previous call, in a sequence of calls."""
 
 
 def _calls_for(node: torch.fx.Node, fake_mode: Any) -> list[Call] | None:
-    """What to write in the place of a node; None leaves it."""
+    """The calls that replace a node; None leaves it."""
     if isinstance(node.target, Step):
         return [(node.target.kind, node.target.target, node.args, dict(node.kwargs))]
     if node.op != "call_function" or getattr(node.target, "namespace", None) != "aten":
@@ -68,7 +68,7 @@ def _add(graph: torch.fx.Graph, node: torch.fx.Node, calls: list[Call], copies: 
 
 
 def _names(node: torch.fx.Node) -> Iterator[list[Call]]:
-    """Ways to say the op, the best first."""
+    """Calls of torch that may compute the op, the preferred first."""
     special = _SPECIAL.get(node.target)
     if special is not None:
         yield from special(node)

@@ -1,4 +1,4 @@
-"""Proof that a graph mutates nothing: by schema where there is one, by name and signature where not."""
+"""The check that a graph mutates nothing: by schema for ops, by name and signature for other calls."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def mutates_by_name(name: str) -> bool:
 
 
 def is_in_place_operator(name: str) -> bool:
-    """`iadd` and its kind: what the operator module has beside the plain operator."""
+    """Whether it is an in-place function of the operator module, such as `iadd`."""
     plain = name[1:]
     return name.startswith("i") and any(hasattr(operator, n) for n in (f"__{plain}__", f"__{plain}_")) and name != "is_"
 
@@ -93,7 +93,7 @@ def _keywords(node: torch.fx.Node) -> str | None:
 
 
 def bound_arguments(fn: Any, args: Any, kwargs: Any) -> dict[str, Any]:
-    """The arguments of a call by name, as far as the signature is known."""
+    """The arguments of a call by name; only the keywords where there is no signature."""
     try:
         signature = inspect.signature(fn)
         return dict(signature.bind(*args, **kwargs).arguments)

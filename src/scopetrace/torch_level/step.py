@@ -1,4 +1,4 @@
-"""Ops of a tape that are not ATen's: functions and methods of torch, and new values for tensors that they wrote to."""
+"""Targets of ops that ATen does not have: a function or method of torch, and the write of its result."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ class Step:
     """`call_function` or `call_method`."""
     target: Any
     tags: tuple[Any, ...] = ()
-    """Of the ATen ops that it runs, those that keep it in the graph although nothing reads it."""
+    """Those tags of the ATen ops that it runs which keep it in the graph although nothing reads it."""
     stack_trace: str | None = None
 
     @property
     def __name__(self) -> str:
-        """What torch.fx names its node after."""
+        """The name that torch.fx gives its node."""
         return str(self.target) if self.kind == "call_method" else str(getattr(self.target, "__name__", "op"))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -35,7 +35,7 @@ class Step:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Renew:
-    """As a target: the first argument takes the value of the second. `writes` are the ATen ops behind it."""
+    """The write of the second argument into the first, as a target. `writes` are the ATen ops that it stands for."""
 
     name: str
     writes: tuple[Op, ...]

@@ -1,8 +1,14 @@
-"""Recording a torch-level graph at ATen level, and which stretch of the tape each of its nodes made."""
+"""The recording of a torch-level graph at ATen level, with the ops that each of its nodes made.
+
+Data flow:
+    GraphModule -> run node by node under the recorder -> RecordedTape, and a NodeRecord for each node
+    node that mutates -> its pure form, run on trial just before it -> Trial, whose ops are taken off the tape
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import torch
@@ -15,48 +21,50 @@ from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.record import Recording, retraced
 from scopetrace.record.model import Model
 from scopetrace.record.retrace import Assumptions
-from scopetrace.torch_level.places import root_scope, scope_of_node
-from scopetrace.torch_level.twins import PureCall, pure_call
+from scopetrace.torch_level.pure_calls import PureCall, pure_call
 
 
 @dataclasses.dataclass
 class Trial:
-    """What the pure form of a node did: the ops that it put on the tape, which have been taken off again."""
+    """The pure form of a node, run on trial."""
 
     call: PureCall
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     ops: list[Op]
+    """The ops that it ran, which are off the tape again."""
     outputs: Any
     before: list[Value]
-    """The tensors that the node is to write, before it did."""
+    """The tensors that the node writes, before it did."""
     after: list[Value]
-    """The same, afterwards."""
+    """The same tensors, after it."""
 
 
 @dataclasses.dataclass
-class Stretch:
+class NodeRecord:
     """A node of the graph, and the ops that it made: `tape.ops[start:stop]`."""
 
     node: torch.fx.Node
     target: Any
-    """As the node's, but a module itself for its name."""
+    """The target of the node; of a `call_module` node, the module."""
     start: int
     stop: int = -1
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
     outputs: Any = None
     known: bool = False
-    """Whether arguments and outputs are those of the node, and nothing around it changes what it does."""
+    """Whether its arguments and outputs hold all its tensors, and no transform or autocast changes what it does."""
     grad: bool = True
+    """Whether autograd was on."""
     trial: Trial | None = None
+    """Of a node that mutates and has a pure form."""
     scope: Scope | None = None
-    """Where the node comes from."""
+    """The module scope that the node carries."""
 
 
 def record_steps(
     gm: torch.fx.GraphModule, args: tuple[Any, ...], *, with_trials: bool
-) -> tuple[RecordedTape, list[Stretch]]:
+) -> tuple[RecordedTape, list[NodeRecord]]:
     """The ATen tape of `gm(*args)`, and its nodes. Raises what recording raises.
 
     Its ops have the scopes and the stack traces of the nodes. With trials, each node that has a
@@ -67,7 +75,7 @@ def record_steps(
 
 def _record(
     gm: torch.fx.GraphModule, args: tuple[Any, ...], assumptions: Assumptions, with_trials: bool
-) -> tuple[RecordedTape, list[Stretch]]:
+) -> tuple[RecordedTape, list[NodeRecord]]:
     stepped = _Stepped(gm)
 
     def run_body(body: torch.fx.GraphModule, args: Any) -> Any:
@@ -75,7 +83,7 @@ def _record(
 
     recording = Recording(Model(stepped), root_scope(gm), assumptions, run_graph=run_body)
     stepper = stepped.stepper = _Stepper(gm, recording, with_trials=with_trials)
-    return recording.run(stepped, gm, args, {}), stepper.stretches
+    return recording.run(stepped, gm, args, {}), stepper.nodes
 
 
 class _Stepped(torch.nn.Module):
@@ -102,7 +110,7 @@ class _Stepper(torch.fx.Interpreter):
         self.builder = recording.builder
         self.values = recording.values
         self.with_trials = with_trials
-        self.stretches: list[Stretch] = []
+        self.nodes: list[NodeRecord] = []
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
@@ -110,27 +118,27 @@ class _Stepper(torch.fx.Interpreter):
         args, kwargs = self.fetch_args_kwargs_from_env(n)
         args, kwargs = tuple(_plain(a) for a in args), {name: _plain(a) for name, a in kwargs.items()}
         target: Any = self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target
-        stretch = Stretch(n, target, 0, grad=torch.is_grad_enabled())
-        stretch.known = not in_transform() and not autocast_enabled() and self._learn(stretch, args, kwargs)
-        if stretch.known and self.with_trials:
-            stretch.trial = self._try(n.op, target, args, kwargs)
+        record = NodeRecord(n, target, 0, grad=torch.is_grad_enabled())
+        record.known = not in_transform() and not autocast_enabled() and self._learn(record, args, kwargs)
+        if record.known and self.with_trials:
+            record.trial = self._try(n.op, target, args, kwargs)
         tape = self.builder.tape
-        stretch.scope, stretch.start = scope_of_node(n, tape.root), len(tape.ops)
-        with self.builder.from_node(tape.root, stretch.scope, n.stack_trace):
+        record.scope, record.start = scope_of_node(n, tape.root), len(tape.ops)
+        with self.builder.from_node(tape.root, record.scope, n.stack_trace):
             out = _run(n.op, target, args, kwargs)
-        stretch.stop = len(tape.ops)
-        stretch.known = stretch.known and not in_transform()
-        if stretch.known:
-            stretch.outputs = self._values(out)
-            stretch.known = not _hides_tensors(stretch.outputs)
-            if stretch.trial is not None:
-                stretch.trial.after = [self.values.value_of(t) for t in stretch.trial.call.written]
-        self.stretches.append(stretch)
+        record.stop = len(tape.ops)
+        record.known = record.known and not in_transform()
+        if record.known:
+            record.outputs = self._values(out)
+            record.known = not _hides_tensors(record.outputs)
+            if record.trial is not None:
+                record.trial.after = [self.values.value_of(t) for t in record.trial.call.written]
+        self.nodes.append(record)
         return out
 
-    def _learn(self, stretch: Stretch, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        stretch.args, stretch.kwargs = self._values(args), self._values(kwargs)
-        return not _hides_tensors((stretch.args, stretch.kwargs))
+    def _learn(self, record: NodeRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        record.args, record.kwargs = self._values(args), self._values(kwargs)
+        return not _hides_tensors((record.args, record.kwargs))
 
     def _values(self, x: Any) -> Any:
         return map_structure(self.values.value_of, x, torch.Tensor)
@@ -178,7 +186,7 @@ def _own(ops: list[Op]) -> list[Op]:
 
 
 def _plain(x: Any) -> Any:
-    """torch.fx's immutable containers as Python's."""
+    """The containers of torch.fx, which are immutable, as those of Python."""
     if isinstance(x, list):
         return [_plain(item) for item in x]
     if isinstance(x, dict):
@@ -187,7 +195,7 @@ def _plain(x: Any) -> Any:
 
 
 def _hides_tensors(x: Any) -> bool:
-    """Whether tensors, or objects that are no values, are where a tape op cannot have them."""
+    """Whether an object or a slice, which an op of a tape cannot take, may hold tensors."""
     if isinstance(x, (list, tuple)):
         return any(map(_hides_tensors, x))
     if isinstance(x, dict):
@@ -196,3 +204,41 @@ def _hides_tensors(x: Any) -> bool:
         return bool(leaves([x.start, x.stop, x.step], (Value, torch.Tensor)))
     atoms = (int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
     return not (x is None or x is Ellipsis or isinstance(x, (Value, *atoms)))
+
+
+# Where the nodes of a graph come from ---------------------------------------------------------------------------------
+
+
+def root_scope(gm: torch.fx.GraphModule) -> Scope:
+    """The root scope, named after the class of the module that the graph came from, where its nodes have it."""
+    for node in gm.graph.nodes:
+        for fqn, kind in _module_stack(node):
+            if not fqn:
+                return Scope("", kind)
+    return Scope("", type(gm).__name__)
+
+
+def scope_of_node(node: torch.fx.Node, root: Scope) -> Scope:
+    """The module scope of a node, from its `nn_module_stack`."""
+    scope, outer = root, ""
+    for fqn, kind in _module_stack(node):
+        if fqn:
+            inside = fqn.startswith(f"{outer}.")
+            scope = scope.child(fqn[len(outer) + 1 :] if inside and outer else fqn, kind)
+            outer = fqn
+    return scope
+
+
+def _module_stack(node: torch.fx.Node) -> list[tuple[str, str]]:
+    """(fqn, class name), outermost first. Dynamo writes `L['self'].layers[0]`, torch.export `layers.0`."""
+    found: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    return [(_fqn(path), _class_name(kind)) for path, kind in found.values()]
+
+
+def _fqn(path: str) -> str:
+    plain = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
+    return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", plain).lstrip(".")
+
+
+def _class_name(kind: Any) -> str:
+    return kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]

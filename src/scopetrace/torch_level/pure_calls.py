@@ -1,4 +1,7 @@
-"""The pure form of a call that mutates, as names and signatures promise it; whether it is one, the caller checks."""
+"""The pure form of a torch call that mutates: `torch.relu` for `torch.relu_`, `inplace=False` for `inplace=True`.
+
+Found by name and signature. Whether it computes the same is for the caller to check.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from scopetrace.torch_level.purity import bound_arguments, is_in_place_operator,
 
 @dataclasses.dataclass(frozen=True)
 class PureCall:
-    """A call that should give the new values of `written`, in order, and mutate nothing."""
+    """A call that mutates nothing and returns the new values of `written`, in order."""
 
     kind: str
     target: Any
@@ -30,7 +33,7 @@ class PureCall:
 
 
 def pure_call(kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
-    """The pure form of a call, by name and signature; None for a call that has nothing of a mutation, or no such form.
+    """The pure form of a call; None for a call that does not mutate by its name, or has no such form.
 
     Args:
         kind: `call_function`, `call_method` or `call_module`.
