@@ -204,7 +204,7 @@ def _dims(t: torch.Tensor, spec: Any, path: str) -> dict[int, Any]:
 
 
 def symbolic_strides(real: torch.Tensor, sizes: list[Any]) -> list[Any]:
-    """The strides of an input with symbolic sizes: products of sizes, where those of the example are products of its."""
+    """The strides of an input with symbolic sizes: products of sizes, where the example has such products."""
     strides: list[Any] = list(real.stride())
     order = sorted(range(real.dim()), key=lambda d: (real.stride(d), -d))
     extent = {1: 1}  # by product of the example's sizes so far: its symbolic form
