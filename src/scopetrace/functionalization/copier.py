@@ -26,7 +26,7 @@ from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_o
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import Boundary, schedule
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, RecordedTape, Tape, Value, flat, values_in
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, RecordedTape, Value, flat, values_in
 from scopetrace.ops.higher_order import with_more_operands, written_inputs
 from scopetrace.ops.view_inverses import by_geometry, geometry_of
 
@@ -36,11 +36,6 @@ _SIZED_BY_OTHER = {
     _aten.view_as.default: _aten.view.default,
     _aten.reshape_as.default: _aten.reshape.default,
 }
-
-
-def writes(tape: Tape) -> bool:
-    """Whether an op writes, in the program or in the bodies inside it."""
-    return any(op.writes for inner in tape.walk() for op in inner.ops)
 
 
 class TapeCopier(abc.ABC):
@@ -253,7 +248,7 @@ class TapeCopier(abc.ABC):
         changed = sorted({i for body in op.bodies() for i in written_inputs(body)})
         pure: dict[BodyTape, BodyTape] = {}
         for body in op.bodies():
-            needed = bool(changed) or writes(body)
+            needed = bool(changed) or body.has_writes()
             pure[body] = type(self)(body).run_body(self._calls, changed) if needed else body
         origin = self.moved(op)
         lifted = [self.emitter.constant(origin, real) for real in lift_constants(list(pure.values()))]

@@ -21,7 +21,7 @@ from scopetrace._compat.symbols import surely_equal, to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta
-from scopetrace.functionalization.copier import TapeCopier, writes
+from scopetrace.functionalization.copier import TapeCopier
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
 from scopetrace.ir.tape import (
     AttributeWrite,
@@ -49,7 +49,7 @@ def functionalize(tape: RecordedTape) -> FunctionalTape:
 
     Raises FunctionalizationError for what no functional op says.
     """
-    functional = Functionalizer(tape).run() if writes(tape) else FunctionalTape.of(tape)
+    functional = Functionalizer(tape).run() if tape.has_writes() else FunctionalTape.of(tape)
     return checked(functional, "functionalization")
 
 

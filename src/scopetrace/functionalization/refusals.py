@@ -15,7 +15,7 @@ import torch
 from scopetrace._compat.schema import is_op, schema_of
 from scopetrace._compat.symbols import example
 from scopetrace.errors import FunctionalizationError
-from scopetrace.ir.frames import source_of
+from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.functional_variants import (
     by_name,

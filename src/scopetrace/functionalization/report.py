@@ -8,7 +8,7 @@ import torch
 
 from scopetrace._compat.schema import schema_of
 from scopetrace.containers.structure import leaves_with_path
-from scopetrace.ir.frames import source_of
+from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, RecordedTape, Value
 
 

@@ -28,8 +28,8 @@ from scopetrace._compat.tensors import FakeTensorMode
 from scopetrace.containers.objects import Returned
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.conditions import SizeRules, Specialization
-from scopetrace.ir.frames import Frames as Frames
 from scopetrace.ir.registered import Registered
+from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
 
@@ -332,6 +332,10 @@ class Tape:
         yield self
         for body in self.bodies():
             yield from body.walk()
+
+    def has_writes(self) -> bool:
+        """Whether an op writes, of this tape or of a body inside it."""
+        return any(op.writes for inner in self.walk() for op in inner.ops)
 
     def graph_outputs(self) -> list[Any]:
         """What the graph of this tape gives beside the tensors bound to attributes: values and symbolic numbers."""

@@ -21,7 +21,7 @@ from scopetrace._compat.symbols import Symbolic, SymbolNodes, to_expr
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
 from scopetrace.ir import meta
-from scopetrace.ir.frames import format_stack
+from scopetrace.ir.scopes import format_stack
 from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value
 
 _EFFECT_TAGS = (torch.Tag.nondeterministic_seeded,)  # a dead random op still advances the generator

@@ -19,8 +19,7 @@ from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id, without_dispatch
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
-from scopetrace.ir.frames import capture_frames, source_of
-from scopetrace.ir.scopes import Scope, TracingState
+from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value
 from scopetrace.record.model import Model
 

@@ -28,7 +28,7 @@ from scopetrace.containers.structure import identifier, instantiate, leaves_with
 from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.frames import frames_of_traceback, user_line
+from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, garbage_collection_paused
 from scopetrace.ir.verify import checked
 from scopetrace.record.builder import TapeBuilder, ValueTable

@@ -13,7 +13,6 @@ from typing import Any
 import torch.fx
 
 from scopetrace.errors import FunctionalizationError
-from scopetrace.functionalization.copier import writes
 from scopetrace.functionalization.functionalizer import Functionalizer, functionalize
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap
 from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape
@@ -38,7 +37,7 @@ def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[
     """
     tape, nodes = record_steps(gm, args, with_trials=True)
     lifted, origin = lift(tape, nodes)
-    if not writes(lifted):
+    if not lifted.has_writes():
         return tape, FunctionalTape.of(lifted)
     work = _TorchLevel(lifted)
     try:
