@@ -503,12 +503,14 @@ def test_specialize():
     assert [(s["expression"], s["value"], s["module"]) for s in said] == [("Eq(u0, 1)", False, "Branch")]
 
 
+@needs_timm
 def test_dynamic_sizes():
     result = run("show", "timm:test_vit", "--input", "x=2x3x160x160", "--dynamic", "x.0=batch:1:64", "--depth", "0")
     assert result.exit_code == 0
     assert "x=%x: f32[batch, 3, 160, 160]" in result.output
 
 
+@needs_timm
 @pytest.mark.parametrize(
     ("text", "message"),
     [
