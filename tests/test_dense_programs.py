@@ -17,13 +17,9 @@ def assert_none_wrong(programs, most_refused):
     assert counts["refused"] <= most_refused * counts.total(), counts
 
 
-# What today's core is wrong on.
-wrong = pytest.mark.xfail(raises=AssertionError, strict=True)
-
-
 @pytest.mark.parametrize(
     ("way", "every"),
-    [("static", 60), pytest.param("gradients", 150, marks=wrong), ("leaves", 500), ("dynamic", 400)],
+    [("static", 60), ("gradients", 150), ("leaves", 500), ("dynamic", 400)],
 )
 def test_small_programs(way, every):
     assert_none_wrong(small_programs(**WAYS[way], every=every), 0.02)
@@ -32,10 +28,10 @@ def test_small_programs(way, every):
 @pytest.mark.parametrize(
     ("way", "number"),
     [
-        pytest.param("static", 300, marks=wrong),
-        pytest.param("gradients", 100, marks=wrong),
+        ("static", 300),
+        ("gradients", 100),
         ("leaves", 40),
-        pytest.param("dynamic", 40, marks=wrong),
+        ("dynamic", 40),
     ],
 )
 def test_drawn_programs(way, number):
@@ -52,6 +48,5 @@ def program(inputs, *lines):
     return Program(inputs, tuple(Line(line, makes=line.partition(" = ")[0]) for line in lines), ("a", "b"))
 
 
-@wrong
 def test_two_writes_to_a_view_of_a_view():
     assert verdict(program("one", "a = x[0]", "b = a[1:]", "a.add_(1)", "b[::2] *= 0.5")) == Verdict("right")

@@ -218,7 +218,7 @@ class AliasSet:
                 if base.exact and part.exact:
                     found = by_geometry(base, part)
                 elif is_nearest:
-                    found = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake)
+                    found = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake, view.offset - parent.offset)
             if found is not None:
                 self._functions[view, parent] = found
         return found

@@ -281,6 +281,8 @@ class TapeCopier(abc.ABC):
         """Append `func` on operands of another layout than it was recorded with."""
         if func in (_aten.view.default, _aten._unsafe_view.default):
             func = _aten.reshape.default
+        if func in (_aten.view.dtype, _aten.view_as_complex.default):
+            args = (self.emitter.run(self.moved(op), _aten.contiguous.default, args[:1], {}), *args[1:])
         if func is _aten.as_strided.default:
             raise refusal("as_strided of a tensor whose strides are not those of eager", op)
         return self.emitter.run(self.moved(op), func, args, kwargs)

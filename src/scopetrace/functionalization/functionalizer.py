@@ -25,6 +25,7 @@ from scopetrace.functionalization.copier import TapeCopier
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
 from scopetrace.ir.tape import (
     AttributeWrite,
+    BodyTape,
     FunctionalTape,
     Op,
     RecordedTape,
@@ -55,6 +56,10 @@ def functionalize(tape: RecordedTape) -> FunctionalTape:
 
 class Functionalizer(TapeCopier):
     """Turns each write into the functional variant of its op, and a new value of what was written."""
+
+    def __init__(self, old: RecordedTape | BodyTape) -> None:
+        super().__init__(old)
+        self._severed: set[Value] = set()  # detached tensors whose own gradient nobody asks for
 
     def run(self) -> FunctionalTape:
         """The functional tape. Raises FunctionalizationError."""
@@ -179,11 +184,14 @@ class Functionalizer(TapeCopier):
         aliases = self.sets[target.storage]
         seen = op.grad and (target in op.tracked or not aliases.has_history(target))
         brings = op.grad and any(v is not target for v in op.tracked)
-        detached = self._detached(aliases, target) if brings else None
-        if detached is not None:
+        detached = self._detached(aliases, target) if brings or self._severed else None
+        if detached in self._severed:
+            return True
+        if brings and detached is not None:
             inside, outside = self._read_later(op, aliases, detached)
             if not inside:
-                return True  # only the detached alias, which is gone, has this part of the gradient
+                self._severed.add(detached)  # nobody reads the one tensor that has this part of the gradient
+                return True
             seen = seen and not outside
         if seen and brings:
             aliases.gain_history(target)

@@ -269,7 +269,7 @@ def _meta_of(keys: MetadataKeys, inputs: list[Value], out: torch.Tensor) -> Outp
         stride = dense
     elif out.storage_offset() != 0 or out.untyped_storage().nbytes() != _bytes_spanned(out):
         return None
-    nbytes = out.numel() * out.dtype.itemsize
+    nbytes = out.numel() * out.dtype.itemsize if is_symbolic(out) else _bytes_spanned(out)
     return NewStorage(size, stride, out.dtype, out.device, out.requires_grad, nbytes, key=key)
 
 

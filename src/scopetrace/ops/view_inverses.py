@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import example, to_expr
+from scopetrace._compat.symbols import example, surely_equal, to_expr
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.ir.tape import Value
 from scopetrace.ops import views
@@ -141,6 +141,9 @@ class Permute(ViewFunction):
         return emit(_aten.permute.default, new, [self.dims.index(i) for i in range(len(self.dims))])
 
 
+_NOT_COMPLEX = (_aten.select_scatter.default, _aten.slice_scatter.default)
+
+
 @dataclasses.dataclass(frozen=True)
 class Scatter(ViewFunction):
     """A view op that has a scatter op with the same arguments, such as `select` and `select_scatter`."""
@@ -154,7 +157,10 @@ class Scatter(ViewFunction):
         return emit(self.view, base, *self.args)
 
     def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
-        """The scatter op."""
+        """The scatter op. Of complex numbers most have no derivative, so there it works on pairs of real numbers."""
+        if self.scatter in _NOT_COMPLEX and base.fake.is_complex() and (base.requires_grad or new.requires_grad):
+            pairs = [emit(_aten.view_as_real.default, emit(_aten.resolve_conj.default, x)) for x in (base, new)]
+            return emit(_aten.view_as_complex.default, emit(self.scatter, *pairs, *self.args))
         return emit(self.scatter, base, new, *self.args)
 
 
@@ -172,8 +178,8 @@ def slice_(dim: int, start: Any, end: Any, step: Any = 1) -> Scatter:
 class Positions(ViewFunction):
     """Any elements of the base in any order, by their row-major index in it: `indices`, int64[numel of the view]."""
 
-    base_size: tuple[int, ...]
-    view_size: tuple[int, ...]
+    base_size: Sequence[Any]
+    view_size: Sequence[Any]
     indices: torch.Tensor
 
     def forward(self, emit: Emit, base: Any) -> Any:
@@ -402,17 +408,25 @@ _SAME_ORDER = {
     _aten.to.dtype,
     _aten.dropout.default,
 }
+_MOVES = (_aten.movedim.int, _aten.movedim.intlist)
 
 
 def by_op(
-    func: Any, args: tuple[Any, ...], slot: int | None, base: torch.Tensor, view: torch.Tensor
+    func: Any, args: tuple[Any, ...], slot: int | None, base: torch.Tensor, view: torch.Tensor, offset: Any
 ) -> ViewFunction | None:
-    """The function of result `slot` of `func(base, *args)`, of the same dtype; None for an op that is not known."""
+    """The function of result `slot` of `func(base, *args)`, of the same dtype; None for an op that is not known.
+
+    `offset` is how many elements after the base the view begins.
+    """
     said = views.view_arguments(func, base.size(), args)
     if func in _SAME_ORDER or isinstance(said, (views.Reshape, views.Flatten, views.Unsqueeze)):
         return Reshape(base.size(), view.size())
     if func is _aten.unfold.default and args[2] >= args[1]:
         return Unfold((args[0] % max(1, base.dim()), args[1], args[2]))
+    if func in _MOVES:
+        return Permute(_moved_dims(func, args, base.dim()))
+    if func is _aten.as_strided.default:
+        return _strided(base, args[0], args[1], offset)
     match said:
         case views.Permute(dims):
             return Permute(dims)
@@ -423,6 +437,28 @@ def by_op(
         case views.Expand():
             return Expand(base.size(), view.size())
     return None if slot is None else _part(func, args, slot, said, base, view)
+
+
+def _moved_dims(func: Any, args: tuple[Any, ...], rank: int) -> tuple[int, ...]:
+    """What the op does to dimensions that can be told apart by their size."""
+    probe = torch.empty(tuple(range(2, rank + 2)), device="meta")
+    return tuple([n - 2 for n in func(probe, *args).shape])
+
+
+def _strided(base: torch.Tensor, size: Any, stride: Any, offset: Any) -> ViewFunction | None:
+    """Plain positions of a base whose elements lie in row-major order, without gaps."""
+    row_major: Any = 1
+    for n, s in zip(reversed(base.size()), reversed(base.stride()), strict=True):
+        if to_expr(s) != to_expr(row_major) and to_expr(n) != 1:
+            return None
+        row_major = row_major * n
+    first = example(offset)
+    if not all(type(n) is int for n in (*size, *stride)) or not surely_equal(offset, first):
+        return None
+    taken = Geometry(tuple(size), tuple(stride), first)
+    if taken.span()[0] < 0 or taken.span()[1] >= example(base.numel()):
+        return None
+    return Positions(base.size(), tuple(size), taken.positions())
 
 
 def _part(
