@@ -36,6 +36,7 @@ _SIZED_BY_OTHER = {
     _aten.view_as.default: _aten.view.default,
     _aten.reshape_as.default: _aten.reshape.default,
 }
+_MAY_RETURN_ARGUMENT = (_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.contiguous.default)
 
 
 class TapeCopier(abc.ABC):
@@ -362,6 +363,8 @@ def _view_meta(op: Op, parent: Value, value: Value, slot: int | None) -> ViewMet
     """How a result of a view op comes from `parent`, by an op whose other arguments are no tensors."""
     if value.fake is parent.fake:  # as `x.to(x.dtype)` gives x itself, shape changes included
         return ViewMeta(parent)
+    if op.target in _MAY_RETURN_ARGUMENT and geometry_of(value) == geometry_of(parent):
+        return ViewMeta(parent, _aten.alias.default)  # it got `.data` of the parent, and returned that
     sized = _SIZED_BY_OTHER.get(op.target)
     if sized is not None:
         return ViewMeta(parent, sized, (list(value.fake.size()),))
