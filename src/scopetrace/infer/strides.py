@@ -112,15 +112,12 @@ def reshape_strides(t: torch.Tensor, size: Sizes) -> tuple[Int, ...] | Literal[F
     False where `t` cannot be seen so, at any size; None where that is not known.
     """
     now = _strides_now([example(n) for n in t.size()], [example(n) for n in t.stride()], [example(n) for n in size])
-    if _is_contiguous(t):
-        found: tuple[Int, ...] | Literal[False] | None = row_major_strides(size)
-    elif is_static((*t.size(), *t.stride(), *size)):
+    if is_static((*t.size(), *t.stride(), *size)):
         return now
-    else:
-        found = _Regrouping(t, size).strides()
+    found = row_major_strides(size) if _is_contiguous(t) else _Regrouping(t, size).strides()
     if found is None or found is False:
         return False if found is False and now is False else None
-    return found if now == tuple([example(n) for n in found]) else None  # eager and fake tensors differ there
+    return found if now == tuple([example(n) for n in found]) else None
 
 
 def _strides_now(size: list[int], stride: list[int], new_size: list[int]) -> tuple[int, ...] | Literal[False]:
