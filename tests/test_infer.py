@@ -516,6 +516,15 @@ def test_what_a_rule_knows_is_not_run(counting: Counting) -> None:
     assert counting.count == 0
 
 
+def test_results_with_gradients_are_not_those_without(counting: Counting) -> None:
+    """Recording infers with autograd on, passes without it."""
+    x = counting.value(torch.randn(4, requires_grad=True))
+    key = counting.inference.key_of_call(aten.relu.default, (x,), {})
+    found = counting.inference.infer(key, aten.relu.default, (x,), {}, [x])
+    assert found is not None and found[1][0].requires_grad
+    assert not counting.inference.run(aten.relu.default, (x,), {}).requires_grad
+
+
 def test_the_second_of_two_arguments_that_share_memory(counting: Counting) -> None:
     """Which argument a result is a view of must not be learned where both are the same memory."""
     x, y = counting.value(torch.randn(4)), counting.value(torch.randn(4))

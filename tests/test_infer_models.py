@@ -34,6 +34,7 @@ def checking(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("batch", ["static", "dynamic"])
 @pytest.mark.parametrize("name", VISION)
 def test_a_vision_model(name: str, batch: str) -> None:
+    import_torchvision()
     timm = pytest.importorskip("timm")
     model = timm.create_model(name, pretrained=False).eval()
     x = torch.randn(3, *model.default_cfg["input_size"])

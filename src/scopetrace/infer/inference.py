@@ -59,14 +59,13 @@ class Inference:
 
         Raises what the op raises.
         """
-        key = self.key_of_call(func, args, kwargs) if is_op(func) and may_infer(func) else None
         inputs = values_in((args, kwargs))
-        if key is not None:
-            with torch.no_grad():
-                found = self.infer(key, func, args, kwargs, inputs)
-            if found is not None:
-                outputs, tensors = found
-                return tensors[0] if outputs.container is None else outputs.container(tensors)
+        with torch.no_grad():
+            key = self.key_of_call(func, args, kwargs) if is_op(func) and may_infer(func) else None
+            found = None if key is None else self.infer(key, func, args, kwargs, inputs)
+        if found is not None:
+            outputs, tensors = found
+            return tensors[0] if outputs.container is None else outputs.container(tensors)
         out = run_fake(self._maker.mode, func, _fakes(args), _fakes(kwargs))
         if key is not None:
             self.learn(key, inputs, out)
