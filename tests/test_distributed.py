@@ -527,30 +527,35 @@ def test_the_all_gathers_are_those_of_the_plan(training, name):
     assert training[name]["gathers"] == [training[name]["planned"]] * 3
 
 
+@pytest.mark.slow
 def test_two_pipeline_stages_equal_one_process():
     for name, result in result_of("pipeline").items():
         assert result["error"] < 1e-5, name
         assert result["stages"] == 2, name
 
 
+@pytest.mark.slow
 def test_ranks_that_disagree_end_with_the_first_difference():
     ran = torchrun("disagree")
     assert ran.returncode != 0
     assert "ranks 0 and 1 run in different orders: step 4, after return of Embedding[embed]" in ran.stderr
 
 
+@pytest.mark.slow
 def test_ranks_with_different_plans_end_with_the_first_group_that_differs():
     ran = torchrun("plans")
     assert ran.returncode != 0
     assert "ranks 0 and 1 have different plans: group 1 is embed, in the other embed, layers.0.norm1" in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_model_is_sharded_once():
     ran = torchrun("twice")
     assert ran.returncode != 0
     assert "PlanError: layers.0 is sharded already: plan, and apply once, before fully_shard" in ran.stderr
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_ends_the_run_with_its_error():
     ran = torchrun("fail")
     assert ran.returncode != 0

@@ -568,6 +568,7 @@ def test_torch_onnx_export():
     assert [node.op_type for node in found.model.graph] == ["Gemm"]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor needs a C++ compiler")
 def test_aot_inductor(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.ReLU())

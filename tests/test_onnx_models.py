@@ -244,6 +244,7 @@ def decoder_inputs(transformers, source):
     }
 
 
+@pytest.mark.slow
 def test_t5_with_a_cache_at_other_lengths(transformers):
     config = transformers.T5Config(d_model=32, d_kv=8, d_ff=64, num_layers=3, num_heads=4, vocab_size=64)
     past, source = {2: Dim("past")}, Dim("source")
@@ -276,6 +277,7 @@ def test_whisper_with_a_cache_at_other_lengths(transformers, whisper):
     assert layers(made, "WhisperDecoderLayer") == {"WhisperDecoderLayer": 3}
 
 
+@pytest.mark.slow
 def test_whole_whisper(whisper):
     kwargs = {"decoder_input_ids": torch.randint(0, 64, (2, 4)), "use_cache": False}
     batch, length = Dim("batch"), Dim("length", max=30)
