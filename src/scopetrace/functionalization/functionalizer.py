@@ -121,6 +121,8 @@ class Functionalizer(TapeCopier):
         if any(v.fake.requires_grad for v in op.inputs()) and not schema_of(op.target).is_mutable:
             args, kwargs = self._apart(op, args), self._apart(op, kwargs)
         args, kwargs = call_variant(variant, func, args, kwargs)
+        if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
+            variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
         out = self.emitter.run(self.moved(op), variant.op, tuple(args), kwargs)
         self._store(op, variant, out)
 
