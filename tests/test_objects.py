@@ -319,3 +319,23 @@ def test_a_trace_goes_on_as_before_when_another_opened_its_classes():
     st.trace(lambda layer: layer.keys * 2, (Layer(X),))
     assert tr(given, X).item() == step(Cache(), X).item()
     assert [layer.keys.tolist() for layer in given.layers] == [X.tolist(), (X * 2).tolist()]
+
+
+def test_calls_have_objects_of_the_users_classes_with_nodes_for_tensors():
+    class Attend(nn.Module):
+        def forward(self, x, cache):
+            return cache.update(x, 0), cache
+
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attend = Attend()
+
+        def forward(self, x, cache):
+            return self.attend(x, cache)[0]
+
+    call = st.trace(Net(), (X, Cache(X.clone()))).calls[1]
+    cache = call.arguments["cache"]
+    assert isinstance(cache, Cache) and isinstance(cache.layers[0], Layer)
+    assert isinstance(cache.layers[0].keys, torch.fx.Node)
+    assert str(call.outputs[1].layers[0].keys) == str(call.outputs[0]) == "cat"

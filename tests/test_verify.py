@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+import scopetrace as st
 from scopetrace import errors
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir.tape import BodyTape, FunctionalTape, RecordedTape, Value
-from scopetrace.ir.verify import checked, checks_enabled, verify
+from scopetrace.ir.verify import verify
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, SameAs, StateRef, ViewOf
 from scopetrace.record import record
 
@@ -245,15 +246,13 @@ def test_updates_of_a_write_back_are_there() -> None:
 
 
 def test_checks_are_made_where_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    tape = recorded()
-    tape.inputs.clear()
-    monkeypatch.setenv("SCOPETRACE_CHECK", "0")
-    assert not checks_enabled()
-    assert checked(tape, "recording") is tape
-    monkeypatch.setenv("SCOPETRACE_CHECK", "1")
-    assert checks_enabled()
-    with pytest.raises(errors.InvalidTapeError):
-        checked(tape, "recording")
+    stages = []
+    monkeypatch.setattr("scopetrace.record.session.verify", lambda tape, stage: stages.append(stage))
+    monkeypatch.setattr("scopetrace.functionalization.functionalizer.verify", lambda tape, stage: stages.append(stage))
+    for switch, wanted in (("0", []), ("1", ["recording", "functionalization"])):
+        monkeypatch.setenv("SCOPETRACE_CHECK", switch)
+        st.trace(torch.nn.ReLU(), (torch.ones(2),))
+        assert stages == wanted
 
 
 def test_an_op_owns_the_values_that_it_is_made_with() -> None:

@@ -103,7 +103,11 @@ def map_structure(fn: Callable[[Any], Any], x: Any, leaf: Leaf, object_types: Co
 
 
 def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
-    """The value of the user that a template describes: `fn` gives what stands for each instance of `leaf`."""
+    """The value of the user that a template describes: `fn` gives what stands for each instance of `leaf`.
+
+    Where a registered class does not take what `fn` gives (a cache that computes with its leaves, given nodes), its
+    place keeps the OpaqueContainer.
+    """
     if isinstance(template, leaf):
         return fn(template)
     children = open_container(template)
@@ -112,9 +116,8 @@ def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
     items = [instantiate(fn, item, leaf) for _, item in children]
     if not isinstance(template, OpaqueContainer):
         return close_container(template, items)
-    node = _pytree_node(template.kind)
-    if node is not None:
-        return node.unflatten_fn(items, template.context)
+    if _pytree_node(template.kind) is not None:
+        return _close_opaque(template.kind, template.context, template.keys, items)
     new = _empty(template.kind)
     new.__dict__.update(zip([key[1:] for key in template.keys], items, strict=True))
     return new

@@ -30,9 +30,10 @@ from scopetrace.ir.tape import (
     Op,
     RecordedTape,
     Value,
+    checks_enabled,
     garbage_collection_paused,
 )
-from scopetrace.ir.verify import checked
+from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,
@@ -51,7 +52,9 @@ def functionalize(tape: RecordedTape) -> FunctionalTape:
     Raises FunctionalizationError for what no functional op says.
     """
     functional = Functionalizer(tape).run() if tape.has_writes() else FunctionalTape.of(tape)
-    return checked(functional, "functionalization")
+    if checks_enabled():
+        verify(functional, "functionalization")
+    return functional
 
 
 class Functionalizer(TapeCopier):

@@ -20,8 +20,7 @@ from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_
 from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, run_fake, storage_id, without_dispatch
 from scopetrace.infer import check, rules, strides
 from scopetrace.infer.rules import Identity, NewStorage, OutputMeta, Outputs, ViewOfInput
-from scopetrace.ir.tape import Value, values_in
-from scopetrace.ir.verify import checks_enabled
+from scopetrace.ir.tape import Value, checks_enabled, values_in
 from scopetrace.ops.views import Int
 
 _ATOMS = frozenset(

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import gc
 import inspect
+import os
 import types
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, TypeVar, Union
@@ -516,6 +517,14 @@ def own_values(tape: _T) -> _T:
     if isinstance(tape, FunctionalTape):
         tape.returned = renamed(tape.returned, values)
     return tape
+
+
+def checks_enabled() -> bool:
+    """Whether each stage verifies its result, because the environment variable `SCOPETRACE_CHECK` is `1`.
+
+    Asked once per stage, not once per op.
+    """
+    return os.environ.get("SCOPETRACE_CHECK") == "1"
 
 
 @contextlib.contextmanager

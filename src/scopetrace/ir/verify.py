@@ -1,6 +1,6 @@
 """Checks of scopetrace on itself: the rules that every tape keeps.
 
-    a stage of the pipeline -> its tape -> `checked`, with checks on -> the same tape, or InvalidTapeError
+    a stage of the pipeline -> its tape -> `verify`, where checks are enabled -> nothing, or InvalidTapeError
 
 Checks are on in the tests, and with the environment variable `SCOPETRACE_CHECK=1`. The idea is LLVM's and MLIR's
 verifier after each pass.
@@ -8,9 +8,7 @@ verifier after each pass.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
-from typing import TypeVar
 
 from scopetrace._compat.schema import is_op, schema_of
 from scopetrace.containers.structure import leaves
@@ -26,21 +24,6 @@ from scopetrace.ir.write_back import (
     Update,
     ViewOf,
 )
-
-_VARIABLE = "SCOPETRACE_CHECK"
-_T = TypeVar("_T", bound=Tape)
-
-
-def checks_enabled() -> bool:
-    """Whether the environment variable `SCOPETRACE_CHECK` is `1`. Read once per trace, not once per op."""
-    return os.environ.get(_VARIABLE) == "1"
-
-
-def checked(tape: _T, stage: str) -> _T:
-    """The tape itself. With checks on, raises InvalidTapeError if it or a body inside it breaks a rule."""
-    if checks_enabled():
-        verify(tape, stage)
-    return tape
 
 
 def verify(tape: Tape, stage: str) -> None:

@@ -18,8 +18,8 @@ import torch
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
 from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, forward_of, own_values
-from scopetrace.ir.verify import checked
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, checks_enabled, forward_of, own_values
+from scopetrace.ir.verify import verify
 from scopetrace.outline.key import call_key, content_hash
 from scopetrace.outline.readers import Bound, Captured, Place, Readers
 from scopetrace.outline.signature import (
@@ -122,7 +122,10 @@ class _Outliner:
                 dataclasses.replace(w, value=main.now.get(w.value, w.value)) for w in self.old.attribute_writes
             ],
         )
-        return checked(own_values(outlined), "outlining")
+        found = own_values(outlined)
+        if checks_enabled():
+            verify(found, "outlining")
+        return found
 
     # ---------------------------------------------------------------- blocks
 

@@ -71,12 +71,12 @@ def _count_problems(calls: list[ModuleCall]) -> Iterator[str]:
 def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[str]:
     order = {node: i for i, node in enumerate(graph.nodes)}
     for call in calls:
-        for kind, structure in (("argument", call.arguments), ("output", call.outputs)):
+        for kind, structure in (("argument", call.argument_templates), ("output", call.output_template)):
             for node in leaves(structure, torch.fx.Node):
                 if node not in order:
                     yield f"{call}: its {kind} {node.name} is not in the graph"
         first = min((order[n] for n in call.nodes if n.op != "get_attr" and n in order), default=None)
-        for node in leaves(call.arguments, torch.fx.Node):
+        for node in leaves(call.argument_templates, torch.fx.Node):
             if first is not None and order.get(node, -1) > first:
                 yield f"{call}: its argument {node.name} is made after its first op"
 

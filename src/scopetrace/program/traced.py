@@ -22,7 +22,7 @@ import torch.fx
 
 from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads, was_erased
 from scopetrace.containers.objects import without_argument_mutation
-from scopetrace.containers.structure import leaves_with_path
+from scopetrace.containers.structure import instantiate, leaves_with_path
 from scopetrace.errors import InputMismatchError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
@@ -120,6 +120,11 @@ class ModuleCall:
         Tensors and symbolic sizes are `torch.fx.Node`s; everything else is the Python object itself. `*args` and
         `**kwargs` are under their own names, a tuple and a dict.
         """
+        return {name: _with_objects(template) for name, template in self.argument_templates.items()}
+
+    @functools.cached_property
+    def argument_templates(self) -> dict[str, Any]:
+        """As `arguments`, with an OpaqueContainer for each object that holds tensors and that pytree does not know."""
         lower = self.lowering.lower
         args = tuple(lower(a) for a in self._call.args)
         kwargs = {name: lower(a) for name, a in self._call.kwargs.items()}
@@ -128,6 +133,11 @@ class ModuleCall:
     @functools.cached_property
     def outputs(self) -> Any:
         """The returned structure, with `torch.fx.Node`s for tensors and symbolic sizes. None when the call raised."""
+        return _with_objects(self.output_template)
+
+    @functools.cached_property
+    def output_template(self) -> Any:
+        """As `outputs`, with an OpaqueContainer for each object that holds tensors and that pytree does not know."""
         return self.lowering.lower(self._call.outputs)
 
     @property
@@ -152,6 +162,10 @@ class ModuleCall:
         index = f", index={self.index}" if self.index else ""
         name = self.module_type.__name__ if self.module_type else "function"
         return f"ModuleCall({self.fqn!r}, {name}{index})"
+
+
+def _with_objects(template: Any) -> Any:
+    return instantiate(lambda node: node, template, torch.fx.Node)
 
 
 class CallTable:

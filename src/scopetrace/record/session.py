@@ -29,8 +29,8 @@ from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, U
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.scopes import frames_of_traceback, user_line
-from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, garbage_collection_paused
-from scopetrace.ir.verify import checked
+from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
+from scopetrace.ir.verify import verify
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, leaf_rule
 from scopetrace.record.data import DataReader, NoRealValue
@@ -177,7 +177,9 @@ class Recording:
             raise builder.deferred[0]
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
-        return checked(tape, "recording")
+        if checks_enabled():
+            verify(tape, "recording")
+        return tape
 
     # ---------------------------------------------------------------- inputs
 

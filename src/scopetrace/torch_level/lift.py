@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.tape import Op, RecordedTape, Value, own_values
-from scopetrace.ir.verify import checked
+from scopetrace.ir.tape import Op, RecordedTape, Value, checks_enabled, own_values
+from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import functional_variant, undeclared_variant
 from scopetrace.torch_level.step import Renew, Step
 from scopetrace.torch_level.stepping import NodeRecord, Trial
@@ -51,7 +51,9 @@ class _Lifter:
         self._build({s.start: s for s in chosen}, {i: s for s in self.nodes for i in range(s.start, s.stop)})
         self.root.stop = len(self.new.ops)
         nodes = [self.origin.get(id(op)) for op in self.new.ops]
-        lifted = checked(own_values(self.new), "torch level")
+        lifted = own_values(self.new)
+        if checks_enabled():
+            verify(lifted, "torch level")
         return lifted, {id(op): s for op, s in zip(lifted.ops, nodes, strict=True) if s is not None}
 
     # ---------------------------------------------------------------- which nodes

@@ -46,7 +46,7 @@ def document(program: TracedProgram, *, depth: int | None = None, scope: str | N
         "attributes": [{"name": n.name, "target": n.target, **_type(n)} for n in graph.nodes if n.op == "get_attr"],
         "ops": ops,
         "calls": [_call(call) for call in select_calls(calls, depth, scope)],
-        "outputs": plain_data(calls[0].outputs),
+        "outputs": plain_data(calls[0].output_template),
         "specializations": [dataclasses.asdict(s) for s in program.tape.specializations],
     }
 
@@ -91,8 +91,8 @@ def _call(call: ModuleCall) -> dict[str, Any]:
         "scope": call.scope.path,
         "leaf": call.is_leaf,
         "raised": None if call.raised is None else f"{type(call.raised).__name__}: {call.raised}",
-        "arguments": {name: plain_data(x) for name, x in call.arguments.items()},
-        "outputs": plain_data(call.outputs),
+        "arguments": {name: plain_data(x) for name, x in call.argument_templates.items()},
+        "outputs": plain_data(call.output_template),
     }
 
 

@@ -54,9 +54,9 @@ def calls_table(calls: list[ModuleCall]) -> str:
 
 def _row(call: ModuleCall) -> tuple[str, ...]:
     cls = call.module_type.__name__ if call.module_type is not None else "function"
-    given = ", ".join(f"{name}={value_text(x, typed, _LIMIT)}" for name, x in call.arguments.items())
+    given = ", ".join(f"{name}={value_text(x, typed, _LIMIT)}" for name, x in call.argument_templates.items())
     if call.raised is not None:
         result = f"raised {type(call.raised).__name__}"
     else:
-        result = value_text(call.outputs, typed, _LIMIT)
+        result = value_text(call.output_template, typed, _LIMIT)
     return str(call.position), "-" if call.fqn is None else call.fqn or '""', str(call.index), cls, given, result

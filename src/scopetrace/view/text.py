@@ -154,7 +154,7 @@ class _Writer:
     def _header(self, section: Section, label: str, *notes: str) -> str:
         call = section.call
         given = ", ".join(f"{key}={value_text(x, typed, _LIMIT)}" for key, x in _given(call))
-        result = "" if call.raised is not None else f" -> {value_text(call.outputs, typed, _LIMIT)}"
+        result = "" if call.raised is not None else f" -> {value_text(call.output_template, typed, _LIMIT)}"
         said = ", ".join([*_notes(call), *notes])
         return f"{label}({given}){result}" + (f"  # {said}" if said else "")
 
@@ -162,11 +162,11 @@ class _Writer:
         """Arguments that differ from member to member, and results: the last of a chain, else all."""
         calls = [member.call for member in run.sections[1:]]
         parts = [
-            f"{key}={_listed([value_text(call.arguments[key], named) for call in calls])}"
+            f"{key}={_listed([value_text(call.argument_templates[key], named) for call in calls])}"
             for key in self._folder.differing(run)
         ]
         given = f"({', '.join(parts)})" if parts else ""
-        results = [value_text(call.outputs, typed, _LIMIT) for call in (calls[-1:] if run.is_chain else calls)]
+        results = [value_text(call.output_template, typed, _LIMIT) for call in (calls[-1:] if run.is_chain else calls)]
         return f"{given} -> {_listed(results)}"
 
 
@@ -272,7 +272,7 @@ def _given(call: ModuleCall) -> Iterator[tuple[str, Any]]:
     """The arguments that differ from the defaults of `forward`; no empty `*args` or `**kwargs`."""
     forward = getattr(call.module_type, "forward", None)
     defaults = _defaults(forward) if forward is not None else {}
-    for name, value in call.arguments.items():
+    for name, value in call.argument_templates.items():
         if name not in defaults or not _same(value, defaults[name]):
             yield name, value
 

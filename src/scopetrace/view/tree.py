@@ -205,7 +205,7 @@ class _Filling:
         found = {}
         for call in self._calls:
             if call.position not in busy:
-                given = leaves(call.arguments, torch.fx.Node)
+                given = leaves(call.argument_templates, torch.fx.Node)
                 found[call.position] = max((self._order.get(node, -1) for node in given), default=-1)
         return found
 
@@ -355,7 +355,7 @@ class Folder:
         own = {
             node for node, kind in zip(self._signed[id(last)].outside, run.relation or (), strict=True) if kind == "own"
         }
-        return [name for name, x in last.call.arguments.items() if isinstance(x, torch.fx.Node) and x in own]
+        return [name for name, x in last.call.argument_templates.items() if isinstance(x, torch.fx.Node) and x in own]
 
     # ---------------------------------------------------------------- signatures
 
@@ -364,7 +364,7 @@ class Folder:
         text: list[Hashable] = [section.user_scope]
         if _is_call(section):
             text = [section.call.module_type, section.call.is_leaf, type(section.call.raised).__qualname__]
-            text += [(key, _wiring(x, names)) for key, x in section.call.arguments.items()]
+            text += [(key, _wiring(x, names)) for key, x in section.call.argument_templates.items()]
         for item in section.items:
             if isinstance(item, Op):
                 text.append((self._op(item, names), *map(self.signature, [*item.bodies, *item.shared])))
@@ -375,7 +375,7 @@ class Folder:
         if section.program is not None:
             text.append(_wiring(section.program.output.args[0], names))
         elif not section.user_scope:
-            text.append(_wiring(section.call.outputs, names))
+            text.append(_wiring(section.call.output_template, names))
         signature = self._numbers.setdefault(tuple(text), len(self._numbers))
         return SectionSignature(signature, names.outside)
 
