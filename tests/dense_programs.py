@@ -434,6 +434,7 @@ KINDS = {
     "refused": "it is refused when it is traced",
     "fixed": "it runs only at some of the sizes, as the program fixes them: x[:3] + x[1:]",
     "right": "it does what eager does, which may be to raise",
+    "undefined": "it multiplies complex infinities, of which torch's kernels make other numbers for other strides",
 }
 
 
@@ -450,6 +451,8 @@ def verdict(program: Program) -> Verdict:
     args = make(*SIZE, 0)
     shapes = tuple({d: torch.export.Dim.AUTO for d in range(t.dim())} for t in args) if program.dynamic else None
     expected = observe(f, make(*SIZE, -5))
+    if "complex" in program.source and isinstance(expected, dict) and not all(map(is_finite, expected["values"])):
+        return Verdict("undefined")
     try:
         trace = st.trace(f, args, dynamic_shapes=shapes)
     except Exception as error:
@@ -512,6 +515,11 @@ def observe(run: Callable, args: list[torch.Tensor]) -> dict | Exception:
         "gradients": gradients(args, results),
         "requires_grad": [t.requires_grad for t in tensors],
     }
+
+
+def is_finite(t: torch.Tensor) -> bool:
+    """Whether no element of a tensor is infinite or not a number."""
+    return bool(t.isfinite().all())
 
 
 def memory(tensors: list[torch.Tensor]) -> list[tuple[int, int]]:

@@ -97,7 +97,9 @@ def test_by_where_the_elements_are(name, func, args, slot):
 def test_by_op_and_arguments(name, func, args, slot):
     base = BASES[name]()
     view = view_of(base, func, args, slot)
-    function = view_inverses.by_own_inverse(func, args, base) or by_op(func, args, slot, base, view)
+    function = view_inverses.by_own_inverse(func, args, base) or by_op(
+        func, args, slot, base, view, view.storage_offset() - base.storage_offset()
+    )
     if function is None:
         assert name == "empty"  # which is never written
     else:

@@ -122,7 +122,8 @@ def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], names: list
 
     ops = [_moved(op, inside) for op in segment.kept() if op.kind != "placeholder"]
     for call in segment.calls:
-        call.args, call.kwargs, call.outputs = placed(call.args), placed(call.kwargs), placed(call.outputs)
+        call.args, call.kwargs = placed(call.args), placed(call.kwargs)
+        call.outputs, call.mutated = placed(call.outputs), placed(call.mutated)
         call.start, call.stop = (_position(segment, i, len(placeholders)) for i in (call.start, call.stop))
     outputs = placed(segment.outputs)
     return BodyTape(
