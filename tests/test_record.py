@@ -318,6 +318,15 @@ def test_lstm_and_complex_and_integer_arithmetic():
     traced(lambda i: i // 2 + (i << 1), torch.arange(5))
 
 
+def test_marks_for_the_profiler_are_no_part_of_the_program():
+    def forward(x):
+        with torch.profiler.record_function("forward"):
+            return x + 1
+
+    assert targets(traced(forward, torch.randn(2))) == ["aten.add.Tensor"]
+    traced(nn.DataParallel(nn.Linear(2, 2)), torch.randn(2, 2))  # which marks its forward
+
+
 def test_cost_per_op_is_flat():
     """Structure, not time: the tape has one op per op and nothing grows with the square."""
 

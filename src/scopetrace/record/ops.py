@@ -41,6 +41,7 @@ from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.retrace import Retrace
 
 _aten = torch.ops.aten
+_END_OF_PROFILED = torch.ops.profiler._record_function_exit._RecordFunction
 _Parameter = torch.nn.Parameter
 _grad_enabled = torch.is_grad_enabled
 
@@ -407,8 +408,13 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.lift_fresh.default: lambda ops, t: ops.values.lift_fresh(t),
     _aten.tensor_split.tensor_indices_or_sections: _split,
     _aten.narrow.Tensor: _narrow,
+    _END_OF_PROFILED: lambda ops, handle: _END_OF_PROFILED(handle),
 }
-"""Ops that are recorded as others. Two of them read numbers from a tensor: that is an op for each number."""
+"""Ops that are recorded as others, or not at all.
+
+Two of them read numbers from a tensor: that is an op for each number. `torch.profiler.record_function` marks a stretch
+of time for the profiler: it runs, and is no part of the program.
+"""
 
 
 def _version(t: torch.Tensor) -> int:
