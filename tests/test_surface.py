@@ -1,5 +1,6 @@
 """The names that people see: those of the package, those of a Trace, and earlier ones that go on working."""
 
+import pickle
 import subprocess
 import sys
 from types import ModuleType
@@ -76,3 +77,42 @@ def test_save_and_load_are_a_pair(tmp_path):
     tr = st.trace(nn.Linear(2, 2), (x,))
     st.save(tr, tmp_path / "linear.st")
     torch.testing.assert_close(st.load(tmp_path / "linear.st")(x), tr(x))
+
+
+def test_a_trace_that_pickle_refuses(tmp_path):
+    class Local(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    with pytest.raises(pickle.PicklingError, match="Local"):
+        st.trace(Local(), (torch.randn(2),)).save(tmp_path / "local.st")
+
+
+def test_a_trace_whose_classes_are_not_there(tmp_path, monkeypatch):
+    module = ModuleType("gone")
+    exec("import torch\nclass Net(torch.nn.Module):\n    def forward(self, x):\n        return x + 1", vars(module))
+    monkeypatch.setitem(sys.modules, "gone", module)
+    st.trace(module.Net(), (torch.randn(2),)).save(tmp_path / "net.st")
+    del module.Net
+    with pytest.raises(st.ScopetraceError, match=r"cannot be imported here.*Net"):
+        st.load(tmp_path / "net.st")
+    monkeypatch.delitem(sys.modules, "gone")
+    with pytest.raises(st.ScopetraceError, match=r"cannot be imported here.*gone"):
+        st.load(tmp_path / "net.st")
+
+
+@pytest.mark.parametrize("args", [3, None, "x", {"input": torch.ones(1, 2)}])
+def test_positional_arguments_of_another_form(args):
+    with pytest.raises(TypeError, match=f"args must be a tuple of positional arguments, not {type(args).__name__}"):
+        st.trace(nn.Linear(2, 2), args)
+
+
+def test_keyword_arguments_of_another_form():
+    with pytest.raises(TypeError, match="kwargs must be a dict of keyword arguments, not Tensor"):
+        st.trace(nn.Linear(2, 2), (), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("options", [{"level": "core"}, {"lower_scatter": "scatter"}])
+def test_a_backend_refuses_wrong_options_before_anything_is_compiled(options):
+    with pytest.raises(st.ArgumentError, match="must be one of"):
+        st.functional_backend(lambda gm, inputs: gm, **options)

@@ -205,9 +205,12 @@ def _higher_order_op(name: str) -> Any:
 
 
 def dumps(x: Any) -> bytes:
-    """Pickle `x`. Raises pickle.PicklingError for what pickle refuses."""
+    """Pickle `x`. Raises pickle.PicklingError for what pickle refuses, such as instances of local classes."""
     file = io.BytesIO()
-    _Pickler(file).dump(x)
+    try:
+        _Pickler(file).dump(x)
+    except (AttributeError, TypeError) as error:  # pickle's own are of three classes, by Python version
+        raise pickle.PicklingError(str(error)) from error
     return file.getvalue()
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import storage_id
-from scopetrace.errors import ScopetraceError
+from scopetrace.errors import ArgumentError
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.scatters import Form, lower_scatters
@@ -112,12 +112,9 @@ def functionalize(
 
     Raises:
         FunctionalizationError: a mutation has no functional form with the same meaning.
-        ScopetraceError: `level` or `lower_scatter` is none of these.
+        ArgumentError: `level` or `lower_scatter` is none of these.
     """
-    if level not in get_args(Level):
-        raise ScopetraceError(f"level={level!r}: must be one of {', '.join(map(repr, get_args(Level)))}")
-    if lower_scatter is not None and lower_scatter not in get_args(Form):
-        raise ScopetraceError(f"lower_scatter={lower_scatter!r}: must be one of {', '.join(map(repr, get_args(Form)))}")
+    _check_options(level, lower_scatter)
     args = tuple(example_inputs)
     recorded, pure = aten_tapes(gm, args) if level == "aten" else torch_level_tapes(gm, args)
     return Functionalized(TracedProgram(recorded, pure, gm), level, lower_scatter)
@@ -140,12 +137,23 @@ def functional_backend(
             inputs and returns the values of the graph's output node.
         level: as for `functionalize`.
         lower_scatter: as for `functionalize`.
+
+    Raises ArgumentError for another `level` or `lower_scatter`. FunctionalizationError comes out of the first call of
+    the compiled model, as for `functionalize`.
     """
+    _check_options(level, lower_scatter)
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return _Compiled(gm, functools.partial(functionalize, level=level, lower_scatter=lower_scatter), compiler)
 
     return backend
+
+
+def _check_options(level: Level, lower_scatter: Form | None) -> None:
+    if level not in get_args(Level):
+        raise ArgumentError(f"level={level!r}: must be one of {', '.join(map(repr, get_args(Level)))}")
+    if lower_scatter is not None and lower_scatter not in get_args(Form):
+        raise ArgumentError(f"lower_scatter={lower_scatter!r}: must be one of {', '.join(map(repr, get_args(Form)))}")
 
 
 class _Compiled:

@@ -234,7 +234,10 @@ class Trace:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, with the parameters and buffers that it reads, without the model's code.
 
-        Raises pickle.PicklingError for objects among the arguments that pickle refuses.
+        The classes of modules, arguments and results are stored by name: `load` imports them.
+
+        Raises pickle.PicklingError for what pickle refuses: some objects among the arguments, and classes that are
+        defined inside a function. OSError where the file cannot be written.
         """
         Path(path).write_bytes(self._program.to_bytes())
 
@@ -337,10 +340,16 @@ def load(path: str | os.PathLike[str]) -> Trace:
 
     `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file.
 
-    Raises ScopetraceError for a file that is no trace, OSError where it cannot be read.
+    Raises ScopetraceError for a file that is no trace, or that names classes which cannot be imported here; OSError
+    where it cannot be read.
     """
     try:
         return _from_bytes(Path(path).read_bytes())
+    except (AttributeError, ImportError) as error:
+        raise ScopetraceError(
+            f"{path} names a class or function that cannot be imported here ({error}): "
+            "make the module that defines it importable under the same name"
+        ) from error
     except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
         raise ScopetraceError(f"{path} was not written by Trace.save") from error
 
@@ -364,8 +373,9 @@ def trace(
 
     Args:
         model: an `nn.Module`, a function, or a bound method of a module.
-        args: positional arguments, as for the model; tensors on any device, the meta device too.
-        kwargs: keyword arguments.
+        args: a tuple of the positional arguments of the model, or a single tensor; tensors on any device, the meta
+            device too.
+        kwargs: a dict of its keyword arguments.
         dynamic_shapes: which sizes may differ from call to call, in any of torch.export's forms: a dict by argument
             name or a tuple, of dicts or lists of `Dim`, derived dims, `Dim.AUTO`, `Dim.DYNAMIC`, numbers or None. All
             other sizes are those of the arguments. A call checks its sizes against what was captured.
@@ -383,24 +393,33 @@ def trace(
     Raises:
         LeafPatternError: an entry of leaf_modules matches no module of the model.
         DynamicShapeError: dynamic_shapes does not fit the arguments, or the model fixes a size that it names.
-        FunctionalizationError: a mutation has no pure form (with functional=True).
+        FunctionalizationError: a mutation has no functional form with the same meaning (with functional=True).
         DataDependentError: Python needs a value that depends on the inputs (`if x.sum() > 0`); with specialize=True,
             one that depends on tensors without data (on the meta device).
         TraceError: for other things that cannot be recorded; it has one subclass for each.
+        TypeError: args is no tuple, kwargs is no dict, or both leaf_modules= and leaves= are given.
         Exception: what the model itself raises.
     """
     if leaves is not None:
         if leaf_modules is not None:
             raise TypeError("leaves= is the earlier name of leaf_modules=: give one of them")
         leaf_modules = leaves
-    arguments = (args,) if isinstance(args, torch.Tensor) else tuple(args)
+    arguments = (args,) if isinstance(args, torch.Tensor) else _positional(args)
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a dict of keyword arguments, not {type(kwargs).__name__}")
     tape = record(
         model,
         arguments,
-        kwargs or {},
+        dict(kwargs or {}),
         dynamic_shapes=dynamic_shapes,
         leaf_modules=() if leaf_modules is None else leaf_modules,
         specialize=specialize,
         progress=progress,
     )
     return Trace(TracedProgram(tape, functionalize(tape) if functional else tape, model))
+
+
+def _positional(args: Iterable[Any]) -> tuple[Any, ...]:
+    if isinstance(args, str | Mapping) or not isinstance(args, Iterable):
+        raise TypeError(f"args must be a tuple of positional arguments, not {type(args).__name__}")
+    return tuple(args)
