@@ -4,6 +4,7 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 import warnings
 from pathlib import Path
 
@@ -21,6 +22,10 @@ TABLES = {**manifest.NAMES, **manifest.LATER, **manifest.ONNX}
 LISTED = {f"{owner.replace(':', '.')}.{name}" for owner, names in TABLES.items() for name in names.split()}
 OF_INSTANCES = {name for _, names in manifest.INSTANCES.values() for name in names.split()}
 ATTRIBUTES = {name.rpartition(".")[2] for name in LISTED} | OF_INSTANCES | set(manifest.SHAPE_ENV.split())
+
+ROOT = Path(__file__).parents[1]
+FIRST, LAST = (".".join(map(str, find(SUPPORTED))) for find in (min, max))
+"""The supported versions of torch, as text."""
 
 # Not torch's: of Python, of onnxscript, ops, and what is set on objects that the package made.
 NOT_TORCH = {"_getframe", "_DEFAULT_REWRITE_RULES", "_scopetrace_original"}
@@ -80,7 +85,7 @@ def test_missing_names_are_one_error_that_has_them_all():
     assert absent == ["torch._C._no_such_name", "torch._nowhere", "torch.Tensor._gone"]
     assert manifest.missing_on(torch.nn.Module(), "_buffers _gone") == ["Module()._gone"]
     with pytest.raises(
-        ImportError, match=r"torch \S+ has no torch._C._no_such_name, torch._nowhere, .* 2\.13 to 2\.15"
+        ImportError, match=rf"torch \S+ has no torch._C._no_such_name, torch._nowhere, .* {FIRST} to {LAST}: install"
     ):
         manifest.require(absent)
 
@@ -93,10 +98,21 @@ def test_a_version_has_its_differences():
     assert differences_of(torch.__version__) is CURRENT
 
 
-@pytest.mark.parametrize(("version", "nearest"), [("2.12.1", (2, 13)), ("2.16.0", (2, 15)), ("3.0.0", (2, 15))])
+@pytest.mark.parametrize(("version", "nearest"), [("2.12.1", min(SUPPORTED)), ("3.0.0", max(SUPPORTED))])
 def test_another_version_is_a_warning(version, nearest):
-    with pytest.warns(UserWarning, match=f"supports torch 2.13 to 2.15, and this is torch {version}"):
+    with pytest.warns(UserWarning, match=f"supports torch {FIRST} to {LAST}, and this is torch {version}"):
         assert differences_of(version) is SUPPORTED[nearest]
+
+
+@pytest.mark.parametrize("file", ["README.md", "constraints.txt"])
+def test_pages_name_the_supported_versions(file):
+    assert f"torch {FIRST} to {LAST}" in (ROOT / file).read_text()
+
+
+def test_pip_accepts_the_supported_versions():
+    dependencies = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    major, minor = max(SUPPORTED)
+    assert f"torch>={FIRST},<{major}.{minor + 1}" in dependencies
 
 
 PROGRAM = """

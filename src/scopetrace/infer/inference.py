@@ -4,7 +4,7 @@
     key -> Outputs of the cache | by rule (`rules`) | learned from what torch gave on fake tensors
     Outputs + tape values -> fake tensors
 
-Equal keys give results of equal metadata; so a layer of a model costs what its first occurrence did not. torch's own
+Equal keys give results of equal metadata, so the second of two equal layers is answered from the cache. torch's own
 cache of fake results works below decomposition, where a linear layer is four ops; here it is one.
 """
 

@@ -3,7 +3,7 @@
     positions of base and view in their storage (exact sizes), or the view op and its arguments (symbolic sizes)
     -> `ViewFunction` -> ops of ATen on either side: `select` and `select_scatter`, `permute` and `permute`, ...
 
-The pair is a lens: `forward(inverse(base, new)) == new`, and `inverse(base, forward(base)) == base`. torch's own
+For each pair `forward(inverse(base, new)) == new`, and `inverse(base, forward(base)) == base`. torch's own
 functionalization has the same pairs in FunctionalInverses.cpp, one for each view op; here one serves all ops that give
 the same positions, and a view of a view is related to either.
 """

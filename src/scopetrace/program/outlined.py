@@ -3,8 +3,8 @@
 Data flow:
     targets -> the calls that they name -> outline: main tape and function bodies -> TracedProgram and one Function each
 
-The successor of torch.onnx's `export_modules_as_functions`, for every consumer of graphs: calls are the
-`torch.ops.higher_order.invoke_subgraph` nodes that torch itself makes for repeated regions.
+This is what torch.onnx's `export_modules_as_functions` did, and not for ONNX alone: a call of a function is a
+`torch.ops.higher_order.invoke_subgraph` node, as torch itself makes for repeated regions.
 """
 
 from __future__ import annotations

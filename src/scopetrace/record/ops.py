@@ -2,8 +2,9 @@
 
 Data flow:
     op and arguments as Python gave them -> OpCall: tape values for the tensors
-    arguments that `infer` knows results for -> results made from their metadata alone   \
-    anything else                            -> torch runs the op on the fake tensors    / -> an Op on the tape
+    an op whose result `infer` knows -> the result is made from the metadata of the arguments
+    any other op                     -> torch runs it on the fake tensors
+    either                           -> an Op on the tape
 
 The first way makes recording fast: a layer's ops repeat in the next layer, and no kernel, dispatcher or autograd runs
 for them. Its results have no autograd history. That shows only when the forward itself differentiates, or writes to a

@@ -1,1 +1,1 @@
-"""A trace for people: text now; pictures later."""
+"""A trace as text and as JSON."""
