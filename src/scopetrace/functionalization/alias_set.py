@@ -48,6 +48,7 @@ _NEEDS_STRIDES = frozenset(
     }
 )
 """View ops that not every layout of the base allows."""
+_NO_POSITIONS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,7 +80,7 @@ class AliasSet:
         self._bring = bring  # puts a root on the tape that the program reads only later
         self._present: dict[Value, tuple[Value, int]] = {}
         self._row: Value | None = None
-        self._row_positions = torch.empty(0)
+        self._row_positions = _NO_POSITIONS
         self._functions: dict[tuple[Value, Value], ViewFunction] = {}
         self._first: dict[Value, Value] = {}  # results of `same`
         self._with_grad: dict[Value, None] = {}

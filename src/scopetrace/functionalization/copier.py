@@ -128,7 +128,7 @@ class TapeCopier(abc.ABC):
 
     def _at_edge(self, op: Op, call: Call | None) -> Op:
         """The op next to the boundary of a call, in the call that reads there: the origin of what is read."""
-        return dataclasses.replace(op, call=call, scope=self.old.root if call is None else call.scope)
+        return op.moved_to(call, self.old.root if call is None else call.scope)
 
     def _start(self, call: Call, op: Op) -> None:
         parent = None if call.parent is None else self._calls[call.parent]

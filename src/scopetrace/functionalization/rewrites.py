@@ -224,6 +224,9 @@ def schedule(ops: list[Op], boundaries: list[Boundary], removable: set[Op], resu
     into a call. The ranges of the calls are set anew. `boundaries` are in order. `results` are read at the end, in the
     outermost call.
     """
+    if not removable:
+        _set_ranges(boundaries)
+        return ops
     items = list(_merged(ops, boundaries))
     around = list(_around(items))
     first_reader = dict.fromkeys(results, len(items) - 1)
@@ -241,6 +244,14 @@ def schedule(ops: list[Op], boundaries: list[Boundary], removable: set[Op], resu
         for value in _read(item):
             first_reader[value] = min(place, first_reader.get(value, place))
     return _in_order(items, placed, removable)
+
+
+def _set_ranges(boundaries: list[Boundary]) -> None:
+    for boundary in boundaries:
+        if boundary.is_start:
+            boundary.call.start = boundary.before
+        else:
+            boundary.call.stop = boundary.before
 
 
 def _merged(ops: list[Op], boundaries: list[Boundary]) -> Iterator[Op | Boundary]:

@@ -212,10 +212,11 @@ class MetadataKeys:
         return self._number(to_expr(meta.size), to_expr(meta.stride), offset, rest, nbytes)
 
     def _number(self, size: Any, stride: Any, offset: Any, rest: Any, nbytes: Any) -> int | None:
-        if any(has_unbacked(n) for n in (*size, *stride, offset)):
-            return None
         facts = (size, stride, offset, *rest, self._expanded(to_expr(nbytes)))
-        return self._numbers.setdefault(facts, len(self._numbers))
+        found = self._numbers.get(facts)
+        if found is None and not any(has_unbacked(n) for n in (*size, *stride, offset)):
+            found = self._numbers[facts] = len(self._numbers)
+        return found
 
     def _expanded(self, number: Any) -> Any:
         """One form for equal polynomials: torch counts bytes in several ways."""

@@ -165,15 +165,15 @@ class Op:
         """Of a higher-order op such as `cond`, the tapes among its arguments."""
         return [a for a in self.args if type(a) is BodyTape]
 
-    def moved_to(self, call: Call | None) -> Op:
-        """The same op, as one of another call."""
+    def moved_to(self, call: Call | None, scope: Scope | None = None) -> Op:
+        """The same op, as one of another call, and in another scope where one is given."""
         return Op(
             self.kind,
             self.target,
             self.args,
             self.kwargs,
             self.outputs,
-            self.scope,
+            scope or self.scope,
             call,
             self.frames,
             self.grad,
