@@ -44,8 +44,10 @@ def plan(
     """
     if (target_bytes is None) == (classes is None):
         raise PlanError("give one of target_bytes= and classes=")
-    if prefetch < 0 or (target_bytes is not None and target_bytes <= 0):
-        raise PlanError(f"prefetch={prefetch} must not be negative, target_bytes={target_bytes} must be positive")
+    if prefetch < 0:
+        raise PlanError(f"prefetch={prefetch} must not be negative")
+    if target_bytes is not None and target_bytes <= 0:
+        raise PlanError(f"target_bytes={target_bytes} must be positive")
     refuse_sharded(model)
     ids = {id(p) for p in ignored_params}
     ignored = tuple(name for name, p in model.named_parameters() if id(p) in ids)
