@@ -161,3 +161,9 @@ def test_lint_and_check_find_what_is_wrong():
     tr.graph_module.recompile()
     with pytest.raises(st.CheckError, match="result: Tensor-likes are not close"):
         tr.check((x,))
+
+
+def test_functions_among_the_arguments_are_named():
+    tr = st.trace(lambda x, act: act(x), (torch.ones(2), torch.relu))
+    with pytest.raises(st.InputMismatchError, match="was relu when traced and is tanh now"):
+        tr(torch.ones(2), torch.tanh)

@@ -323,7 +323,8 @@ def _match_constant(old: Any, new: Any, path: str) -> None:
 
 
 def _short(x: Any) -> str:
-    text = repr(x) if type(x) in _PLAIN else f"a {type(x).__name__}"
+    name = getattr(x, "__name__", None)  # of a function or class
+    text = repr(x) if type(x) in _PLAIN else f"a {type(x).__name__}" if name is None else str(name)
     return text if len(text) < 60 else text[:57] + "..."
 
 
