@@ -1,5 +1,7 @@
 """Recording: which ops, on what, and what Python may ask of tensors."""
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -325,6 +327,21 @@ def test_marks_for_the_profiler_are_no_part_of_the_program():
 
     assert targets(traced(forward, torch.randn(2))) == ["aten.add.Tensor"]
     traced(nn.DataParallel(nn.Linear(2, 2)), torch.randn(2, 2))  # which marks its forward
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")
+def test_objects_that_ops_take_are_attributes_of_the_graph():
+    """The packed weights of a quantized layer."""
+    if "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("torch was built without kernels for quantized layers")
+    net, x = torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(4, 4)), {nn.Linear}), torch.randn(3, 4)
+    tr = traced(net, x)
+    assert "aten.to.dtype" in targets(tr)
+    torch.testing.assert_close(pickle.loads(pickle.dumps(tr))(x), net(x))
+    torch.testing.assert_close(tr.outline("0")(x), net(x))
+    for other_form in (tr.to_exported_program, tr.to_onnx):
+        with pytest.raises(st.ExportError, match=r"no tensor.*\n  op: quantized.linear_dynamic"):
+            other_form()
 
 
 def test_cost_per_op_is_flat():

@@ -93,7 +93,7 @@ class FxLowering:
             return self._nodes[x]
         if type(x) in (int, float, bool, str, type(None)):
             return x
-        return map_structure(self._lower_leaf, x, (Value, BodyTape, *Symbolic))
+        return map_structure(self._lower_leaf, x, (Value, BodyTape, torch.ScriptObject, *Symbolic))
 
     def has(self, x: Any) -> bool:
         """Whether a value or symbolic number has a node; dead ones have none."""
@@ -102,7 +102,15 @@ class FxLowering:
     def _lower_leaf(self, x: Any) -> Any:
         if isinstance(x, BodyTape):
             return self._body(x)
+        if isinstance(x, torch.ScriptObject):
+            return self._held(x)
         return self._nodes[x] if isinstance(x, Value) else self._symbols.node_of(x)
+
+    def _held(self, x: torch.ScriptObject) -> torch.fx.Node:
+        """A `get_attr` node of an object that an op takes and Python code cannot write, such as packed weights."""
+        name = next((name for name, other in self._opaque.items() if other is x), f"_argument{len(self._opaque)}")
+        self._opaque[name] = x
+        return self.graph.create_node("get_attr", name)
 
     def _body(self, tape: BodyTape) -> torch.fx.Node:
         """A `get_attr` node of a body's GraphModule. Ops with the same body tape share the GraphModule."""

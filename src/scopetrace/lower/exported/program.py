@@ -23,7 +23,7 @@ from scopetrace._compat import export as compat
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
-from scopetrace.ir.tape import FunctionalTape, Value, garbage_collection_paused
+from scopetrace.ir.tape import FunctionalTape, Value, flat, garbage_collection_paused
 from scopetrace.lower.exported.calls import ModuleCalls, frames_of, place_nodes, with_marks
 from scopetrace.lower.exported.inputs import Lifted, states
 from scopetrace.lower.exported.outputs import Outputs
@@ -78,6 +78,14 @@ def _refuse(tape: FunctionalTape) -> None:
             op=str(leaf.target),
             module=leaf.scope.path,
             hint="trace without leaf_modules=",
+        )
+    takes_object = next((op for op in tape.ops if any(isinstance(a, torch.ScriptObject) for a in flat(op.args))), None)
+    if takes_object is not None:
+        raise ExportError(
+            "an op takes an object that is no tensor, such as packed weights",
+            op=str(takes_object.target),
+            module=takes_object.scope.path,
+            hint="trace the model before it is quantized",
         )
     seen: dict[int, str] = {}
     for path, value in zip(tape.input_paths, tape.inputs, strict=True):

@@ -201,6 +201,13 @@ class CombinedGraph:
             self._nodes[subgraph, node] = self._branch(
                 program.bodies[name]
             )  # a body of a cond, which torch.onnx translates
+        elif name not in program.bodies and (user := next(iter(node.users))).op == "call_function":
+            raise OnnxExportError(
+                "an op takes an object that is no tensor, such as packed weights",
+                op=str(user.target),
+                module=meta.scope_path(user),
+                hint="trace the model before it is quantized, or name the module in plugins=",
+            )
 
     def _held(self, subgraph: Subgraph, name: str, tensor: torch.Tensor, value: Any) -> torch.fx.Node:
         """The placeholder of a tensor; tied weights have one."""
