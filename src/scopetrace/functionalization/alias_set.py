@@ -106,6 +106,10 @@ class AliasSet:
             self._present[view] = (new, self.version)
         return new
 
+    def current(self, old: Value) -> Value | None:
+        """The present value of an alias, if it is not stale."""
+        return self._current(self.same(old))
+
     def write(self, old: Value, new: Value, writer: Op, *, hidden: bool = False) -> None:
         """Give an alias a new value. `hidden`: autograd does not see it, so that all keep the gradient they had.
 

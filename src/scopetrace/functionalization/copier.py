@@ -126,16 +126,21 @@ class TapeCopier(abc.ABC):
         self._stops[len(self.old.ops)] = [call for call in stops if call is not root]
         self._pass_boundaries(len(self.old.ops), last)
 
+    def _read_at_edge(self, old: Value, op: Op, call: Call | None) -> Value:
+        """As `read`, at the boundary of a call beside `op`. What is derived for it belongs to `call`."""
+        aliases = self.sets.get(old.storage)
+        if aliases is None:
+            return self.values[old]
+        return aliases.current(old) or aliases.read(old, self._at_edge(op, call))
+
     def _at_edge(self, op: Op, call: Call | None) -> Op:
-        """The op next to the boundary of a call, in the call that reads there: the origin of what is read."""
         return op.moved_to(call, self.old.root if call is None else call.scope)
 
     def _start(self, call: Call, op: Op) -> None:
         parent = None if call.parent is None else self._calls[call.parent]
-        edge = self._at_edge(op, parent)
 
         def present(x: Any) -> Any:
-            return map_structure(lambda v: self.read(v, edge), x, Value)
+            return map_structure(lambda v: self._read_at_edge(v, op, parent), x, Value)
 
         args = tuple(present(a) for a in call.args)
         kwargs = {name: present(a) for name, a in call.kwargs.items()}
@@ -145,9 +150,8 @@ class TapeCopier(abc.ABC):
 
     def _end(self, call: Call, op: Op) -> None:
         new = self._calls[call]
-        edge = self._at_edge(op, new)
-        new.outputs = map_structure(lambda v: self.read(v, edge), call.outputs, Value)
-        new.mutated = self._mutated_in(call, edge)
+        new.outputs = map_structure(lambda v: self._read_at_edge(v, op, new), call.outputs, Value)
+        new.mutated = self._mutated_in(call, op)
         self._boundaries.append(Boundary(len(self.new.ops), new, is_start=False))
 
     def _mutated_in(self, call: Call, op: Op) -> Any:
@@ -158,7 +162,8 @@ class TapeCopier(abc.ABC):
             return None
 
         def changed(v: Value) -> Value | None:
-            return self.read(last_of(self.sets, v), op) if v.storage in written else None
+            last = last_of(self.sets, v) if v.storage in written else None
+            return last and self._read_at_edge(last, op, self._calls[call])
 
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
         prefix = f"{call.fqn}." if call.fqn else ""
