@@ -23,8 +23,11 @@ class Mutation:
     what: str
     """`data`, `metadata` (sizes and strides), `storage` (other memory), or `binding` (`self.n = ...`)."""
     op: str
+    """The op that writes, `"aten.add_.Tensor"`."""
     module: str
+    """The scope path of the module call in which it runs, `"Net/Linear[fc]"`."""
     source: str | None
+    """The user's line, `"model.py:12, in forward: self.n += 1"`; None where it is not known."""
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}: {self.what} by {self.op} in {self.module}" + (

@@ -1,6 +1,6 @@
 """Where an op comes from: its scope in the module tree, and the Python frames that it was called from.
 
-A scope is a place, not a call: two calls of one module from one parent share it. Scopes form a trie whose root is the
+A scope is a place, not a call: two calls of one module from one parent share it. Scopes form a tree whose root is the
 model. The idea is TorchScript's tracing scopes (pytorch PR #3016), the form of the names is that of torch.onnx.
 
     Llama/LlamaDecoderLayer[layers.3]/Attention[attn]/rotary
@@ -30,10 +30,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Scope:
-    """A node of the scope trie.
+    """A place in a model: a module where its parent calls it, or what `st.scope` names inside a module.
 
     `name` is relative to the enclosing module (`"layers.3"`) or, for a user scope, the text given to `scope`;
-    `type_name` is the module's class name, empty for user scopes. The root has an empty name.
+    `type_name` is the module's class name, empty for user scopes. The root has an empty name. `path` is the text of the
+    scope, `"Net/Linear[fc]/rotary"`, and `parent` the scope around it, None for the root.
     """
 
     __slots__ = ("_children", "name", "parent", "path", "type_name")

@@ -32,6 +32,7 @@ class TracingConfig:
     """How to trace a model with `torch.fx`."""
 
     tracer: torch.fx.Tracer = dataclasses.field(default_factory=torch.fx.Tracer)
+    """Says which modules are leaves and what a proxy is; any subclass."""
     concrete_args: dict[str, Any] | None = None
     """As for `torch.fx.Tracer.trace`: by argument name, values that replace proxies."""
 
