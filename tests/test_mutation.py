@@ -538,3 +538,21 @@ def test_a_buffer_that_is_written_through_data_requires_no_grad_afterwards():
     assert net.mean.requires_grad is other.mean.requires_grad is False
     torch.testing.assert_close(net.mean, other.mean)
     torch.testing.assert_close(net.linear.weight.grad, other.linear.weight.grad)
+
+
+def test_data_that_is_given_as_out_is_another_tensor_than_its_owner():
+    def f(x):
+        return torch.neg(x, out=x.data)
+
+    def g(x):
+        b = x.data
+        torch._foreach_add_([b], 1)
+        return b
+
+    for fn in (f, g):
+        x, y = torch.ones(3), torch.ones(3)
+        result = st.trace(fn, (torch.ones(3),))(x)
+        expected = fn(y)
+        assert torch.equal(result, expected) and torch.equal(x, y)
+        assert result is not x and expected is not y
+        assert result.data_ptr() == x.data_ptr()

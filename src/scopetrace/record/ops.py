@@ -175,8 +175,8 @@ class OpRecorder:
             facts = self._facts[id(func)] = OpFacts(func)
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
-        if facts.written and (facts.reshapes or self.values.is_data_alias(args[0])) and isinstance(args[0], FakeTensor):
-            self.values.set_apart(args[0])
+        if facts.written:
+            self._set_apart_written(facts, args, kwargs)
         call = self._lifted(facts, args, kwargs)
         if func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
             self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
@@ -199,6 +199,14 @@ class OpRecorder:
         return answer
 
     # ---------------------------------------------------------------- arguments
+
+    def _set_apart_written(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Written aliases that Python made outside of the dispatcher get values of their own."""
+        for position, name in facts.written:
+            a = args[position] if position < len(args) else kwargs.get(name)
+            for t in a if isinstance(a, (list, tuple)) else (a,):
+                if isinstance(t, FakeTensor) and (facts.reshapes or self.values.is_data_alias(t)):
+                    self.values.set_apart(t)
 
     def _lifted(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
         call = OpCall(facts, args, kwargs)
