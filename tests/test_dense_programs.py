@@ -10,7 +10,11 @@ WAYS = {"static": {}, "gradients": {"grad": "derived"}, "leaves": {"grad": "leaf
 
 
 # `as_strided` of a tensor that is not contiguous reaches memory that the trace does not have, with symbolic sizes.
-refused = pytest.mark.xfail(raises=AssertionError, strict=True)
+class TooManyRefused(Exception):
+    """More programs are refused than wanted; apart from AssertionError, so that no wrong result is expected to fail."""
+
+
+refused = pytest.mark.xfail(raises=TooManyRefused, strict=True)
 
 
 def assert_none_wrong(programs, most_refused):
@@ -18,7 +22,8 @@ def assert_none_wrong(programs, most_refused):
     counts, others = run_all(programs)
     for program, found in others:
         assert found.kind not in ("wrong", "fails"), f"{found.why}\n{minimal(program).source}"
-    assert counts["refused"] <= most_refused * counts.total(), counts
+    if counts["refused"] > most_refused * counts.total():
+        raise TooManyRefused(str(counts))
 
 
 @pytest.mark.parametrize(

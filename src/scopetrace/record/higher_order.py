@@ -90,7 +90,7 @@ class BodyRecorder:
             flat, spec = pytree.tree_flatten(self.recorded(self.args[position], given))
             outputs = [self._output(leaf, parameter) for leaf in flat]
             raising = False
-        except Exception:
+        except Exception:  # noted and passed on: the forward may catch it, and the tape would lack the body
             builder.deferred.append(body_error("an exception left a body, and was caught", tape.root.path))
             raise
         finally:
