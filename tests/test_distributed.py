@@ -560,3 +560,12 @@ def test_a_rank_that_fails_ends_the_run_with_its_error():
     ran = torchrun("fail")
     assert ran.returncode != 0
     assert "ZeroDivisionError" in ran.stderr
+
+
+def test_a_plan_takes_an_order_and_a_split_a_number():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    tr = st.trace(model, (torch.ones(1, 2),))
+    with pytest.raises(st.PlanError, match=r"order must be the order of a trace, trace\(model, ...\).order, not Trace"):
+        st.distributed.plan(model, tr, target_bytes=1)
+    with pytest.raises(st.PlanError, match="stages='0': write the number of stages, 2 or more"):
+        st.distributed.split_points(tr, "0")

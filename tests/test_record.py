@@ -1,6 +1,7 @@
 """Recording: which ops, on what, and what Python may ask of tensors."""
 
 import pickle
+import sys
 
 import pytest
 import torch
@@ -354,3 +355,26 @@ def test_cost_per_op_is_flat():
 
     tr = st.trace(run, (torch.randn(2),))
     assert len(tr.graph_module.graph.nodes) == 2002
+
+
+def test_many_nested_modules():
+    model = nn.Linear(2, 2)
+    for _ in range(100):
+        model = nn.Sequential(model)
+    x, limit = torch.randn(1, 2), sys.getrecursionlimit()
+    tr = st.trace(model, (x,))
+    assert len(tr.calls) == 101
+    torch.testing.assert_close(tr(x), model(x))
+    assert sys.getrecursionlimit() == limit
+
+
+def test_a_graph_module_that_has_not_run_yet():
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(1, 2)
+    again = st.trace(st.trace(model, (x,)).graph_module, (x,))
+    torch.testing.assert_close(again(x)[0], model(x))
+
+
+def test_a_graph_of_dynamo():
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), torch.randn(1, 2)
+    compiled = torch.compile(model, backend=lambda gm, inputs: st.trace(gm, tuple(inputs)))
+    torch.testing.assert_close(compiled(x), model(x))

@@ -112,6 +112,22 @@ def test_keyword_arguments_of_another_form():
         st.trace(nn.Linear(2, 2), (), torch.ones(1, 2))
 
 
+def test_a_check_takes_arguments_as_a_trace_does():
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    tr = st.trace(model, x)
+    tr.check(x)
+    tr.check((x,))
+    with pytest.raises(st.errors.ArgumentTypeError, match="args must be a tuple of positional arguments, not Linear"):
+        tr.check(model, (x,))
+
+
+@pytest.mark.parametrize("node", ["linear", None, torch.ones(1)])
+def test_the_scope_of_what_is_no_node(node):
+    tr = st.trace(nn.Linear(2, 2), (torch.ones(1, 2),))
+    with pytest.raises(st.errors.ArgumentTypeError, match=f"takes a torch.fx.Node .*, not {type(node).__name__}"):
+        tr.scope_of(node)
+
+
 @pytest.mark.parametrize("options", [{"level": "core"}, {"lower_scatter": "scatter"}])
 def test_a_backend_refuses_wrong_options_before_anything_is_compiled(options):
     with pytest.raises(st.ArgumentError, match="must be one of"):

@@ -44,6 +44,10 @@ class ArgumentError(ScopetraceError, ValueError):
     """An argument that does not fit the model, the trace or the other arguments."""
 
 
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument of a kind that the function does not take, as a dict where it takes a tuple."""
+
+
 class VerificationError(ScopetraceError, AssertionError):
     """Two things that must agree do not; the message lists every difference."""
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -72,6 +73,10 @@ class Observer(Protocol):
         """A tensor becomes an array of NumPy. Returns the tensor to take it from, or NotImplemented."""
 
 
+_FRAMES_PER_CALL = 3
+"""How many times the Python frames of a module call in eager a reported one takes."""
+
+
 @contextlib.contextmanager
 def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Tell `observer` what this thread does inside, and tell models that they are being exported.
@@ -89,7 +94,12 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         return here() and not observer.paused
 
     with contextlib.ExitStack() as stack:
+        stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())
+        sys.setrecursionlimit(_FRAMES_PER_CALL * sys.getrecursionlimit())  # as many nested modules as in eager
         replace = functools.partial(_replace, stack)
+        for module in modules:
+            if isinstance(module, _LazyGraphModule):
+                module.real_recompile()  # its first forward would replace the class's forward, and call itself again
         _replace_batch_norm(replace, mine)  # before what reports calls of its forward
         _report_module_calls(replace, observer, mine, modules)
         _report_backward(replace, observer, mine)

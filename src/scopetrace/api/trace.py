@@ -18,7 +18,7 @@ import torch
 import torch.export
 import torch.fx
 
-from scopetrace.errors import ScopetraceError
+from scopetrace.errors import ArgumentTypeError, ScopetraceError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.conditions import Specialization
@@ -75,7 +75,13 @@ class Trace:
         """The scope of a node of this trace's graph, or of a graph made from it.
 
         A node that a pass made without copying `node.meta` gets the innermost scope around its users, or its inputs.
+        Raises ArgumentTypeError for what is no `torch.fx.Node`.
         """
+        if not isinstance(node, torch.fx.Node):
+            raise ArgumentTypeError(
+                f"scope_of takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}; "
+                "Trace.scope.walk() and Trace.calls have the scopes and module calls by name"
+            )
         return self._program.scope_of(node)
 
     @property
@@ -216,7 +222,7 @@ class Trace:
         Raises CheckError with all differences; for a specialized trace, with the specializations that do not hold on
         these inputs. Raises ScopetraceError for a loaded trace, which has no model.
         """
-        compare_with_model(self._program, args, kwargs or {})
+        compare_with_model(self._program, *_arguments(args, kwargs))
 
     def print_readable(self, depth: int | None = None, *, scope: str | None = None, print_output: bool = True) -> str:
         """Print the program as text, and return it.
@@ -397,20 +403,18 @@ def trace(
         DataDependentError: Python needs a value that depends on the inputs (`if x.sum() > 0`); with specialize=True,
             one that depends on tensors without data (on the meta device).
         TraceError: for other things that cannot be recorded; it has one subclass for each.
-        TypeError: args is no tuple, kwargs is no dict, or both leaf_modules= and leaves= are given.
+        ArgumentTypeError: args is no tuple, kwargs is no dict, or both leaf_modules= and leaves= are given.
         Exception: what the model itself raises.
     """
     if leaves is not None:
         if leaf_modules is not None:
-            raise TypeError("leaves= is the earlier name of leaf_modules=: give one of them")
+            raise ArgumentTypeError("leaves= is the earlier name of leaf_modules=: give one of them")
         leaf_modules = leaves
-    arguments = (args,) if isinstance(args, torch.Tensor) else _positional(args)
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs must be a dict of keyword arguments, not {type(kwargs).__name__}")
+    arguments, named = _arguments(args, kwargs)
     tape = record(
         model,
         arguments,
-        dict(kwargs or {}),
+        named,
         dynamic_shapes=dynamic_shapes,
         leaf_modules=() if leaf_modules is None else leaf_modules,
         specialize=specialize,
@@ -419,7 +423,17 @@ def trace(
     return Trace(TracedProgram(tape, functionalize(tape) if functional else tape, model))
 
 
-def _positional(args: Iterable[Any]) -> tuple[Any, ...]:
-    if isinstance(args, str | Mapping) or not isinstance(args, Iterable):
-        raise TypeError(f"args must be a tuple of positional arguments, not {type(args).__name__}")
-    return tuple(args)
+def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Positional and keyword arguments of a model, as `trace` and `Trace.check` take them."""
+    if isinstance(args, torch.Tensor):
+        args = (args,)
+    if isinstance(args, Mapping):
+        raise ArgumentTypeError(
+            "args must be a tuple of positional arguments, not dict: pass keyword arguments as kwargs={...}, "
+            "or args=({...},) for a model that takes the dict itself"
+        )
+    if isinstance(args, str | torch.nn.Module) or not isinstance(args, Iterable):
+        raise ArgumentTypeError(f"args must be a tuple of positional arguments, not {type(args).__name__}")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ArgumentTypeError(f"kwargs must be a dict of keyword arguments, not {type(kwargs).__name__}")
+    return tuple(args), dict(kwargs or {})

@@ -100,6 +100,8 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
     """
     if balance not in _COSTS:
         raise PlanError(f"balance={balance!r}: write one of {', '.join(map(repr, _COSTS))}")
+    if not isinstance(stages, int):
+        raise PlanError(f"stages={stages!r}: write the number of stages, 2 or more")
     if stages < 2:
         raise PlanError(f"stages={stages}: write 2 or more")
     tape = program_of(tr).functional().tape

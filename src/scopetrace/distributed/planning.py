@@ -42,6 +42,8 @@ def plan(
     Raises PlanError for a plan that would fail when it runs: another model's order, classes without modules or without
     a forward, parameters that FSDP2 cannot shard, or that the forward changes in place.
     """
+    if not isinstance(order, ExecutionOrder):
+        raise PlanError(f"order must be the order of a trace, trace(model, ...).order, not {type(order).__name__}")
     if (target_bytes is None) == (classes is None):
         raise PlanError("give one of target_bytes= and classes=")
     if prefetch < 0:
