@@ -259,6 +259,16 @@ def test_an_op_owns_the_values_that_it_is_made_with() -> None:
     tape = recorded()
     old = tape.ops[position(tape, SIN.default)]
     value = old.outputs.copy(storage=7)
-    new = dataclasses.replace(old, outputs=value)
+    new = old.replace(outputs=value)
     assert isinstance(value, Value) and value.op is new and value.storage == 7
-    assert dataclasses.replace(old).outputs.op is old
+    copy = old.replace()
+    assert old.outputs.op is old and vars(copy) == vars(old)
+    assert copy.take_values() is old.outputs.op is copy
+
+
+def test_an_op_does_not_change() -> None:
+    op = recorded().ops[0]
+    with pytest.raises(dataclasses.FrozenInstanceError, match="cannot assign to field 'target'"):
+        op.target = "y"  # type: ignore[misc]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'targets'"):
+        op.replace(targets="y")

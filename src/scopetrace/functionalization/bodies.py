@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -64,8 +63,7 @@ def _take(body: BodyTape, own: Op | None, constant: Op) -> None:
         call.stop += call.stop <= read
     like: Value = constant.outputs
     value = like if own is not None else like.copy(like.storage)
-    placeholder = dataclasses.replace(
-        constant,
+    placeholder = constant.replace(
         kind="placeholder",
         target=f"{constant.target}_{first}".lstrip("_"),
         outputs=value,
@@ -73,7 +71,7 @@ def _take(body: BodyTape, own: Op | None, constant: Op) -> None:
         call=body.ops[0].call if body.ops else constant.call,
     )
     if own is not None:
-        value.op = placeholder
+        placeholder.take_values()
         body.ops.remove(own)
     body.ops.insert(first, placeholder)
     body.inputs.append(value)

@@ -134,7 +134,7 @@ class TapeCopier(abc.ABC):
         return aliases.current(old) or aliases.read(old, self._at_edge(op, call))
 
     def _at_edge(self, op: Op, call: Call | None) -> Op:
-        return op.moved_to(call, self.old.root if call is None else call.scope)
+        return op.replace(call=call, scope=self.old.root if call is None else call.scope)
 
     def _start(self, call: Call, op: Op) -> None:
         parent = None if call.parent is None else self._calls[call.parent]
@@ -144,7 +144,7 @@ class TapeCopier(abc.ABC):
 
         args = tuple(present(a) for a in call.args)
         kwargs = {name: present(a) for name, a in call.kwargs.items()}
-        new = dataclasses.replace(call, parent=parent, args=args, kwargs=kwargs)
+        new = call.replace(parent=parent, args=args, kwargs=kwargs)
         self._calls[call] = new
         self._boundaries.append(Boundary(len(self.new.ops), new, is_start=True))
 
@@ -269,7 +269,7 @@ class TapeCopier(abc.ABC):
         storages = {old.storage: new.storage for old, new in zip(op.inputs(), values_in(args), strict=False)}
         outputs = self.emitter.copy(origin, args, op.kwargs, storages, more=op.writes)
         own = outputs[: len(op.outputs)] if op.writes else outputs
-        self.define(dataclasses.replace(op, args=(), kwargs={}), op.outputs, own)
+        self.define(op.replace(args=(), kwargs={}), op.outputs, own)
         for target, value in zip(op.writes, outputs[len(op.outputs) :] if op.writes else (), strict=True):
             self.assign(op, target, value)
 
@@ -300,7 +300,7 @@ class TapeCopier(abc.ABC):
         return self._origin[1]
 
     def _placed(self, op: Op) -> Op:
-        return op.moved_to(self._calls.get(op.call) if op.call else None)
+        return op.replace(call=self._calls.get(op.call) if op.call else None)
 
     def present(self, x: Any, op: Op) -> Any:
         """The arguments of an op with present values."""

@@ -5,7 +5,6 @@ Each op is made for one of the recorded tape, its origin, whose scope, call, fra
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -74,7 +73,7 @@ class Emitter:
         `grad`: in this grad mode, in place of the origin's.
         """
         if grad is not None and grad != origin.grad:
-            origin = dataclasses.replace(origin, grad=grad)
+            origin = origin.replace(grad=grad)
 
         def emit(func: Any, *args: Any, **kwargs: Any) -> Any:
             if not kwargs:

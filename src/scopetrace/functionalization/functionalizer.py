@@ -152,7 +152,7 @@ class Functionalizer(TapeCopier):
                 self._rename(op, written.get(source), old)
             elif isinstance(old, Value):
                 single = isinstance(out, Value)
-                self.define(dataclasses.replace(op, args=(), kwargs={}), old, out if single else out[source])
+                self.define(op.replace(args=(), kwargs={}), old, out if single else out[source])
 
     def _rename(self, op: Op, targets: Any, returned: Any) -> None:
         """What an in-place op returned is the tensor that it wrote to."""
@@ -275,7 +275,7 @@ class Functionalizer(TapeCopier):
             else:
                 for t, n in zip(target or [], new, strict=True):
                     self.assign(op, t, n)
-        self.define(dataclasses.replace(op, args=(), kwargs={}), op.outputs, out[0] if count == 1 else out[:count])
+        self.define(op.replace(args=(), kwargs={}), op.outputs, out[0] if count == 1 else out[:count])
 
     def _change_shape(self, op: Op) -> None:
         """`transpose_` and its kind: the tensor becomes a view of what it was."""

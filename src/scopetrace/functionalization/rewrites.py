@@ -19,7 +19,6 @@ a path with a gradient of zero, and a rule is left out where its result would no
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -286,10 +285,7 @@ def _moved_out(op: Op, items: list[Op | Boundary], start: int) -> Op:
     """The op as one of the call that starts there, or of none."""
     boundary = items[start] if start >= 0 else None
     call = boundary.call if isinstance(boundary, Boundary) else next(c.parent for c in _calls(items))
-    moved = dataclasses.replace(op, call=call, scope=op.scope if call is None else call.scope)
-    for value in moved.values():
-        value.op = moved
-    return moved
+    return op.replace(call=call, scope=op.scope if call is None else call.scope).take_values()
 
 
 def _calls(items: list[Op | Boundary]) -> Iterator[Call]:

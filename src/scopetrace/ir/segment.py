@@ -113,7 +113,7 @@ def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], names: list
     names = names or [name_of(x, len(own) + i) for i, x in enumerate(captured)]
     used: set[str] = set()
     inside: dict[Value, Value] = {}
-    placeholders = [_moved(dataclasses.replace(op, target=identifier(op.target, used)), inside) for op in own]
+    placeholders = [_moved(op.replace(target=identifier(op.target, used)), inside) for op in own]
     for name, x in zip(names, captured, strict=True):
         placeholders.append(_placeholder(identifier(name, used), x, segment, inside))
 
@@ -157,8 +157,7 @@ def _moved(op: Op, inside: dict[Value, Value]) -> Op:
         inside[v] = v.copy(v.storage)
         return inside[v]
 
-    return dataclasses.replace(
-        op,
+    return op.replace(
         args=renamed(op.args, inside),
         kwargs=renamed(op.kwargs, inside),
         outputs=map_structure(copied, op.outputs, Value),

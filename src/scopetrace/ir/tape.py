@@ -105,11 +105,11 @@ class Value:
         return f"Value({self.op.kind} {self.op.target}, {self.slot})"
 
 
-@dataclasses.dataclass(slots=True, eq=False, frozen=True)
+@dataclasses.dataclass(eq=False, frozen=True, init=False)
 class Op:
     """One step of the program. It does not change.
 
-    It becomes the op of those values among its outputs that have none yet.
+    It becomes the op of those values among its outputs that have none yet (see `take_values`).
     """
 
     kind: str
@@ -137,8 +137,26 @@ class Op:
     tracked: tuple[Value, ...] = ()
     """Of an op that writes: its inputs that required grad before it. A write can make its target do so."""
 
-    def __post_init__(self) -> None:
-        outputs = self.outputs
+    def __init__(
+        self,
+        kind: str,
+        target: Any,
+        args: tuple[Argument, ...],
+        kwargs: dict[str, Argument],
+        outputs: Any,
+        scope: Scope,
+        call: Call | None,
+        frames: Frames,
+        grad: bool = True,
+        writes: tuple[Value, ...] = (),
+        unbacked: dict[Any, Any] | None = None,
+        tracked: tuple[Value, ...] = (),
+    ) -> None:
+        # Written as a dict: the __init__ of a frozen dataclass takes four times as long, which shows in a trace.
+        fields = self.__dict__
+        fields["kind"], fields["target"], fields["args"], fields["kwargs"] = kind, target, args, kwargs
+        fields["outputs"], fields["scope"], fields["call"], fields["frames"] = outputs, scope, call, frames
+        fields["grad"], fields["writes"], fields["unbacked"], fields["tracked"] = grad, writes, unbacked, tracked
         if type(outputs) is Value:
             outputs.op = outputs.op or self
         elif outputs is not None:
@@ -165,25 +183,18 @@ class Op:
         """Of a higher-order op such as `cond`, the tapes among its arguments."""
         return [a for a in self.args if type(a) is BodyTape]
 
-    def moved_to(self, call: Call | None, scope: Scope | None = None) -> Op:
-        """The same op, as one of another call, and in another scope where one is given."""
-        return Op(
-            self.kind,
-            self.target,
-            self.args,
-            self.kwargs,
-            self.outputs,
-            scope or self.scope,
-            call,
-            self.frames,
-            self.grad,
-            self.writes,
-            self.unbacked,
-            self.tracked,
-        )
+    def replace(self, **changed: Any) -> Op:
+        """A copy with other fields, as of `dataclasses.replace`. The values of this op stay its own."""
+        return Op(**{**self.__dict__, **changed})
+
+    def take_values(self) -> Op:
+        """Become the op of all its outputs, since it takes the place of the one that had them. Returns itself."""
+        for value in self.values():
+            value.op = self
+        return self
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Call:
     """One call of a module. The first call of a tape, its root, is that of the traced callable."""
 
@@ -223,15 +234,14 @@ class Call:
     replaced: tuple[str, ...] = ()
     """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
 
+    def replace(self, **changed: Any) -> Call:
+        """A copy with other fields, as of `dataclasses.replace`, which takes ten times as long."""
+        return Call(**{**self.__dict__, **changed})
+
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         kept = {name: a for name, a in self.attributes.items() if _is_plain(a)}
         raised = self.raised and RuntimeError(f"{type(self.raised).__name__}: {self.raised}")
-        return {**state, "module": None, "attributes": kept, "raised": raised}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, a in state.items():
-            setattr(self, name, a)
+        return {**self.__dict__, "module": None, "attributes": kept, "raised": raised}
 
 
 def forward_of(call: Call, root: Any) -> Any:
@@ -272,7 +282,7 @@ def _signature(function: Any) -> inspect.Signature | None:
         return None
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class AttributeWrite:
     """A module attribute that the forward bound to a new tensor (`self.n = self.n + 1`)."""
 
@@ -284,11 +294,8 @@ class AttributeWrite:
     """The attribute's name in the module."""
     value: Value
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        return None, self.fqn, self.name, self.value
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.module, self.fqn, self.name, self.value = state
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "module": None}
 
 
 class OpInference(Protocol):
@@ -301,7 +308,7 @@ class OpInference(Protocol):
         """A fake tensor of the same metadata in memory of its own."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Tape:
     """What all tapes share."""
 
@@ -343,20 +350,15 @@ class Tape:
         return leaves(self.outputs, (Value, *Symbolic))
 
     def __getstate__(self) -> dict[str, Any]:
-        state: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        if "owners" in state:
-            state["owners"] = {}
-        return {**state, "fake_mode": None, "inference": None}
+        return {**self.__dict__, "fake_mode": None, "inference": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, a in state.items():
-            setattr(self, name, a)
+        self.__dict__.update(state)
         for op in self.ops:
-            for value in op.values():
-                value.op = op
+            op.take_values()
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class BodyTape(Tape):
     """The body of a higher-order op: a program whose placeholders are all that it reads.
 
@@ -369,7 +371,7 @@ class BodyTape(Tape):
     """Whether it says if a loop goes on."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class ProgramTape(Tape):
     """A whole program: what `RecordedTape` and `FunctionalTape` share."""
 
@@ -393,6 +395,9 @@ class ProgramTape(Tape):
     registered: Registered = dataclasses.field(default_factory=Registered)
     """The model's modules and parameters with all their names."""
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "owners": {}}
+
     @property
     def result(self) -> Template:
         """The result of the forward, without what it puts into the containers of its arguments."""
@@ -403,7 +408,7 @@ class ProgramTape(Tape):
         return frozenset(v.storage for op in self.ops for v in op.writes)
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class RecordedTape(ProgramTape):
     """The ops as they ran: they may write."""
 
@@ -411,7 +416,7 @@ class RecordedTape(ProgramTape):
     """Whether autograd saw every op while it was recorded, because the forward itself differentiates."""
 
 
-@dataclasses.dataclass(slots=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class FunctionalTape(ProgramTape):
     """A program in which no op writes, and what has to follow it so that the whole does what the recorded one does."""
 
@@ -434,7 +439,7 @@ class FunctionalTape(ProgramTape):
 
     def graph_outputs(self) -> list[Any]:
         """What the graph of this tape gives beside the tensors bound to attributes: values and symbolic numbers."""
-        return Tape.graph_outputs(self) if self.returned is None else self.returned
+        return super().graph_outputs() if self.returned is None else self.returned
 
     def written_storages(self) -> frozenset[int]:
         """The storages that the recorded program writes to."""
@@ -506,7 +511,7 @@ def own_values(tape: _T) -> _T:
         args, kwargs = replaced((op.args, op.kwargs)) if template else renamed((op.args, op.kwargs), values)
         outputs = map_structure(copied, op.outputs, Value)
         writes, tracked = renamed((op.writes, op.tracked), values)
-        ops.append(dataclasses.replace(op, args=args, kwargs=kwargs, outputs=outputs, writes=writes, tracked=tracked))
+        ops.append(op.replace(args=args, kwargs=kwargs, outputs=outputs, writes=writes, tracked=tracked))
     for call in tape.calls:
         call.args, call.kwargs, call.outputs = replaced((call.args, call.kwargs, call.outputs))
         call.mutated = replaced(call.mutated)

@@ -171,10 +171,10 @@ class _Outliner:
             block.place.setdefault(i, len(block.ops))
             op = self.old.ops[i]
             if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
-                self._main.ops.append(op.moved_to(self._visible(op.call, self._main)))
+                self._main.ops.append(op.replace(call=self._visible(op.call, self._main)))
                 continue
             args, kwargs = _renamed((op.args, op.kwargs), block.now)
-            block.ops.append(dataclasses.replace(op, args=args, kwargs=kwargs, call=self._visible(op.call, block)))
+            block.ops.append(op.replace(args=args, kwargs=kwargs, call=self._visible(op.call, block)))
 
     def _visible(self, call: Call | None, block: _Block) -> Call | None:
         """The copy of a call, or of the innermost one around it that is in the block itself."""
@@ -192,7 +192,7 @@ class _Outliner:
         found = self._copies.get(call)
         if found is None:
             parent = None if call.parent is None else self._copy(call.parent)
-            found = self._copies[call] = dataclasses.replace(call, parent=parent)
+            found = self._copies[call] = call.replace(parent=parent)
         return found
 
     # ---------------------------------------------------------------- one call

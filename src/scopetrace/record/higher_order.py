@@ -100,7 +100,7 @@ class BodyRecorder:
         if any(op.kind == "call_module" for op in segment.ops):
             self._refuse("a leaf module is called in a body", "do not name it in leaf_modules=")
         for op in segment.hoisted():
-            op.outputs.op = builder.append(op.kind, op.target, op.args, op.kwargs, op.outputs)
+            builder.append(op.kind, op.target, op.args, op.kwargs, op.outputs).take_values()
         return segment, spec
 
     def _grouped(self) -> list[tuple[Any, int]]:

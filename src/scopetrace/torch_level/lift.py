@@ -32,7 +32,7 @@ class _Lifter:
         self.tape = tape
         self.nodes = nodes
         self.written = {v.storage for op in tape.ops for v in op.writes}
-        self.root = dataclasses.replace(tape.calls[0])
+        self.root = tape.calls[0].replace()
         self.new = dataclasses.replace(tape, ops=[], calls=[self.root], modules=dict(tape.modules))
         self.origin: dict[int, NodeRecord] = {}
         self._born: dict[int, int] = {}  # storage -> the index of the op that made it
@@ -120,7 +120,7 @@ class _Lifter:
                 self._add_step(s)
                 skip = s.stop
             if i >= skip:
-                self._add(dataclasses.replace(op, call=op.call and self.root), node_of.get(i))
+                self._add(op.replace(call=op.call and self.root), node_of.get(i))
 
     def _add(self, op: Op, s: NodeRecord | None) -> None:
         if s is not None:
@@ -131,10 +131,8 @@ class _Lifter:
         ops = self._ops(s)
         for op in self.tape.ops[s.start : s.stop]:
             if op.kind == "get_attr":
-                self._add(dataclasses.replace(op, call=self.root), s)
-        base = dataclasses.replace(
-            ops[0], call=self.root, scope=s.scope or self.root.scope, grad=s.grad, writes=(), unbacked=None
-        )
+                self._add(op.replace(call=self.root), s)
+        base = ops[0].replace(call=self.root, scope=s.scope or self.root.scope, grad=s.grad, writes=(), unbacked=None)
         writes = tuple(op for op in ops if any(self._born[v.storage] < s.start for v in op.writes))
         if not writes:
             self._add_call(s, base, s.node.op, s.target, s.args, s.kwargs, s.outputs)
@@ -147,8 +145,7 @@ class _Lifter:
             tracked = tuple(old if v.fake is old.fake else v for op in writes for v in op.tracked)
             target = Renew(_name(s), writes)
             self._add(
-                dataclasses.replace(
-                    base,
+                base.replace(
                     kind="call_function",
                     target=target,
                     args=(old, new),
@@ -171,7 +168,7 @@ class _Lifter:
                 tuple(outputs) if isinstance(outputs, tuple) else outputs
             )  # without the names of torch.return_types
         kind = "call_module" if kind == "call_module" else "call_function"
-        self._add(dataclasses.replace(base, kind=kind, target=target, args=args, kwargs=kwargs, outputs=outputs), s)
+        self._add(base.replace(kind=kind, target=target, args=args, kwargs=kwargs, outputs=outputs), s)
 
 
 def _call_of(s: NodeRecord) -> Any:
