@@ -123,6 +123,8 @@ class Run:
         worker = Worker(names, self.options)
         for message in worker:
             row |= message
+            if self.options.dynamic and "stage" in message:  # a model can take minutes
+                print(f"{row['model']}: {row['stage']}", flush=True)
             if row.pop("done", False):
                 left.remove(row["model"])
                 self._keep(row)

@@ -539,3 +539,13 @@ def test_channels_of_a_convolution_are_fixed_by_its_weight():
         DynamicShapeError, match=r"dimension 1 \(c\) was said to be dynamic, and the model fixes it at 3"
     ):
         st.trace(net, (x,), dynamic_shapes=({1: Dim("c")},))
+
+
+def test_a_size_written_in_another_way_is_no_other_size():
+    def writes_twice(x):
+        pairs = x.unflatten(0, (-1, 2))
+        pairs.mul_(2)
+        return x.add_(1)  # of 2 * (n // 2) rows
+
+    tr = st.trace(writes_twice, (torch.randn(4, 6),), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))
+    assert_like_eager(writes_twice, tr, (torch.randn(6, 8),))

@@ -21,6 +21,12 @@ def view_of_replaced(x, y):
     return row
 
 
+def out_resizes_a_viewed_tensor(x):
+    out = torch.empty(2)
+    view = out[:1]
+    return torch.add(x, 1, out=out), view
+
+
 def out_resizes(x, out):
     torch.add(x, 1, out=out)
 
@@ -46,6 +52,7 @@ REFUSALS = [
     ("an input lies in the memory", lambda x: x[1:].add_(x[:-1]), (torch.randn(3),)),
     ("other random numbers", lambda x: x[:, ::2].normal_(), (torch.randn(5, 8),)),
     ("out= resizes a tensor", out_resizes, (torch.randn(3), torch.empty(0))),
+    ("out= resizes a tensor", out_resizes_a_viewed_tensor, (torch.randn(3),)),
     ("poke_.default has no pure form", returns_its_argument, (torch.randn(3),)),
     ("set_ gives a tensor other memory", set_to_storage, (torch.randn(3),)),
     ("resize_ of a tensor", lambda x: x[:, ::2].resize_(2), (torch.randn(3, 4),)),

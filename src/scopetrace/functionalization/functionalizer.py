@@ -17,7 +17,7 @@ import torch
 
 from scopetrace._compat.dispatch import auto_functionalized
 from scopetrace._compat.schema import schema_of
-from scopetrace._compat.symbols import surely_equal, to_expr
+from scopetrace._compat.symbols import to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta
@@ -169,9 +169,10 @@ class Functionalizer(TapeCopier):
         aliases = self.sets[target.storage]
         if new.fake.dtype != target.fake.dtype:
             new = self.emitter.run(origin, _aten._to_copy.default, (new,), {"dtype": target.fake.dtype})
-        if not all(map(surely_equal, new.fake.size(), target.fake.size())) or new.fake.dim() != target.fake.dim():
-            returned = [v for v in op.values() if v.storage == target.storage]
-            if len(aliases.roots) > 1 or aliases.same(target) not in aliases.roots or self._is_outside(aliases):
+        returned = [v for v in op.values() if v.storage == target.storage]
+        if any(to_expr(v.fake.size()) != to_expr(target.fake.size()) for v in returned):
+            others = {aliases.same(v) for v in (*aliases.roots, *aliases.views)} - {aliases.same(target)}
+            if others or self._is_outside(aliases):
                 raise refusal("out= resizes a tensor that others share memory with", op)
             for value in returned:
                 aliases.link(value, ViewMeta(aliases.same(target)))
