@@ -51,8 +51,8 @@ class Registered:
         """The first name of the parameter that has this name; None where there is none."""
         return self._params_by_name.get(name)
 
-    def module(self, name: str) -> str | None:
-        """The first name of the module that has this name; None where there is none."""
+    def module(self, name: str | None) -> str | None:
+        """The first name of the module that has this name; None where there is none, and for None."""
         return self._modules_by_name.get(name)
 
     def inside(self, module: str) -> list[str]:
@@ -69,5 +69,5 @@ class Registered:
         return {name: first for first, param in self.params.items() for name in param.names}
 
     @functools.cached_property
-    def _modules_by_name(self) -> dict[str, str]:
+    def _modules_by_name(self) -> dict[str | None, str]:
         return {name: first for first, module in self.modules.items() for name in module.names}

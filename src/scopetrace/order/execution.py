@@ -7,12 +7,14 @@ Data flow:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Collection, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Collection, Hashable, Iterator
+from typing import NamedTuple
 
 from scopetrace.formatting import columns
 from scopetrace.ir.registered import Registered
@@ -110,25 +112,16 @@ class ExecutionOrder:
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
         """Begins and ends of calls and uses of parameters, in order."""
-        found: list[Step] = []
-        work: list[tuple[int, Iterator[tuple[str, ...] | int]]] = []
+        return tuple(self._steps_of(0))
 
-        def enter(call: int) -> None:
-            found.append(Step("call", call))
-            work.append((call, iter(self.calls[call].steps)))
-
-        enter(0)
-        while work:
-            call, rest = work[-1]
-            step = next(rest, None)
-            if step is None:
-                work.pop()
-                found.append(Step("return", call))
-            elif isinstance(step, int):
-                enter(step)
+    def _steps_of(self, call: int) -> Iterator[Step]:
+        yield Step("call", call)
+        for step in self.calls[call].steps:
+            if isinstance(step, int):
+                yield from self._steps_of(step)
             else:
-                found.append(Step("use", call, step))
-        return tuple(found)
+                yield Step("use", call, step)
+        yield Step("return", call)
 
     # ---------------------------------------------------------------- orders
 
@@ -212,7 +205,7 @@ class ExecutionOrder:
     @property
     def uncalled_modules(self) -> list[str]:
         """The modules that are never called, in registration order; without those that have no forward."""
-        called = {self.registered.module(c.fqn) for c in self.calls if c.fqn is not None}
+        called = {self.registered.module(c.fqn) for c in self.calls}
         return [name for name, m in self.registered.modules.items() if m.has_forward and name not in called]
 
     @property
@@ -224,11 +217,8 @@ class ExecutionOrder:
     def outside_uses(self) -> dict[str, list[ParamUse]]:
         """Uses of parameters by modules that do not hold them: `F.linear(x, self.child.weight)`."""
         found: dict[str, list[ParamUse]] = {}
-        owners = {param: self.registered.owners(param) for param in self.param_first_use}
-        names = {fqn: module.names for fqn, module in self.registered.modules.items()}
         for param, use in self._uses():
-            first = None if use.module is None else self.registered.module(use.module)
-            if not set(names.get(first or "", ()) if first is not None else ()) & set(owners[param]):
+            if self.registered.module(use.module) not in map(self.registered.module, self.registered.owners(param)):
                 found.setdefault(param, []).append(use)
         return found
 
@@ -265,16 +255,13 @@ class ExecutionOrder:
 
     def first_difference(self, other: ExecutionOrder) -> OrderDifference | None:
         """The first step in which two orders differ; None where they are equal."""
-        here, there = self._lines, other._lines
-        for i in range(max(len(here), len(there))):
-            mine, theirs = (lines[i] if i < len(lines) else "the end" for lines in (here, there))
-            if mine != theirs:
-                return OrderDifference(i, mine, theirs, here[i - 1] if i else "the start")
+        after = "the start"
+        lines = itertools.zip_longest(map(self._line, self.steps), map(other._line, other.steps), fillvalue="the end")
+        for i, (here, there) in enumerate(lines):
+            if here != there:
+                return OrderDifference(i, here, there, after)
+            after = here
         return None
-
-    @functools.cached_property
-    def _lines(self) -> list[str]:
-        return [self._line(step) for step in self.steps]
 
     def _line(self, step: Step) -> str:
         call = self.calls[step.call]
@@ -286,30 +273,45 @@ class ExecutionOrder:
         return f"{step.kind} of {how}{end}"
 
     def __str__(self) -> str:
-        """A table of the parameters in the order of use; see `order_text`."""
-        return order_text(self)
+        """A table of the parameters in the order of first use, with their place in the order of registration.
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        Below it: tied weights, uses outside a parameter's module, unused parameters, modules that are never called.
+        """
+        known = {name: i for i, name in enumerate(self.registered.params)}
+        rows = [("order", "registered", "parameter", "shape", "first used by", "last used by")]
+        for i, (name, first) in enumerate(self.param_first_use.items()):
+            shape = "x".join(map(str, self.registered.params[name].shape)) or "scalar"
+            users = _by(self, first), _by(self, self.param_last_use[name])
+            rows.append((str(i), str(known[name]), name, shape, *users))
+        total = f"{len(self.calls)} module calls, {len(rows) - 1} of {len(known)} parameters used"
+        return "\n".join([columns(rows), "", total, *_odd(self)])
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
 
+class OrderBuilder:
+    """An ExecutionOrder in the making: calls are begun, and steps added to them, in the order in which they run."""
 
-def order_text(order: ExecutionOrder) -> str:
-    """A table of the parameters in the order of first use, with their place in the order of registration.
+    def __init__(self, registered: Registered) -> None:
+        self.registered = registered
+        self.calls: list[CallUsage] = []
+        self.steps: list[list[tuple[str, ...] | int]] = []
+        """For each call, its steps."""
+        self._counts: collections.Counter[Hashable] = collections.Counter()
 
-    Below it: tied weights, uses outside a parameter's module, unused parameters, modules that are never called.
-    """
-    known = {name: i for i, name in enumerate(order.registered.params)}
-    rows = [("order", "registered", "parameter", "shape", "first used by", "last used by")]
-    for i, name in enumerate(order.param_forward_order):
-        shape = "x".join(map(str, order.registered.params[name].shape)) or "scalar"
-        first, last = order.param_first_use[name], order.param_last_use[name]
-        rows.append((str(i), str(known[name]), name, shape, _by(order, first), _by(order, last)))
-    used = len(rows) - 1
-    total = f"{len(order.calls)} module calls, {used} of {len(known)} parameters used"
-    return "\n".join([columns(rows), "", total, *_odd(order)])
+    def begin(self, module: Hashable, call: CallUsage) -> int:
+        """Add a call, whose index is set here; returns its number. `module` is equal for calls of one module."""
+        self.calls.append(dataclasses.replace(call, index=self._counts[module]))
+        self._counts[module] += 1
+        self.steps.append([])
+        number = len(self.steps) - 1
+        if call.parent is not None:
+            self.steps[call.parent].append(number)
+        return number
+
+    def order(self, written_params: tuple[str, ...] = ()) -> ExecutionOrder:
+        """The order of all calls and steps so far."""
+        calls = zip(self.calls, self.steps, strict=True)
+        usages = tuple(dataclasses.replace(call, steps=tuple(steps)) for call, steps in calls)
+        return ExecutionOrder(usages, self.registered, written_params)
 
 
 def steps_text(order: ExecutionOrder) -> str:

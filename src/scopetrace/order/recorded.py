@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.tape import Call, Op, ProgramTape, Tape, Value, values_in
 from scopetrace.ops.higher_order import FORMS
-from scopetrace.order.execution import CallUsage, ExecutionOrder
+from scopetrace.order.execution import CallUsage, ExecutionOrder, OrderBuilder
 
 
 def execution_order(tape: ProgramTape) -> ExecutionOrder:
     """The execution order of a RecordedTape, mutations included."""
-    reader, params = _Reader(tape.registered), _Params()
+    reader, params = _Reader(tape.registered, _writers(tape)), _Params()
     reader.read(tape, params)
     reader.use(tape.calls[0], [v for v in leaves(tape.outputs, Value) if v in params.names], params)
     changed = {v.storage for part in tape.walk() for op in part.ops for v in op.writes}
     written = dict.fromkeys(name for value, name in params.names.items() if value.storage in changed)
-    writers = _writers(tape)
-    calls = tuple(_usage(begun, tape.registered, begun.call in writers) for begun in reader.begun)
-    return ExecutionOrder(calls, tape.registered, tuple(written))
+    return reader.building.order(tuple(written))
 
 
 def _writers(tape: ProgramTape) -> set[Call]:
@@ -37,19 +33,6 @@ def _writers(tape: ProgramTape) -> set[Call]:
                 found.add(call)
             call = call.parent
     return found
-
-
-@dataclasses.dataclass(slots=True)
-class _Begun:
-    """A call, and what was collected of it so far."""
-
-    call: Call
-    number: int
-    index: int
-    parent: int | None
-    steps: list[tuple[str, ...] | int] = dataclasses.field(default_factory=list)
-    given: tuple[str, ...] = ()
-    in_op: bool = False
 
 
 class _Params:
@@ -72,13 +55,11 @@ class _Params:
 class _Reader:
     """Collects the steps of each call in one walk over the ops."""
 
-    def __init__(self, registered: Registered) -> None:
+    def __init__(self, registered: Registered, writers: set[Call]) -> None:
         self.registered = registered
-        self.begun: list[_Begun] = []
-        self._latest: dict[
-            Call, _Begun
-        ] = {}  # by record: a body of two ops is walked twice, with the same call records
-        self._counts: dict[Any, int] = {}
+        self.building = OrderBuilder(registered)
+        self._writers = writers
+        self._latest: dict[Call, int] = {}  # a body of two ops is walked twice, with the same calls
         self._used: list[str] = []
         self._bodies = 0  # how many bodies the walk is inside of
 
@@ -94,16 +75,22 @@ class _Reader:
 
     def _begin(self, call: Call, params: _Params) -> None:
         parent = None if call.parent is None else self._latest[call.parent]
-        key = self.registered.module(call.fqn) if call.fqn is not None else id(call.module)
-        index = self._counts[key] = self._counts.get(key, -1) + 1
-        begun = _Begun(call, len(self.begun), index, None if parent is None else parent.number)
-        given = values_in((call.args, call.kwargs))
-        begun.given = tuple(dict.fromkeys(params.names[v] for v in given if v in params.names))
-        begun.in_op = self._bodies > 0
-        self.begun.append(begun)
-        self._latest[call] = begun
-        if parent is not None:
-            parent.steps.append(begun.number)
+        given = [params.names[v] for v in values_in((call.args, call.kwargs)) if v in params.names]
+        replaced = map(self.registered.param, call.replaced)
+        usage = CallUsage(
+            call.fqn,
+            0,
+            call.module_type.__name__ if call.module_type else call.scope.type_name or "function",
+            parent,
+            direct=call.direct,
+            raised=call.raised is not None,
+            given=tuple(dict.fromkeys(given)),
+            replaced=tuple(name for name in replaced if name is not None),
+            in_op=self._bodies > 0,
+            writes_input=call in self._writers,
+        )
+        key = id(call.module) if call.fqn is None else self.registered.module(call.fqn)
+        self._latest[call] = self.building.begin(key, usage)
 
     def _op(self, op: Op, params: _Params) -> None:
         if op.kind == "get_attr":
@@ -123,7 +110,7 @@ class _Reader:
         """
         if call is None:
             return
-        steps = self._latest[call].steps
+        steps = self.building.steps[self._latest[call]]
         before = steps[-1] if steps and isinstance(steps[-1], tuple) else ()
         found = [name for v in values for name in params.of(v) if v in params.names or name not in before]
         used = tuple(dict.fromkeys([*found, *also]))
@@ -147,22 +134,3 @@ class _Reader:
             self._bodies -= 1
         used = self._used[start:]
         self.use(op.call, [v for v in op.inputs() if not set(params.of(v)) <= set(used)], params)
-
-
-def _usage(begun: _Begun, registered: Registered, writes_input: bool) -> CallUsage:
-    call = begun.call
-    kind = call.module_type.__name__ if call.module_type else call.scope.type_name or "function"
-    replaced = (registered.param(name) for name in call.replaced)
-    return CallUsage(
-        call.fqn,
-        begun.index,
-        kind,
-        begun.parent,
-        tuple(begun.steps),
-        call.direct,
-        call.raised is not None,
-        begun.given,
-        tuple(name for name in replaced if name is not None),
-        begun.in_op,
-        writes_input,
-    )

@@ -11,12 +11,13 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.fx
 
 from scopetrace._compat.tensors import parameters_of
-from scopetrace.order.execution import CallUsage, ExecutionOrder, ParamUsageInfo
+from scopetrace.order.execution import CallUsage, ExecutionOrder, OrderBuilder, ParamUsageInfo
 from scopetrace.record.model import Model
 
 _METADATA = frozenset(
@@ -53,28 +54,24 @@ class ExecutionInfo:
     """
 
     def __init__(self, root_module: torch.nn.Module) -> None:
-        self.registered = Model(root_module).registered()
+        self._building = OrderBuilder(Model(root_module).registered())
         self._modules = dict(root_module.named_modules())
         self._params = dict(root_module.named_parameters())
         self._module_names = {id(m): name for name, m in self._modules.items()}
         self._param_names = {id(p): name for name, p in self._params.items()}
-        self._calls: list[CallUsage] = []
-        self._steps: list[list[tuple[str, ...] | int]] = []
         self._open: list[int] = []
-        self._counts: dict[int, int] = {}
         self._begin(root_module)
 
     @property
     def curr_module(self) -> torch.nn.Module | None:
         """The module that is being traced; None for one that is not in the root's tree."""
-        fqn = self._calls[self._open[-1]].fqn
+        fqn = self._building.calls[self._open[-1]].fqn
         return None if fqn is None else self._modules[fqn]
 
     @property
     def order(self) -> ExecutionOrder:
         """The order by names, as `Trace.order` gives it."""
-        calls = zip(self._calls, self._steps, strict=True)
-        return ExecutionOrder(tuple(dataclasses.replace(c, steps=tuple(steps)) for c, steps in calls), self.registered)
+        return self._building.order()
 
     @property
     def module_forward_order(self) -> list[torch.nn.Module]:
@@ -100,10 +97,11 @@ class ExecutionInfo:
         }
 
     def _named(self, info: ParamUsageInfo) -> NamedParams:
-        prefixes = [f"{name}." if name else "" for name in self.registered.modules[info.module or ""].names]
+        registered = self._building.registered
+        prefixes = [f"{name}." if name else "" for name in registered.modules[info.module or ""].names]
 
         def relative(param: str) -> str:
-            names = self.registered.params[param].names
+            names = registered.params[param].names
             return next((n.removeprefix(p) for p in prefixes for n in names if n.startswith(p)), param)
 
         return NamedParams(self._modules[info.module or ""], [(relative(p), self._params[p]) for p in info.params])
@@ -111,14 +109,9 @@ class ExecutionInfo:
     # ---------------------------------------------------------------- while a tracer works
 
     def _begin(self, module: torch.nn.Module) -> None:
-        fqn = self._module_names.get(id(module))
-        index = self._counts[id(module)] = self._counts.get(id(module), -1) + 1
         parent = self._open[-1] if self._open else None
-        if parent is not None:
-            self._steps[parent].append(len(self._calls))
-        self._open.append(len(self._calls))
-        self._calls.append(CallUsage(fqn, index, type(module).__name__, parent))
-        self._steps.append([])
+        call = CallUsage(self._module_names.get(id(module)), 0, type(module).__name__, parent)
+        self._open.append(self._building.begin(id(module), call))
 
     @contextlib.contextmanager
     def call(self, module: torch.nn.Module) -> Iterator[None]:
@@ -128,7 +121,7 @@ class ExecutionInfo:
         try:
             yield
         except BaseException:  # any exception is noted and passed on
-            self._calls[call] = dataclasses.replace(self._calls[call], raised=True)
+            self._building.calls[call] = dataclasses.replace(self._building.calls[call], raised=True)
             raise
         finally:
             self._open.pop()
@@ -142,7 +135,7 @@ class ExecutionInfo:
             read += root.get_submodule(str(node.target)).parameters()
         used = dict.fromkeys(self._param_names[id(p)] for p in read if id(p) in self._param_names)
         if used:
-            self._steps[self._open[-1]].append(tuple(used))
+            self._building.steps[self._open[-1]].append(tuple(used))
 
 
 def _parameter(root: torch.nn.Module, path: Any) -> torch.nn.Parameter | None:
@@ -184,7 +177,7 @@ class ExecOrderTracer:
             info.node(node, tracer.root)
             return node
 
-        with _attributes_set(tracer, call_module=watched_call, create_node=watched_node):
+        with mock.patch.multiple(tracer, call_module=watched_call, create_node=watched_node):
             yield info
 
     def trace(self, root_module: torch.nn.Module, config: TracingConfig | None = None) -> ExecutionInfo:
@@ -193,15 +186,3 @@ class ExecOrderTracer:
         with self.patch_tracer(config.tracer, root_module) as info:
             config.tracer.trace(root_module, config.concrete_args)
         return info
-
-
-@contextlib.contextmanager
-def _attributes_set(owner: Any, **values: Any) -> Iterator[None]:
-    before = {name: owner.__dict__[name] for name in values if name in owner.__dict__}
-    owner.__dict__.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            owner.__dict__.pop(name, None)
-        owner.__dict__.update(before)
