@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import instantiate
 from scopetrace.errors import PlanError
+from scopetrace.ir.registered import RegisteredParam
 from scopetrace.ir.tape import Op, ProgramTape, Value, flat
 
 
@@ -31,15 +32,33 @@ def nbytes(value: Value) -> int:
     return int(value.fake.numel()) * value.fake.element_size()
 
 
+def params_read(tape: ProgramTape) -> list[set[str]]:
+    """For each op, the names of the parameters that it reads."""
+    names = {}
+    for op in tape.ops:
+        name = tape.registered.param(op.target) if op.kind == "get_attr" else None
+        if name is not None:
+            names[op.outputs] = name
+    return [{names[v] for v in op.inputs() if v in names} for op in tape.ops]
+
+
 def op_params(tape: ProgramTape) -> list[int]:
     """For each op, the number of elements of the parameters that it is the first to read."""
-    return _of_params(tape, lambda name: torch.Size(tape.registered.params[name].shape).numel())
+    return [sum(torch.Size(param.shape).numel() for param in params) for params in _first_read(tape)]
 
 
 def op_bytes(tape: ProgramTape) -> list[int]:
     """For each op, the bytes of the parameters that it is the first to read, and of the storages that it allocates."""
-    params = _of_params(tape, lambda name: tape.registered.params[name].nbytes)
-    return [param + made for param, made in zip(params, op_results(tape), strict=True)]
+    read = zip(_first_read(tape), op_results(tape), strict=True)
+    return [sum(param.nbytes for param in params) + made for params, made in read]
+
+
+def _first_read(tape: ProgramTape) -> Iterator[list[RegisteredParam]]:
+    """For each op, the parameters that it is the first to read."""
+    seen: set[str] = set()
+    for names in params_read(tape):
+        yield [tape.registered.params[name] for name in names - seen]
+        seen |= names
 
 
 def op_results(tape: ProgramTape) -> list[int]:
@@ -54,21 +73,6 @@ def op_results(tape: ProgramTape) -> list[int]:
     return found
 
 
-def _of_params(tape: ProgramTape, size: Callable[[str], int]) -> list[int]:
-    params = {}
-    for op in tape.ops:
-        name = tape.registered.param(op.target) if op.kind == "get_attr" else None
-        if name is not None:
-            params[op.outputs] = name
-    seen: set[str] = set()
-    found = [0] * len(tape.ops)
-    for i, op in enumerate(tape.ops):
-        new = {params[v] for v in op.inputs() if v in params} - seen
-        seen |= new
-        found[i] = sum(map(size, new))
-    return found
-
-
 def op_flops(tape: ProgramTape) -> list[int]:
     """For each op, its floating-point operations as `torch.utils.flop_counter` counts them.
 
@@ -78,20 +82,16 @@ def op_flops(tape: ProgramTape) -> list[int]:
     Raises PlanError for a trace with dynamic sizes.
     """
     counted: dict[Any, int] = {}
-    found = []
-    for op in tape.ops:
-        flops = 0
-        if op.kind == "call_function" and not op.bodies():
-            key = _key(op)
-            if key not in counted:
-                counted[key] = _count(op)
-            flops = counted[key]
-        found.append(flops)
-    return found
 
+    def flops(op: Op) -> int:
+        if op.kind != "call_function" or op.bodies():
+            return 0
+        key = op.target, tuple(map(_leaf_key, flat((op.args, op.kwargs))))
+        if key not in counted:
+            counted[key] = _count(op)
+        return counted[key]
 
-def _key(op: Op) -> Any:
-    return op.target, tuple(map(_leaf_key, flat((op.args, op.kwargs))))
+    return list(map(flops, tape.ops))
 
 
 def _leaf_key(x: Any) -> Any:
@@ -99,7 +99,8 @@ def _leaf_key(x: Any) -> Any:
 
 
 def _count(op: Op) -> int:
-    if any(isinstance(x, Symbolic) for x in flat((op.args, op.kwargs))) or _has_dynamic_sizes(op.inputs()):
+    sizes = [size for v in op.inputs() for size in v.fake.shape]
+    if any(isinstance(x, Symbolic) for x in (*flat((op.args, op.kwargs)), *sizes)):
         raise PlanError("FLOPs need sizes: trace with the sizes of one micro-batch, without dynamic_shapes")
     args, kwargs = instantiate(lambda v: v.fake.detach(), (op.args, op.kwargs), Value)
     mode = next((v.fake.fake_mode for v in op.inputs()), None)  # type: ignore[attr-defined]
@@ -110,18 +111,7 @@ def _count(op: Op) -> int:
     return int(counter.get_total_flops())
 
 
-def _has_dynamic_sizes(values: Sequence[Value]) -> bool:
-    return any(isinstance(n, torch.SymInt) for v in values for n in v.fake.shape)
-
-
 def call_flops(tape: ProgramTape) -> dict[int, tuple[int, int]]:
     """By position of a call, the FLOPs of all ops before its begin, and before its end."""
     before = [0, *itertools.accumulate(op_flops(tape))]
-    ranges: dict[int, tuple[int, int]] = {}
-    for i, op in enumerate(tape.ops):
-        call = op.call if op.kind.startswith("call") else None
-        while call is not None:
-            start, _ = ranges.get(call.position, (i, i))
-            ranges[call.position] = start, i + 1
-            call = call.parent
-    return {position: (before[start], before[stop]) for position, (start, stop) in ranges.items()}
+    return {call.position: (before[call.start], before[call.stop]) for call in tape.calls}

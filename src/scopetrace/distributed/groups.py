@@ -11,6 +11,7 @@ FSDP2 takes lists of modules for one group, and lets the root have what no other
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Iterator
 
 import torch
@@ -31,24 +32,15 @@ class Grouping:
     groups: tuple[Group, ...]
     registered: Registered
 
-    def group_of(self) -> dict[str, Group]:
+    def group_of(self) -> dict[str | None, Group]:
         """By module, its group."""
         return {module: group for group in self.groups for module in group}
 
     def managers(self, param: str) -> list[Group]:
         """The groups whose modules have a parameter; several for tied weights."""
         group_of = self.group_of()
-        found = (group_of[owner] for name in self.registered.params[param].names for owner in self._up(name, group_of))
-        return list(dict.fromkeys(found))
-
-    def _up(self, name: str, group_of: dict[str, Group]) -> Iterator[str]:
-        """The innermost module around a parameter's name that belongs to a group."""
-        while name:
-            name = name.rpartition(".")[0]
-            first = self.registered.module(name)
-            if first in group_of:
-                yield str(first)
-                return
+        around = (map(self.registered.module, modules_around(name)) for name in self.registered.params[param].names)
+        return list(dict.fromkeys(next(group_of[m] for m in modules if m in group_of) for modules in around))
 
     def merged(self, one: Group, other: Group) -> Grouping:
         """The same with two groups merged, in the place of the later one."""
@@ -56,6 +48,13 @@ class Grouping:
         kept = [g for g in self.groups if g not in (one, other)]
         at = max(self.groups.index(one), self.groups.index(other)) - 1
         return Grouping((*kept[:at], joined, *kept[at:]), self.registered)
+
+
+def modules_around(name: str) -> Iterator[str]:
+    """The names of the modules around a parameter or module, from the innermost to the root."""
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def _outermost(modules: Iterable[str], registered: Registered) -> Iterator[str]:
@@ -119,7 +118,7 @@ def _refuse_uncallable(order: ExecutionOrder, units: set[str]) -> None:
         if not order.registered.modules[name].has_forward:
             raise PlanError(f"{kind} {name!r} has no forward, so that no hook gathers it: name the class of its items")
     for call in order.calls:
-        if not call.fqn or order.registered.module(call.fqn) not in units:
+        if order.registered.module(call.fqn) not in units:
             continue
         if call.writes_input:
             raise PlanError(
@@ -216,24 +215,18 @@ def _dtypes(registered: Registered) -> dict[str | None, set[torch.dtype]]:
     """By module, the dtypes of its parameters: FSDP2 reduces the gradients of a group as one tensor."""
     found: dict[str | None, set[torch.dtype]] = {name: set() for name in registered.modules}
     for param in registered.params.values():
-        for name in param.names:
-            while name:
-                name = name.rpartition(".")[0]
-                found[registered.module(name)].add(param.dtype)
+        for module in itertools.chain.from_iterable(map(modules_around, param.names)):
+            found[registered.module(module)].add(param.dtype)
     return found
 
 
 def called_modules(order: ExecutionOrder) -> set[str]:
     """The modules with a call in which all forward hooks run, before and after it."""
-    calls = [(order.registered.module(c.fqn), not c.hooked or c.writes_input) for c in order.calls if c.fqn is not None]
-    return {name for name, _ in calls if name} - {name for name, is_odd in calls if is_odd and name}
+    calls = [(order.registered.module(c.fqn), not c.hooked or c.writes_input) for c in order.calls]
+    return {name for name, _ in calls if name} - {name for name, is_odd in calls if is_odd}
 
 
 def first_call(order: ExecutionOrder) -> dict[str, int]:
     """By module, the position of its first call; after all calls for modules that are never called."""
-    first = dict.fromkeys(order.registered.modules, len(order.calls))
-    for i, call in reversed([*enumerate(order.calls)]):
-        name = None if call.fqn is None else order.registered.module(call.fqn)
-        if name is not None:
-            first[name] = i
-    return first
+    first = {order.registered.module(call.fqn): i for i, call in reversed([*enumerate(order.calls)])}
+    return {name: first.get(name, len(order.calls)) for name in order.registered.modules}

@@ -9,14 +9,15 @@ Data flow:
 from __future__ import annotations
 
 import bisect
+import collections
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from scopetrace.api.trace import Trace, program_of
 from scopetrace.containers.structure import leaves
-from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params
+from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
 from scopetrace.errors import PlanError
 from scopetrace.formatting import columns
 from scopetrace.ir.tape import Call, ProgramTape, Value
@@ -188,37 +189,18 @@ def _cut(module: str, depth: int, at: int, values: Sequence[Value]) -> Cut:
 
 def _places(tape: ProgramTape) -> dict[int, tuple[str, int]]:
     """By first op, the module that begins with it and is called once, and its depth."""
-    counts: dict[str, int] = {}
-    for call in tape.calls:
-        name = None if call.fqn is None else tape.registered.module(call.fqn)
-        if name:
-            counts[name] = counts.get(name, 0) + 1
-    begins = _first_ops(tape)
+    names = [tape.registered.module(call.fqn) for call in tape.calls]
+    counts = collections.Counter(names)
+    first = next((i for i, op in enumerate(tape.ops) if op.kind.startswith("call")), len(tape.ops))
     outermost: dict[int, tuple[str, int]] = {}
-    for call in tape.calls:
-        name = None if call.fqn is None else tape.registered.module(call.fqn)
-        if name and counts[name] == 1 and begins.get(call.position, 0) > _first_computation(tape):
-            outermost.setdefault(begins[call.position], (name, _depth(call)))
+    for call, name in zip(tape.calls, names, strict=True):
+        if name and counts[name] == 1 and first < call.start < call.stop:
+            outermost.setdefault(call.start, (name, _depth(call)))
     return outermost
 
 
 def _depth(call: Call) -> int:
     return 0 if call.parent is None else 1 + _depth(call.parent)
-
-
-def _first_computation(tape: ProgramTape) -> int:
-    return next((i for i, op in enumerate(tape.ops) if op.kind.startswith("call")), len(tape.ops))
-
-
-def _first_ops(tape: ProgramTape) -> dict[int, int]:
-    """By position of a call, its first op, or that of a call inside it."""
-    first: dict[int, int] = {}
-    for i, op in enumerate(tape.ops):
-        call = op.call if op.kind.startswith("call") else None
-        while call is not None and call.position not in first:
-            first[call.position] = i
-            call = call.parent
-    return first
 
 
 def _alive(tape: ProgramTape) -> Alive:
@@ -253,15 +235,10 @@ def _with_what_is_sent(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut]) -> 
 
 def _shared(tape: ProgramTape, cuts: list[Cut]) -> dict[str, list[int]]:
     places = [cut.at for cut in cuts]
-    names: dict[Any, str] = {}
     users: dict[str, dict[int, None]] = {}
-    for i, op in enumerate(tape.ops):
-        name = tape.registered.param(op.target) if op.kind == "get_attr" else None
-        if name is not None:
-            names[op.outputs] = name
-        for value in op.inputs():
-            if value in names:
-                users.setdefault(names[value], {})[bisect.bisect_right(places, i)] = None
+    for i, names in enumerate(params_read(tape)):
+        for name in names:
+            users.setdefault(name, {})[bisect.bisect_right(places, i)] = None
     return {name: list(stages) for name, stages in users.items() if len(stages) > 1}
 
 
@@ -270,14 +247,7 @@ def _shared(tape: ProgramTape, cuts: list[Cut]) -> dict[str, list[int]]:
 
 def _most_even(at: Sequence[int], stages: int) -> int:
     """The smallest possible cost of the largest stage; `at` is the cost up to each possible cut."""
-    low, high = 0, at[-1]
-    while low < high:
-        middle = (low + high) // 2
-        if _needed(at, middle) <= stages:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect.bisect_left(range(at[-1]), True, key=lambda limit: _needed(at, limit) <= stages)
 
 
 def _needed(at: Sequence[int], limit: int) -> float:

@@ -132,7 +132,7 @@ def _joined(order: ExecutionOrder, grouping: Grouping) -> Grouping:
     """The grouping with groups merged whose parameters must be gathered together."""
     grouping = without_ties(grouping)
     while (missing := forward_schedule(order, grouping, {}).missing) is not None:
-        grouping = without_ties(grouping.merged(missing.group, missing.user))
+        grouping = without_ties(grouping.merged(*missing))
     first = first_call(order)
     return Grouping(tuple(tuple(sorted(g, key=first.__getitem__)) for g in grouping.groups), order.registered)
 

@@ -8,11 +8,11 @@ group at the end. Backward goes through the forward passes of the groups in reve
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from scopetrace.distributed.groups import ROOT, Group, Grouping
-from scopetrace.order.execution import ExecutionOrder, Step
+from scopetrace.order.execution import CallUsage, ExecutionOrder
 
 Prefetch = Mapping[Group, Sequence[Group]]
 
@@ -25,18 +25,6 @@ class Pass(NamedTuple):
     stop: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Missing:
-    """A parameter that is used while it is not gathered."""
-
-    param: str
-    group: Group
-    """The group that has the parameter."""
-    user: Group
-    """The innermost group in whose pass it is used."""
-    step: Step
-
-
 @dataclasses.dataclass
 class Schedule:
     """What FSDP2 does in one forward."""
@@ -45,8 +33,9 @@ class Schedule:
     """The all-gathers in order, each with the step that issues it."""
     passes: list[Pass] = dataclasses.field(default_factory=list)
     """The passes in the order in which they end."""
-    missing: Missing | None = None
-    """The first use of a parameter that is not gathered; None where all are."""
+    missing: tuple[Group, Group] | None = None
+    """Of the first use of a parameter that is not gathered: the group that has it, and the innermost one in whose pass
+    it is used."""
 
 
 def forward_schedule(order: ExecutionOrder, grouping: Grouping, prefetch: Prefetch) -> Schedule:
@@ -63,37 +52,27 @@ class _Forward:
         self.manager = {param: grouping.managers(param)[0] for param in order.param_first_use}
         self.gathered: set[Group] = set()
         self.ready: dict[Group, int] = {}  # by group, the step in which its pass began
-        self.to_run: dict[Group, set[str]] = {}
+        self.to_run: dict[Group, set[str | None]] = {}
         self.open: list[Group] = []  # the groups of the modules that are being called
         self.schedule = Schedule()
 
     def run(self) -> Schedule:
         for i, step in enumerate(self.order.steps):
-            group = self._group(step)
-            if step.kind == "use":
-                self._use(step)
-                if self.schedule.missing is not None:
-                    return self.schedule
-            elif step.kind == "call":
-                self._arguments(step)
-                if self.schedule.missing is not None:
-                    return self.schedule
-                if group is not None:
-                    self._enter(group, i)
-            elif group is not None:
-                self._leave(group, str(self._module(step)), i)
+            call = self.order.calls[step.call]
+            if step.kind == "call":
+                self._arguments(call)
+            self._use(step.params)
+            if self.schedule.missing is not None:
+                return self.schedule
+            module = None if call.direct or call.in_op else self.order.registered.module(call.fqn)
+            group = self.group_of.get(module)
+            if group is not None and step.kind == "call":
+                self._enter(group, i)
+            elif group is not None and step.kind == "return":
+                self._leave(group, module, i)
         for group in [g for g in self.grouping.groups if g in self.ready]:  # modules of them never ran
             self._complete(group, len(self.order.steps) - 1)
         return self.schedule
-
-    def _module(self, step: Step) -> str | None:
-        call = self.order.calls[step.call]
-        unseen = call.fqn is None or call.direct or call.in_op
-        return None if unseen else self.order.registered.module(str(call.fqn))
-
-    def _group(self, step: Step) -> Group | None:
-        module = self._module(step)
-        return None if module is None else self.group_of.get(module)
 
     def _gather(self, group: Group, at: int) -> None:
         if group not in self.gathered:
@@ -110,7 +89,7 @@ class _Forward:
             for other in self.prefetch.get(group, ()):
                 self._gather(other, at)
 
-    def _leave(self, group: Group, module: str, at: int) -> None:
+    def _leave(self, group: Group, module: str | None, at: int) -> None:
         self.open.pop()
         self.to_run[group].discard(module)
         if not self.to_run[group] and group in self.ready:
@@ -121,27 +100,23 @@ class _Forward:
         if group != ROOT:
             self.gathered.discard(group)
 
-    def _arguments(self, step: Step) -> None:
+    def _arguments(self, call: CallUsage) -> None:
         """The parameters among a call's arguments are read before it.
 
         Tensors that replace parameters (`functional_call`) stay only where these are gathered already, since gathering
         assigns the parameters.
         """
-        call = self.order.calls[step.call]
         for param in call.replaced:
             group = self.grouping.managers(param)[0]
             if group != ROOT:
-                self.schedule.missing = Missing(param, group, ROOT, step)
+                self.schedule.missing = group, ROOT
         if self.open:
-            self._use(step._replace(params=tuple(name for name in call.given if name in self.manager)))
+            self._use(name for name in call.given if name in self.manager)
 
-    def _use(self, step: Step) -> None:
-        for param in step.params:
-            group = self.manager[param]
-            if group not in self.ready:
-                user = next(g for g in reversed(self.open) if g in self.ready)
-                self.schedule.missing = Missing(param, group, user, step)
-                return
+    def _use(self, params: Iterable[str]) -> None:
+        group = next((self.manager[param] for param in params if self.manager[param] not in self.ready), None)
+        if group is not None:
+            self.schedule.missing = group, next(g for g in reversed(self.open) if g in self.ready)
 
 
 def backward_gathers(passes: Sequence[Pass], prefetch: Prefetch) -> list[tuple[Group, int]]:
