@@ -34,7 +34,7 @@ from scopetrace.program.outlined import Function, OutlinedFunctions, Target, out
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record import record
 from scopetrace.record.calls import Progress
-from scopetrace.view.text import TextOptions, render
+from scopetrace.view.text import render
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -232,7 +232,7 @@ class Trace:
             scope: an fnmatch pattern of scope paths; only calls that match are shown.
             print_output: False to return the text only.
         """
-        text = render(self._program, TextOptions(depth=depth, scope=scope))
+        text = render(self._program, depth, scope)
         if print_output:
             print(text)
         return text

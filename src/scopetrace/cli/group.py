@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from scopetrace.cli.terminal import print_text
-from scopetrace.errors import ScopetraceError, TraceError, UsageError
+from scopetrace.errors import ScopetraceError, UsageError
 
 _OURS = Path(__file__).parents[1]
 
@@ -25,22 +23,10 @@ class ModelError(Exception):
 class OneLineGroup(click.Group):
     """A click group that prints errors without tracebacks."""
 
-    def main(
-        self,
-        args: Sequence[str] | None = None,
-        prog_name: str | None = None,
-        complete_var: str | None = None,
-        standalone_mode: bool = True,
-        **extra: Any,
-    ) -> Any:
+    def main(self, *args: Any, **options: Any) -> Any:
         """Run a command and exit: 1 for a model that cannot be traced, 2 for a wrong argument."""
-        run: Callable[[], Any] = functools.partial(
-            super().main, args, prog_name or self.name, complete_var, False, **extra
-        )
-        if not standalone_mode:
-            return run()
         try:
-            code = run()
+            code = super().main(*args, **{"prog_name": self.name, **options, "standalone_mode": False})
         except click.Abort:
             code = _fail("interrupted", 130)
         except click.ClickException as error:
@@ -76,26 +62,23 @@ def print_result(text: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def cannot_trace(name: str, error: TraceError) -> ModelError:
-    """An error that says why a model cannot be traced, with op, module, source line and hint."""
-    return ModelError(f"cannot trace {name}: {error}")
+def error_text(error: Exception) -> str:
+    """The class of an exception and the first line of its message."""
+    message = str(error).partition("\n")[0]
+    return type(error).__name__ + (f": {message}" if message else "")
 
 
 def model_raised(what: str, error: Exception) -> ModelError:
-    """An error with the message of a model's exception, and where it was raised."""
-    message = (str(error).splitlines() or [""])[0]
-    said = type(error).__name__ + (f": {message}" if message else "")
+    """An error with the message of a model's exception, and where it was raised.
+
+    The places are the notes that tracing added to the exception; else the innermost line of the traceback.
+    """
     frames = _frames(error)
     if frames and _is_ours(frames[-1]):
-        return ModelError(f"an error in scopetrace itself, please report it: {said}\n  {_at(frames[-1])}")
-    return ModelError("\n  ".join([f"{what} raised {said}", *_places(error)]))
-
-
-def _places(error: Exception) -> list[str]:
-    """The notes that tracing added to the exception; else the innermost line of the traceback."""
+        return ModelError(f"an error in scopetrace itself, please report it: {error_text(error)}\n  {_at(frames[-1])}")
     notes = [note.removeprefix("scopetrace: ") for note in getattr(error, "__notes__", ())]
-    found = [note for note in notes if note.startswith("while tracing ")]
-    return found or source_line(error)
+    places = [note for note in notes if note.startswith("while tracing ")] or source_line(error)
+    return ModelError("\n  ".join([f"{what} raised {error_text(error)}", *places]))
 
 
 def source_line(error: BaseException) -> list[str]:

@@ -77,13 +77,12 @@ class Forward:
     def __init__(self, model: torch.nn.Module) -> None:
         self._name = f"{type(model).__name__}.forward"
         try:
-            self._parameters = dict(inspect.signature(model.forward).parameters)
+            parameters = inspect.signature(model.forward).parameters.values()
+            self._named = [p for p in parameters if p.kind not in _VARIABLE]
+            self._kinds = {p.kind for p in parameters}
         except (TypeError, ValueError):  # scripted modules have no signature
-            self._parameters = {"args": inspect.Parameter("args", _Kind.VAR_POSITIONAL)}
-            self._parameters["kwargs"] = inspect.Parameter("kwargs", _Kind.VAR_KEYWORD)
-        self._named = [p for p in self._parameters.values() if p.kind not in _VARIABLE]
+            self._named, self._kinds = [], set(_VARIABLE)
         self._positional = [p for p in self._named if p.kind in _POSITIONAL]
-        self._kinds = {p.kind for p in self._parameters.values()}
 
     @property
     def first(self) -> str | None:
@@ -95,10 +94,13 @@ class Forward:
         named: dict[str, Any] = {}
         rest: dict[int, Any] = {}
         for given in inputs:
-            if given.name.isdigit() and int(given.name) >= len(self._positional):
-                self._take(rest, self._extra(given.name), given)
+            key = self._resolve(given.name)
+            if key in named or key in rest:
+                raise UsageError(f"--input {given.name} is given twice: write each argument of {self._name} once")
+            if isinstance(key, str):
+                named[key] = given.value
             else:
-                self._take(named, self._resolve(given.name), given)
+                rest[key] = given.value
         self._refuse_missing(named, rest)
         return self._arguments(named, [rest[i] for i in sorted(rest)])
 
@@ -113,26 +115,20 @@ class Forward:
         instead = f"write --input {near[0]}=…; " if near else ""
         return f"{self._name} has no argument {name!r}: {instead}its arguments are {', '.join(names) or 'none'}"
 
-    def _resolve(self, name: str) -> str:
+    def _resolve(self, name: str) -> str | int:
+        """The name of the argument that an input stands for; of one in `*args`, the position."""
         names = [p.name for p in self._named]
-        if name.isdigit():
+        if name.isdigit() and int(name) < len(self._positional):
             return self._positional[int(name)].name
-        if name in names:
-            return name
-        if _Kind.VAR_KEYWORD in self._kinds and not difflib.get_close_matches(name, names, n=1):
+        if name.isdigit() and _Kind.VAR_POSITIONAL in self._kinds:
+            return int(name)
+        if name.isdigit():
+            known = ", ".join(f"{i} ({p.name})" for i, p in enumerate(self._positional))
+            raise UsageError(f"{self._name} has no position {name}: its positions are {known or 'none'}")
+        is_keyword = _Kind.VAR_KEYWORD in self._kinds and not difflib.get_close_matches(name, names, n=1)
+        if name in names or is_keyword:
             return name
         raise UsageError(self.wrong_name(name))
-
-    def _extra(self, position: str) -> int:
-        if _Kind.VAR_POSITIONAL not in self._kinds:
-            names = ", ".join(f"{i} ({p.name})" for i, p in enumerate(self._positional))
-            raise UsageError(f"{self._name} has no position {position}: its positions are {names or 'none'}")
-        return int(position)
-
-    def _take(self, table: dict[Any, Any], key: Any, given: Input) -> None:
-        if key in table:
-            raise UsageError(f"--input {given.name} is given twice: write each argument of {self._name} once")
-        table[key] = given.value
 
     def _refuse_missing(self, named: dict[str, Any], rest: dict[int, Any]) -> None:
         required = [p.name for p in self._named if p.default is p.empty]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 import torch
@@ -23,19 +24,19 @@ if TYPE_CHECKING:
 _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'"
 
 
+@dataclasses.dataclass(frozen=True)
 class Matching:
     """A target of `Trace.outline`: calls whose module's fqn or class name matches an fnmatch pattern."""
 
-    def __init__(self, pattern: str) -> None:
-        self._pattern = pattern
+    pattern: str
 
     def __call__(self, call: ModuleCall) -> bool:
         """Whether a call matches."""
         names = [call.fqn, call.module_type.__name__ if call.module_type is not None else None]
-        return any(name is not None and fnmatch.fnmatchcase(name, self._pattern) for name in names)
+        return any(name is not None and fnmatch.fnmatchcase(name, self.pattern) for name in names)
 
     def __repr__(self) -> str:
-        return repr(self._pattern)
+        return repr(self.pattern)
 
 
 @click.command()
@@ -58,7 +59,17 @@ class Matching:
 @click.option("--optimize/--no-optimize", default=True, help="Run torch.onnx's optimizer.")
 @click.option("--external-data", is_flag=True, help="The weights in a file of their own, also below 2 GB.")
 @click.option("--verify", is_flag=True, help="Check the file, and compare it with the model in ONNX Runtime.")
-def onnx(asked: Asked, output: Path, **options: Any) -> None:
+def onnx(
+    asked: Asked,
+    functions: tuple[str, ...],
+    plugins: tuple[str, ...],
+    output: Path,
+    opset: int | None,
+    attributes: bool,
+    optimize: bool,
+    external_data: bool,
+    verify: bool,
+) -> None:
     """Write the model TARGET as an ONNX file, with modules as ONNX functions.
 
     TARGET is as for `scopetrace show`.
@@ -68,28 +79,14 @@ def onnx(asked: Asked, output: Path, **options: Any) -> None:
         scopetrace onnx mypackage.models:build -i ids=2x16:int64 --dynamic ids.0=batch -f Layer -o out.onnx
     """
     require_packages()
-    with quiet(), progress() as say, torch.no_grad():
-        text = _table(_write(asked.trace(say), output, say, **options), output)
-    print_result(text)
-
-
-def _write(
-    traced: Any,
-    output: Path,
-    say: Any,
-    functions: tuple[str, ...],
-    plugins: tuple[str, ...],
-    opset: int | None,
-    attributes: bool,
-    optimize: bool,
-    external_data: bool,
-    verify: bool,
-) -> Written:
     from scopetrace.lower.onnx.export import Options, write
 
     targets = [f if f == REPEATED else Matching(f) for f in functions]
-    chosen = Options(targets, [Matching(p) for p in plugins], opset, None, None, optimize, attributes)
-    return write(program_of(traced).without_argument_mutation(), output, chosen, external_data or None, verify, say)
+    options = Options(targets, [Matching(p) for p in plugins], opset, None, None, optimize, attributes)
+    with quiet(), progress() as say, torch.no_grad():
+        program = program_of(asked.trace(say)).without_argument_mutation()
+        text = _table(write(program, output, options, external_data or None, verify, say), output)
+    print_result(text)
 
 
 def _table(written: Written, output: Path) -> str:

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 import torch
 
-from scopetrace.api.trace import Trace
 from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, progress, quiet, takes_model
-from scopetrace.distributed.plan import Plan
 from scopetrace.distributed.planning import plan as make_plan
 from scopetrace.distributed.simulation import Simulation, simulate
 from scopetrace.errors import UsageError
@@ -34,7 +30,15 @@ _DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": t
 @click.option("--latency", type=click.FloatRange(min=0), default=0.0, help="Microseconds of a collective.")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="own", help="Of gathered parameters and gradients.")
 def plan(
-    asked: Asked, classes: tuple[str, ...], target_mb: float | None, prefetch: int, ranks: int, **link: Any
+    asked: Asked,
+    ranks: int,
+    classes: tuple[str, ...],
+    target_mb: float | None,
+    prefetch: int,
+    bandwidth: float,
+    tflops: float,
+    latency: float,
+    dtype: str,
 ) -> None:
     """Plan FSDP2 for the model TARGET: groups, prefetch lists, the order of all-gathers, and their cost on paper.
 
@@ -52,9 +56,23 @@ def plan(
         assert isinstance(model, torch.nn.Module)
         say("planning")
         chosen = {"classes": _classes(model, classes)} if classes else {"target_bytes": int((target_mb or 0) * 1e6)}
-        plans = {ahead: make_plan(model, traced.order, prefetch=ahead, **chosen) for ahead in {0, 1, 2, prefetch}}
-        text = _text(plans, traced, prefetch, {"ranks": ranks, **link})
-    print_result(text)
+        results = {}
+        for ahead in sorted({0, 1, 2, prefetch}):
+            found = make_plan(model, traced.order, prefetch=ahead, **chosen)
+            results[ahead] = (
+                found,
+                simulate(
+                    found,
+                    traced,
+                    ranks=ranks,
+                    bandwidth=bandwidth * 1e9,
+                    flops=tflops * 1e12,
+                    latency=latency * 1e-6,
+                    param_dtype=_DTYPES[dtype],
+                ),
+            )
+    table = _table({ahead: simulation for ahead, (_, simulation) in results.items()})
+    print_result("\n\n".join(map(str, (*results[prefetch], table))))
 
 
 def _classes(model: torch.nn.Module, names: tuple[str, ...]) -> list[type[torch.nn.Module]]:
@@ -65,24 +83,9 @@ def _classes(model: torch.nn.Module, names: tuple[str, ...]) -> list[type[torch.
     return [known[name] for name in names]
 
 
-def _text(plans: dict[int, Plan], traced: Trace, prefetch: int, link: dict[str, Any]) -> str:
-    results = {ahead: _simulated(plan, traced, **link) for ahead, plan in plans.items()}
+def _table(results: dict[int, Simulation]) -> str:
     rows = [["prefetch", "step", "exposed forward", "exposed backward", "gathered at most"]]
-    for ahead, result in sorted(results.items()):
+    for ahead, result in results.items():
         times = map(duration, (result.seconds, result.exposed_forward, result.exposed_backward))
         rows.append([str(ahead), *times, amount(result.memory["gathered parameters, at most"], "B")])
-    return f"{plans[prefetch]}\n\n{results[prefetch]}\n\n{columns(rows)}"
-
-
-def _simulated(
-    plan: Plan, traced: Trace, ranks: int, bandwidth: float, tflops: float, latency: float, dtype: str
-) -> Simulation:
-    return simulate(
-        plan,
-        traced,
-        ranks=ranks,
-        bandwidth=bandwidth * 1e9,
-        flops=tflops * 1e12,
-        latency=latency * 1e-6,
-        param_dtype=_DTYPES[dtype],
-    )
+    return columns(rows)

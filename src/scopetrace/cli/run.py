@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import logging
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from scopetrace.api.trace import Trace, trace
 from scopetrace.cli.dynamic import parse_dynamic
-from scopetrace.cli.group import cannot_trace, model_raised
+from scopetrace.cli.group import ModelError, error_text, model_raised
 from scopetrace.cli.inputs import Forward, Input, parse_input
 from scopetrace.cli.targets import default_inputs, load_model
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
@@ -80,48 +79,49 @@ class Asked:
     specialize: bool
 
     def trace(self, say: Say, *, functional: bool = True) -> Trace:
-        """Make the model and trace it. Raises what `trace_model` raises."""
+        """Make the model and trace it.
+
+        Raises UsageError for a wrong argument, ModelError for a model that cannot be traced or raises.
+        """
         say(f"making {self.target}")
         with torch.device("meta") if self.meta else contextlib.nullcontext():
             model = load_model(self.target).train(self.train)
-        options = {"dynamic_shapes": self.dynamic_shapes, "functional": functional, "specialize": self.specialize}
-        return trace_model(model, self.inputs, say, **options)
+        forward, inputs, size = Forward(model), self.inputs, default_inputs(model)
+        if not inputs and size is not None and forward.first is not None:
+            inputs = [Input(forward.first, torch.zeros(size))]
+        args, kwargs = forward.bind(inputs)
+        devices = {t.device for t in (*model.parameters(), *model.buffers())}
+        if len(devices) == 1:
+            args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(*devices), (args, kwargs))
+        try:
+            return trace(
+                model,
+                args,
+                kwargs,
+                dynamic_shapes=self.dynamic_shapes,
+                functional=functional,
+                specialize=self.specialize,
+                progress=lambda path, ops: say(f"tracing {path}, {ops:,} ops"),
+            )
+        except Exception as error:  # a model's own error may have any class
+            explained = _explained(error, forward, inputs, type(model).__name__)
+            if explained is None:
+                raise
+            raise explained from error
 
 
-def trace_model(model: torch.nn.Module, given: list[Input], say: Say, **options: Any) -> Trace:
-    """The trace of a model with inputs from the command line. `options` are those of `trace`.
-
-    Raises UsageError for a wrong argument, ModelError for a model that cannot be traced or raises.
-    """
-    forward = Forward(model)
-    size = default_inputs(model)
-    if not given and size is not None and forward.first is not None:
-        given = [Input(forward.first, torch.zeros(size))]
-    args, kwargs = forward.bind(given)
-    if (device := _only_device(model)) is not None:
-        args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
-    name = type(model).__name__
-    try:
-        return trace(model, args, kwargs, progress=_reporter(say), **options)
-    except DynamicShapeError as error:
-        if error.module is not None:
-            raise cannot_trace(name, error) from error
-        raise UsageError(f"--dynamic: {error.problem}" + (f"; {error.hint}" if error.hint else "")) from error
-    except TraceError as error:
-        raise cannot_trace(name, error) from error
-    except ScopetraceError:
-        raise
-    except Exception as error:
-        swallowed = forward.swallowed(given)
-        if swallowed:  # in **kwargs, where nobody may have looked for it
-            raised = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise UsageError(f"{forward.wrong_name(swallowed[0])}; with it in **kwargs it raised {raised}") from error
-        raise model_raised(name, error) from error
-
-
-def _only_device(model: torch.nn.Module) -> torch.device | None:
-    devices = {t.device for t in (*model.parameters(), *model.buffers())}
-    return devices.pop() if len(devices) == 1 else None
+def _explained(error: Exception, forward: Forward, inputs: list[Input], model: str) -> Exception | None:
+    """What to raise in place of an error of `trace`; None for an error that says enough."""
+    if isinstance(error, DynamicShapeError) and error.module is None:
+        return UsageError(f"--dynamic: {error.problem}" + (f"; {error.hint}" if error.hint else ""))
+    if isinstance(error, TraceError):
+        return ModelError(f"cannot trace {model}: {error}")
+    if isinstance(error, ScopetraceError):
+        return None
+    swallowed = forward.swallowed(inputs)
+    if swallowed:  # in **kwargs, where nobody may have looked for it
+        return UsageError(f"{forward.wrong_name(swallowed[0])}; with it in **kwargs it raised {error_text(error)}")
+    return model_raised(model, error)
 
 
 @contextlib.contextmanager
@@ -147,17 +147,3 @@ def progress() -> Iterator[Say]:
         return
     with console.status("") as status:
         yield lambda text: status.update(Text(text))
-
-
-def _reporter(say: Say) -> Callable[[str, int], None]:
-    """A `progress` callback for `trace` that reports at most ten times a second."""
-    last = 0.0
-
-    def report(path: str, ops: int) -> None:
-        nonlocal last
-        now = time.monotonic()
-        if now - last > 0.1:
-            last = now
-            say(f"tracing {path}, {ops:,} ops")
-
-    return report

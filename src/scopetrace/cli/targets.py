@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from scopetrace.cli.group import model_raised, source_line
+from scopetrace.cli.group import error_text, model_raised, source_line
 from scopetrace.cli.torchvision_ops import declare_missing_ops
 from scopetrace.errors import UsageError
 
@@ -69,7 +69,7 @@ def _library(name: str) -> Any:
     except ModuleNotFoundError as error:
         raise UsageError(_install(package, error.name or package)) from error
     except Exception as error:
-        raise UsageError(f"{package} cannot be imported: {_summary(error)}") from error
+        raise UsageError(f"{package} cannot be imported: {_raised(error)}") from error
 
 
 def _install(wanted_by: str, module: str) -> str:
@@ -121,7 +121,7 @@ def _import(target: str, module_name: str, name: str) -> Any:
             ) from error
         raise UsageError(f"TARGET {target!r}: {_install(module_name, missing)}") from error
     except Exception as error:
-        raise UsageError(f"TARGET {target!r}: importing {module_name} raised {_summary(error)}") from error
+        raise UsageError(f"TARGET {target!r}: importing {module_name} raised {_raised(error)}") from error
 
 
 def _no_attribute(owner: Any, name: str) -> str:
@@ -166,6 +166,5 @@ def _make(target: str, factory: Callable[[], Any]) -> Any:
         raise model_raised(f"making {target}", error) from error
 
 
-def _summary(error: Exception) -> str:
-    message = (str(error).splitlines() or [""])[0]
-    return ", ".join([f"{type(error).__name__}: {message}", *source_line(error)])
+def _raised(error: Exception) -> str:
+    return ", ".join([error_text(error), *source_line(error)])

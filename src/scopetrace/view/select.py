@@ -22,14 +22,9 @@ def level(scope: Scope, pattern: str | None = None) -> int | None:
 
     None where neither the scope nor one around it matches.
     """
-    found: Scope | None = None
-    for outer in scope.ancestors():
-        if matches(outer.path, pattern) if pattern is not None else outer.parent is None:
-            found = outer
-    if found is None:
-        return None
-    inside = len(list(found.ancestors()))
-    return sum(s.is_module for s in list(scope.ancestors())[:-inside])
+    around = list(scope.ancestors())
+    found = [i for i, s in enumerate(around) if (s.parent is None if pattern is None else matches(s.path, pattern))]
+    return sum(s.is_module for s in around[: found[-1]]) if found else None
 
 
 def select_calls(calls: list[ModuleCall], depth: int | None, pattern: str | None) -> list[ModuleCall]:

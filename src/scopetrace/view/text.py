@@ -20,7 +20,6 @@ Data flow:
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 import itertools
@@ -41,32 +40,27 @@ _INDENT = "  "
 _LIMIT = 8  # items of a container that a header shows
 
 
-@dataclasses.dataclass(frozen=True)
-class TextOptions:
-    """What of a program to write."""
+def render(program: TracedProgram, depth: int | None = None, scope: str | None = None) -> str:
+    """The program as text, without a newline at the end.
 
-    depth: int | None = None
-    """How many levels of calls below the first are shown with what is in them; None for all."""
-    scope: str | None = None
-    """An fnmatch pattern of scope paths, in which brackets stand for themselves; None for the whole program."""
-
-
-def render(program: TracedProgram, options: TextOptions | None = None) -> str:
-    """The program as text, without a newline at the end."""
-    return "\n".join(_Writer(program, options or TextOptions()).lines())
+    Args:
+        depth: how many levels of calls below the first are shown with what is in them; None for all.
+        scope: an fnmatch pattern of scope paths, in which brackets stand for themselves; None for the whole program.
+    """
+    return "\n".join(_Writer(program, depth).lines(scope))
 
 
 class _Writer:
-    def __init__(self, program: TracedProgram, options: TextOptions) -> None:
-        self._options = options
+    def __init__(self, program: TracedProgram, depth: int | None) -> None:
+        self._depth = depth
         self._tree = Tree(program)
         self._tape = program.tape
         self._attributes = self._tape.attributes
         self._folder = Folder(self._tree, self._attributes)
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, pattern: str | None) -> Iterator[str]:
         """The lines of the text, in order."""
-        root, pattern = self._tree.root, self._options.scope
+        root = self._tree.root
         yield self._summary(root)
         if pattern is None:
             yield from self._section(root, "", 0, _label(root))
@@ -131,7 +125,7 @@ class _Writer:
                 yield from self._sections(run, indent + _INDENT, depth, _label, shown)
 
     def _is_closed(self, section: Section, depth: int) -> bool:
-        return section.call.is_leaf or (self._options.depth is not None and depth > self._options.depth)
+        return section.call.is_leaf or (self._depth is not None and depth > self._depth)
 
     def _sections(
         self, run: Run, indent: str, depth: int, label: Callable[[Section], str], shown: dict[int, str]
@@ -142,7 +136,7 @@ class _Writer:
         """
         first = run.sections[0]
         names = [label(member) for member in run.sections]
-        like = shown.setdefault(self._folder.signature(first), names[0])
+        like = shown.setdefault(first.signature, names[0])
         if like == names[0] or first.user_scope or first.op_count <= 1 or self._is_closed(first, depth):
             like = names[0]
             yield from self._section(first, indent, depth, like)

@@ -2,11 +2,11 @@
 
 Data flow:
     nodes of the graph, by `node.meta`'s call and scope -> Tree: sections (calls, user scopes, bodies) with ops in them
-    each section -> SectionSignature: a number that is equal for sections of equal structure -> Runs of equal neighbours
+    each section -> its signature: a number that is equal for sections of equal structure -> Runs of equal neighbours
 
 A signature covers class, ops, constants, shapes and how values are connected. It is made of the signatures of the
 sections inside, so that all signatures together cost one pass over the ops. Nodes from outside a section enter its
-signature by the order of their first use alone; `SectionSignature.outside` keeps them, so that a Run can compare where
+signature by the order of their first use alone; `Section.outside` keeps them, so that a Run can compare where
 each member's inputs come from.
 """
 
@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Hashable, Iterator, Sequence
-from typing import Any, Literal, TypeGuard
+from collections.abc import Hashable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.fx
@@ -62,26 +62,20 @@ class Section:
     first: int = 0
     """The number of the first op in it; the ops in it have the numbers from `first` to `stop` - 1."""
     stop: int = 0
+    signature: int = -1
+    """A number that is equal for sections of equal structure, given by a Folder."""
+    outside: list[torch.fx.Node] = dataclasses.field(default_factory=list)
+    """The nodes from outside that it uses, in order of first use, given by a Folder."""
 
     @property
     def op_count(self) -> int:
         """How many ops ran in it and in what it called."""
         return self.stop - self.first
 
-    def walk(self) -> Iterator[Section]:
-        """This section and all inside it, outer before inner."""
-        pending = [self]
-        while pending:
-            section = pending.pop()
-            yield section
-            pending += [item for item in reversed(list(section.contents())) if isinstance(item, Section)]
-
-    def contents(self) -> Iterator[Op | Section]:
-        """The items, and after an op its bodies."""
-        for item in self.items:
-            yield item
-            if isinstance(item, Op):
-                yield from item.bodies
+    @property
+    def is_call(self) -> bool:
+        """Whether it is a call, neither a user scope nor a body."""
+        return not self.user_scope and self.program is None
 
 
 class Tree:
@@ -101,7 +95,7 @@ class Tree:
         self.root = Section(self.calls[0].scope.path, self.calls[0])
         self._bodies: dict[Tape, Section] = {}
         self._fill(program.lowering, self.root)
-        self._number()
+        self._number(self.root, 0)
 
     def _fill(self, program: FxLowering, top: Section) -> None:
         """Add the ops and calls of a graph to `top`, and a section for each body of its higher-order ops."""
@@ -123,22 +117,17 @@ class Tree:
         position = meta.call_position(node)
         return next((call for call in self.calls if call.position == position), self.calls[0])
 
-    def _number(self) -> None:
-        """Number the ops in the order of the tree."""
-        count = 0
-        opened: list[tuple[Section, Iterator[Op | Section]]] = [(self.root, self.root.contents())]
-        while opened:
-            section, items = opened[-1]
-            item = next(items, None)
-            if item is None:
-                section.stop = count
-                opened.pop()
-            elif isinstance(item, Op):
+    def _number(self, section: Section, count: int) -> int:
+        """Number the ops of a section from `count` on, in the order of the tree; returns the number after the last."""
+        section.first = count
+        for item in section.items:
+            if isinstance(item, Op):
                 item.number = count
                 count += 1
-            else:
-                item.first = count
-                opened.append((item, item.contents()))
+            for inner in item.bodies if isinstance(item, Op) else [item]:
+                count = self._number(inner, count)
+        section.stop = count
+        return count
 
 
 class _Filling:
@@ -268,14 +257,6 @@ _SMALL = 16  # elements up to which the values of a lifted constant are part of 
 
 
 @dataclasses.dataclass(slots=True)
-class SectionSignature:
-    """A section's signature, and the nodes from outside that it uses, in order of first use."""
-
-    signature: int
-    outside: list[torch.fx.Node]
-
-
-@dataclasses.dataclass(slots=True)
 class Run:
     """Consecutive items of a section: one op, one section, or a section and repetitions of it."""
 
@@ -291,26 +272,17 @@ class Run:
     @property
     def is_chain(self) -> bool:
         """Whether each member takes results of the one before."""
-        return self.relation is not None and any(kind not in ("same", "own") for kind in self.relation)
+        return any(isinstance(origin, tuple) for origin in self.relation or ())
 
 
 class Folder:
-    """The signatures of all sections of a tree. `constants` are the tensors behind `get_attr` nodes."""
+    """Gives all sections of a tree their signatures. `constants` are the tensors behind `get_attr` nodes."""
 
     def __init__(self, tree: Tree, constants: dict[str, torch.Tensor]) -> None:
         self._tree = tree
         self._constants = constants
         self._numbers: dict[Hashable, int] = {}
-        self._signed: dict[int, SectionSignature] = {}
-        for section in reversed(list(tree.root.walk())):  # inner before outer
-            self.signature(section)
-
-    def signature(self, section: Section) -> int:
-        """A number that is equal for sections of equal structure."""
-        found = self._signed.get(id(section))
-        if found is None:
-            found = self._signed[id(section)] = self._sign(section)
-        return found.signature
+        self._sign(tree.root)
 
     # ---------------------------------------------------------------- runs
 
@@ -325,20 +297,17 @@ class Folder:
     def _joins(self, run: Run, item: Op | Section) -> bool:
         """Add `item` to the run if it repeats the run's members."""
         last = run.members[-1]
-        if not (_is_call(last) and _is_call(item)):
+        if isinstance(last, Op) or isinstance(item, Op) or not (last.is_call and item.is_call):
             return False
-        before, now = self._signed[id(last)], self._signed[id(item)]
-        if before.signature != now.signature:
+        if last.signature != item.signature:
             return False
-        relation = tuple([self._relation(last, a, b) for a, b in zip(before.outside, now.outside, strict=True)])
-        if run.relation is not None and run.relation != relation:
-            return False
-        extended = Run([*run.members, item], relation) if run.relation is None else run
+        relation = tuple([self._relation(last, a, b) for a, b in zip(last.outside, item.outside, strict=True)])
+        repeated = Run([last, item], relation)
         # Parallel calls of a single op are shown one by one: a folded line would be no shorter and say less.
-        if not extended.is_chain and item.op_count <= 1:
+        if run.relation not in (None, relation) or (item.op_count <= 1 and not repeated.is_chain):
             return False
-        run.relation = relation
         run.members.append(item)
+        run.relation = relation
         return True
 
     def _relation(self, before: Section, old: torch.fx.Node, new: torch.fx.Node) -> Origin:
@@ -352,32 +321,32 @@ class Folder:
     def differing(self, run: Run) -> list[str]:
         """The names of arguments that are neither shared by all members of a run nor results of the member before."""
         last = run.sections[-1]
-        own = {
-            node for node, kind in zip(self._signed[id(last)].outside, run.relation or (), strict=True) if kind == "own"
-        }
+        own = {node for node, origin in zip(last.outside, run.relation or (), strict=True) if origin == "own"}
         return [name for name, x in last.call.argument_templates.items() if isinstance(x, torch.fx.Node) and x in own]
 
     # ---------------------------------------------------------------- signatures
 
-    def _sign(self, section: Section) -> SectionSignature:
+    def _sign(self, section: Section) -> int:
+        """The signature of a section, given to it with those of the sections inside."""
+        if section.signature >= 0:
+            return section.signature
         names = _Names(section, self._tree, self._constants)
         text: list[Hashable] = [section.user_scope]
-        if _is_call(section):
+        if section.is_call:
             text = [section.call.module_type, section.call.is_leaf, type(section.call.raised).__qualname__]
             text += [(key, _wiring(x, names)) for key, x in section.call.argument_templates.items()]
         for item in section.items:
             if isinstance(item, Op):
-                text.append((self._op(item, names), *map(self.signature, [*item.bodies, *item.shared])))
+                text.append((self._op(item, names), *map(self._sign, [*item.bodies, *item.shared])))
             else:
-                text.append(
-                    (self.signature(item), item.first - section.first, *map(names, self._signed[id(item)].outside))
-                )
+                text.append((self._sign(item), item.first - section.first, *map(names, item.outside)))
         if section.program is not None:
             text.append(_wiring(section.program.output.args[0], names))
         elif not section.user_scope:
             text.append(_wiring(section.call.output_template, names))
-        signature = self._numbers.setdefault(tuple(text), len(self._numbers))
-        return SectionSignature(signature, names.outside)
+        section.signature = self._numbers.setdefault(tuple(text), len(self._numbers))
+        section.outside = names.outside
+        return section.signature
 
     def _op(self, op: Op, names: _Names) -> str:
         return f"{tuple(op.parts)} {type_text(meta.value(op.node))} = {op_text(op.node, names)}"
@@ -439,7 +408,3 @@ def _wiring(x: Any, names: _Names) -> Hashable:
     if isinstance(x, (list, tuple, dict)) or dataclasses.is_dataclass(x):
         return (type(x), *((key, _wiring(item, names)) for key, item in children))
     return container_type(x)
-
-
-def _is_call(item: Op | Section) -> TypeGuard[Section]:
-    return isinstance(item, Section) and not item.user_scope and item.program is None

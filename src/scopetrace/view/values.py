@@ -23,16 +23,13 @@ _LONGEST = 60
 def type_text(value: Any) -> str:
     """`f32[2, 3]` for a tensor, `Sym(2*batch)` for a symbolic number, `(f32[2], f32[3])` for several."""
     if isinstance(value, torch.Tensor):
-        return f"{dtype_text(value.dtype)}[{', '.join(map(_size_text, value.shape))}]"
+        sizes = (number_text(size) if isinstance(size, Symbolic) else str(size) for size in value.shape)
+        return f"{dtype_text(value.dtype)}[{', '.join(sizes)}]"
     if isinstance(value, Symbolic):
         return f"Sym({number_text(value)})"
     if isinstance(value, (list, tuple)):
         return f"({', '.join(map(type_text, value))})"
     return "" if value is None else type(value).__name__
-
-
-def _size_text(size: Any) -> str:
-    return number_text(size) if isinstance(size, Symbolic) else str(size)
 
 
 def dtype_text(dtype: torch.dtype) -> str:
