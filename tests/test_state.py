@@ -305,3 +305,43 @@ def test_threads_started_in_forward_are_refused():
 
     with pytest.raises(st.ForeignTensorError, match="not recorded"):
         st.trace(run, (torch.randn(2),))
+
+
+class NamedAsConstant(nn.Module):
+    """Has a buffer under a name that traces give to constants, as modules made by torch.fx have."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("_tensor_constant0", torch.full((3,), 100.0))
+        self._weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, x):
+        y = x + torch.tensor([1.0, 2.0, 3.0])
+        return y + self._tensor_constant0 * self._weight
+
+
+def test_a_buffer_that_is_named_as_a_constant(tmp_path):
+    model, x = NamedAsConstant(), torch.randn(3)
+    trace = st.trace(model, (x,))
+    model._tensor_constant0 += 1
+    want = model(x)
+    assert torch.equal(trace(x), want)
+    program = trace.to_exported_program()
+    assert [(s.kind.name, s.target) for s in program.graph_signature.input_specs[:-1]] == [
+        ("PARAMETER", "_weight"),
+        ("BUFFER", "_tensor_constant0"),
+        ("CONSTANT_TENSOR", "lifted_tensor_0"),
+    ]
+    assert torch.equal(program.module()(x), want)
+    trace.save(tmp_path / "trace.st")
+    loaded = st.load(tmp_path / "trace.st")
+    assert torch.equal(loaded(x), want) and str(loaded) == str(trace)
+
+
+def test_python_may_not_read_a_buffer_that_is_named_as_a_constant():
+    class Reads(NamedAsConstant):
+        def forward(self, x):
+            return x.sin() if self._tensor_constant0.sum() > 0 else x.cos()
+
+    with pytest.raises(st.errors.DataDependentError):
+        st.trace(Reads(), (torch.randn(3),))

@@ -31,7 +31,6 @@ class Emitter:
         self._inference = tape.inference or Inference(FakeMaker(tape.fake_mode))
         self._storages = itertools.count(-1, -1)  # of tensors that the recorded tape does not have
         self._constants: dict[int, Value] = {}
-        self._count = sum(name.startswith("_tensor_constant") for name in tape.attributes)
 
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
@@ -127,9 +126,7 @@ class Emitter:
         """A tensor as an attribute."""
         found = self._constants.get(id(real))
         if found is None:
-            name = f"_tensor_constant{self._count}"
-            self._count += 1
-            self.tape.attributes[name] = real
+            name = self.tape.add_constant(real)
             assert self.tape.fake_mode is not None
             fake = self.tape.fake_mode.from_tensor(real, static_shapes=True)
             found = self._constants[id(real)] = Value(fake, 0, next(self._storages), None)

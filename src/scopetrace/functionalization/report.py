@@ -83,7 +83,7 @@ def _outside(tape: RecordedTape) -> dict[int, list[tuple[str, str, Value]]]:
 
 
 def _kind(tape: RecordedTape, op: Op) -> str:
-    if op.target.startswith("_tensor_constant"):
+    if op.target not in tape.owners:
         return "constant"
     return "parameter" if isinstance(tape.attributes.get(op.target), torch.nn.Parameter) else "buffer"
 

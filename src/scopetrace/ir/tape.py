@@ -16,9 +16,10 @@ import dataclasses
 import functools
 import gc
 import inspect
+import itertools
 import os
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, Union
 
 import torch
@@ -322,8 +323,11 @@ class Tape:
     """The result. Of a program it may be a `Returned`, with what the forward puts into the containers of its
     arguments."""
     attributes: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """The real tensors behind `get_attr` ops: parameters and buffers by fqn, constants as `_tensor_constant0`. A
-    complete body has none: it takes them as operands."""
+    """The real tensors behind `get_attr` ops: those of the model by fqn, constants by the name that `add_constant` gave
+    them. A complete body has none: it takes them as operands."""
+    owners: dict[str, tuple[torch.nn.Module | None, str]] = dataclasses.field(default_factory=dict)
+    """Where the model keeps the tensors of `attributes`: the module, None in a loaded trace, and the name there. The
+    others are constants: from a closure, a global or a literal."""
     shape_env: WatchedShapeEnv | None = None
     """What is known of the symbols of its sizes."""
     fake_mode: FakeTensorMode | None = None
@@ -349,8 +353,21 @@ class Tape:
         """What the graph of this tape gives beside the tensors bound to attributes: values and symbolic numbers."""
         return leaves(self.outputs, (Value, *Symbolic))
 
+    @property
+    def constants(self) -> dict[str, torch.Tensor]:
+        """Those of `attributes` that are not the model's, in order."""
+        return {name: t for name, t in self.attributes.items() if name not in self.owners}
+
+    def add_constant(self, real: torch.Tensor, reserved: Container[str] = ()) -> str:
+        """Hold a tensor that is not the model's. Returns a name for it that is not in `reserved`."""
+        names = map("_tensor_constant{}".format, itertools.count(len(self.attributes) - len(self.owners)))
+        name = next(n for n in names if n not in self.attributes and n not in reserved)
+        self.attributes[name] = real
+        return name
+
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "fake_mode": None, "inference": None}
+        owners = {name: (None, attribute) for name, (_, attribute) in self.owners.items()}
+        return {**self.__dict__, "owners": owners, "fake_mode": None, "inference": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -382,8 +399,6 @@ class ProgramTape(Tape):
     numbers: list[torch.SymInt] = dataclasses.field(default_factory=list)
     """The symbolic numbers that stand for whole numbers among the arguments: placeholders after those of `inputs`."""
     attribute_writes: list[AttributeWrite] = dataclasses.field(default_factory=list)
-    owners: dict[str, tuple[torch.nn.Module, str]] = dataclasses.field(default_factory=dict)
-    """Where the model keeps the tensors of `attributes`: the module, and the name there. Constants have no owner."""
     modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
     """The modules behind `call_module` ops."""
     sizes: SizeRules | None = None
@@ -394,9 +409,6 @@ class ProgramTape(Tape):
     """The values that depend on data and are fixed, because Python looked at them."""
     registered: Registered = dataclasses.field(default_factory=Registered)
     """The model's modules and parameters with all their names."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "owners": {}}
 
     @property
     def result(self) -> Template:

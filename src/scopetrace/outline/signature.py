@@ -115,7 +115,7 @@ def own_tensors(tape: Tape, call: Call) -> dict[int, tuple[int, str, str]]:
         tensors = itertools.chain(call.module.named_parameters(), call.module.named_buffers())
         named = [(_kind(t), n, t) for n, t in tensors]
     else:  # in a loaded trace, which has no modules
-        held = [(n, t) for n, t in tape.attributes.items() if n.startswith(prefix) and n[0] != "_"]
+        held = [(n, t) for n, t in tape.attributes.items() if n.startswith(prefix) and n in tape.owners]
         named = [(_kind(t), n.removeprefix(prefix), t) for n, t in held]
     found: dict[int, tuple[int, str, str]] = {}
     for i, (kind, name, t) in enumerate(named):

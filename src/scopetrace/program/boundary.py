@@ -205,7 +205,8 @@ def held_now(tape: ProgramTape) -> dict[str, torch.Tensor]:
 
 def _owners(tape: ProgramTape) -> dict[str, tuple[torch.nn.Module, str]]:
     """By name on the tape, module and attribute; without script modules, which keep their tensors in C++."""
-    return {n: owner for n, owner in tape.owners.items() if not isinstance(owner[0], torch.jit.ScriptModule)}
+    found = {n: (module, at) for n, (module, at) in tape.owners.items() if module is not None}
+    return {n: owner for n, owner in found.items() if not isinstance(owner[0], torch.jit.ScriptModule)}
 
 
 def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:

@@ -125,7 +125,7 @@ class _State:
 def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
     """The modules that a traced function or method calls or reads."""
     called = [call.module for call in tape.calls if call.module is not None]
-    return list(dict.fromkeys([*called, *(module for module, _ in tape.owners.values())]))
+    return list(dict.fromkeys([*called, *(module for module, _ in tape.owners.values() if module is not None)]))
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> dict[str, Any]:

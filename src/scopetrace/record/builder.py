@@ -133,7 +133,6 @@ class ValueTable:
         self._model = model
         self._by_storage: dict[int, list[Value]] = {}
         self._keep: list[torch.Tensor] = []  # ids and storages must not be used again while the trace runs
-        self._constants = 0
         self._given: set[int] = set()  # the ids of the inputs
         self._data_aliases: dict[int, torch.Tensor] = {}  # by id: what `.data` returned
         self._of_bodies: set[int] = set()  # the storages that bodies of higher-order ops made
@@ -258,13 +257,12 @@ class ValueTable:
         if owner is not None:
             name = owner[0]
             self._tape.owners[name] = owner[1:]
+            self._tape.attributes[name] = real
         else:
-            name = f"_tensor_constant{self._constants}"
-            self._constants += 1
+            name = self._tape.add_constant(real, self._model.tensor_names)
         fake = self._factory.from_real(real)
         if owner is None:
             self._refuse_replaced(fake)
-        self._tape.attributes[name] = real
         self._keep.append(real)
         value = self.new_result(fake)
         value.real = real

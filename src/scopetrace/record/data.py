@@ -147,7 +147,7 @@ class ExampleRun:
     def constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
         """(True, what the op gives) when it depends neither on inputs nor on the model's state; else (False, None)."""
         wanted = [(a, len(self._tape.ops)) for a in flat((args, kwargs))]
-        ops = self._leading_to(wanted, _is_constant)
+        ops = self._leading_to(wanted, self._is_constant)
         if ops is None:
             return False, None
         self._run(wanted)
@@ -288,6 +288,18 @@ class ExampleRun:
                 self._tensors[value] = _in_storage(copy, t)
         self._borrowed.discard(storage)
 
+    def _is_constant(self, op: Op) -> bool:
+        if op.kind == "get_attr":
+            return op.target not in self._tape.owners
+        if (
+            op.kind != "call_function"
+            or op.bodies()
+            or torch.Tag.nondeterministic_seeded in op.target.tags
+            or op.unbacked is not None
+        ):
+            return False
+        return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))
+
     def _real(self, x: Any) -> Any:
         if isinstance(x, Value):
             return self._tensors[x]
@@ -304,16 +316,3 @@ def _in_storage(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
     """The same view as `t`, of another storage."""
     new = torch.empty(0, dtype=t.dtype, device=t.device)
     return new.set_(storage, t.storage_offset(), t.size(), t.stride())
-
-
-def _is_constant(op: Op) -> bool:
-    if op.kind == "get_attr":
-        return str(op.target).startswith("_tensor_constant")
-    if (
-        op.kind != "call_function"
-        or op.bodies()
-        or torch.Tag.nondeterministic_seeded in op.target.tags
-        or op.unbacked is not None
-    ):
-        return False
-    return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))

@@ -61,6 +61,11 @@ class Model:
         """(first fqn, module, name there) of a parameter, buffer or tensor attribute; None for other tensors."""
         return self._tensors.get(id(t))
 
+    @functools.cached_property
+    def tensor_names(self) -> set[str]:
+        """The first fqn of each parameter, buffer and tensor attribute."""
+        return {name for name, _, _ in self._tensors.values()}
+
     def module_name(self, module: torch.nn.Module, inside: str | None) -> str | None:
         """The fqn of a module; of several, one inside the module `inside`. None for one that is not in the model."""
         names = self.names.get(id(module))

@@ -23,7 +23,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import torch
@@ -33,7 +33,7 @@ from scopetrace.ir import meta
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.select import matches, unmatched
-from scopetrace.view.tree import CONSTANT, Folder, Op, Run, Section, Tree, module_prefix
+from scopetrace.view.tree import Folder, Op, Run, Section, Tree, module_prefix
 from scopetrace.view.values import Namer, named, op_text, typed, value_text
 
 _INDENT = "  "
@@ -56,7 +56,8 @@ class _Writer:
         self._tree = Tree(program)
         self._tape = program.tape
         self._attributes = self._tape.attributes
-        self._folder = Folder(self._tree, self._attributes)
+        self._constants = self._tape.constants
+        self._folder = Folder(self._tree, self._constants)
 
     def lines(self, pattern: str | None) -> Iterator[str]:
         """The lines of the text, in order."""
@@ -113,7 +114,7 @@ class _Writer:
         else:
             yield indent + self._header(section, label)
             depth += 1
-        name = functools.partial(_in_place, prefix=module_prefix(section))
+        name = functools.partial(_in_place, prefix=module_prefix(section), constants=self._constants)
         shown: dict[int, str] = {}
         for run in self._folder.runs(section.items):
             first = run.members[0]
@@ -197,7 +198,7 @@ def _body_header(program: FxLowering, label: str) -> str:
     return f"{label}({given}) -> {value_text(program.output.args[0], typed)}"
 
 
-def _in_place(node: torch.fx.Node, prefix: str | None) -> str:
+def _in_place(node: torch.fx.Node, prefix: str | None, constants: Container[str]) -> str:
     """A node as an argument: `self.weight` for an attribute whose name begins with the module's `prefix`."""
     target = str(node.target)
     if (
@@ -205,7 +206,7 @@ def _in_place(node: torch.fx.Node, prefix: str | None) -> str:
         or prefix is None
         or meta.value(node) is None
         or not target.startswith(prefix)
-        or target.startswith(CONSTANT)
+        or target in constants
     ):
         return named(node)
     return f"self.{target.removeprefix(prefix)}"

@@ -247,8 +247,6 @@ def _inside(section: Section, path: str) -> Section:
     return section
 
 
-CONSTANT = "_tensor_constant"  # prefix of the names of lifted constants
-
 Origin = Literal["same", "own"] | tuple[int, int]
 """Where a member's outside node comes from: the same node for all members, a node of its own, or (op, slot) in the
 member before."""
@@ -276,7 +274,7 @@ class Run:
 
 
 class Folder:
-    """Gives all sections of a tree their signatures. `constants` are the tensors behind `get_attr` nodes."""
+    """Gives all sections of a tree their signatures. `constants` are those of the tape."""
 
     def __init__(self, tree: Tree, constants: dict[str, torch.Tensor]) -> None:
         self._tree = tree
@@ -382,9 +380,8 @@ class _Names:
 
     def _content(self, node: torch.fx.Node) -> str:
         """The values of a small lifted constant; nothing for parameters and buffers, whose values training changes."""
-        target = str(node.target)
-        tensor = self._constants.get(target) if node.op == "get_attr" and "." not in target else None
-        if tensor is None or not target.startswith(CONSTANT) or tensor.numel() > _SMALL:
+        tensor = self._constants.get(str(node.target)) if node.op == "get_attr" else None
+        if tensor is None or tensor.numel() > _SMALL:
             return ""
         return "" if tensor.is_meta else str(tensor.tolist())
 

@@ -29,7 +29,6 @@ from scopetrace.lower.exported.calls import PLAIN, ModuleCallFrame, is_erased
 from scopetrace.program.graph import FxLowering
 
 _PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_"}
-_UNNAMED = "_tensor_constant"
 
 
 @dataclasses.dataclass
@@ -111,13 +110,13 @@ def _readers(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[
 
 def _beside(tape: FunctionalTape, name: str, tensor: torch.Tensor, readers: list[str]) -> State:
     """The record of a tensor that is not in the state of a traced module."""
-    if name.startswith(_UNNAMED):
-        leaf = f"lifted_tensor_{name.removeprefix(_UNNAMED)}"
+    if name not in tape.owners:
+        leaf = f"lifted_tensor_{list(tape.constants).index(name)}"
         fqn, *others = [f"{reader}.{leaf}" if reader else leaf for reader in readers or [""]]
         return State(InputKind.CONSTANT_TENSOR, fqn, tensor, aliases=tuple(others))
     if isinstance(tensor, torch.nn.Parameter):
         return State(InputKind.PARAMETER, name, tensor)
-    module, attribute = tape.owners.get(name, (None, name))
+    module, attribute = tape.owners[name]
     if module is None:  # a loaded trace
         return State(InputKind.BUFFER, name, tensor, persistent=True)
     if attribute in buffers_of(module):
