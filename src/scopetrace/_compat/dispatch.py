@@ -9,6 +9,7 @@ checking is a debugging tool, which is never on in a trace.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,8 +18,14 @@ import torch
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._higher_order_ops import utils
-from torch._ops import HigherOrderOperator, OpOverload, _higher_order_ops, _pop_mode_from_pre_dispatch
-from torch._ops import _set_mode_pre_dispatch as _put_mode
+from torch._ops import (
+    HigherOrderOperator,
+    OpOverload,
+    _higher_order_ops,
+    _pop_mode_from_pre_dispatch,
+    _set_mode_pre_dispatch,
+    mode_stack_state_for_pre_dispatch,
+)
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils import _pytree as pytree
@@ -37,6 +44,11 @@ OnHigherOrderOp = Callable[[HigherOrderOperator, tuple[Any, ...], dict[str, Any]
 # The recorder's mode -------------------------------------------------------------------------------------------------
 
 
+_slots = mode_stack_state_for_pre_dispatch()
+_include_key = torch._C._dispatch_tls_set_dispatch_key_included
+_key_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+
+
 class PreDispatchMode(SchemaCheckMode):
     """Calls `on_op` for each op, and `on_higher_order` for torch.cond and its kind, with the mode off inside."""
 
@@ -51,21 +63,44 @@ class PreDispatchMode(SchemaCheckMode):
         """True, so that dynamo works under it."""
         return True
 
-    def __enter__(self) -> PreDispatchMode:
-        _register_higher_order_ops()
-        super().__enter__()
-        return self
+    def put_on(self) -> None:
+        """Report the ops of this thread from now on. It is alone on the stack of pre-dispatch modes."""
+        _slots._schema_check_mode = self
+        _include_key(DispatchKey.PreDispatch, True)
+
+    def take_off(self) -> None:
+        """Report no more."""
+        _slots._schema_check_mode = None
+        _include_key(DispatchKey.PreDispatch, False)
+
+    def dispatch(self, func: OpOverload, /, *args: Any, **kwargs: Any) -> Any:
+        """What `func` gives to the model."""
+        self.take_off()
+        try:
+            return self.on_op(func, args, kwargs)
+        finally:
+            self.put_on()
 
 
-def _torch_dispatch(
-    self: PreDispatchMode, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-) -> Any:
-    return self.on_op(func, args, kwargs or {})
+@contextlib.contextmanager
+def _short_way_to_the_mode() -> Iterator[None]:
+    """Ops go from torch's dispatcher to `PreDispatchMode.dispatch`.
 
+    torch's own way there flattens the arguments and makes a context manager, which takes as long as recording the op.
+    """
+    outer = OpOverload._get_dispatch
 
-# Set from outside the class body: TorchDispatchMode wraps a method of the body in dynamo's `disable`, which costs as
-# much as recording an op does.
-PreDispatchMode.__torch_dispatch__ = _torch_dispatch  # type: ignore[method-assign, assignment]
+    def get_dispatch(self: OpOverload, key: DispatchKey) -> Any:
+        mode = _slots._schema_check_mode
+        if type(mode) is PreDispatchMode and key == DispatchKey.PreDispatch and not _key_excluded(DispatchKey.Python):
+            return functools.partial(mode.dispatch, self)
+        return outer(self, key)
+
+    OpOverload._get_dispatch = get_dispatch  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        OpOverload._get_dispatch = outer  # type: ignore[method-assign]
 
 
 def _register_higher_order_ops() -> None:
@@ -89,11 +124,10 @@ def _reported(hop: HigherOrderOperator) -> Callable[..., Any]:
 @contextlib.contextmanager
 def dispatching_to(mode: PreDispatchMode, *others: Any) -> Iterator[None]:
     """Enter the modes `others` and, above them, `mode`. The mode of an outer trace in this thread is off inside."""
+    _register_higher_order_ops()
     with paused(), contextlib.ExitStack() as stack:
-        for other in others:
-            stack.enter_context(other)
-        stack.enter_context(enable_python_dispatcher())
-        stack.enter_context(mode)
+        for entered in (*others, enable_python_dispatcher(), _short_way_to_the_mode(), mode):
+            stack.enter_context(entered)
         yield
 
 
@@ -105,16 +139,16 @@ def paused() -> Iterator[None]:
         yield
     finally:
         if mode is not None:
-            _put_mode(mode)
+            _set_mode_pre_dispatch(mode)
 
 
 def with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
     """Call `run` with the mode on again, from inside `on_op` or `on_higher_order`."""
-    _put_mode(mode)
+    mode.put_on()
     try:
         return run()
     finally:
-        _pop_mode_from_pre_dispatch()
+        mode.take_off()
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch._ops import mode_stack_state_for_pre_dispatch
 from torch.fx.experimental.sym_node import SymNode
 
 from scopetrace._compat.versions import SUPPORTED
@@ -23,9 +24,9 @@ NAMES = {
     "torch._C": """
         DispatchKey TensorBase _AutoDispatchBelowAutograd _DisableAutocast _DisableFuncTorch _DisablePythonDispatcher
         _DisableTorchDispatch _TorchDispatchModeKey _dispatch_has_kernel_for_dispatch_key
-        _dispatch_tls_is_dispatch_key_excluded _functorch _get_dispatch_mode _is_any_autocast_enabled _set_grad_enabled
-        _set_throw_on_mutable_data_ptr""",
-    "torch._C:DispatchKey": "AutocastCPU AutocastCUDA AutocastHPU AutocastMPS AutocastXPU PreDispatch",
+        _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_included _functorch _get_dispatch_mode
+        _is_any_autocast_enabled _set_grad_enabled _set_throw_on_mutable_data_ptr""",
+    "torch._C:DispatchKey": "AutocastCPU AutocastCUDA AutocastHPU AutocastMPS AutocastXPU PreDispatch Python",
     "torch._C:_TorchDispatchModeKey": "PROXY",
     "torch._C:TensorBase": "data",
     "torch._C._functorch": "get_unwrapped is_functorch_wrapped_tensor peek_interpreter_stack",
@@ -38,7 +39,7 @@ NAMES = {
     "torch._ops": """
         HigherOrderOperator OpOverload _higher_order_ops _len_torch_dispatch_stack_pre_dispatch
         _pop_mode_from_pre_dispatch _set_mode_pre_dispatch mode_stack_state_for_pre_dispatch""",
-    "torch._ops:OpOverload": "_can_decompose decompose",
+    "torch._ops:OpOverload": "_can_decompose _get_dispatch decompose",
     "torch._refs": "tensor",
     "torch._subclasses.fake_tensor": """
         DataDependentOutputException DynamicOutputShapeException FakeTensor FakeTensorConverter FakeTensorMode
@@ -83,6 +84,7 @@ NAMES = {
 INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "OpOverload": (lambda: torch.ops.aten.add.Tensor, "_op_dk _overloadname _schema is_view"),
     "HigherOrderOperator": (lambda: torch.ops.higher_order.cond, "_name python_key_table"),
+    "_ModeStackStateForPreDispatch": (mode_stack_state_for_pre_dispatch, "_schema_check_mode"),
     "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr _expr_cache _expr_ver"),
     "Module": (torch.nn.Module, "_buffers _compiled_call_impl _non_persistent_buffers_set _parameters"),
 }
