@@ -357,6 +357,40 @@ def test_cost_per_op_is_flat():
     assert len(tr.graph_module.graph.nodes) == 2002
 
 
+DIFFERENTIATED = {
+    "layer_norm": lambda x: F.layer_norm(x, (4,)),
+    "group_norm": lambda x: F.group_norm(x, 2),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, training=True),
+    "cross_entropy": lambda x: F.cross_entropy(x, torch.tensor([1, 2, 0])),
+    "scaled_dot_product_attention": lambda x: F.scaled_dot_product_attention(x[None], x[None], x[None]),
+    "linear": lambda x: F.linear(x, torch.ones(3, 4)),
+    "conv1d": lambda x: F.conv1d(x, torch.ones(2, 3, 2)),
+    "max_pool1d": lambda x: F.max_pool1d(x, 2),
+    "lstm": nn.LSTM(4, 2),
+    "encoder layer": nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0),
+    "einsum": lambda x: torch.einsum("ij,kj->ik", x, x),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENTIATED)
+def test_a_forward_that_differentiates_through_composite_ops(name):
+    fn = DIFFERENTIATED[name]
+
+    def gradient(x):
+        out = fn(x)
+        return torch.autograd.grad((out[0] if isinstance(out, tuple) else out).sum(), x)[0]
+
+    x = torch.randn(3, 4, requires_grad=True)
+    torch.testing.assert_close(st.trace(gradient, (x,))(x), gradient(x))
+
+
+def test_composite_ops_of_a_forward_that_does_not_differentiate_stay_whole():
+    tr = st.trace(nn.LayerNorm(4), (torch.randn(3, 4, requires_grad=True),))
+    assert [str(n.target) for n in tr.graph_module.graph.nodes if n.op == "call_function"] == [
+        "aten.layer_norm.default"
+    ]
+
+
 def test_many_nested_modules():
     model = nn.Linear(2, 2)
     for _ in range(100):

@@ -30,7 +30,7 @@ from scopetrace._compat.tensors import (
     storage_id,
     version_of,
 )
-from scopetrace.errors import UnsupportedOpError
+from scopetrace.errors import ForeignTensorError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import ACTIVATIONS, ELEMENTWISE_WRITES, Identity, Outputs
 from scopetrace.ir.tape import Value, flat
@@ -118,6 +118,8 @@ class OpRecorder:
         factory: FakeFactory,
         inference: Inference,
         run_graph: RunGraph,
+        *,
+        composites_apart: bool = False,
     ) -> None:
         self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
         self.data = data
@@ -127,6 +129,7 @@ class OpRecorder:
         self._factory = factory
         self._inference = inference
         self._exact = builder.tape.exact_autograd
+        self._composites_apart = composites_apart
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
 
@@ -175,6 +178,8 @@ class OpRecorder:
             facts = self._facts[id(func)] = OpFacts(func)
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
+        if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
+            return dispatch.decomposed(self.mode, func, args, kwargs)
         if facts.written:
             self._set_apart_written(facts, args, kwargs)
         call = self._lifted(facts, args, kwargs)
@@ -210,8 +215,21 @@ class OpRecorder:
 
     def _lifted(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
         call = OpCall(facts, args, kwargs)
-        call.args = tuple([self._lift(a, call.inputs) for a in args])
-        call.kwargs = {name: self._lift(a, call.inputs) for name, a in kwargs.items()}
+        try:
+            call.args = tuple([self._lift(a, call.inputs) for a in args])
+            call.kwargs = {name: self._lift(a, call.inputs) for name, a in kwargs.items()}
+        except ForeignTensorError as error:
+            if not self._exact:
+                raise
+            if not self._composites_apart:
+                raise Retrace("backward reads what a composite op has saved", composites_apart=True) from None
+            raise ForeignTensorError(
+                error.problem,
+                op=str(facts.func),
+                **self._builder.where(),
+                hint="torch made it inside an op and reads it in backward, or another thread did: take gradients "
+                "outside of the forward, and make tensors in its thread",
+            ) from None
         return call
 
     def _lift(self, a: Any, inputs: list[Value]) -> Any:
@@ -428,6 +446,10 @@ of time for the profiler: it runs, and is no part of the program.
 
 def _version(t: torch.Tensor) -> int:
     return -1 if t.is_inference() else version_of(t)
+
+
+def _requires_grad(args: Any, kwargs: Any) -> bool:
+    return _grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in flat((args, kwargs)))
 
 
 def _has_history(value: Value) -> bool:

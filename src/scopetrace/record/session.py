@@ -136,7 +136,15 @@ class Recording:
         self.factory.shape_env.place = self.builder.where
         self.values = ValueTable(self.builder, self.factory, inference, model)
         self.data = DataReader(self.builder, self.values, self.factory, specialize=specialize)
-        self.ops = OpRecorder(self.builder, self.values, self.data, self.factory, inference, run_graph)
+        self.ops = OpRecorder(
+            self.builder,
+            self.values,
+            self.data,
+            self.factory,
+            inference,
+            run_graph,
+            composites_apart=assumptions.composites_apart,
+        )
         self._is_leaf = leaf_rule(leaf_modules, model)
         self._progress = progress
 
@@ -308,6 +316,7 @@ _NO_DATA = (
     ".numpy() is not supported",
     "doesn't have data",
     "data is not allocated yet",
+    "unallocated storage",
 )
 
 _BRANCH = (
