@@ -53,9 +53,38 @@ def test_all_programs_of_two_views_and_two_writes(part):
     assert_none_wrong(small_programs(first=part, every=8), 0.02)
 
 
-def program(inputs, *lines):
-    return Program(inputs, tuple(Line(line, makes=line.partition(" = ")[0]) for line in lines), ("a", "b"))
+def program(inputs, *lines, returned=("a", "b"), **way):
+    return Program(inputs, tuple(map(line, lines)), returned, **way)
+
+
+def line(text):
+    name = text.split()[0]
+    return Line(text, makes=name) if text.startswith(f"{name} = ") and name.isidentifier() else Line(text, target=name)
 
 
 def test_two_writes_to_a_view_of_a_view():
     assert verdict(program("one", "a = x[0]", "b = a[1:]", "a.add_(1)", "b[::2] *= 0.5")) == Verdict("right")
+
+
+@pytest.mark.parametrize("write", ["x.add_(1)", "b.add_(1)", "p = x * 2"])
+@pytest.mark.parametrize("view", ["{}.real", "{}.contiguous()", "{}.to({}.dtype)"])
+def test_an_op_that_gives_data_back_gives_that_very_tensor(view, write):
+    lines = "a = x.data", f"b = {view.format('a', 'a')}", f"c = {view.format('x.data', 'x.data')}", write
+    assert verdict(program("one", *lines, returned=("x", "a", "b", "c"))) == Verdict("right")
+
+
+@pytest.mark.parametrize("write", ["x.data[0] = 1", "x.detach().data[0] = 1", "a.detach().data[0] = 1"])
+@pytest.mark.parametrize("inputs", ["one", "complex"])
+def test_a_write_through_data_leaves_other_views_as_they_are_for_autograd(inputs, write):
+    lines = "a = x.chunk(2)[1]", write, "b = a.view_as(a)"
+    assert verdict(program(inputs, *lines, returned=("x", "a", "b"), grad="leaf")) == Verdict("right")
+
+
+def test_a_copy_that_the_present_layout_does_not_need_is_a_copy_for_its_views_too():
+    lines = "with torch.no_grad(): x[0] = 1", "a = x.contiguous()", "b = a.view(torch.uint8)"
+    assert verdict(program("strided", *lines, returned=("x", "a", "b"), grad="derived")) == Verdict("right")
+
+
+def test_data_of_one_of_two_views_whose_sizes_a_write_makes_equal():
+    lines = "a = x.contiguous()", "b = a.data", "y += x.clone()"
+    assert verdict(program("overlap", *lines, returned=("b",), dynamic=True)) == Verdict("right")

@@ -36,7 +36,6 @@ _SIZED_BY_OTHER = {
     _aten.view_as.default: _aten.view.default,
     _aten.reshape_as.default: _aten.reshape.default,
 }
-_MAY_RETURN_ARGUMENT = (_aten.to.dtype, _aten.to.dtype_layout, _aten.to.device, _aten.contiguous.default)
 
 
 class TapeCopier(abc.ABC):
@@ -291,7 +290,11 @@ class TapeCopier(abc.ABC):
             args = (self.emitter.run(self.moved(op), _aten.contiguous.default, args[:1], {}), *args[1:])
         if func is _aten.as_strided.default:
             raise refusal("as_strided of a tensor whose strides are not those of eager", op)
-        return self.emitter.run(self.moved(op), func, args, kwargs)
+        new = self.emitter.run(self.moved(op), func, args, kwargs)
+        is_copy = isinstance(new, Value) and op.outputs.storage not in {v.storage for v in op.inputs()}
+        if is_copy and new.storage in {v.storage for v in new.op.inputs()}:
+            new = self.emitter.run(self.moved(op), _aten.clone.default, (new,), {})  # this layout needs no copy
+        return new
 
     def moved(self, op: Op) -> Op:
         """The op as the origin of new ones: its call is that of the new tape."""
@@ -368,8 +371,6 @@ def _view_meta(op: Op, parent: Value, value: Value, slot: int | None) -> ViewMet
     """How a result of a view op comes from `parent`, by an op whose other arguments are no tensors."""
     if value.fake is parent.fake:  # as `x.to(x.dtype)` gives x itself, shape changes included
         return ViewMeta(parent)
-    if op.target in _MAY_RETURN_ARGUMENT and geometry_of(value) == geometry_of(parent):
-        return ViewMeta(parent, _aten.alias.default)  # it got `.data` of the parent, and returned that
     sized = _SIZED_BY_OTHER.get(op.target)
     if sized is not None:
         return ViewMeta(parent, sized, (list(value.fake.size()),))

@@ -134,7 +134,6 @@ class ValueTable:
         self._by_storage: dict[int, list[Value]] = {}
         self._keep: list[torch.Tensor] = []  # ids and storages must not be used again while the trace runs
         self._given: set[int] = set()  # the ids of the inputs
-        self._data_aliases: dict[int, torch.Tensor] = {}  # by id: what `.data` returned
         self._of_bodies: set[int] = set()  # the storages that bodies of higher-order ops made
         self._replaced: set[int] = set()  # the storages that tensors of the model had before they got another in place
 
@@ -292,7 +291,7 @@ class ValueTable:
         """Give a result of the program a value of its own where it is `.data` of another tensor."""
         if isinstance(t, FakeTensor):
             op = self.value_of(t).op
-            if self.is_data_alias(t) or op.kind in ("placeholder", "get_attr") or op.target is _aten.detach.default:
+            if op.kind in ("placeholder", "get_attr") or op.target is _aten.detach.default:
                 self.set_apart(t)
 
     def data_source(self, t: torch.Tensor) -> torch.Tensor:
@@ -308,14 +307,11 @@ class ValueTable:
         value = self.by_id.get(id(t)) if self._replaced else None
         return t if value is None or value.real is not None else value.fake
 
-    def add_data_alias(self, t: torch.Tensor) -> torch.Tensor:
-        """`t`, which is `.data` of another tensor: a write may give it a history that the other does not get."""
-        self._data_aliases[id(t)] = t
-        return t
-
-    def is_data_alias(self, t: Any) -> bool:
-        """Whether `.data` returned this very tensor."""
-        return id(t) in self._data_aliases
+    def add_data_alias(self, source: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
+        """`alias`, which is `source.data`: for autograd a tensor of its own, as `detach()` gives."""
+        if isinstance(alias, FakeTensor):
+            self._detached(self.value_of(source), alias)
+        return alias
 
     def is_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor is an input, or real: of the model, or from a closure or global."""
@@ -388,11 +384,6 @@ def body_error(problem: str, module: str) -> ControlFlowError:
     """The error for a body of a higher-order op that does what the tape cannot say."""
     hint = "let the body return what others need, and do the rest outside"
     return ControlFlowError(f"torch.cond and its kind: {problem}", module=module, hint=hint)
-
-
-def place_of(t: torch.Tensor) -> tuple[Any, ...]:
-    """The storage of a tensor, and its geometry there."""
-    return storage_id(t), geometry_key(t)
 
 
 def geometry_key(t: torch.Tensor) -> tuple[Any, ...]:

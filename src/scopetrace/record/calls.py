@@ -232,7 +232,8 @@ class CallRecorder:
 
     def on_data(self, t: torch.Tensor, get: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
         """The forward reads `t.data`, which is `get(t)`."""
-        return self._values.add_data_alias(get(self._values.data_source(t)))
+        source = self._values.data_source(t)
+        return self._values.add_data_alias(source, get(source))
 
     def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
         """`t.data = new`: recorded as `t.set_(new)` for tensors from outside.

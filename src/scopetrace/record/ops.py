@@ -22,6 +22,7 @@ import torch.fx
 
 from scopetrace._compat import dispatch
 from scopetrace._compat.schema import can_decompose, schema_of
+from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
     FakeFactory,
     FakeTensor,
@@ -36,7 +37,7 @@ from scopetrace.infer.rules import ACTIVATIONS, ELEMENTWISE_WRITES, Identity, Ou
 from scopetrace.ir.tape import Value, flat
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import FORMS, INLINED
-from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of, place_of
+from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.retrace import Retrace
@@ -180,8 +181,8 @@ class OpRecorder:
             return facts.rewrite(self, *args, **kwargs)
         if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
             return dispatch.decomposed(self.mode, func, args, kwargs)
-        if facts.written:
-            self._set_apart_written(facts, args, kwargs)
+        if facts.reshapes:
+            self._set_apart_reshaped(facts, args, kwargs)
         call = self._lifted(facts, args, kwargs)
         if func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
             self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
@@ -205,12 +206,12 @@ class OpRecorder:
 
     # ---------------------------------------------------------------- arguments
 
-    def _set_apart_written(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Written aliases that Python made outside of the dispatcher get values of their own."""
+    def _set_apart_reshaped(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Aliases that Python made outside of the dispatcher get values of their own before their shape changes."""
         for position, name in facts.written:
             a = args[position] if position < len(args) else kwargs.get(name)
             for t in a if isinstance(a, (list, tuple)) else (a,):
-                if isinstance(t, FakeTensor) and (facts.reshapes or self.values.is_data_alias(t)):
+                if isinstance(t, FakeTensor):
                     self.values.set_apart(t)
 
     def _lifted(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
@@ -398,15 +399,19 @@ class _BeforeWrite:
         self._call = call
         self._undeclared = undeclared
         self._versions = [_version(t) for t in fakes]
-        self._places: list[tuple[Value, Any, Any]] = []
+        self._places: list[tuple[Value, int, Any]] = []
         if call.facts.written:
             self.tracked = tuple([v for v, t in zip(call.inputs, fakes, strict=True) if t.requires_grad])
             targets = call.written(call.facts.written)
-            self._places = [(v, place_of(v.fake), layout_of(v.fake)) for v in targets]
+            self._places = [(v, storage_id(v.fake), layout_of(v.fake)) for v in targets]
 
     def moved(self) -> list[tuple[Value, Any]]:
         """The written values whose tensors got another storage or geometry, with their layout from before."""
-        return [(value, layout) for value, place, layout in self._places if place_of(value.fake) != place]
+        return [
+            (value, layout)
+            for value, storage, layout in self._places
+            if storage_id(value.fake) != storage or to_expr(layout_of(value.fake)) != to_expr(layout)
+        ]
 
     def written(self) -> tuple[Value, ...]:
         """What the op wrote: by its schema, by what is known of it, and by the version counters of what it read."""
