@@ -157,6 +157,15 @@ class Swap(nn.Module):
         return x + self.a
 
 
+class SwapAndLook(Swap):
+    """Views of buffers, which are bound to other tensors afterwards."""
+
+    def forward(self, x):
+        before = self.a[1:]
+        self.a, self.b = self.b, self.a
+        return before, self.a[1:], self.a, self.b * x
+
+
 class FillBoth(Swap):
     def forward(self, x):
         self.a.copy_(x[0])
@@ -290,6 +299,7 @@ MODELS = [
     (Counter(), (X,), {"more": {"y": X}}),
     (Rebind(), (X,), {}),
     (Swap(), (X,), {}),
+    (SwapAndLook(), (X,), {}),
     (FillBoth(), (X,), {}),
     (ChangeInput(), (X,), {}),
     (Tied(), (torch.tensor([1, 2]),), {}),
@@ -319,6 +329,28 @@ def test_a_result_is_not_the_buffer_that_got_the_same_value():
     first = run(X)[2]
     run(X)
     assert first.tolist() == [1, 1, 1, 1]
+
+
+def test_a_strided_view_of_a_changed_input_has_the_strides_of_the_input():
+    class Strided(nn.Module):
+        def forward(self, x):
+            x.add_(1)
+            return x.as_strided((2, 2), (1, 2), 1)
+
+    run = exported(Strided(), X.t()).module()
+    torch.testing.assert_close(run(X.clone().t()), Strided()(X.clone().t()))
+
+
+def test_a_view_whose_size_depends_on_data():
+    class Head(nn.Module):
+        def forward(self, x):
+            n = (x > 0).sum().item()
+            torch._check(n <= 4)
+            x.add_(1)
+            return x[0].narrow(0, 0, n)
+
+    run = exported(Head(), torch.tensor([[1.0, -1.0, 2.0, -3.0]])).module()
+    assert run(torch.tensor([[1.0, -1.0, -2.0, -3.0]])).tolist() == [2.0]
 
 
 def test_gradients():

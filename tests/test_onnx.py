@@ -498,6 +498,52 @@ def test_a_model_without_ops():
     assert [n.op_type for n in model.graph] == ["Identity"]
 
 
+class Nothing(nn.Module):
+    def forward(self, x):
+        return None
+
+
+def test_a_model_without_results_imports_the_standard_ops():
+    onnx.checker.check_model(ir.to_proto(st.trace(Nothing(), (X,)).to_onnx()))
+
+
+class Strided(nn.Module):
+    """Ops on memory that is not row-major: what ONNX knows of a tensor are its elements."""
+
+    def forward(self, x):
+        x.mul_(2)
+        return (x + 1).as_strided((3,), (2,), 1), x.t().as_strided((2, 2), (1, 3), 1), x.as_strided((2,), (1,))
+
+
+@pytest.mark.parametrize("functions", [(), Strided])
+def test_as_strided_reads_memory_of_another_order(functions):
+    model = nn.Sequential(Strided())
+    x = torch.arange(12.0).reshape(3, 4).t()
+    found = st.trace(model, (x.clone(),)).to_onnx(functions=functions, verify=True)
+    session = pytest.importorskip("onnxruntime").InferenceSession(ir.to_proto(found).SerializeToString())
+    for got, want in zip(session.run(None, {"input": x.contiguous().numpy()}), model(x), strict=False):
+        torch.testing.assert_close(torch.from_numpy(got), want)
+
+
+def test_as_strided_beside_its_base_is_refused():
+    class Beside(nn.Module):
+        def forward(self, x):
+            return x[1].as_strided((2, 2), (4, 1), 0)
+
+    with pytest.raises(st.OnnxExportError, match="memory that its base does not fill"):
+        st.trace(Beside(), (torch.ones(3, 4),)).to_onnx()
+
+
+def test_a_view_of_a_changed_input_of_a_dynamic_size():
+    class Shorter(nn.Module):
+        def forward(self, x):
+            x.add_(1)
+            return x[: x.shape[0] - 1]
+
+    trace = st.trace(Shorter(), (torch.ones(4, 3),), dynamic_shapes={"x": {0: torch.export.Dim("n", min=3)}})
+    trace.to_onnx(verify=True)
+
+
 @pytest.mark.parametrize("functions", [(), nn.BatchNorm1d])
 @pytest.mark.parametrize("dynamic", [None, ({0: torch.export.Dim("batch")},)])
 def test_batch_norm_in_training_uses_and_updates_statistics(functions, dynamic):

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import Symbolic
 
+T = TypeVar("T")
 Number = Callable[[Any], Any]
 """From a symbolic number, or a number that the graph returns, to its value in a call."""
 
@@ -202,7 +203,7 @@ class WriteBack:
             values: what the graph returned.
             number: gives the value of a symbolic size in this call.
         """
-        resolver = _Resolver(inputs, state, values, number)
+        resolver = _Tensors(inputs, state, values, number)
         resolver.copies = {s: resolver.get(s) for s in self._copies()}  # before the inputs change
         for update in self.updates:
             target = resolver.get(update.target)
@@ -230,7 +231,50 @@ class WriteBack:
         return "\n".join(rows)
 
 
-class _Resolver:
+class Resolver(Generic[T]):
+    """What each source is: a tensor in a call, or a node where the write-back is put into a graph.
+
+    Attributes:
+        inputs: the inputs.
+        state: gives a parameter, buffer or constant by its name.
+        now: the new values of inputs and state; for tensors it is empty, since they are written themselves.
+        results: the results so far.
+    """
+
+    def __init__(self, inputs: Sequence[T], state: Callable[[str], T]) -> None:
+        self.inputs, self.state = inputs, state
+        self.now: dict[GraphInput | StateRef, T] = {}
+        self.results: list[T] = []
+
+    def get(self, source: Source) -> T:
+        """What the source is at this point of the write-back."""
+        if isinstance(source, FromGraph):
+            return self.value(source)
+        if isinstance(source, SameAs):
+            return self.results[source.index]
+        if isinstance(source, ViewOf):
+            view = self.base(source)
+            for step in source.steps:
+                view = self.view(view, step)
+            return view
+        if source in self.now:
+            return self.now[source]
+        return self.inputs[source.index] if isinstance(source, GraphInput) else self.state(source.name)
+
+    def value(self, source: FromGraph) -> T:
+        """What the graph returns."""
+        raise NotImplementedError
+
+    def base(self, source: ViewOf) -> T:
+        """What the steps of a view begin with."""
+        return self.get(source.base)
+
+    def view(self, base: T, step: ViewStep | StridedStep) -> T:
+        """One step of a view."""
+        raise NotImplementedError
+
+
+class _Tensors(Resolver[torch.Tensor]):
     """The tensor of each source in a call."""
 
     def __init__(
@@ -240,28 +284,20 @@ class _Resolver:
         values: Sequence[torch.Tensor],
         number: Number,
     ) -> None:
-        self.inputs, self.state, self.values, self._symbol = inputs, state, values, number
+        super().__init__(inputs, state)
+        self._values, self._symbol = values, number
         self.copies: dict[FromGraph, torch.Tensor] = {}
-        self.results: list[torch.Tensor] = []
 
     def number(self, x: Any) -> Any:
-        return self.values[x.index] if isinstance(x, FromGraph) else self._symbol(x)
+        return self._values[x.index] if isinstance(x, FromGraph) else self._symbol(x)
 
-    def get(self, source: Source) -> torch.Tensor:
-        if isinstance(source, GraphInput):
-            return self.inputs[source.index]
-        if isinstance(source, StateRef):
-            return self.state(source.name)
-        if isinstance(source, SameAs):
-            return self.results[source.index]
-        if isinstance(source, ViewOf):
-            view = self.get(source.base)
-            for step in source.steps:
-                view = step(view, self.number)
-            return view
+    def value(self, source: FromGraph) -> torch.Tensor:
         if source in self.copies:
             return self.copies[source]
-        return _laid_out(self.values[source.index], source, self.number)
+        return _laid_out(self._values[source.index], source, self.number)
+
+    def view(self, base: torch.Tensor, step: ViewStep | StridedStep) -> torch.Tensor:
+        return step(base, self.number)
 
 
 def resolved(x: Any, number: Number) -> Any:

@@ -176,6 +176,7 @@ class Assembler:
             self.plugins.append(made)
 
     def _import_domains(self, users: Iterable[Any], into: ir.Graph) -> None:
+        into.opset_imports[""] = self._version("")
         for user in users:
             for node in ir.traversal.RecursiveGraphIterator(user):
                 into.opset_imports[node.domain] = self._version(node.domain)

@@ -11,7 +11,6 @@ Data flow:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import itertools
 import operator
@@ -29,21 +28,11 @@ from scopetrace._compat.tensors import FreshFakes
 from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import OnnxExportError
+from scopetrace.infer.strides import is_row_major
 from scopetrace.ir import meta
 from scopetrace.ir.tape import ProgramTape, Value
-from scopetrace.ir.write_back import (
-    ChangeShape,
-    FromGraph,
-    GraphInput,
-    SameAs,
-    Source,
-    StateRef,
-    StridedStep,
-    Update,
-    ViewOf,
-    ViewStep,
-    WriteBack,
-)
+from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update
+from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.overwrite import OVERWRITE
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.outlined import Function
@@ -51,9 +40,10 @@ from scopetrace.program.outlined import Function
 Operand = torch.fx.Node | bool | int | float | complex
 """An operand or output in the combined graph."""
 
+_aten = torch.ops.aten
 INVOKE = torch.ops.higher_order.invoke_subgraph
 
-_SQUEEZES = (torch.ops.aten.squeeze.default, torch.ops.aten.squeeze.dim, torch.ops.aten.squeeze.dims)
+_SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 """Their ONNX form takes dimensions of size 1 only; where torch's squeeze changes no size, it is left out."""
 
 
@@ -105,7 +95,6 @@ class CombinedGraph:
     Args:
         main: the main program.
         function_of: gives the Function that an `invoke_subgraph` node calls.
-        finish: gives the outputs of the main program from the values of its output node, as `Results.values` does.
         is_left_out: whether the body of a Function, a plugin, is left out of the graph.
     """
 
@@ -113,7 +102,6 @@ class CombinedGraph:
         self,
         main: FxLowering,
         function_of: Callable[[torch.fx.Node], Function],
-        finish: Callable[[Sequence[Operand], Sequence[torch.fx.Node], Callable[[str], torch.fx.Node]], list[Operand]],
         is_left_out: Callable[[Function], bool],
     ) -> None:
         self.graph = torch.fx.Graph()
@@ -133,7 +121,6 @@ class CombinedGraph:
         self._start = self.graph.call_function(operator.pos, (0,))  # placeholders are inserted before it; erased below
         self.main = Subgraph(None, main)
         self._add(self.main)
-        self.main.outputs = finish(self.main.outputs, self.main.inputs, self._hold)
         self.outputs = self._close()
 
     @property
@@ -180,11 +167,36 @@ class CombinedGraph:
             self._nodes[subgraph, node] = self._map(subgraph, node.args[0])
         elif node.target is OVERWRITE:  # its value is the second operand; the first matters to autograd only
             self._nodes[subgraph, node] = self._map(subgraph, node.args[1])
+        elif node.target is _aten.as_strided.default:
+            self._nodes[subgraph, node] = self._strided(subgraph, node)
         elif node.target is not set_grad_enabled and (subgraph, node) not in self._nodes:
             args, kwargs = self._map(subgraph, node.args), self._map(subgraph, node.kwargs)
             new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
             new.meta = dict(node.meta)
             self._nodes[subgraph, node] = new
+
+    def _strided(self, subgraph: Subgraph, node: torch.fx.Node) -> torch.fx.Node:
+        """`as_strided`, on a row-major copy of its base in the order of memory: ONNX knows no strides."""
+        base, view = meta.value(node.all_input_nodes[0]), meta.value(node)
+        order, shift = in_memory_order(base.stride()), view.storage_offset() - base.storage_offset()
+        last = shift + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
+        if not is_row_major(base.permute(order)) or shift < 0 or last >= max(base.numel(), 1):
+            raise OnnxExportError(
+                "as_strided reads memory that its base does not fill, and ONNX knows no memory",
+                op=str(node.target),
+                module=meta.scope_path(node),
+                hint="index the tensor that the base is a part of, or clone() the base first",
+            )
+
+        def add(op: Any, *args: Any, **kwargs: Any) -> torch.fx.Node:
+            new = self.graph.call_function(op, args, kwargs)
+            new.meta = dict(node.meta)
+            return new
+
+        given, size, stride = self._map(subgraph, node.args[:3])
+        ordered = add(_aten.permute.default, given, order)
+        rows = add(_aten.clone.default, ordered, memory_format=torch.contiguous_format)
+        return add(_aten.as_strided.default, rows, size, stride, shift)
 
     def _input(self, subgraph: Subgraph, value: Any) -> torch.fx.Node:
         with self.graph.inserting_before(self._start):
@@ -215,10 +227,6 @@ class CombinedGraph:
         if name not in subgraph.held:
             subgraph.held[name] = self._input(subgraph, value)
         return subgraph.held[name]
-
-    def _hold(self, name: str) -> torch.fx.Node:
-        """The placeholder of a tensor of the main program that its results need."""
-        return self.main.held[self._tensors[self.main, _identity(self.main.tensor(name))]]
 
     def _branch(self, body: FxLowering) -> torch.fx.Node:
         name = self._branches.setdefault(body, f"body_{len(self._branches)}")
@@ -289,28 +297,22 @@ def _flat(x: Any) -> Iterator[Any]:
 class Results:
     """The outputs of an ONNX model: the results of the model, then the new values of what it changes.
 
-    It is the write-back program in terms of values: a result that is an input is that value, a view is computed anew,
-    of the changed value where its base was changed.
+    A result that is an input is that value; a view is computed anew, of the changed value where its base was changed.
     """
 
-    def __init__(self, tape: ProgramTape, program: WriteBack | None) -> None:
-        self._tape, self._program = tape, program
-
-    @property
-    def _changed(self) -> list[GraphInput | StateRef]:
-        updates = [] if self._program is None else self._program.updates
-        return list(dict.fromkeys(update.target for update in updates))
+    def __init__(self, tape: ProgramTape) -> None:
+        self._tape, self._write_back = tape, write_back_of(tape)
+        self._changed = list(dict.fromkeys(update.target for update in self._write_back.updates))
 
     def names(self) -> list[str]:
         """Names of the outputs: `logits` or `output_0` from paths in the result, `fc.count_updated` for state."""
-        found = [
-            result_name(path)
-            for path, leaf in leaves_with_path(self._tape.outputs)
-            if isinstance(leaf, (Value, *Symbolic))
-        ]
         changed = [target.name for target in self._changed]
         changed += [f"{w.fqn}.{w.name}" if w.fqn else w.name for w in self._tape.attribute_writes]
-        return [*found, *(f"{name}_updated" for name in changed)]
+        return [*map(result_name, self._paths()), *(f"{name}_updated" for name in changed)]
+
+    def _paths(self) -> list[str]:
+        found = leaves_with_path(self._tape.outputs)
+        return [path for path, leaf in found if isinstance(leaf, (Value, *Symbolic))]
 
     def state(self) -> set[str]:
         """The names of the parameters and buffers that change."""
@@ -319,86 +321,39 @@ class Results:
     def of_run(self, result: Any, inputs: Sequence[torch.Tensor], held: Callable[[str], torch.Tensor]) -> list[Any]:
         """The values of the outputs, read from the result, the inputs and the tensors of a run of the model."""
         given = dict(leaves_with_path(result, "", tensor_holders(result)))
-        kept = [p for p, leaf in leaves_with_path(self._tape.outputs) if isinstance(leaf, (Value, *Symbolic))]
         changed = [inputs[t.index] if isinstance(t, GraphInput) else held(t.name) for t in self._changed]
         bound = [getattr(w.module, w.name) for w in self._tape.attribute_writes]
-        return [*(given[path] for path in kept), *changed, *bound]
+        return [*(given[path] for path in self._paths()), *changed, *bound]
 
-    def values(
-        self, values: Sequence[Operand], inputs: Sequence[torch.fx.Node], held: Callable[[str], torch.fx.Node]
-    ) -> list[Operand]:
-        """The nodes of the outputs, from those of the graph's outputs, its inputs and the tensors that it holds.
-
-        Adds ops to the graph for views. All are nodes, or plain numbers.
-        """
-        if self._program is None:
-            return list(values)
-        count = len(values) - len(self._tape.attribute_writes)
-        machine = _Machine(values[:count], inputs, held)
-        for update in self._program.updates:
-            machine.now[update.target] = machine.updated(update)
-        for source in self._program.results:
-            machine.results.append(machine.get(source))
-        return [*machine.results, *(machine.now[t] for t in self._changed), *values[count:]]
-
-
-class _Machine:
-    def __init__(
-        self, values: Sequence[Operand], inputs: Sequence[torch.fx.Node], held: Callable[[str], torch.fx.Node]
-    ) -> None:
-        self._values, self._inputs, self._held = values, inputs, held
-        self.now: dict[GraphInput | StateRef, Operand] = {}
-        self.results: list[Operand] = []
-
-    def get(self, source: Source) -> Operand:
-        if isinstance(source, FromGraph):
-            return self._values[source.index]
-        if isinstance(source, SameAs):
-            return self.results[source.index]
-        if isinstance(source, ViewOf):
-            view = self._node(source.base)
-            for step in source.steps:
-                view = self._view(view, step)
-            return view
-        if source in self.now:
-            return self.now[source]
-        return self._inputs[source.index] if isinstance(source, GraphInput) else self._held(source.name)
-
-    def _node(self, source: Source) -> torch.fx.Node:
-        found = self.get(source)
-        assert isinstance(found, torch.fx.Node)
+    def lowering(self) -> FxLowering:
+        """The graph of the program, with the outputs of the model in place of its own."""
+        found = FxLowering(self._tape)
+        values = list(found.output.args[0])
+        count = len(self._tape.graph_outputs())
+        inputs = found.graph.find_nodes(op="placeholder")
+        state = {node.target: node for node in found.graph.find_nodes(op="get_attr")}
+        nodes = ResultNodes(found, inputs, state.__getitem__, values[:count], found.lower)
+        for update in self._write_back.updates:
+            nodes.now[update.target] = _updated(nodes, update)
+        results = nodes.all_results(self._write_back)
+        found.output.args = ((*results, *(nodes.now[t] for t in self._changed), *values[count:]),)
         return found
 
-    def _view(self, base: torch.fx.Node, step: ViewStep | StridedStep) -> torch.fx.Node:
-        if isinstance(step, ViewStep):
-            out = _call(base, step.op, step.args, step.kwargs)
-            return out if step.slot is None else _call(out, operator.getitem, (step.slot,), {})
-        return _call(base, torch.ops.aten.as_strided.default, (step.size, step.stride, step.shift), {})
 
-    def updated(self, update: Update) -> Operand:
-        """The node of the new value of an input or of state."""
-        if not isinstance(update, ChangeShape):
-            return self.get(update.value)
-        op = update.step.op
-        name = schema_of(op).op_name
-        variant = getattr(torch.ops.aten, name.removesuffix("_"), None)
-        if variant is None or "resize" in name:
-            raise OnnxExportError(
-                f"the model changes the shape of {update.target} in a way that ONNX cannot express",
-                op=str(op),
-                hint="change a copy of it",
-            )
-        return _call(self._node(update.target), variant.default, update.step.args, update.step.kwargs)
-
-
-def _call(base: torch.fx.Node, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.fx.Node:
-    """A new op on `base` at the end of the graph."""
-    node = base.graph.call_function(op, (base, *args), kwargs)
-    value = meta.value(base)
-    mode = value.fake_mode if isinstance(value, torch.Tensor) else contextlib.nullcontext()  # type: ignore[attr-defined]
-    with mode, torch.no_grad():
-        meta.set_value(node, op(value, *args, **kwargs))
-    return node
+def _updated(nodes: ResultNodes, update: Update) -> Any:
+    """The node of the new value of an input or of state."""
+    if not isinstance(update, ChangeShape):
+        return nodes.get(update.value)
+    op = update.step.op
+    name = schema_of(op).op_name
+    variant = getattr(_aten, name.removesuffix("_"), None)
+    if variant is None or "resize" in name:
+        raise OnnxExportError(
+            f"the model changes the shape of {update.target} in a way that ONNX cannot express",
+            op=str(op),
+            hint="change a copy of it",
+        )
+    return nodes.view(nodes.get(update.target), dataclasses.replace(update.step, op=variant.default))
 
 
 def result_name(path: str) -> str:

@@ -117,12 +117,13 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         say("outlining")
         outlined = outline_calls(program, [*functions, *plugins])
     main = program if outlined is None else outlined.program
-    results, held = Results(main.tape, main.write_back), main.tape.attributes
-    input_names = read_names(options.input_names, _input_names(main.lowering.graph), "input_names", held)
+    results, held = Results(main.tape), main.tape.attributes
+    lowering = results.lowering()
+    input_names = read_names(options.input_names, _input_names(lowering.graph), "input_names", held)
     output_names = read_names(options.output_names, results.names(), "output_names", held)
 
     def convert(is_left_out: Callable[[Function], bool]) -> tuple[CombinedGraph, ir.Model, torch.fx.Graph]:
-        combined = CombinedGraph(main.lowering, _function_of(outlined), results.values, is_left_out)
+        combined = CombinedGraph(lowering, _function_of(outlined), is_left_out)
         say(f"translating {len(combined.graph.nodes):,} nodes")
         exported, table = exported_program(combined.root, combined.graph), options.custom_translation_table
         return combined, *translate(

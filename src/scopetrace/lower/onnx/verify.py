@@ -105,36 +105,37 @@ def _sizes(values: dict[Any, int]) -> Size:
 
 
 def _example(tape: ProgramTape, seed: int, size: Size) -> Example:
-    """Random inputs; those that shared memory in the trace share it here."""
+    """Random inputs with the strides of the traced ones; those that shared memory in the trace share it here."""
     random = torch.Generator().manual_seed(seed)
     memory: dict[int, torch.Tensor] = {}
     tensors = []
     for value in tape.inputs:
-        fake = value.fake
-        shape, stride = ([size(n) for n in numbers] for numbers in (fake.size(), fake.stride()))
-        if [v.storage for v in tape.inputs].count(value.storage) == 1:
-            tensors.append(_tensor(fake, shape, random))
-            continue
         if value.storage not in memory:
             length = max(_extent(v, size) for v in tape.inputs if v.storage == value.storage)
-            memory[value.storage] = _tensor(fake, [length], random)
-        tensors.append(memory[value.storage].as_strided(shape, stride, int(value.offset)))
+            memory[value.storage] = _elements(value.fake, length, random)
+        whole, place = memory[value.storage], _place(value, size)
+        if not (whole.dtype.is_floating_point or whole.dtype.is_complex) and place[0]:
+            whole[torch.arange(len(whole), device=whole.device).as_strided(*place)[..., :1]] = 1
+        tensors.append(whole.as_strided(*place))
     return Example(tape, size, tensors)
+
+
+def _place(value: Value, size: Size) -> tuple[list[int], list[int], int]:
+    """Size, stride and offset."""
+    return [size(n) for n in value.fake.size()], [size(n) for n in value.fake.stride()], int(value.offset)
 
 
 def _extent(value: Value, size: Size) -> int:
     """The number of elements of its storage that a tensor needs."""
-    pairs = zip(value.fake.size(), value.fake.stride(), strict=True)
-    return int(value.offset) + 1 + sum((size(n) - 1) * size(s) for n, s in pairs)
+    shape, stride, offset = _place(value, size)
+    return offset + 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
 
 
-def _tensor(fake: torch.Tensor, shape: list[int], random: torch.Generator) -> torch.Tensor:
+def _elements(fake: torch.Tensor, length: int, random: torch.Generator) -> torch.Tensor:
     if fake.dtype.is_floating_point or fake.dtype.is_complex:
-        made = torch.randn(shape, generator=random, dtype=torch.complex64 if fake.dtype.is_complex else torch.float32)
+        made = torch.randn(length, generator=random, dtype=torch.complex64 if fake.dtype.is_complex else torch.float32)
     else:
-        made = torch.randint(0, 2, shape, generator=random)
-        if made.dim():
-            made[..., :1] = 1
+        made = torch.randint(0, 2, [length], generator=random)
     return made.to(fake.dtype).to(fake.device)
 
 

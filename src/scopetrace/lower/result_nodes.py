@@ -1,0 +1,135 @@
+"""The write-back of a functional program as nodes of its graph, for formats that hold nothing beside a graph.
+
+Data flow:
+    sources of the write-back -> nodes: values of the graph, inputs and state, new values of these
+    views -> ops before the output node, of a base with its strides in eager where `as_strided` reads memory
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace._compat.tensors import run_fake
+from scopetrace.errors import ExportError
+from scopetrace.ir import meta
+from scopetrace.ir.tape import FunctionalTape, ProgramTape
+from scopetrace.ir.write_back import (
+    FromGraph,
+    GraphInput,
+    Resolver,
+    StateRef,
+    StridedStep,
+    ViewOf,
+    ViewStep,
+    WriteBack,
+    resolved,
+)
+from scopetrace.program.graph import FxLowering
+
+_aten = torch.ops.aten
+
+
+class ResultNodes(Resolver[Any]):
+    """The node, or plain number, of each source. New nodes stand before the output node, in the scope of the root.
+
+    Args:
+        lowering: the graph.
+        inputs: the nodes of the inputs.
+        state: gives the node of a parameter, buffer or constant.
+        values: what the graph returns.
+        lower: gives the nodes of symbolic numbers.
+    """
+
+    def __init__(
+        self,
+        lowering: FxLowering,
+        inputs: Sequence[torch.fx.Node],
+        state: Callable[[str], torch.fx.Node],
+        values: Sequence[Any],
+        lower: Callable[[Any], Any],
+    ) -> None:
+        super().__init__(inputs, state)
+        self.values, self.lower = values, lower
+        self._lowering = lowering
+
+    def all_results(self, write_back: WriteBack) -> list[Any]:
+        """The nodes of the results, in order."""
+        for source in write_back.results:
+            self.results.append(self.get(source))
+        return self.results
+
+    def value(self, source: FromGraph) -> Any:
+        """A value that the graph returns."""
+        return self.values[source.index]
+
+    def base(self, source: ViewOf) -> Any:
+        """The base of a view, with its strides in eager where `as_strided` reads its memory."""
+        node = self.get(source.base)
+        if not any(isinstance(step, StridedStep) for step in source.steps):
+            return node
+        if isinstance(source.base, (GraphInput, StateRef)):
+            place = (
+                self.inputs[source.base.index] if isinstance(source.base, GraphInput) else self.state(source.base.name)
+            )
+            stride = meta.value(place).stride()
+        else:
+            stride = source.base.stride if isinstance(source.base, FromGraph) else None
+        return node if stride is None or meta.value(node).stride() == stride else self._laid_out(node, stride)
+
+    def view(self, base: Any, step: ViewStep | StridedStep) -> torch.fx.Node:
+        """One step of a view."""
+        if isinstance(step, StridedStep):
+            offset = meta.value(base).storage_offset() + step.shift
+            return self.node(_aten.as_strided.default, (base, *self._resolved((step.size, step.stride, offset))))
+        out = self.node(step.op, (base, *self._resolved(step.args)), self._resolved(step.kwargs))
+        return out if step.slot is None else self.node(operator.getitem, (out, step.slot))
+
+    def node(self, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> torch.fx.Node:
+        """A new node."""
+        with self._lowering.graph.inserting_before(self._lowering.output):
+            node = self._lowering.graph.call_function(op, args, kwargs)
+        fakes, options = torch.fx.map_arg((args, kwargs or {}), meta.value)
+        value = op(*fakes) if op is operator.getitem else run_fake(fakes[0].fake_mode, op, fakes, options)
+        meta.set_value(node, value)
+        meta.set_place(node, str(self._lowering.tape.root), 0)
+        meta.set_origin(node, {}, None)
+        return node
+
+    def copied(self, value: torch.fx.Node) -> torch.fx.Node:
+        """A clone of a tensor."""
+        return self.node(_aten.clone.default, (value,))
+
+    def _resolved(self, x: Any) -> Any:
+        """`x` with nodes in place of symbolic numbers and of numbers that the graph returns."""
+        with self._lowering.graph.inserting_before(self._lowering.output):
+            return resolved(x, lambda n: self.values[n.index] if isinstance(n, FromGraph) else self.lower(n))
+
+    def _laid_out(self, node: torch.fx.Node, stride: Sequence[Any]) -> torch.fx.Node:
+        """A copy with the given strides. Raises ExportError for strides with gaps or overlaps."""
+        order = in_memory_order(stride)
+        inner = self.node(_aten.permute.default, (node, order))
+        copy = self.node(_aten.clone.default, (inner,), {"memory_format": torch.contiguous_format})
+        found = self.node(_aten.permute.default, (copy, [order.index(d) for d in range(len(order))]))
+        if meta.value(found).stride() != tuple(stride):
+            raise ExportError(
+                "a result is made with as_strided from a tensor that does not fill its memory",
+                module=self._lowering.tape.root.path,
+                hint="clone() that tensor first",
+            )
+        return found
+
+
+def write_back_of(tape: ProgramTape) -> WriteBack:
+    """The write-back of a tape; for one that needs none, its outputs are the results."""
+    found = tape.write_back if isinstance(tape, FunctionalTape) else None
+    return found or WriteBack([], [FromGraph(i) for i in range(len(tape.graph_outputs()))])
+
+
+def in_memory_order(stride: Sequence[Any]) -> list[int]:
+    """The dimensions from the outermost to the innermost."""
+    return sorted(range(len(stride)), key=lambda d: -stride[d])
