@@ -35,10 +35,10 @@ def nbytes(value: Value) -> int:
 def params_read(tape: ProgramTape) -> list[set[str]]:
     """For each op, the names of the parameters that it reads."""
     names = {}
-    for op in tape.ops:
-        name = tape.registered.param(op.target) if op.kind == "get_attr" else None
+    for attribute, value in tape.attribute_reads():
+        name = tape.registered.param(attribute)
         if name is not None:
-            names[op.outputs] = name
+            names[value] = name
     return [{names[v] for v in op.inputs() if v in names} for op in tape.ops]
 
 
@@ -104,7 +104,7 @@ def _count(op: Op) -> int:
         raise PlanError("FLOPs need sizes: trace with the sizes of one micro-batch, without dynamic_shapes")
     args, kwargs = instantiate(lambda v: v.fake.detach(), (op.args, op.kwargs), Value)
     mode = next((v.fake.fake_mode for v in op.inputs()), None)  # type: ignore[attr-defined]
-    if mode is None:
+    if mode is None or isinstance(op.target, str):
         return 0
     with torch.no_grad(), mode, FlopCounterMode(display=False, custom_mapping=_MORE) as counter:
         op.target(*args, **kwargs)

@@ -136,7 +136,7 @@ def _refuse_order_of_inputs(tape: ProgramTape) -> None:
     if by_use != inputs:
         raise PlanError(
             "torch.distributed.pipelining gives a stage its inputs in the order in which it reads them, which here is "
-            f"{', '.join(v.op.target for v in by_use)}: {_cloned(inputs)}"
+            f"{', '.join(v.op.name for v in by_use)}: {_cloned(inputs)}"
         )
 
 
@@ -154,7 +154,7 @@ def _refuse_few(tape: ProgramTape, alive: Alive, cuts: Sequence[Cut], stages: in
         raise PlanError(f"{need} {len(places)} modules that are called once, and begin after others: take fewer stages")
     text = f"{need} {len(cuts)} modules that are called once"
     last = max(places)
-    late = [v.op.target for v, (start, stop) in alive.items() if v.op.kind == "placeholder" and min(places) <= stop]
+    late = [v.op.name for v, (start, stop) in alive.items() if v.op.kind == "placeholder" and min(places) <= stop]
     early = [v.op for v in leaves(tape.outputs, Value) if v in alive and alive[v][0] < last]
     reasons = []
     if late:

@@ -48,7 +48,7 @@ def lift_constants(bodies: list[BodyTape]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     for body in bodies:
         for op in [op for op in body.ops if op.kind == "get_attr"]:
-            found.append(body.attributes.pop(op.target))
+            found.append(body.attributes.pop(op.name))
             for other in bodies:
                 _take(other, op if other is body else None, op)
     return found
@@ -61,7 +61,7 @@ def _take(body: BodyTape, own: Op | None, constant: Op) -> None:
     for call in body.calls:
         call.start += call.start <= read
         call.stop += call.stop <= read
-    like: Value = constant.outputs
+    like = constant.result
     value = like if own is not None else like.copy(like.storage)
     placeholder = constant.replace(
         kind="placeholder",

@@ -26,12 +26,12 @@ from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_o
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import Boundary, schedule
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, RecordedTape, Value, flat, values_in
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, RecordedTape, Target, Value, flat, values_in
 from scopetrace.ops.higher_order import with_more_operands, written_inputs
 from scopetrace.ops.view_inverses import by_geometry, geometry_of
 
 _aten = torch.ops.aten
-_SIZED_BY_OTHER = {
+_SIZED_BY_OTHER: dict[Target, Any] = {
     _aten.expand_as.default: _aten.expand.default,
     _aten.view_as.default: _aten.view.default,
     _aten.reshape_as.default: _aten.reshape.default,
@@ -166,8 +166,8 @@ class TapeCopier(abc.ABC):
 
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
         prefix = f"{call.fqn}." if call.fqn else ""
-        held = [v for s in written for v in self._held.get(s, ()) if v.op.target.startswith(prefix)]
-        return args, kwargs, {v.op.target.removeprefix(prefix): new for v in held if (new := changed(v)) is not None}
+        held = [v for s in written for v in self._held.get(s, ()) if v.op.name.startswith(prefix)]
+        return args, kwargs, {v.op.name.removeprefix(prefix): new for v in held if (new := changed(v)) is not None}
 
     # ---------------------------------------------------------------- ops
 
@@ -267,14 +267,15 @@ class TapeCopier(abc.ABC):
         args = with_more_operands(op.target, map_structure(present, op.args, (Value, BodyTape)), lifted)
         storages = {old.storage: new.storage for old, new in zip(op.inputs(), values_in(args), strict=False)}
         outputs = self.emitter.copy(origin, args, op.kwargs, storages, more=op.writes)
-        own = outputs[: len(op.outputs)] if op.writes else outputs
+        count = len(op.writes)
+        own, written = (outputs[:-count], outputs[-count:]) if count else (outputs, ())
         self.define(op.replace(args=(), kwargs={}), op.outputs, own)
-        for target, value in zip(op.writes, outputs[len(op.outputs) :] if op.writes else (), strict=True):
+        for target, value in zip(op.writes, written, strict=True):
             self.assign(op, target, value)
 
     def _read_by_position(self, op: Op) -> bool:
         """as_strided counts from the start of the storage; where that was written, read it through its alias set."""
-        value: Value = op.outputs
+        value = op.result
         aliases = self.sets.get(value.storage)
         if aliases is None or not aliases.version:
             return False

@@ -118,7 +118,7 @@ class Emitter:
 
         outs = op.outputs
         outputs: Any = value(outs) if type(outs) is Value else map_structure(value, outs, Value)
-        for slot, like in enumerate(more, len(outs) if more else 0):
+        for slot, like in enumerate(more, len(outputs) if more else 0):
             outputs = (*outputs, Value(self._inference.like(like.fake), slot, next(self._storages), None))
         return self._append(op, op.kind, op.target, args, kwargs, outputs)
 

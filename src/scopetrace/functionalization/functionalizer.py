@@ -288,7 +288,7 @@ class Functionalizer(TapeCopier):
         now = aliases.read(before, self.moved(op))
         rest = self.present(op.args[1:], op)
         new = self.emitter.run(self.moved(op), variant.op, (now, *rest), dict(op.kwargs))
-        after: Value = op.outputs
+        after = op.result
         aliases.link(after, ViewMeta(before, variant.op, tuple(rest), dict(op.kwargs)))
         aliases.define(after, new)
         aliases.reshaped[aliases.same(before)] = (after, op)
@@ -298,7 +298,7 @@ class Functionalizer(TapeCopier):
         if op.target is not _aten.set_.source_Tensor:
             raise refusal("set_ gives a tensor other memory", op)
         before, source = op.tensor(0), op.tensor(1)
-        after: Value = op.outputs
+        after = op.result
         left, aliases = self.sets[before.storage], self.sets.get(after.storage)
         loses_gradient = self.grad and after.fake.requires_grad and not source.fake.requires_grad
         if loses_gradient and (aliases is not None or to_expr(before.fake.size()) != to_expr(after.fake.size())):
@@ -314,7 +314,7 @@ class Functionalizer(TapeCopier):
 
     def _resize(self, op: Op) -> None:
         """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""
-        before, after = op.tensor(0), op.outputs
+        before, after = op.tensor(0), op.result
         aliases, origin = self.sets[before.storage], self.moved(op)
         old, new = geometry_of(before), geometry_of(after)
         front = Geometry((old.numel,), (1,), old.offset)

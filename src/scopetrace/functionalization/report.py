@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from scopetrace._compat.schema import schema_of
+from scopetrace._compat.schema import is_op, schema_of
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, RecordedTape, Value
@@ -76,20 +76,19 @@ def _outside(tape: RecordedTape) -> dict[int, list[tuple[str, str, Value]]]:
     found: dict[int, list[tuple[str, str, Value]]] = {}
     for path, value in zip(tape.input_paths, tape.inputs, strict=True):
         found.setdefault(value.storage, []).append((path, "input", value))
-    for op in tape.ops:
-        if op.kind == "get_attr":
-            found.setdefault(op.outputs.storage, []).append((op.target, _kind(tape, op), op.outputs))
+    for name, value in tape.attribute_reads():
+        found.setdefault(value.storage, []).append((name, _kind(tape, name), value))
     return found
 
 
-def _kind(tape: RecordedTape, op: Op) -> str:
-    if op.target not in tape.owners:
+def _kind(tape: RecordedTape, name: str) -> str:
+    if name not in tape.owners:
         return "constant"
-    return "parameter" if isinstance(tape.attributes.get(op.target), torch.nn.Parameter) else "buffer"
+    return "parameter" if isinstance(tape.attributes[name], torch.nn.Parameter) else "buffer"
 
 
 def _what(op: Op) -> str:
-    if op.bodies():
+    if not is_op(op.target):
         return "data"
     if torch.Tag.inplace_view in op.target.tags:
         return "metadata"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.schema import schema_of
+from scopetrace._compat.schema import is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, has_unbacked, to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, became, last_of
@@ -56,10 +56,8 @@ class _Builder:
             self._storages.setdefault(after.value.storage, [before.value.storage])
         for op in old.ops:
             if op.kind == "placeholder" and isinstance(op.outputs, Value):
-                self.outside[op.outputs] = GraphInput(len(self.outside), op.target)
-        for op in old.ops:
-            if op.kind == "get_attr":
-                self.outside[op.outputs] = StateRef(op.target)
+                self.outside[op.outputs] = GraphInput(len(self.outside), op.name)
+        self.outside |= {value: StateRef(name) for name, value in old.attribute_reads()}
 
         self._objects = {id(self._last(v).fake): target for v, target in reversed(self.outside.items())}
         self._alone = self._count_objects()
@@ -90,6 +88,7 @@ class _Builder:
         if schema_of(op.target).name.startswith("aten::resize"):
             sizes = self._numbers(list(after.fake.size()))
             return ChangeShape(target, ViewStep(_aten.resize_.default, (sizes,), {}, None))
+        assert is_op(op.target)
         args, kwargs = self._numbers((op.args[1:], op.kwargs))
         return ChangeShape(target, ViewStep(op.target, args, kwargs, None))
 

@@ -113,7 +113,7 @@ def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], names: list
     names = names or [name_of(x, len(own) + i) for i, x in enumerate(captured)]
     used: set[str] = set()
     inside: dict[Value, Value] = {}
-    placeholders = [_moved(op.replace(target=identifier(op.target, used)), inside) for op in own]
+    placeholders = [_moved(op.replace(target=identifier(op.name, used)), inside) for op in own]
     for name, x in zip(names, captured, strict=True):
         placeholders.append(_placeholder(identifier(name, used), x, segment, inside))
 

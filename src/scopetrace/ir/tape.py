@@ -19,7 +19,7 @@ import inspect
 import itertools
 import os
 import types
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, Union
 
 import torch
@@ -46,6 +46,12 @@ Constant = (
 Argument = Union["Value", "BodyTape", Number, Constant, list["Argument"], tuple["Argument", ...], dict[str, "Argument"]]
 """What an op takes, as `torch.fx.node.Argument`: values stand for tensors. An op of kind `call_module` takes templates
 instead, since a module takes anything."""
+
+Target = str | Callable[..., Any]
+"""What an op runs, as `torch.fx.node.Target`: an op, or the name of a placeholder, attribute or module."""
+
+Output = Union["Value", Number, None, list["Output"], tuple["Output", ...], dict[str, "Output"]]
+"""What an op gives: values stand for tensors. An op of kind `call_module` gives a template instead."""
 
 Template = Any
 """A user's container tree (see `containers.structure`) with a `Value` in the place of each tensor."""
@@ -115,12 +121,12 @@ class Op:
 
     kind: str
     """`placeholder`, `get_attr`, `call_function` or `call_module`, as in torch.fx."""
-    target: Any
+    target: Target
     """Of `call_function`, the OpOverload or higher-order op. The name of a placeholder; the dotted path of an attribute
     or module."""
     args: tuple[Argument, ...]
     kwargs: dict[str, Argument]
-    outputs: Any
+    outputs: Output
     """Value, symbolic number, None, or a list or tuple of these. Of `call_module`, a template. A placeholder of a body
     may be a plain number, which is fixed."""
     scope: Scope
@@ -141,10 +147,10 @@ class Op:
     def __init__(
         self,
         kind: str,
-        target: Any,
+        target: Target,
         args: tuple[Argument, ...],
         kwargs: dict[str, Argument],
-        outputs: Any,
+        outputs: Output,
         scope: Scope,
         call: Call | None,
         frames: Frames,
@@ -172,6 +178,20 @@ class Op:
         """The tensors that the op read or wrote, in order."""
         given = (self.args, self.kwargs)
         return leaves(given, Value) if self.kind == "call_module" else values_in(given)
+
+    @property
+    def name(self) -> str:
+        """The target of an op that is not of kind `call_function`. Raises TypeError for one that is."""
+        if not isinstance(self.target, str):
+            raise TypeError(f"{self.target} has no name in the program")
+        return self.target
+
+    @property
+    def result(self) -> Value:
+        """The one tensor that the op made. Raises TypeError if its outputs are anything else."""
+        if type(self.outputs) is not Value:
+            raise TypeError(f"the result of {self.target} is no tensor")
+        return self.outputs
 
     def tensor(self, position: int) -> Value:
         """The tensor that is the positional argument at `position`. Raises TypeError for anything else."""
@@ -349,7 +369,11 @@ class Tape:
         """Whether an op writes, of this tape or of a body inside it."""
         return any(op.writes for inner in self.walk() for op in inner.ops)
 
-    def graph_outputs(self) -> list[Any]:
+    def attribute_reads(self) -> list[tuple[str, Value]]:
+        """The names and values of the parameters, buffers and constants that ops read, in order."""
+        return [(op.name, op.result) for op in self.ops if op.kind == "get_attr"]
+
+    def graph_outputs(self) -> list[Value | Number]:
         """What the graph of this tape gives beside the tensors bound to attributes: values and symbolic numbers."""
         return leaves(self.outputs, (Value, *Symbolic))
 
@@ -432,7 +456,7 @@ class RecordedTape(ProgramTape):
 class FunctionalTape(ProgramTape):
     """A program in which no op writes, and what has to follow it so that the whole does what the recorded one does."""
 
-    returned: list[Any] | None = None
+    returned: list[Value | Number] | None = None
     """The values and symbolic numbers that the graph gives; None for the leaves of `outputs` in order."""
     write_back: WriteBack | None = None
     """What makes the results and effects of the recorded program from what the graph gives; None where the graph's
@@ -449,7 +473,7 @@ class FunctionalTape(ProgramTape):
         shared = {f.name: getattr(program, f.name) for f in dataclasses.fields(ProgramTape)}
         return cls(**{**shared, **changed})
 
-    def graph_outputs(self) -> list[Any]:
+    def graph_outputs(self) -> list[Value | Number]:
         """What the graph of this tape gives beside the tensors bound to attributes: values and symbolic numbers."""
         return super().graph_outputs() if self.returned is None else self.returned
 
@@ -467,7 +491,7 @@ def _is_plain(x: Any) -> bool:
     return x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device))
 
 
-def flat(x: Argument) -> list[Any]:
+def flat(x: Argument | Output) -> list[Any]:
     """The leaves of an op's argument, in order."""
     if isinstance(x, (list, tuple)):
         return [leaf for item in x for leaf in flat(item)]

@@ -94,13 +94,13 @@ class _Reader:
 
     def _op(self, op: Op, params: _Params) -> None:
         if op.kind == "get_attr":
-            name = self.registered.param(op.target)
+            name = self.registered.param(op.name)
             if name is not None:
-                params.add(op.outputs, name)
+                params.add(op.result, name)
         elif op.bodies():
             self._higher_order(op, params)
         elif op.kind != "placeholder":
-            own = self.registered.inside(op.target) if op.kind == "call_module" else []
+            own = self.registered.inside(op.name) if op.kind == "call_module" else []
             self.use(op.call, op.inputs(), params, own)
 
     def use(self, call: Call | None, values: Iterable[Value], params: _Params, also: Sequence[str] = ()) -> None:
@@ -126,9 +126,9 @@ class _Reader:
         operands = [x for i in form.operands for x in args[i]]
         for body in op.bodies():
             inside = _Params()
-            for inner, x in zip([o.outputs for o in body.ops if o.kind == "placeholder"], operands, strict=False):
+            for inner, x in zip([o for o in body.ops if o.kind == "placeholder"], operands, strict=False):
                 for name in params.of(x) if isinstance(x, Value) else ():
-                    inside.add(inner, name)
+                    inside.add(inner.result, name)
             self._bodies += 1
             self.read(body, inside)
             self._bodies -= 1

@@ -320,7 +320,7 @@ class _Outliner:
         taken = taken | {name for _, _, name in own.values()}
         ranked = []
         for i, v in enumerate(read):
-            real = self.old.attributes.get(v.op.target) if v.op.kind == "get_attr" else None
+            real = self.old.attributes.get(v.op.name) if v.op.kind == "get_attr" else None
             rank, kind, name = own.get(id(real)) or (len(own) + i, "lifted", unique_name(self._name_of(v, old), taken))
             ranked.append((rank, kind, name, v))
         return [(kind, name, v) for _, kind, name, v in sorted(ranked, key=lambda r: r[0])]

@@ -14,7 +14,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -23,7 +23,7 @@ from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, s
 from scopetrace.containers.objects import Returned, apply_effects, effect_targets
 from scopetrace.containers.structure import instantiate, match
 from scopetrace.errors import CompiledGraphError, InputMismatchError
-from scopetrace.ir.tape import FunctionalTape, ProgramTape, Tape, Value, bind
+from scopetrace.ir.tape import FunctionalTape, Output, ProgramTape, Tape, Value, bind
 from scopetrace.record import argument_names
 
 Forward = Callable[..., Any] | None
@@ -279,7 +279,7 @@ def as_the_graph_returns(
     return found
 
 
-def _is_plain(promise: Any) -> bool:
+def _is_plain(promise: Output) -> TypeGuard[Value]:
     """Whether it is a dense tensor of static sizes without conjugate or negative bit."""
     if not isinstance(promise, Value) or promise.fake.layout is not torch.strided:
         return False

@@ -90,8 +90,8 @@ class _State:
         modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
         self._modules = [SavedModule("", module) for module in modules]
         written = tape.written_storages()
-        read = [op for op in tape.ops if op.kind == "get_attr" and op.outputs.storage in written]
-        tensors = {**self._buffers(), **{f"attribute {op.target}": tape.attributes[op.target] for op in read}}
+        read = [name for name, value in tape.attribute_reads() if value.storage in written]
+        tensors = {**self._buffers(), **{f"attribute {name}": tape.attributes[name] for name in read}}
         self._tensors = {name: t for name, t in tensors.items() if t is not None}
         self._before = {name: (t.detach(), t.detach().clone()) for name, t in self._tensors.items()}
 

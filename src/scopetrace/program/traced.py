@@ -228,9 +228,9 @@ def _written_values(call: Call, forward: Callable[..., Any], tape: Tape) -> dict
     last = {v.storage: op for op in tape.ops[call.start : call.stop] for v in op.writes}
     found = _tensors(bind(forward, call.args, call.kwargs))
     prefix = f"{call.fqn}." if call.fqn else ""
-    for op in tape.ops:
-        if op.kind == "get_attr" and call.module is not None and op.target.startswith(prefix):
-            found.setdefault(op.target.removeprefix(prefix), op.outputs)
+    for name, value in tape.attribute_reads():
+        if call.module is not None and name.startswith(prefix):
+            found.setdefault(name.removeprefix(prefix), value)
     writers = {name: last[v.storage] for name, v in found.items() if v.storage in last}
     return {name: op.values()[0] for name, op in writers.items() if op.values()}
 

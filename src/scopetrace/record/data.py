@@ -250,7 +250,7 @@ class ExampleRun:
 
     def _run_op(self, op: Op) -> None:
         if op.kind in ("placeholder", "get_attr"):
-            self._tensors[op.outputs] = self._source(op.outputs)
+            self._tensors[op.result] = self._source(op.result)
             return
         if op.kind != "call_function" or not is_op(op.target):
             raise NoRealValue(f"the value depends on {op.target}, which does not run while a model is traced")
@@ -291,12 +291,7 @@ class ExampleRun:
     def _is_constant(self, op: Op) -> bool:
         if op.kind == "get_attr":
             return op.target not in self._tape.owners
-        if (
-            op.kind != "call_function"
-            or op.bodies()
-            or torch.Tag.nondeterministic_seeded in op.target.tags
-            or op.unbacked is not None
-        ):
+        if not is_op(op.target) or torch.Tag.nondeterministic_seeded in op.target.tags or op.unbacked is not None:
             return False
         return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))
 

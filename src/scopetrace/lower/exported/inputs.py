@@ -98,13 +98,13 @@ def _persistent(root: torch.nn.Module) -> set[str]:
 
 def _readers(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, list[str]]:
     """By name on the tape, the fqns of the modules whose ops read a tensor."""
-    found: dict[str, list[str]] = {op.target: [] for op in tape.ops if op.kind == "get_attr"}
+    found: dict[str, list[str]] = {name: [] for name, _ in tape.attribute_reads()}
     for op in tape.ops:
         for value in op.inputs():
             if value.op.kind == "get_attr":
                 fqn = frames[op.call].fqn if op.call is not None else ""
-                if fqn not in found[value.op.target]:
-                    found[value.op.target].append(fqn)
+                if fqn not in found[value.op.name]:
+                    found[value.op.name].append(fqn)
     return found
 
 
