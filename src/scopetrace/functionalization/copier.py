@@ -292,7 +292,7 @@ class TapeCopier(abc.ABC):
         if func is _aten.as_strided.default:
             raise refusal("as_strided of a tensor whose strides are not those of eager", op)
         new = self.emitter.run(self.moved(op), func, args, kwargs)
-        is_copy = isinstance(new, Value) and op.outputs.storage not in {v.storage for v in op.inputs()}
+        is_copy = isinstance(new, Value) and op.result.storage not in {v.storage for v in op.inputs()}
         if is_copy and new.storage in {v.storage for v in new.op.inputs()}:
             new = self.emitter.run(self.moved(op), _aten.clone.default, (new,), {})  # this layout needs no copy
         return new
