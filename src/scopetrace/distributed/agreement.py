@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch.distributed as dist
+
 from scopetrace.errors import OrderMismatchError
 from scopetrace.order.execution import ExecutionOrder
 
@@ -20,26 +22,17 @@ def check_order(order: ExecutionOrder, group: Any = None) -> None:
     Raises OrderMismatchError, on every rank, that names the first rank whose order differs from rank 0's and the step
     in which it does.
     """
-    import torch.distributed as dist
-
-    digests: list[str] = [""] * dist.get_world_size(group)
-    dist.all_gather_object(digests, order.digest, group)
+    digests = _of_all_ranks(order.digest, group)
     other = next((rank for rank, digest in enumerate(digests) if digest != digests[0]), None)
-    if other is None:
-        return
-    orders: list[Any] = [None] * len(digests)
-    dist.all_gather_object(orders, order, group)
-    raise OrderMismatchError(
-        f"ranks 0 and {other} run in different orders: {orders[0].first_difference(orders[other])}"
-    )
+    if other is not None:
+        orders = _of_all_ranks(order, group)
+        difference = orders[0].first_difference(orders[other])
+        raise OrderMismatchError(f"ranks 0 and {other} run in different orders: {difference}")
 
 
 def check_groups(groups: Sequence[Any], group: Any = None) -> None:
     """Compare the groups of a plan on all ranks: modules, parameters and prefetch lists. As `check_order` otherwise."""
-    import torch.distributed as dist
-
-    plans: list[Sequence[Any]] = [()] * dist.get_world_size(group)
-    dist.all_gather_object(plans, list(groups), group)
+    plans = _of_all_ranks(list(groups), group)
     for rank, other in enumerate(plans):
         for i, (mine, theirs) in enumerate(itertools.zip_longest(plans[0], other)):
             if mine != theirs:
@@ -48,3 +41,9 @@ def check_groups(groups: Sequence[Any], group: Any = None) -> None:
                     f"ranks 0 and {rank} have different plans: group {i} is {here}, in the other {there}"
                     + (" with other parameters or prefetch lists" if here == there else "")
                 )
+
+
+def _of_all_ranks(x: Any, group: Any) -> list[Any]:
+    found = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, x, group)
+    return found

@@ -13,6 +13,7 @@ takes on a real cluster.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
@@ -112,14 +113,14 @@ def simulate(
         if number <= 0:
             raise PlanError(f"{name}={number} must be positive")
     sizes = {g.modules: _gathered_bytes(plan, g, ranks, param_dtype) for g in plan.groups}
-    clock = _Clock(_step_flops(tr, plan), flops)
-    link = _Link(sizes, bandwidth * ranks / max(ranks - 1, 1), latency)
-    forward = _run_forward(plan, clock, link)
-    backward = _run_backward(plan, clock, link)
+    before = _step_flops(tr, plan)
+    rank = _Rank(flops, bandwidth * ranks / max(ranks - 1, 1), latency, sizes)
+    forward = _run_forward(plan, rank, before)
+    backward = _run_backward(plan, rank, before)
     exact = sum(_exact_bytes(plan, g, param_dtype) for g in plan.groups)
     padding = 1 - exact / max(sum(sizes.values()), 1)
     memory = _memory(plan, tr, ranks, sizes, optimizer_bytes)
-    return Simulation(ranks, tuple(link.transfers), clock.computed, forward, backward, memory, padding)
+    return Simulation(ranks, tuple(rank.transfers), rank.done / flops, forward, backward, memory, padding)
 
 
 # ---------------------------------------------------------------- sizes
@@ -160,11 +161,7 @@ def _peak(plan: Plan, sizes: Mapping[Group, int]) -> int:
     """The largest number of bytes gathered at one time in a forward."""
     events = [(at, 0, sizes[g]) for g, at in plan.gathers[0]]
     events += [(p.stop, 1, -sizes[p.group]) for p in plan.schedule.passes if p.group != ROOT]
-    now = most = 0
-    for _, _, change in sorted(events):
-        now += change
-        most = max(most, now)
-    return most
+    return max(itertools.accumulate((change for _, _, change in sorted(events)), initial=0))
 
 
 # ---------------------------------------------------------------- time
@@ -184,29 +181,27 @@ def _step_flops(tr: Trace, plan: Plan) -> list[int]:
     return found
 
 
-class _Clock:
-    """The processor's time, in seconds since the step began."""
+@dataclasses.dataclass
+class _Rank:
+    """The processor and the link of a rank, which does one transfer after the other. The step begins at time 0."""
 
-    def __init__(self, flops_before: list[int], rate: float) -> None:
-        self.before = flops_before
-        self.rate = rate
-        self.now = 0.0
-        self.computed = 0.0
-        self._done = 0
+    flops: float
+    bandwidth: float
+    latency: float
+    sizes: Mapping[Group, int]
+    transfers: list[Transfer] = dataclasses.field(default_factory=list)
+    arrives: dict[Group, float] = dataclasses.field(default_factory=dict)
+    """By group, when its last transfer is done."""
+    free: float = 0.0
+    """When the link has done all transfers."""
+    now: float = 0.0
+    done: int = 0
+    """The FLOPs that the processor has done."""
 
-    def forward_to(self, step: int) -> None:
-        """Advance to a step of the forward."""
-        self._compute(self.before[step])
-
-    def back_to(self, step: int) -> None:
-        """Advance to a step of the backward, at two FLOPs for each of the forward."""
-        self._compute(3 * self.before[-1] - 2 * self.before[step])
-
-    def _compute(self, flops: int) -> None:
-        seconds = max(flops - self._done, 0) / self.rate
-        self._done = max(flops, self._done)
-        self.now += seconds
-        self.computed += seconds
+    def compute_to(self, flops: int) -> None:
+        """Compute until so many FLOPs of the step are done."""
+        self.now += max(flops - self.done, 0) / self.flops
+        self.done = max(flops, self.done)
 
     def wait_until(self, time: float) -> float:
         """Wait; returns the seconds waited."""
@@ -214,54 +209,41 @@ class _Clock:
         self.now += waited
         return waited
 
-
-class _Link:
-    """The network of a rank: one transfer after the other."""
-
-    def __init__(self, sizes: Mapping[Group, int], bandwidth: float, latency: float) -> None:
-        self.sizes = sizes
-        self.bandwidth = bandwidth
-        self.latency = latency
-        self.transfers: list[Transfer] = []
-        self.free = 0.0
-        self.arrives: dict[Group, float] = {}
-
-    def send(self, kind: str, group: Group, now: float) -> float:
-        """Queue a collective; returns the time at which it is done."""
-        start = max(self.free, now)
-        self.free = start + self.latency + self.sizes[group] / self.bandwidth
-        self.transfers.append(Transfer(kind, group, self.sizes[group], now, start, self.free))
-        self.arrives[group] = self.free
-        return self.free
+    def send(self, kind: str, group: Group) -> None:
+        """Queue a collective."""
+        start = max(self.free, self.now)
+        self.free = self.arrives[group] = start + self.latency + self.sizes[group] / self.bandwidth
+        self.transfers.append(Transfer(kind, group, self.sizes[group], self.now, start, self.free))
 
 
-def _run_forward(plan: Plan, clock: _Clock, link: _Link) -> float:
+def _run_forward(plan: Plan, rank: _Rank, before: list[int]) -> float:
     issued = [(at, 0, group) for group, at in plan.gathers[0]]
     needed = [(p.start, 1, p.group) for p in plan.schedule.passes]
     exposed = 0.0
     for at, is_need, group in sorted(issued + needed, key=lambda event: event[:2]):
-        clock.forward_to(at)
+        rank.compute_to(before[at])
         if is_need:
-            exposed += clock.wait_until(link.arrives.get(group, 0.0))
+            exposed += rank.wait_until(rank.arrives.get(group, 0.0))
         else:
-            link.send("all-gather", group, clock.now)
-    clock.forward_to(len(plan.order.steps) - 1)
+            rank.send("all-gather", group)
+    rank.compute_to(before[-1])
     return exposed
 
 
-def _run_backward(plan: Plan, clock: _Clock, link: _Link) -> float:
+def _run_backward(plan: Plan, rank: _Rank, before: list[int]) -> float:
+    """As `_run_forward`, at two FLOPs for each of the forward."""
     issued: dict[int, list[Group]] = {}
     for group, at in plan.gathers[1]:
         issued.setdefault(at, []).append(group)
     exposed = 0.0
     for at, is_end, number in backward_events(plan.schedule.passes):
         group = plan.schedule.passes[number].group
-        clock.back_to(at)
+        rank.compute_to(3 * before[-1] - 2 * before[at])
         if is_end:
             for other in issued.pop(at, ()):
-                link.send("all-gather", other, clock.now)
-            exposed += clock.wait_until(link.arrives.get(group, 0.0))
-        elif link.sizes[group]:
-            link.send("reduce-scatter", group, clock.now)
-            link.arrives.pop(group, None)
-    return exposed + clock.wait_until(link.free)
+                rank.send("all-gather", other)
+            exposed += rank.wait_until(rank.arrives.get(group, 0.0))
+        elif rank.sizes[group]:
+            rank.send("reduce-scatter", group)
+            rank.arrives.pop(group)
+    return exposed + rank.wait_until(rank.free)

@@ -173,14 +173,11 @@ class ExecutionOrder:
     @functools.cached_property
     def module_to_param_usage_infos(self) -> dict[str, list[ParamUsageInfo]]:
         """By module, `param_usage_infos` of its calls in order, without those equal to that of an earlier call."""
-        per_module: dict[str, list[list[ParamUsageInfo]]] = {}
+        per_module: dict[str, dict[tuple[ParamUsageInfo, ...], None]] = {}
         for number, call in enumerate(self.calls):
             if call.fqn is not None:
-                calls = per_module.setdefault(call.fqn, [])
-                infos = self.param_usage_infos(number)
-                if infos not in calls:
-                    calls.append(infos)
-        return {fqn: [info for infos in calls for info in infos] for fqn, calls in per_module.items()}
+                per_module.setdefault(call.fqn, {})[tuple(self.param_usage_infos(number))] = None
+        return {fqn: list(itertools.chain.from_iterable(calls)) for fqn, calls in per_module.items()}
 
     def used_in(self, call: int) -> tuple[str, ...]:
         """The parameters used in a call and in the calls inside it, in the order of first use."""

@@ -12,9 +12,10 @@ each member's inputs come from.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import operator
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -138,26 +139,45 @@ class _Filling:
         self._top = top
         self._calls = [call for call in tree.calls if call.lowering is program]
         self._sections = {call.position: Section(call.scope.path, call) for call in self._calls}
-        self._attached = 0  # the calls before this one are in the section of their parent
         if not isinstance(program.tape, BodyTape):
-            self._sections[self._calls[0].position] = top
-            self._attached = 1
+            self._sections[self._calls.pop(0).position] = top
         nodes = [n for n in program.graph.nodes if n.op in ("call_function", "call_module", "call_method")]
-        self._order = {node: i for i, node in enumerate(nodes)}
         self._places = _places(nodes)
 
     def run(self) -> list[Op]:
         """The ops, in the order of the graph."""
-        starts = self._silent_calls()
+        coming = collections.deque(self._begins())
         found: list[Op] = []
-        self._attach_silent(starts, -1)
-        for order, (node, position, path) in enumerate(self._places):
-            self._attach_until(position)
+        for number, (node, position, path) in enumerate(self._places):
+            while coming and coming[0][0] <= number:
+                self._add_call(coming.popleft()[1])
             found += self._add_op(node, self._section(position), path)
-            self._attach_silent(starts, order)
-        if self._calls:
-            self._attach_until(self._calls[-1].position)
+        for _, call in coming:
+            self._add_call(call)
         return found
+
+    def _begins(self) -> Iterator[tuple[int, ModuleCall]]:
+        """The calls in order, each with the number of the op before which it begins.
+
+        That is the first op in it. A call without ops (`nn.Identity`) begins when its arguments are there.
+        """
+        numbers = {node: number for number, (node, _, _) in enumerate(self._places)}
+        first = {position: number for number, (_, position, _) in reversed([*enumerate(self._places)])}
+        limit, limits = len(numbers), []
+        for call in reversed(self._calls):  # a call begins no later than those after it, so those inside it
+            limit = min(limit, first.get(call.position, limit))
+            limits.append(limit)
+            if call.position in first and call.parent is not None:
+                first.setdefault(call.parent.position, limit)
+        begin = 0
+        for call, limit in zip(self._calls, reversed(limits), strict=True):
+            if call.position in first:
+                yield limit, call
+                begin = limit + 1
+            else:
+                given = leaves(call.argument_templates, torch.fx.Node)
+                begin = min(limit, max(begin, *(numbers.get(node, -1) + 1 for node in given), 0))
+                yield begin, call
 
     def _section(self, position: int) -> Section:
         """The section of a call in this graph; `top` for a call around the graph."""
@@ -177,34 +197,10 @@ class _Filling:
         ops[node] = (op, 0)
         return [op]
 
-    def _attach_until(self, position: int) -> None:
-        while self._attached < len(self._calls) and self._calls[self._attached].position <= position:
-            call = self._calls[self._attached]
-            parent, scope = call.parent, call.scope.parent
-            assert parent is not None and scope is not None
-            _inside(self._section(parent.position), scope.path).items.append(self._sections[call.position])
-            self._attached += 1
-
-    def _silent_calls(self) -> dict[int, int]:
-        """By position of each call without ops (`nn.Identity`), the place in the graph of its last argument."""
-        busy = {position for _, position, _ in self._places}
-        for call in reversed(self._calls):
-            if call.parent is not None and call.position in busy:
-                busy.add(call.parent.position)
-        found = {}
-        for call in self._calls:
-            if call.position not in busy:
-                given = leaves(call.argument_templates, torch.fx.Node)
-                found[call.position] = max((self._order.get(node, -1) for node in given), default=-1)
-        return found
-
-    def _attach_silent(self, starts: dict[int, int], done: int) -> None:
-        """Add calls without ops as soon as their arguments are computed."""
-        while self._attached < len(self._calls):
-            position = self._calls[self._attached].position
-            if starts.get(position, done + 1) > done:
-                return
-            self._attach_until(position)
+    def _add_call(self, call: ModuleCall) -> None:
+        parent, scope = call.parent, call.scope.parent
+        assert parent is not None and scope is not None
+        _inside(self._section(parent.position), scope.path).items.append(self._sections[call.position])
 
 
 def _taken(node: torch.fx.Node) -> tuple[torch.fx.Node, int] | None:
