@@ -86,7 +86,7 @@ WRITES = {
     "detached": ["{t}.detach().add_(1)", "{t}.data.mul_(2)", "{t}.data[0] = 1", "{t}.detach()[..., 0] += 1"],
 }
 # Writes that give each element of the memory the same value, however often it is visited.
-CONSTANT = {"{t}.fill_(3)", "{t}.zero_()", "{t}[1:].zero_()", "{t}[..., 0].fill_(7)", "{t}[...] = {u}", "{t}[0] = 3"}
+CONSTANT = {"{t}.fill_(3)", "{t}.zero_()", "{t}[1:].zero_()", "{t}[..., 0].fill_(7)", "{t}[0] = 3"}
 READS = ["{t} * 2", "{t}.sum()", "{t}.clone()", "{t}[0] + 1"]
 
 
