@@ -16,9 +16,8 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import storage_id
+from scopetrace.api.runnable import Runnable
 from scopetrace.errors import ArgumentError
-from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
-from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.program.traced import TracedProgram
 from scopetrace.torch_level import aten_tapes, torch_level_tapes
@@ -29,52 +28,18 @@ Level = Literal["aten", "torch"]
 Compiler = Callable[[torch.fx.GraphModule, list[torch.Tensor]], Callable[..., Any]]
 
 
-class Functionalized:
+class Functionalized(Runnable):
     """A graph without mutation and its write-back. A call has the results and effects of the original GraphModule."""
 
     def __init__(self, program: TracedProgram, level: Level, lower_scatter: Form | None) -> None:
-        self._program = program
+        super().__init__(program)
         self.level = level
-        self.graph_module: torch.fx.GraphModule = program.graph_module
-        """The graph: a placeholder for each tensor input in order, a tuple of tensors as output."""
         tape = program.tape
         if lower_scatter is not None:
             lower_scatters(self.graph_module, lower_scatter, tape.fake_mode)
         if level == "torch":
             name_torch_functions(self.graph_module, tape)
         assert_pure(self.graph_module)
-
-    @property
-    def write_back(self) -> WriteBack | None:
-        """The steps after the graph that change inputs and build results; None where its outputs are the result."""
-        return self._program.write_back
-
-    @property
-    def mutations(self) -> list[Mutation]:
-        """What the original changes in its inputs, parameters and buffers, in the order of execution."""
-        return mutations(self._program.recorded)
-
-    @property
-    def aliases(self) -> list[Alias]:
-        """For each tensor of the result: whether it is new, an input, or a view of an input or earlier result."""
-        return aliases(self._program.recorded)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph, then the write-back.
-
-        Raises InputMismatchError for inputs that differ from the example inputs in shape, dtype or shared memory.
-        """
-        return self.run(self.graph_module, *args, **kwargs)
-
-    def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call that runs `graph`, such as a compiled form of `graph_module`, in its place.
-
-        `graph` gets the tensors among the inputs and returns the values of the output node of `graph_module`, as list
-        or tuple. Values in other memory or with other strides than those of `graph_module` are copied or viewed again.
-
-        Raises InputMismatchError as a call does, CompiledGraphError for values of other shapes or dtypes.
-        """
-        return self._program.run(graph, *args, **kwargs)
 
     @property
     def uses_absolute_offset(self) -> bool:

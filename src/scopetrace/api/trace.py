@@ -18,19 +18,18 @@ import torch
 import torch.export
 import torch.fx
 
-from scopetrace.errors import ArgumentTypeError, ScopetraceError
+from scopetrace.api.runnable import Runnable
+from scopetrace.errors import ArgumentTypeError, OutlineError, ScopetraceError
 from scopetrace.functionalization.functionalizer import functionalize
-from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.exported.program import to_exported_program
 from scopetrace.lower.onnx import Targets, require_packages
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
 from scopetrace.program.lint import lint
-from scopetrace.program.outlined import Function, OutlinedFunctions, Target, outline_calls
+from scopetrace.program.outlined import Function, OutlinedTrace, Target, outline_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record import record
 from scopetrace.record.calls import Progress
@@ -44,27 +43,16 @@ Leaf = type[torch.nn.Module] | str | Callable[[torch.nn.Module, str], bool]
 """Which modules are leaves: those of a class, with a matching fqn, or for which the predicate is true."""
 
 
-class Trace:
+class Trace(Runnable):
     """A traced model. `tr(*args, **kwargs)` does what `model(*args, **kwargs)` does.
 
     The graph, the scopes and the calls are made from the recording when they are first asked for.
     """
 
-    def __init__(self, program: TracedProgram) -> None:
-        self._program = program
-
     @property
     def model(self) -> Callable[..., Any] | None:
         """The module or function that was traced; None for a loaded trace."""
         return self._program.model
-
-    @property
-    def graph_module(self) -> torch.fx.GraphModule:
-        """The flat ATen graph: the input tensors in order as placeholders, the result's tensors in order as outputs.
-
-        Parameters, buffers and constants are `get_attr` nodes; the module holds the model's own tensors.
-        """
-        return self._program.graph_module
 
     @property
     def scope(self) -> Scope:
@@ -88,25 +76,6 @@ class Trace:
     def calls(self) -> list[ModuleCall]:
         """Every module call in forward order, the root first."""
         return self._program.calls
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph: same results and same effects as the model.
-
-        Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
-        those of the trace, tensors share memory in another way, or a value that the trace is specialized on differs.
-        """
-        return self._program(*args, **kwargs)
-
-    def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call that runs `graph`, such as a compiled form of `graph_module`, in its place.
-
-        `graph` gets the tensors among the inputs, then the dynamic numbers, and returns the values of the output node
-        of `graph_module`, as list or tuple. Values in other memory or with other strides than those of `graph_module`
-        are copied or viewed again, so that the write-back is right.
-
-        Raises InputMismatchError as a call does, CompiledGraphError for values of other shapes or dtypes.
-        """
-        return self._program.run(graph, *args, **kwargs)
 
     def outline(self, *targets: Target) -> OutlinedProgram:
         """The same program with chosen module calls as calls of shared functions.
@@ -174,21 +143,6 @@ class Trace:
     def specializations(self) -> list[Specialization]:
         """The values that Python read during tracing and that the trace is fixed to (`specialize=True`), in order."""
         return list(self._program.tape.specializations)
-
-    @property
-    def mutations(self) -> list[Mutation]:
-        """What the model changes in its inputs, parameters and buffers, in the order of execution."""
-        return mutations(self._program.recorded)
-
-    @property
-    def aliases(self) -> list[Alias]:
-        """For each tensor of the result: whether it is new, an input, or a view of an input or earlier result."""
-        return aliases(self._program.recorded)
-
-    @property
-    def write_back(self) -> WriteBack | None:
-        """The steps after the graph that change inputs and build results; None where its outputs are the result."""
-        return self._program.write_back
 
     @property
     def range_constraints(self) -> dict[Any, Any]:
@@ -266,43 +220,34 @@ class Trace:
         return iter(self.calls)
 
 
-class OutlinedProgram:
+class OutlinedProgram(Runnable):
     """A traced program in which chosen module calls are calls of shared functions. It runs and prints."""
 
-    def __init__(self, source: Trace, outlined: OutlinedFunctions) -> None:
+    _program: OutlinedTrace
+
+    def __init__(self, source: Trace, program: OutlinedTrace) -> None:
+        super().__init__(program)
         self._source = source
-        self._outlined = outlined
 
     @property
     def functions(self) -> tuple[Function, ...]:
         """The functions, callees before their callers."""
-        return self._outlined.functions
-
-    @property
-    def graph_module(self) -> torch.fx.GraphModule:
-        """The main program, with an `invoke_subgraph` node for each call; equal calls share the submodule."""
-        return self._outlined.program.graph_module
+        return self._program.functions
 
     def function_of(self, node: torch.fx.Node) -> Function:
         """The function that an `invoke_subgraph` node of this program, or of a function's body, calls.
 
         Raises OutlineError for a node that calls no function of this program.
         """
-        return self._outlined.function_of(node)
+        found = next((f for f in self.functions if f.identifier == node.args[1]), None)
+        if node.target is not torch.ops.higher_order.invoke_subgraph or found is None:
+            raise OutlineError(f"{node.name} does not call a function of this program")
+        return found
 
     @property
     def calls(self) -> list[ModuleCall]:
         """The module calls of the main program and of each function's body, once."""
-        return self._outlined.program.calls
-
-    @property
-    def write_back(self) -> WriteBack | None:
-        """What follows the graph in a call, as in the trace; None where nothing has to."""
-        return self._source.write_back
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it: same results and same effects as the model. Raises InputMismatchError as the trace does."""
-        return self._outlined(*args, **kwargs)
+        return self._program.calls
 
     def inline(self) -> Trace:
         """The flat program: the trace that this one was made from."""
@@ -310,7 +255,7 @@ class OutlinedProgram:
 
     def lint(self) -> None:
         """Check that graphs, scopes, calls and functions agree. Raises LintError that lists all that is wrong."""
-        lint(self._outlined.program)
+        lint(self._program)
 
     def print_readable(self, print_output: bool = True) -> str:
         """Print the functions' signatures and the main program as text, and return it."""
@@ -321,10 +266,10 @@ class OutlinedProgram:
 
     def __str__(self) -> str:
         functions = [f"{f}  # {len(f.calls)} call{'s' * (len(f.calls) != 1)}" for f in self.functions]
-        return "\n".join([*functions, render(self._outlined.program)])
+        return "\n".join([*functions, render(self._program)])
 
     def __repr__(self) -> str:
-        return f"<OutlinedProgram {self._source.scope.path}: {len(self.functions)} functions>"
+        return f"<OutlinedProgram {self._program.tape.root.path}: {len(self.functions)} functions>"
 
 
 def program_of(traced: Trace) -> TracedProgram:

@@ -8,6 +8,14 @@ Data flow:
 
 from scopetrace.outline.cut import outline
 from scopetrace.outline.readers import Numbers
-from scopetrace.outline.signature import FunctionInput, FunctionOutput, OutlinedBody
+from scopetrace.outline.signature import FunctionOutput, FunctionSignature, OutlinedBody, new_values, values_with_path
 
-__all__ = ["FunctionInput", "FunctionOutput", "Numbers", "OutlinedBody", "outline"]
+__all__ = [
+    "FunctionOutput",
+    "FunctionSignature",
+    "Numbers",
+    "OutlinedBody",
+    "new_values",
+    "outline",
+    "values_with_path",
+]

@@ -10,7 +10,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ from scopetrace.outline.signature import (
     FunctionOutput,
     OutlinedBody,
     argument_leaves,
+    new_values,
     own_tensors,
     unique_name,
     without_unused,
@@ -241,7 +241,7 @@ class _Outliner:
         ]
         known = {r.old for r in wanted}
         made = {v for op in inner.ops for v in op.values()}
-        for name, v in self._mutated(old):
+        for name, v in new_values(old, forward_of(old, self.forward)):
             if v not in known and inner.now.get(v, v) in made:
                 known.add(v)
                 wanted.append(_Result(name, "mutated", v, v))
@@ -277,14 +277,6 @@ class _Outliner:
         call = self._copy(old)
         inner.ops.append(Op("call_function", _aten.clone.default, (v,), {}, clone, old.scope, call, old.frames))
         return clone
-
-    def _mutated(self, old: Call) -> Iterator[tuple[str, Value]]:
-        if old.mutated is None:
-            return
-        args, kwargs, held = old.mutated
-        named = bind(forward_of(old, self.forward), args, kwargs)
-        yield from ((name + path, v) for name, arg in named.items() for path, v in leaves_with_path(arg) if _is(v))
-        yield from held.items()
 
     # ---------------------------------------------------------------- what it takes
 
@@ -362,8 +354,8 @@ class _Outliner:
         outputs = [r.inside for r in results]
         segment = TapeSegment(name, old.scope, self._copy(old), 0, inner.ops, inner.calls, outputs)
         tape = body_tape(self.old, segment, operands, [x.name for x in inputs if x.kind != "absent"])
-        returned = [FunctionOutput(r.name, r.kind) for r in results]
-        return OutlinedBody(name, domain, cls, f"{name}_{content_hash(key)}", inputs, returned, tape, [])
+        returned = tuple(FunctionOutput(r.name, r.kind) for r in results)
+        return OutlinedBody(name, domain, cls, f"{name}_{content_hash(key)}", tuple(inputs), returned, tape, [])
 
     def _append(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from scopetrace.containers.structure import close_container, is_object, leaves_with_path, map_structure, open_container
-from scopetrace.ir.tape import BodyTape, Call, Tape, Template, Value
+from scopetrace.ir.tape import BodyTape, Call, Tape, Template, Value, bind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +38,35 @@ class FunctionOutput:
 
 
 @dataclasses.dataclass(eq=False)
-class OutlinedBody:
-    """A function of an outlined program, before it has a graph."""
+class FunctionSignature:
+    """What a function of an outlined program is called, takes and gives."""
 
     name: str
-    """The name of the class; `Name_2` for its second distinct body."""
+    """The name of the modules' class; `Name_2` for the second distinct function of the class."""
     domain: str
     """The module path of the class."""
     module_type: type | None
-    """The class; None for a function that was traced as the root."""
+    """The class of the modules; None for a function that was traced as the root."""
     identifier: str
-    """The name with a hash of the content, as `invoke_subgraph` takes it."""
-    inputs: list[FunctionInput]
-    outputs: list[FunctionOutput]
+    """The second argument of its `invoke_subgraph` nodes: the name and a hash of the content."""
+    inputs: tuple[FunctionInput, ...]
+    """Forward's arguments, then the module's parameters and buffers, then lifted values.
+
+    All but those of kind `absent` are placeholders of the body, in this order.
+    """
+    outputs: tuple[FunctionOutput, ...]
+    """The tensors that forward returns, then new values of what it changes, then other values read outside."""
+
+    def __str__(self) -> str:
+        taken = ", ".join(f"{x.name}=None" if x.kind == "absent" else x.name for x in self.inputs)
+        given = ", ".join(x.name.lstrip(".") or "result" for x in self.outputs)
+        return f"{self.domain}::{self.name}({taken}) -> ({given})"
+
+
+@dataclasses.dataclass(eq=False)
+class OutlinedBody(FunctionSignature):
+    """A function of an outlined program, before it has a graph."""
+
     tape: BodyTape
     calls: list[Call]
     """Its calls, in the outlined program and in bodies inside it."""
@@ -94,6 +110,23 @@ def _leaves(path: str, x: Any, used: set[Value]) -> Iterator[ArgumentLeaf]:
         yield ArgumentLeaf(path, path, x)
     for key, item in children or ():
         yield from _leaves(path + key, item, used)
+
+
+def new_values(call: Call, forward: Any) -> list[tuple[str, Value]]:
+    """On a functional tape: argument path or buffer name, and the value after a call, of what it changed.
+
+    `forward` is the function that the call ran.
+    """
+    if call.mutated is None:
+        return []
+    args, kwargs, held = call.mutated
+    return [*values_with_path(bind(forward, args, kwargs)), *held.items()]
+
+
+def values_with_path(arguments: dict[str, Template]) -> list[tuple[str, Value]]:
+    """The values among the arguments of a call, each with its path, `past[0]`."""
+    leaves = [leaf for name, arg in arguments.items() for leaf in leaves_with_path(arg, name)]
+    return [(path, v) for path, v in leaves if isinstance(v, Value)]
 
 
 def without_unused(x: Template, used: set[Value]) -> Template:

@@ -9,11 +9,10 @@ This is what torch.onnx's `export_modules_as_functions` did, and not for ONNX al
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ import torch.fx
 
 from scopetrace.errors import OutlineError
 from scopetrace.ir.tape import Call, FunctionalTape
-from scopetrace.outline import FunctionInput, FunctionOutput, Numbers, OutlinedBody, outline
+from scopetrace.outline import FunctionSignature, Numbers, OutlinedBody, outline
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
@@ -29,48 +28,15 @@ Target = type | torch.nn.Module | str | Callable[[ModuleCall], bool]
 REPEATED = "repeated"
 
 
-class Function:
+class Function(FunctionSignature):
     """A function of an outlined program, which all equal module calls share."""
 
     def __init__(self, body: OutlinedBody, lowering: FxLowering, calls: list[ModuleCall]) -> None:
-        self._body = body
+        super().__init__(body.name, body.domain, body.module_type, body.identifier, body.inputs, body.outputs)
         self.lowering = lowering
         """The body's graph, and the node of each of its values."""
         self.calls = calls
         """The module calls that became calls of it, in order; of calls inside functions, those of the first body."""
-
-    @property
-    def name(self) -> str:
-        """The name of the modules' class; `Name_2` for the second distinct function of the class."""
-        return self._body.name
-
-    @property
-    def domain(self) -> str:
-        """The module path of the class."""
-        return self._body.domain
-
-    @property
-    def module_type(self) -> type | None:
-        """The class of the modules."""
-        return self._body.module_type
-
-    @property
-    def identifier(self) -> str:
-        """The second argument of its `invoke_subgraph` nodes: the name and a hash of the content."""
-        return self._body.identifier
-
-    @property
-    def inputs(self) -> tuple[FunctionInput, ...]:
-        """The signature: forward's arguments, then the module's parameters and buffers, then lifted values.
-
-        All but those of kind `absent` are placeholders of the body, in this order.
-        """
-        return tuple(self._body.inputs)
-
-    @property
-    def outputs(self) -> tuple[FunctionOutput, ...]:
-        """The tensors that forward returns, then new values of what it changes, then other values read outside."""
-        return tuple(self._body.outputs)
 
     @functools.cached_property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -82,58 +48,49 @@ class Function:
         """The body's graph."""
         return self.lowering.graph
 
-    def __str__(self) -> str:
-        taken = ", ".join(f"{x.name}=None" if x.kind == "absent" else x.name for x in self.inputs)
-        given = ", ".join(x.name.lstrip(".") or "result" for x in self.outputs)
-        return f"{self.domain}::{self.name}({taken}) -> ({given})"
-
     def __repr__(self) -> str:
         return f"<Function {self}: {len(self.calls)} calls>"
 
 
-@dataclasses.dataclass
-class OutlinedFunctions:
-    """A program in which chosen module calls are `invoke_subgraph` calls of functions."""
+class OutlinedTrace(TracedProgram):
+    """A program in which chosen module calls are `invoke_subgraph` calls of functions.
 
-    source: TracedProgram
-    """The program that it was made from, in which all calls are inline."""
-    program: TracedProgram
-    """The main program, with calls of the functions."""
-    bodies: Sequence[OutlinedBody]
-    chosen: Sequence[Call]
-    """The calls of `source` that became calls of functions."""
+    Attributes:
+        source: the program that it was made from, in which all calls are inline.
+        chosen: the calls of `source` that became calls of functions.
+    """
+
+    def __init__(
+        self, source: TracedProgram, tape: FunctionalTape, bodies: list[OutlinedBody], chosen: list[Call]
+    ) -> None:
+        super().__init__(source.recorded, tape, source.model)
+        self.source = source
+        self.chosen = chosen
+        self._bodies = bodies
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
         """The functions, callees before their callers."""
-        lowerings = {p.tape: p for p in reversed(list(self.program.lowering.walk()))}
-        calls = {id(call.record): call for call in self.program.calls}
+        lowerings = {p.tape: p for p in reversed(list(self.lowering.walk()))}
+        calls = {id(call.record): call for call in self.calls}
         return tuple(
             Function(body, lowerings[body.tape], [calls[id(c)] for c in body.calls if id(c) in calls])
-            for body in self.bodies
+            for body in self._bodies
         )
 
-    def function_of(self, node: torch.fx.Node) -> Function:
-        """The function that an `invoke_subgraph` node calls. Raises OutlineError for other nodes."""
-        found = next((f for f in self.functions if f.identifier == node.args[1]), None)
-        if node.target is not torch.ops.higher_order.invoke_subgraph or found is None:
-            raise OutlineError(f"{node.name} does not call a function of this program")
-        return found
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph with its functions, then the write-back. Raises what a call of `source` raises."""
-        return self.source.run(self._run_graph, *args, **kwargs)
+    def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As a call of `source`, with the graph of this program, or another one in its place."""
+        self.boundary.state.refresh()
+        return self.source.run(self._run_graph if graph is self.graph_module else graph, *args, **kwargs)
 
     def _run_graph(self, *inputs: Any) -> Any:
-        graph = self.program.graph_module
-        self.program.boundary.state.refresh()
-        tensors = [x for x in (*inputs, *graph.parameters()) if isinstance(x, torch.Tensor)]
+        tensors = [x for x in (*inputs, *self.graph_module.parameters()) if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self.source.graph_module(*inputs)  # torch has no eager backward of invoke_subgraph
-        return graph(*inputs)
+        return self.graph_module(*inputs)
 
 
-def outline_calls(source: TracedProgram, targets: Iterable[Target]) -> OutlinedFunctions:
+def outline_calls(source: TracedProgram, targets: Iterable[Target]) -> OutlinedTrace:
     """Make functions of the calls that `targets` name; see `Trace.outline`. Raises OutlineError."""
     tape = source.tape
     if any(op.writes for op in tape.ops):
@@ -148,7 +105,7 @@ def outline_calls(source: TracedProgram, targets: Iterable[Target]) -> OutlinedF
     kept = [call for call in chosen if call in named or call.module_type in twice]
     if kept != chosen:
         outlined, bodies = outline(tape, kept, source.forward)
-    return OutlinedFunctions(source, source.with_tape(outlined), bodies, kept)
+    return OutlinedTrace(source, outlined, bodies, kept)
 
 
 def _named(source: TracedProgram, targets: list[Any], numbers: Numbers) -> tuple[dict[Call, None], list[Call]]:

@@ -22,7 +22,7 @@ import torch.fx
 
 from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads, was_erased
 from scopetrace.containers.objects import without_argument_mutation
-from scopetrace.containers.structure import instantiate, leaves_with_path
+from scopetrace.containers.structure import instantiate
 from scopetrace.errors import InputMismatchError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
@@ -30,6 +30,7 @@ from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Tape, Value, bind, forward_of
 from scopetrace.ir.write_back import WriteBack
+from scopetrace.outline import new_values, values_with_path
 from scopetrace.program.boundary import CallBoundary, as_the_graph_returns, held_now, without_autocast
 from scopetrace.program.graph import FxLowering
 
@@ -37,72 +38,45 @@ from scopetrace.program.graph import FxLowering
 class ModuleCall:
     """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself."""
 
-    def __init__(self, call: Call, table: CallTable) -> None:
-        self._call = call
-        self._table = table
-
-    @property
-    def lowering(self) -> FxLowering:
-        """The graph, or the subgraph of a higher-order op, that has the call's nodes."""
-        return self._table.lowering_of(self._call)
-
-    @property
-    def record(self) -> Call:
+    def __init__(self, record: Call, program: TracedProgram, parent: ModuleCall | None) -> None:
+        self._program = program
+        self.record = record
         """The record of the call on the tape."""
-        return self._call
-
-    @property
-    def fqn(self) -> str | None:
+        self.fqn = record.fqn
         """The module's name, `"layers.0.attn"`; `""` for the root, None for a module outside the model's tree."""
-        return self._call.fqn
-
-    @property
-    def module(self) -> torch.nn.Module | None:
+        self.module = record.module
         """The module itself; None for the root when a plain function was traced, and in a loaded trace."""
-        return self._call.module
-
-    @property
-    def module_type(self) -> type | None:
+        self.module_type = record.module_type
         """The module's class; None for the root when a plain function was traced.
 
         torch makes a class for each parametrized module: those with the same base and parametrizations have one here.
         """
-        return self._call.module_type
-
-    @property
-    def index(self) -> int:
+        self.index = record.index
         """0 for the first call of this module instance, 1 for its second."""
-        return self._call.index
-
-    @property
-    def position(self) -> int:
+        self.position = record.position
         """Where this call stands in `Trace.calls`."""
-        return self._call.position
-
-    @property
-    def scope(self) -> Scope:
+        self.scope = record.scope
         """The scope of the ops that run directly in this call."""
-        return self._call.scope
-
-    @property
-    def is_leaf(self) -> bool:
+        self.is_leaf = record.leaf
         """Whether the call was recorded as one op, because `leaf_modules=` named its module."""
-        return self._call.leaf
-
-    @property
-    def raised(self) -> BaseException | None:
+        self.raised = record.raised
         """The exception that ended this call and that an outer module caught; else None."""
-        return self._call.raised
-
-    @property
-    def parent(self) -> ModuleCall | None:
+        self.attributes = record.attributes
+        """The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."""
+        self.parent = parent
         """The call in which this one was made; None for the root."""
-        return None if self._call.parent is None else self._table.at[self._call.parent.position]
+        self.children: list[ModuleCall] = []
+        """The calls made directly in this one, in order."""
+        self._stop = self.position + 1  # the position after the last call made inside
+        if parent is not None:
+            parent.children.append(self)
+        while parent is not None:
+            parent._stop, parent = self._stop, parent.parent
 
     @property
-    def children(self) -> list[ModuleCall]:
-        """The calls made directly in this one, in order."""
-        return self._table.children[self.position]
+    def lowering(self) -> FxLowering:
+        """The graph, or the subgraph of a higher-order op, that has the call's nodes."""
+        return self._program.lowering_of(self.record)
 
     @property
     def nodes(self) -> list[torch.fx.Node]:
@@ -111,7 +85,7 @@ class ModuleCall:
         For a call inside a body of `torch.cond` or another higher-order op, the nodes of the body's graph. A call that
         contains a cond has the cond's node, and not those of its bodies.
         """
-        return self._table.nodes_of(self)
+        return self._program.nodes_between(self.lowering, self.position, self._stop)
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -126,8 +100,8 @@ class ModuleCall:
     def argument_templates(self) -> dict[str, Any]:
         """As `arguments`, with an OpaqueContainer for each object that holds tensors and that pytree does not know."""
         lower = self.lowering.lower
-        args = tuple(lower(a) for a in self._call.args)
-        kwargs = {name: lower(a) for name, a in self._call.kwargs.items()}
+        args = tuple(lower(a) for a in self.record.args)
+        kwargs = {name: lower(a) for name, a in self.record.kwargs.items()}
         return bind(self._forward(), args, kwargs)
 
     @functools.cached_property
@@ -138,25 +112,20 @@ class ModuleCall:
     @functools.cached_property
     def output_template(self) -> Any:
         """As `outputs`, with an OpaqueContainer for each object that holds tensors and that pytree does not know."""
-        return self.lowering.lower(self._call.outputs)
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        """The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."""
-        return self._call.attributes
+        return self.lowering.lower(self.record.outputs)
 
     @functools.cached_property
     def mutated(self) -> dict[str, torch.fx.Node]:
         """By argument path or buffer name, the node of the new value of each tensor that the call changed in place."""
         forward, lowering = self._forward(), self.lowering
-        if isinstance(self._table.program.tape, FunctionalTape):
-            found = _new_values(self._call, forward)
+        if isinstance(self._program.tape, FunctionalTape):
+            found = dict(new_values(self.record, forward))
         else:
-            found = _written_values(self._call, forward, lowering.tape)
+            found = _written_values(self.record, forward, lowering.tape)
         return {name: lowering.lower(value) for name, value in found.items()}
 
     def _forward(self) -> Callable[..., Any]:
-        return forward_of(self._call, self._table.program.forward)
+        return forward_of(self.record, self._program.forward)
 
     def __repr__(self) -> str:
         index = f", index={self.index}" if self.index else ""
@@ -168,77 +137,22 @@ def _with_objects(template: Any) -> Any:
     return instantiate(lambda node: node, template, torch.fx.Node)
 
 
-class CallTable:
-    """The ModuleCalls of a TracedProgram, and the graph nodes of each."""
-
-    def __init__(self, program: TracedProgram) -> None:
-        self.program = program
-        records = dict.fromkeys(record for tape in program.tape.walk() for record in tape.calls)
-        self.calls = sorted((ModuleCall(record, self) for record in records), key=lambda call: call.position)
-        self.at = {call.position: call for call in self.calls}
-        self.children: dict[int, list[ModuleCall]] = {position: [] for position in self.at}
-        self._ends = {position: position + 1 for position in self.at}
-        """By position, the position after the last call made inside."""
-        for call in reversed(self.calls):
-            if call.parent is not None:
-                above = call.parent.position
-                self._ends[above] = max(self._ends[above], self._ends[call.position])
-        for call in self.calls:
-            if call.parent is not None:
-                self.children[call.parent.position].append(call)
-
-    @functools.cached_property
-    def _lowerings(self) -> dict[Call, FxLowering]:
-        found: dict[Call, FxLowering] = {}
-        for lowering in self.program.lowering.walk():
-            for record in lowering.tape.calls:
-                found.setdefault(record, lowering)  # several higher-order ops may share a body
-        return found
-
-    def lowering_of(self, call: Call) -> FxLowering:
-        """The graph or subgraph that holds a call's nodes; the outermost graph for a call in a dead body."""
-        return self._lowerings.get(call, self.program.lowering)
-
-    @functools.cached_property
-    def _nodes(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
-        return {lowering: _with_position(lowering.graph) for lowering in self.program.lowering.walk()}
-
-    def nodes_of(self, call: ModuleCall) -> list[torch.fx.Node]:
-        """See `ModuleCall.nodes`: those whose innermost call is this one, or one inside it."""
-        start, stop = call.position, self._ends[call.position]
-        return [n for position, n in self._nodes[call.lowering] if start <= position < stop and not was_erased(n)]
-
-
 def _with_position(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node]]:
     """The nodes that a module call made, with the position of the innermost one."""
     found = [(meta.call_position(n), n) for n in graph.nodes if n.op not in ("placeholder", "output")]
     return [(position, n) for position, n in found if position is not None]
 
 
-def _new_values(call: Call, forward: Callable[..., Any]) -> dict[str, Value]:
-    """For a functional tape: by argument path or buffer name, the values after the call of what it changed."""
-    if call.mutated is None:
-        return {}
-    args, kwargs, held = call.mutated
-    return _tensors(bind(forward, args, kwargs)) | held
-
-
 def _written_values(call: Call, forward: Callable[..., Any], tape: Tape) -> dict[str, Value]:
     """For a recorded tape: the same, from the last op in the call that writes each storage."""
     last = {v.storage: op for op in tape.ops[call.start : call.stop] for v in op.writes}
-    found = _tensors(bind(forward, call.args, call.kwargs))
+    found = dict(values_with_path(bind(forward, call.args, call.kwargs)))
     prefix = f"{call.fqn}." if call.fqn else ""
     for name, value in tape.attribute_reads():
         if call.module is not None and name.startswith(prefix):
             found.setdefault(name.removeprefix(prefix), value)
     writers = {name: last[v.storage] for name, v in found.items() if v.storage in last}
     return {name: op.values()[0] for name, op in writers.items() if op.values()}
-
-
-def _tensors(arguments: dict[str, Any]) -> dict[str, Value]:
-    """By path, `past[0]`, the values among the arguments of a call."""
-    leaves = [(name + path, v) for name, arg in arguments.items() for path, v in leaves_with_path(arg)]
-    return {path: v for path, v in leaves if isinstance(v, Value)}
 
 
 class TracedProgram:
@@ -285,13 +199,33 @@ class TracedProgram:
         return self.model.forward if isinstance(self.model, torch.nn.Module) else self.model
 
     @functools.cached_property
-    def _table(self) -> CallTable:
-        return CallTable(self)
-
-    @property
     def calls(self) -> list[ModuleCall]:
         """Every module call in forward order, the root first."""
-        return self._table.calls
+        records = dict.fromkeys(record for tape in self.tape.walk() for record in tape.calls)
+        at: dict[int, ModuleCall] = {}
+        for record in sorted(records, key=lambda record: record.position):
+            at[record.position] = ModuleCall(record, self, at[record.parent.position] if record.parent else None)
+        return list(at.values())
+
+    @functools.cached_property
+    def _lowerings(self) -> dict[Call, FxLowering]:
+        found: dict[Call, FxLowering] = {}
+        for lowering in self.lowering.walk():
+            for record in lowering.tape.calls:
+                found.setdefault(record, lowering)  # several higher-order ops may share a body
+        return found
+
+    def lowering_of(self, call: Call) -> FxLowering:
+        """The graph or subgraph that holds a call's nodes; the outermost graph for a call in a dead body."""
+        return self._lowerings.get(call, self.lowering)
+
+    @functools.cached_property
+    def _nodes(self) -> dict[FxLowering, list[tuple[int, torch.fx.Node]]]:
+        return {lowering: _with_position(lowering.graph) for lowering in self.lowering.walk()}
+
+    def nodes_between(self, lowering: FxLowering, start: int, stop: int) -> list[torch.fx.Node]:
+        """The nodes of a graph or subgraph whose innermost call has a position from `start` to before `stop`."""
+        return [n for position, n in self._nodes[lowering] if start <= position < stop and not was_erased(n)]
 
     @functools.cached_property
     def scopes(self) -> dict[str, Scope]:
@@ -311,20 +245,17 @@ class TracedProgram:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, then the write-back; see `Trace.__call__`."""
-        inputs = self.boundary.enter(args, kwargs)
-        with without_autocast(), _specialized(self.tape.specializations):
-            values = self.graph_module(*inputs)
-        return self.boundary.leave(inputs, values)
+        return self.run(self.graph_module, *args, **kwargs)
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call, with `graph` in place of the GraphModule; see `Trace.run`."""
         inputs = self.boundary.enter(args, kwargs)
-        with without_autocast():
+        with without_autocast(), _specialized(self.tape.specializations):
             values = graph(*inputs)
-        values = (values,) if isinstance(values, torch.Tensor) else tuple(values)
         if graph is not self.graph_module:
+            values = (values,) if isinstance(values, torch.Tensor) else values
             promised = [*self.tape.graph_outputs(), *(w.value for w in self.tape.attribute_writes)]
-            values = tuple(as_the_graph_returns(self.tape, promised, inputs, values))
+            values = as_the_graph_returns(self.tape, promised, inputs, values)
         return self.boundary.leave(inputs, values)
 
     def functional(self) -> TracedProgram:

@@ -163,7 +163,7 @@ class _Lifter:
             target = str(s.node.target)
         else:
             tags = {tag for op in self._ops(s) for tag in getattr(op.target, "tags", ()) if tag in _EFFECTS}
-            target = Step(kind, target, tuple(tags), s.node.stack_trace)
+            target = Step(kind, target, tuple(tags))
             outputs = (
                 tuple(outputs) if isinstance(outputs, tuple) else outputs
             )  # without the names of torch.return_types

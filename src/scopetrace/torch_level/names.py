@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 import types
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from scopetrace.torch_level.step import Step
 _aten = torch.ops.aten
 _END = 2**63 - 1
 Call = tuple[str, Any, tuple[Any, ...], dict[str, Any]]
+"""What a node does: `op`, `target`, `args`, `kwargs`."""
 
 
 def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
@@ -26,13 +28,12 @@ def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
     An ATen op stays where no function of torch, called with its arguments, gives the same sizes, strides and dtype.
     """
     graph = torch.fx.Graph()
-    copies: dict[torch.fx.Node, Any] = {}
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in gm.graph.nodes:
-        calls = _calls_for(node, tape.fake_mode)
-        if calls is None:
-            copies[node] = graph.node_copy(node, lambda n: copies[n])
-        else:
-            copies[node] = _add(graph, node, calls, copies)
+        kind, target, args, kwargs = _call_for(node, tape.fake_mode)
+        args, kwargs = torch.fx.node.map_arg((args, kwargs), lambda n: copies[n])
+        copies[node] = graph.create_node(kind, target, args, kwargs, node.name, node.type)
+        copies[node].meta = dict(node.meta)
     graph.lint()
     gm.graph = graph
     for inner in gm.children():  # the bodies of higher-order ops
@@ -40,57 +41,34 @@ def name_torch_functions(gm: torch.fx.GraphModule, tape: Tape) -> None:
             name_torch_functions(inner, tape)
 
 
-_BEFORE = object()
-"""Stands for the result of the previous call, in a sequence of calls."""
-
-
-def _calls_for(node: torch.fx.Node, fake_mode: Any) -> list[Call] | None:
-    """The calls that replace a node; None leaves it."""
+def _call_for(node: torch.fx.Node, fake_mode: Any) -> Call:
+    """What a node does, as a call of a function or method of torch where there is one."""
     if isinstance(node.target, Step):
-        return [(node.target.kind, node.target.target, node.args, dict(node.kwargs))]
-    if node.op != "call_function" or getattr(node.target, "namespace", None) != "aten":
-        return None
-    return next((calls for calls in _names(node) if _gives_the_same(node, calls, fake_mode)), None)
+        return node.target.kind, node.target.target, node.args, node.kwargs
+    found: Iterator[Call] = iter(())
+    if node.op == "call_function" and getattr(node.target, "namespace", None) == "aten":
+        found = (call for call in _candidates(node) if _gives_the_same(node, call, fake_mode))
+    return next(found, (node.op, node.target, node.args, node.kwargs))
 
 
-def _add(graph: torch.fx.Graph, node: torch.fx.Node, calls: list[Call], copies: dict[torch.fx.Node, Any]) -> Any:
-    meta = dict(node.meta)
-    if isinstance(node.target, Step) and node.target.stack_trace is not None:
-        meta["stack_trace"] = node.target.stack_trace
-    new: Any = None
-    for i, (kind, target, args, kwargs) in enumerate(calls):
-        given = tuple(new if a is _BEFORE else torch.fx.node.map_arg(a, lambda n: copies[n]) for a in args)
-        named = torch.fx.node.map_arg(kwargs, lambda n: copies[n])
-        last = i == len(calls) - 1
-        new = graph.create_node(kind, target, given, named, name=node.name if last else None)
-        new.meta = meta if last else {k: v for k, v in meta.items() if k != "val"}
-    return new
-
-
-def _names(node: torch.fx.Node) -> Iterator[list[Call]]:
+def _candidates(node: torch.fx.Node) -> Iterator[Call]:
     """Calls of torch that may compute the op, the preferred first."""
     special = _SPECIAL.get(node.target)
     if special is not None:
         yield from special(node)
+    if node.target in _RENAMED:
+        yield "call_function", _RENAMED[node.target], node.args, {}
     name = schema_of(node.target).op_name
-    function, method = getattr(torch, name, None), getattr(torch.Tensor, name, None)
-    if isinstance(function, types.BuiltinFunctionType):  # made from the schema, so it takes arguments in its order
-        yield [("call_function", function, node.args, dict(node.kwargs))]
-    if isinstance(method, types.MethodDescriptorType):
-        yield [("call_method", name, node.args, dict(node.kwargs))]
+    if isinstance(function := getattr(torch, name, None), types.BuiltinFunctionType):
+        yield "call_function", function, node.args, node.kwargs  # made from the schema, so it takes them in this order
+    if isinstance(getattr(torch.Tensor, name, None), types.MethodDescriptorType):
+        yield "call_method", name, node.args, node.kwargs
 
 
-def _gives_the_same(node: torch.fx.Node, calls: list[Call], fake_mode: Any) -> bool:
-    def run() -> Any:
-        out: Any = None
-        for kind, target, args, kwargs in calls:
-            given = tuple(out if a is _BEFORE else a for a in _fakes(args))
-            named = _fakes(kwargs)
-            out = getattr(given[0], target)(*given[1:], **named) if kind == "call_method" else target(*given, **named)
-        return out
-
+def _gives_the_same(node: torch.fx.Node, call: Call, fake_mode: Any) -> bool:
+    kind, target, args, kwargs = call
     try:
-        out = run_fake(fake_mode, run, (), {})
+        out = run_fake(fake_mode, functools.partial(Step(kind, target), *_fakes(args), **_fakes(kwargs)), (), {})
     except Exception:  # not callable like this
         return False
     return _metadata(out) == _metadata(node.meta["val"])
@@ -106,62 +84,43 @@ def _metadata(x: Any) -> Any:
     return (tuple(x.shape), x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
 
 
-# ---------------------------------------------------------------- ops that Python says in another way
+# Ops that Python says in another way ---------------------------------------------------------------------------------
 
 
-def _clone(node: torch.fx.Node) -> Iterator[list[Call]]:
+def _clone(node: torch.fx.Node) -> Iterator[Call]:
     if node.kwargs.get("memory_format") is torch.contiguous_format:
-        yield [("call_function", torch.clone, node.args, {})]
+        yield "call_function", torch.clone, node.args, {}
 
 
-def _slice(node: torch.fx.Node) -> Iterator[list[Call]]:
+def _slice(node: torch.fx.Node) -> Iterator[Call]:
     given: tuple[Any, ...] = (*node.args, *(0, None, None, 1)[len(node.args) - 1 :])
     base, dim, start, end, step = given
     if isinstance(dim, int) and dim >= 0:
         piece = slice(start or None, None if end == _END else end, None if step == 1 else step)
-        yield [("call_function", operator.getitem, (base, (*[slice(None)] * dim, piece)), {})]
+        yield "call_function", operator.getitem, (base, (*[slice(None)] * dim, piece)), {}
 
 
-def _index(node: torch.fx.Node) -> Iterator[list[Call]]:
+def _index(node: torch.fx.Node) -> Iterator[Call]:
     base, indices = node.args
     assert isinstance(indices, (list, tuple))
-    yield [("call_function", operator.getitem, (base, tuple(slice(None) if i is None else i for i in indices)), {})]
+    yield "call_function", operator.getitem, (base, tuple(slice(None) if i is None else i for i in indices)), {}
 
 
-def _to_copy(node: torch.fx.Node) -> Iterator[list[Call]]:
+def _to_copy(node: torch.fx.Node) -> Iterator[Call]:
     base: Any = node.args[0]
     dtype = node.kwargs.get("dtype")
     if set(node.kwargs) == {"dtype"} and dtype != base.meta["val"].dtype:  # `to` is no copy where nothing changes
-        yield [("call_method", "to", (base, dtype), {})]
+        yield "call_method", "to", (base, dtype), {}
 
 
-def _zero(node: torch.fx.Node) -> Iterator[list[Call]]:
-    yield [("call_function", torch.zeros_like, node.args, {})]
-
-
-def _fill(node: torch.fx.Node) -> Iterator[list[Call]]:
-    yield [("call_function", torch.full_like, node.args, {})]
-
-
-def _fresh(node: torch.fx.Node) -> Iterator[list[Call]]:
-    yield [("call_function", torch.clone, node.args, {})]
-
-
-def _same_method(name: str) -> Callable[[torch.fx.Node], Iterator[list[Call]]]:
-    def calls(node: torch.fx.Node) -> Iterator[list[Call]]:
-        yield [("call_method", name, node.args, dict(node.kwargs))]
-
-    return calls
-
-
-_SPECIAL: dict[Any, Callable[[torch.fx.Node], Iterator[list[Call]]]] = {
+_SPECIAL: dict[Any, Callable[[torch.fx.Node], Iterator[Call]]] = {
     _aten.clone.default: _clone,
     _aten.slice.Tensor: _slice,
     _aten.index.Tensor: _index,
     _aten._to_copy.default: _to_copy,
-    _aten.zero.default: _zero,
-    _aten.fill.Scalar: _fill,
-    _aten.lift_fresh_copy.default: _fresh,
-    _aten.view.default: _same_method("view"),
-    _aten.contiguous.default: _same_method("contiguous"),
+}
+_RENAMED: dict[Any, Callable[..., Any]] = {
+    _aten.zero.default: torch.zeros_like,
+    _aten.fill.Scalar: torch.full_like,
+    _aten.lift_fresh_copy.default: torch.clone,
 }

@@ -17,7 +17,6 @@ class Step:
     target: Any
     tags: tuple[Any, ...] = ()
     """Those tags of the ATen ops that it runs which keep it in the graph although nothing reads it."""
-    stack_trace: str | None = None
 
     @property
     def __name__(self) -> str:

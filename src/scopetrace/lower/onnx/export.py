@@ -27,7 +27,7 @@ from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subg
 from scopetrace.lower.onnx.naming import FunctionNames, Labels, SizeNames
 from scopetrace.lower.onnx.translate import Table, exported_program, translate
 from scopetrace.lower.onnx.verify import verify
-from scopetrace.program.outlined import Function, OutlinedFunctions, Target, is_named, outline_calls
+from scopetrace.program.outlined import Function, OutlinedTrace, Target, is_named, outline_calls
 from scopetrace.program.traced import TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
@@ -112,11 +112,10 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     """The ONNX model of a functional program. `say` is called with progress texts. Raises as `Trace.to_onnx`."""
     functions, names = read_targets(options.functions, "functions")
     plugins, plugin_names = read_targets(options.plugins, "plugins")
-    outlined: OutlinedFunctions | None = None
+    main, outlined = program, None
     if functions or plugins:
         say("outlining")
-        outlined = outline_calls(program, [*functions, *plugins])
-    main = program if outlined is None else outlined.program
+        main = outlined = outline_calls(program, [*functions, *plugins])
     results, held = Results(main.tape), main.tape.attributes
     lowering = results.lowering()
     input_names = read_names(options.input_names, _input_names(lowering.graph), "input_names", held)
@@ -178,7 +177,7 @@ def _input_names(graph: torch.fx.Graph) -> list[str]:
     return [str(n.target) for n in graph.nodes if n.op == "placeholder"]
 
 
-def _function_of(outlined: OutlinedFunctions | None) -> Callable[[torch.fx.Node], Function]:
+def _function_of(outlined: OutlinedTrace | None) -> Callable[[torch.fx.Node], Function]:
     functions = () if outlined is None else outlined.functions
     known = {function.identifier: function for function in functions}
     return lambda node: known[node.args[1]]  # type: ignore[index]
