@@ -16,7 +16,7 @@ from scopetrace.errors import FunctionalizationError
 from scopetrace.functionalization.functionalizer import Functionalizer, functionalize
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap
 from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape
-from scopetrace.torch_level.lift import lift
+from scopetrace.torch_level.lift import Lifter
 from scopetrace.torch_level.step import Renew, Step
 from scopetrace.torch_level.stepping import NodeRecord, record_steps
 
@@ -36,14 +36,15 @@ def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[
     Raises FunctionalizationError for a mutation without a functional form.
     """
     tape, nodes = record_steps(gm, args, with_trials=True)
-    lifted, origin = lift(tape, nodes)
+    lifter = Lifter(tape, nodes)
+    lifted = lifter.run()
     if not lifted.has_writes():
         return tape, FunctionalTape.of(lifted)
     work = _TorchLevel(lifted)
     try:
         return tape, work.run()
     except FunctionalizationError as error:
-        raise _placed(error, origin.get(id(work.at))) from error
+        raise _placed(error, lifter.node_of.get(id(work.at))) from error
 
 
 def _placed(error: FunctionalizationError, record: NodeRecord | None) -> FunctionalizationError:

@@ -16,15 +16,14 @@ import torch.fx
 import torch.nn.functional as F
 
 from scopetrace.torch_level.purity import bound_arguments, is_in_place_operator, mutates_by_name
+from scopetrace.torch_level.step import Step
 
 
 @dataclasses.dataclass(frozen=True)
 class PureCall:
     """A call that mutates nothing and returns the new values of `written`, in order."""
 
-    kind: str
-    target: Any
-    """A function, the name of a method, or a module."""
+    step: Step
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     written: tuple[torch.Tensor, ...]
@@ -32,28 +31,25 @@ class PureCall:
     """Whether `written` were given as `out=`."""
 
 
-def pure_call(kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
-    """The pure form of a call; None for a call that does not mutate by its name, or has no such form.
-
-    Args:
-        kind: `call_function`, `call_method` or `call_module`.
-        target: a function, the name of a method, or a module.
-        args: of the call, with tensors.
-        kwargs: of the call, with tensors.
-    """
-    if kind == "call_module":
-        return _without_inplace_module(target, args, kwargs)
+def pure_call(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
+    """The pure form of a call with tensors; None if it does not mutate by its name, or has no such form."""
+    if step.kind == "call_module":
+        return _without_inplace_module(step.target, args, kwargs)
     if isinstance(kwargs.get("out"), (torch.Tensor, tuple, list)):
         rest = {name: a for name, a in kwargs.items() if name != "out"}
         out = kwargs["out"]
-        return PureCall(kind, target, args, rest, (out,) if isinstance(out, torch.Tensor) else tuple(out), is_out=True)
+        return PureCall(step, args, rest, (out,) if isinstance(out, torch.Tensor) else tuple(out), is_out=True)
     if not args or not isinstance(args[0], torch.Tensor):
         return None
-    if kind == "call_method":
-        name = _plain_name(target)
+    if step.kind == "call_method":
+        name = _plain_name(step.target)
         found = name is not None and hasattr(torch.Tensor, name)
-        return PureCall(kind, name, args, kwargs, args[:1]) if found else None
-    return _without_inplace(target, args, kwargs) or _other_function(target, args, kwargs)
+        return PureCall(Step("call_method", name), args, kwargs, args[:1]) if found else None
+    pure = _without_inplace(step, args, kwargs)
+    if pure is None:
+        plain = next(_functions_named(step.target), None)
+        pure = plain and PureCall(Step("call_function", plain), args, kwargs, args[:1])
+    return pure
 
 
 def _plain_name(name: str) -> str | None:
@@ -63,15 +59,15 @@ def _plain_name(name: str) -> str | None:
     return f"__{name[3:]}" if name.startswith("__") else name[:-1]
 
 
-def _without_inplace(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
-    given = bound_arguments(fn, args, kwargs)
+def _without_inplace(step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
+    given = bound_arguments(step.target, args, kwargs)
     if given.get("inplace") is not True:
         return None
     position = list(given).index("inplace")
     if "inplace" not in kwargs:
-        return PureCall("call_function", fn, (*args[:position], False, *args[position + 1 :]), kwargs, args[:1])
+        return PureCall(step, (*args[:position], False, *args[position + 1 :]), kwargs, args[:1])
     rest = {name: a for name, a in kwargs.items() if name != "inplace"}
-    return PureCall("call_function", fn, args, rest, args[:1])
+    return PureCall(step, args, rest, args[:1])
 
 
 def _without_inplace_module(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
@@ -79,13 +75,7 @@ def _without_inplace_module(module: torch.nn.Module, args: tuple[Any, ...], kwar
         return None
     pure: Any = copy.copy(module)
     pure.inplace = False
-    return PureCall("call_module", pure, args, kwargs, args[:1])
-
-
-def _other_function(fn: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> PureCall | None:
-    for plain in _functions_named(fn):
-        return PureCall("call_function", plain, args, kwargs, args[:1])
-    return None
+    return PureCall(Step("call_module", pure), args, kwargs, args[:1])
 
 
 def _functions_named(fn: Any) -> Iterator[Any]:

@@ -13,8 +13,9 @@ class Step:
     """A function or method of a torch-level graph as the target of an op."""
 
     kind: str
-    """`call_function` or `call_method`."""
+    """`call_function`, `call_method` or, before it is on a tape, `call_module`."""
     target: Any
+    """A function, the name of a method, or a module."""
     tags: tuple[Any, ...] = ()
     """Those tags of the ATen ops that it runs which keep it in the graph although nothing reads it."""
 

@@ -21,45 +21,50 @@ from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.record import Recording, retraced
 from scopetrace.record.model import Model
 from scopetrace.record.retrace import Assumptions
-from scopetrace.torch_level.pure_calls import PureCall, pure_call
+from scopetrace.torch_level.pure_calls import pure_call
+from scopetrace.torch_level.step import Step
 
 
 @dataclasses.dataclass
-class Trial:
-    """The pure form of a node, run on trial."""
+class NodeCall:
+    """What a node calls: values of the tape in place of tensors."""
 
-    call: PureCall
+    step: Step
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    outputs: Any
+
+
+@dataclasses.dataclass
+class Trial(NodeCall):
+    """The pure form of a node, run on trial."""
+
+    is_out: bool
+    """Whether the node got the tensors that it writes as `out=`."""
     ops: list[Op]
     """The ops that it ran, which are off the tape again."""
-    outputs: Any
+    written: tuple[torch.Tensor, ...]
     before: list[Value]
     """The tensors that the node writes, before it did."""
-    after: list[Value]
+    after: list[Value] = dataclasses.field(default_factory=list)
     """The same tensors, after it."""
 
 
 @dataclasses.dataclass
-class NodeRecord:
+class NodeRecord(NodeCall):
     """A node of the graph, and the ops that it made: `tape.ops[start:stop]`."""
 
     node: torch.fx.Node
-    target: Any
-    """The target of the node; of a `call_module` node, the module."""
-    start: int
-    stop: int = -1
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
-    outputs: Any = None
-    known: bool = False
-    """Whether its arguments and outputs hold all its tensors, and no transform or autocast changes what it does."""
-    grad: bool = True
-    """Whether autograd was on."""
-    trial: Trial | None = None
-    """Of a node that mutates and has a pure form."""
-    scope: Scope | None = None
+    scope: Scope
     """The module scope that the node carries."""
+    grad: bool
+    """Whether autograd was on."""
+    start: int
+    stop: int
+    known: bool
+    """Whether its arguments and outputs hold all its tensors, and no transform or autocast changes what it does."""
+    trial: Trial | None
+    """Of a known node that mutates and has a pure form."""
 
 
 def record_steps(
@@ -115,46 +120,44 @@ class _Stepper(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op in ("placeholder", "get_attr", "output"):
             return super().run_node(n)
-        args, kwargs = self.fetch_args_kwargs_from_env(n)
-        args, kwargs = tuple(_plain(a) for a in args), {name: _plain(a) for name, a in kwargs.items()}
-        target: Any = self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target
-        record = NodeRecord(n, target, 0, grad=torch.is_grad_enabled())
-        record.known = not in_transform() and not autocast_enabled() and self._learn(record, args, kwargs)
-        if record.known and self.with_trials:
-            record.trial = self._try(n.op, target, args, kwargs)
-        tape = self.builder.tape
-        record.scope, record.start = scope_of_node(n, tape.root), len(tape.ops)
-        with self.builder.from_node(tape.root, record.scope, n.stack_trace):
-            out = _run(n.op, target, args, kwargs)
-        record.stop = len(tape.ops)
-        record.known = record.known and not in_transform()
-        if record.known:
-            record.outputs = self._values(out)
-            record.known = not _hides_tensors(record.outputs)
-            if record.trial is not None:
-                record.trial.after = [self.values.value_of(t) for t in record.trial.call.written]
-        self.nodes.append(record)
+        given = [_plain(x) for x in self.fetch_args_kwargs_from_env(n)]
+        step = Step(n.op, self.fetch_attr(str(n.target)) if n.op == "call_module" else n.target)
+        args, kwargs, outputs = (), {}, None
+        known = not in_transform() and not autocast_enabled()
+        if known:
+            args, kwargs = self._values(given)
+            known = not _hides_tensors((args, kwargs))
+        trial = self._try(step, *given) if known and self.with_trials else None
+        tape, grad = self.builder.tape, torch.is_grad_enabled()
+        scope, start = scope_of_node(n, tape.root), len(tape.ops)
+        with self.builder.from_node(tape.root, scope, n.stack_trace):
+            out = step(*given[0], **given[1])
+        stop = len(tape.ops)
+        known = known and not in_transform()
+        if known:
+            outputs = self._values(out)
+            known = not _hides_tensors(outputs)
+        if known and trial is not None:
+            trial.after = self._values(list(trial.written))
+        self.nodes.append(NodeRecord(step, args, kwargs, outputs, n, scope, grad, start, stop, known, trial))
         return out
-
-    def _learn(self, record: NodeRecord, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        record.args, record.kwargs = self._values(args), self._values(kwargs)
-        return not _hides_tensors((record.args, record.kwargs))
 
     def _values(self, x: Any) -> Any:
         return map_structure(self.values.value_of, x, torch.Tensor)
 
-    def _try(self, kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
+    def _try(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Trial | None:
         """Run the pure form, as far as there is one, and take what it did off the tape."""
-        call = pure_call(kind, target, args, kwargs)
+        call = pure_call(step, args, kwargs)
         if call is None:
             return None
-        before = [self.values.value_of(t) for t in call.written]
+        before = self._values(list(call.written))
         tape = self.builder.tape
         mark, calls = len(tape.ops), len(tape.calls)
         try:
-            out = _run(call.kind, call.target, call.args, call.kwargs)
-            args, kwargs = self._values(call.args), self._values(call.kwargs)
-            return Trial(call, args, kwargs, _own(tape.ops[mark:]), self._values(out), before, [])
+            out = call.step(*call.args, **call.kwargs)
+            args, kwargs = self._values((call.args, call.kwargs))
+            ops = [op for op in tape.ops[mark:] if op.kind != "get_attr"]
+            return Trial(call.step, args, kwargs, self._values(out), call.is_out, ops, call.written, before)
         except Exception:  # not callable like this, so not the pure form
             return None
         finally:
@@ -173,16 +176,6 @@ class _Body(torch.fx.Interpreter):
         root = self.builder.state.current_scope
         with self.builder.from_node(root, scope_of_node(n, root), n.stack_trace):
             return super().run_node(n)
-
-
-def _run(kind: str, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kind == "call_method":
-        return getattr(args[0], target)(*args[1:], **kwargs)
-    return target(*args, **kwargs)
-
-
-def _own(ops: list[Op]) -> list[Op]:
-    return [op for op in ops if op.kind != "get_attr"]
 
 
 def _plain(x: Any) -> Any:
