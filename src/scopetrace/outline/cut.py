@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
+from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, checks_enabled, forward_of, own_values
 from scopetrace.ir.verify import verify
@@ -30,6 +30,7 @@ from scopetrace.outline.signature import (
     new_values,
     own_tensors,
     unique_name,
+    values_with_path,
     without_unused,
 )
 
@@ -64,8 +65,6 @@ class _Block:
     """By value of the old tape: the output of a function that stands for it from here on."""
     same: dict[Value, Value] = dataclasses.field(default_factory=dict)
     """By value that is used outside of the call: the first value that is the same tensor."""
-    place: dict[int, int] = dataclasses.field(default_factory=dict)
-    """By position in the old tape, the position in `ops`."""
 
 
 @dataclasses.dataclass
@@ -100,22 +99,19 @@ class _Outliner:
         self._storages = itertools.count(min((v.storage for op in tape.ops for v in op.values()), default=0) - 1, -1)
         self._copies: dict[Call, Call] = {}
         self._chosen = set(chosen)
-        self._inside: dict[Call | None, list[Call]] = collections.defaultdict(list)  # chosen calls, and all others
-        self._others: dict[Call | None, list[Call]] = collections.defaultdict(list)
+        self._children: dict[Call | None, list[Call]] = collections.defaultdict(list)
         for call in tape.calls:
-            above = self._owner(call.parent)
-            (self._inside if call in self._chosen else self._others)[above].append(call)
+            self._children[call.parent].append(call)
         self._main = _Block(None)
 
     def run(self) -> FunctionalTape:
         """The main program, with ops and values of its own."""
         main = self._main
-        self._fill(main, 0, len(self.old.ops))
-        self._set_places(main)
+        self._fill(main, None, 0, len(self.old.ops))
         outlined = dataclasses.replace(
             self.old,
             ops=main.ops,
-            calls=sorted(main.calls, key=lambda call: call.position),
+            calls=main.calls,
             outputs=_renamed(self.old.outputs, main.now),
             returned=_renamed(self.old.returned, main.now),
             attribute_writes=[
@@ -129,46 +125,25 @@ class _Outliner:
 
     # ---------------------------------------------------------------- blocks
 
-    def _fill(self, block: _Block, start: int, stop: int) -> None:
-        """The ops from `start` to `stop`, with calls of functions in place of chosen calls."""
-        others = self._others[block.owner]
-        opening = collections.deque(sorted(others, key=lambda c: (c.start, c.position)))
-        closing = collections.deque(sorted(others, key=lambda c: (c.stop, -c.position)))
-        i = start
-        for call in sorted(self._inside[block.owner], key=lambda c: (c.start, c.position)):
-            self._copy_ops(block, i, call.start)
-            while closing and closing[0].stop <= call.start and closing[0].position < call.position:
-                self._close(block, closing.popleft())
-            while opening and (opening[0].start, opening[0].position) < (call.start, call.position):
-                self._open(block, opening.popleft())
-            self._cut(block, call)
-            i = call.stop
-        self._copy_ops(block, i, stop)
-        block.place[stop] = len(block.ops)
-        for call in opening:
-            self._open(block, call)
-        for call in closing:
-            self._close(block, call)
-
-    def _open(self, block: _Block, old: Call) -> None:
-        """Begin a call that is not cut out."""
-        call = self._copy(old)
-        call.args, call.kwargs = _renamed(old.args, block.now), _renamed(old.kwargs, block.now)
-        block.calls.append(call)
-
-    def _close(self, block: _Block, old: Call) -> None:
-        call = self._copy(old)
-        call.outputs, call.mutated = _renamed(old.outputs, block.now), _renamed(old.mutated, block.now)
-
-    def _set_places(self, block: _Block) -> None:
-        """Set the ranges of the calls that are not cut out."""
-        for old in self._others[block.owner]:
+    def _fill(self, block: _Block, around: Call | None, start: int, stop: int) -> None:
+        """Append the ops from `start` to `stop`, which `around` made: chosen calls in it become calls of functions."""
+        for old in self._children[around]:
+            self._copy_ops(block, start, old.start)
+            start = old.stop
+            if old in self._chosen:
+                self._cut(block, old)
+                continue
             call = self._copy(old)
-            call.start, call.stop = block.place.get(old.start, 0), block.place.get(old.stop, len(block.ops))
+            call.start = len(block.ops)
+            call.args, call.kwargs = _renamed((old.args, old.kwargs), block.now)
+            block.calls.append(call)
+            self._fill(block, old, old.start, old.stop)
+            call.outputs, call.mutated = _renamed((old.outputs, old.mutated), block.now)
+            call.stop = len(block.ops)
+        self._copy_ops(block, start, stop)
 
     def _copy_ops(self, block: _Block, start: int, stop: int) -> None:
         for i in range(start, stop):
-            block.place.setdefault(i, len(block.ops))
             op = self.old.ops[i]
             if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
                 self._main.ops.append(op.replace(call=self._visible(op.call, self._main)))
@@ -199,12 +174,11 @@ class _Outliner:
 
     def _cut(self, block: _Block, old: Call) -> None:
         """Cut out a call: its ops become a function, of which a call is appended to `block`."""
-        block.place.setdefault(old.start, len(block.ops))
         call = self._copy(old)
         call.args, call.kwargs = _renamed(old.args, block.now), _renamed(old.kwargs, block.now)
         named = bind(forward_of(old, self.forward), call.args, call.kwargs)
         inner = _Block(old, now=dict(block.now))
-        self._fill(inner, old.start, old.stop)
+        self._fill(inner, old, old.start, old.stop)
         seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
         for made in inner.calls:
             made.args, made.kwargs, made.outputs = without_unused((made.args, made.kwargs, made.outputs), seen)
@@ -325,10 +299,9 @@ class _Outliner:
         while old.parent is not None:
             old = old.parent
             now = self._copy(old)
-            for name, argument in bind(forward_of(old, self.forward), now.args, now.kwargs).items():
-                found = next((path for path, leaf in leaves_with_path(argument, name) if leaf is v), None)
-                if found is not None:
-                    return found
+            for path, leaf in values_with_path(bind(forward_of(old, self.forward), now.args, now.kwargs)):
+                if leaf is v:
+                    return path
         return "captured"
 
     # ---------------------------------------------------------------- the function and its call
@@ -350,7 +323,6 @@ class _Outliner:
             count += 1
             name = f"{base}_{count}"
         self._taken.add((domain, name))
-        self._set_places(inner)
         outputs = [r.inside for r in results]
         segment = TapeSegment(name, old.scope, self._copy(old), 0, inner.ops, inner.calls, outputs)
         tape = body_tape(self.old, segment, operands, [x.name for x in inputs if x.kind != "absent"])
@@ -382,7 +354,6 @@ class _Outliner:
         call.start, call.stop = len(block.ops), len(block.ops) + 1
         block.ops.append(op)
         block.calls.append(call)
-        block.place[old.stop] = len(block.ops)
         function.calls.append(call)
 
 
