@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import storage_id
-from scopetrace.api.runnable import Runnable
+from scopetrace.api.trace import Runnable
 from scopetrace.errors import ArgumentError
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.program.traced import TracedProgram

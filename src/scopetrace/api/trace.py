@@ -18,11 +18,12 @@ import torch
 import torch.export
 import torch.fx
 
-from scopetrace.api.runnable import Runnable
 from scopetrace.errors import ArgumentTypeError, OutlineError, ScopetraceError
 from scopetrace.functionalization.functionalizer import functionalize
+from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.scopes import Scope
+from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.exported.program import to_exported_program
 from scopetrace.lower.onnx import Targets, require_packages
 from scopetrace.order.execution import ExecutionOrder
@@ -41,6 +42,56 @@ if TYPE_CHECKING:
 
 Leaf = type[torch.nn.Module] | str | Callable[[torch.nn.Module, str], bool]
 """Which modules are leaves: those of a class, with a matching fqn, or for which the predicate is true."""
+
+
+class Runnable:
+    """A graph, and a write-back of the effects that are not in it: what Trace, OutlinedProgram and Functionalized share."""
+
+    def __init__(self, program: TracedProgram) -> None:
+        self._program = program
+
+    @property
+    def graph_module(self) -> torch.fx.GraphModule:
+        """The graph: the input tensors in order as placeholders, the result's tensors in order as outputs.
+
+        Parameters, buffers and constants are `get_attr` nodes; the module holds the model's own tensors. In an
+        OutlinedProgram, equal module calls are `invoke_subgraph` nodes that share a submodule.
+        """
+        return self._program.graph_module
+
+    @property
+    def write_back(self) -> WriteBack | None:
+        """The steps after the graph that change inputs and build results; None where its outputs are the result."""
+        return self._program.write_back
+
+    @property
+    def mutations(self) -> list[Mutation]:
+        """What the original changes in its inputs, parameters and buffers, in the order of execution."""
+        return mutations(self._program.recorded)
+
+    @property
+    def aliases(self) -> list[Alias]:
+        """For each tensor of the result: whether it is new, an input, or a view of an input or earlier result."""
+        return aliases(self._program.recorded)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the graph, then the write-back: same results and same effects as the original.
+
+        Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
+        those of the trace, tensors share memory in another way, or a value that the trace is specialized on differs.
+        """
+        return self._program(*args, **kwargs)
+
+    def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A call that runs `graph`, such as a compiled form of `graph_module`, in its place.
+
+        `graph` gets the tensors among the inputs, then the dynamic numbers, and returns the values of the output node
+        of `graph_module`, as list or tuple. Values in other memory or with other strides than those of `graph_module`
+        are copied or viewed again, so that the write-back is right.
+
+        Raises InputMismatchError as a call does, CompiledGraphError for values of other shapes or dtypes.
+        """
+        return self._program.run(graph, *args, **kwargs)
 
 
 class Trace(Runnable):

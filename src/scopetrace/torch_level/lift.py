@@ -29,7 +29,7 @@ class Lifter:
         self.tape = tape
         self.nodes = nodes
         self.written = {v.storage for op in tape.ops for v in op.writes}
-        self.root = dataclasses.replace(tape.calls[0])
+        self.root = tape.calls[0].replace()
         self.new = dataclasses.replace(tape, ops=[], calls=[self.root], modules=dict(tape.modules))
         self.node_of: dict[int, NodeRecord | None] = {}
         """By the id of an op of the new tape."""
