@@ -41,16 +41,6 @@ class Functionalized(Runnable):
             name_torch_functions(self.graph_module, tape)
         assert_pure(self.graph_module)
 
-    @property
-    def uses_absolute_offset(self) -> bool:
-        """Whether an op addresses an input from the start of its storage, as `as_strided` with an offset does."""
-        tape = self._program.tape
-        return any(v.storage in tape.uses_absolute_offset for v in tape.inputs)
-
-    def tensors(self, args: tuple[Any, ...]) -> list[torch.Tensor]:
-        """The inputs of the graph, from the arguments of the original."""
-        return self._program.boundary.enter(args, {})
-
     def __repr__(self) -> str:
         return f"<Functionalized at {self.level} level: {len(self.graph_module.graph.nodes)} nodes>"
 
@@ -127,20 +117,21 @@ class _Compiled:
     def __init__(self, gm: torch.fx.GraphModule, make: Callable[..., Functionalized], compiler: Compiler) -> None:
         self._gm, self._make, self._compiler = gm, make, compiler
         self._programs: dict[Any, tuple[Functionalized, Callable[..., Any]]] = {}
-        self._uses_absolute_offset = False
+        self._uses_absolute_offset = False  # whether an op addresses an input from the start of its storage
 
     def __call__(self, *args: Any) -> Any:
         found = self._programs.get(_kind_of(args, self._uses_absolute_offset))
         if found is None:
             found = self._compile(args)
-            self._uses_absolute_offset = self._uses_absolute_offset or found[0].uses_absolute_offset
             self._programs[_kind_of(args, self._uses_absolute_offset)] = found
         program, run = found
         return program.run(run, *args)
 
     def _compile(self, args: tuple[Any, ...]) -> tuple[Functionalized, Callable[..., Any]]:
-        program = self._make(self._gm, args)
-        return program, self._compiler(program.graph_module, program.tensors(args))
+        made = self._make(self._gm, args)
+        program = made._program
+        self._uses_absolute_offset |= any(v.storage in program.tape.uses_absolute_offset for v in program.tape.inputs)
+        return made, self._compiler(made.graph_module, program.boundary.enter(args, {}))
 
 
 def _kind_of(args: tuple[Any, ...], uses_absolute_offset: bool) -> Any:

@@ -45,7 +45,7 @@ Leaf = type[torch.nn.Module] | str | Callable[[torch.nn.Module, str], bool]
 
 
 class Runnable:
-    """A graph, and a write-back of the effects that are not in it: what Trace, OutlinedProgram and Functionalized share."""
+    """A graph and its write-back: what Trace, OutlinedProgram and Functionalized have in common."""
 
     def __init__(self, program: TracedProgram) -> None:
         self._program = program

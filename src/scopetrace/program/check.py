@@ -7,6 +7,7 @@ Data flow:
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -50,10 +51,10 @@ def _decided_otherwise(program: TracedProgram, *args: Any, **kwargs: Any) -> lis
     """The specializations that do not hold on these inputs."""
     tensors = program.boundary.enter(args, kwargs)
     with without_autocast():
-        return Decisions(program.graph_module, program.tape.specializations).collect(tensors)
+        return _Decisions(program.graph_module, program.tape.specializations).collect(tensors)
 
 
-class Decisions(torch.fx.Interpreter):
+class _Decisions(torch.fx.Interpreter):
     """An interpreter that continues past failing assertions of specializations, and collects these in `differ`."""
 
     def __init__(self, graph_module: torch.fx.GraphModule, known: Sequence[Specialization]) -> None:
@@ -129,12 +130,19 @@ def _modules_of(tape: ProgramTape) -> list[torch.nn.Module]:
 
 
 def _run(fn: Callable[..., Any], args: Any, kwargs: Any, state: _State) -> dict[str, Any]:
+    with _on_copies(state, args, kwargs, 0) as given:
+        result = fn(*given[0], **given[1])
+        return {"result": result, "arguments": given, "state": state.now()}
+
+
+@contextlib.contextmanager
+def _on_copies(state: _State, args: Any, kwargs: Any, seed: int) -> Iterator[Any]:
+    """Gives copies of the arguments. What runs inside starts from `seed`; the model's state is restored afterwards."""
     given = copy_inputs((args, kwargs))
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         try:
-            result = fn(*given[0], **given[1])
-            return {"result": result, "arguments": given, "state": state.now()}
+            yield given
         finally:
             state.restore()
 
@@ -151,17 +159,11 @@ def run_once(
 
     `tensors` are those among the arguments, as they are after the run.
     """
-    state = _State(tape, model)
-    given = copy_inputs((args, kwargs))
     found: list[tuple[str, Any]] = []
-    match(tape.args, given, Value, found, "")  # before the run, which may replace tensors in containers
-    tensors = [x for _, x in found if isinstance(x, torch.Tensor)]
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        try:
-            return read(model(*given[0], **given[1]), tensors)
-        finally:
-            state.restore()
+    with _on_copies(_State(tape, model), args, kwargs, seed) as given:
+        match(tape.args, given, Value, found, "")  # before the run, which may replace tensors in containers
+        result = model(*given[0], **given[1])
+        return read(result, [x for _, x in found if isinstance(x, torch.Tensor)])
 
 
 def copy_inputs(x: Any) -> Any:

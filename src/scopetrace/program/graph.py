@@ -19,7 +19,7 @@ import torch.fx
 from scopetrace._compat.graph_module import TracedGraphModule, make_graph_module, set_grad_enabled
 from scopetrace._compat.symbols import Symbolic, SymbolNodes, to_expr
 from scopetrace._compat.tensors import is_symbolic
-from scopetrace.containers.structure import leaves, leaves_with_path, map_structure
+from scopetrace.containers.structure import leaves, map_structure, open_container
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import format_stack
 from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value
@@ -133,7 +133,7 @@ class FxLowering:
                 if body.target in self.bodies:
                     self._describe(body, op)
         elif op.kind == "call_module":
-            args, kwargs = self._module_arguments(op)
+            args, kwargs = self._as_arguments((op.args, op.kwargs))
             node = self.graph.create_node("call_module", op.target, args, kwargs)
         else:
             node = self.graph.create_node(op.kind, op.target)
@@ -159,19 +159,15 @@ class FxLowering:
         if isinstance(op.outputs, (Value, *Symbolic)):
             self._bind_one(node, op.outputs)
             return
-        if op.kind == "call_module":
-            for path, leaf in leaves_with_path(op.outputs):
-                if isinstance(leaf, Value):
-                    self._bind_one(self._take_path(node, op, path, leaf), leaf)
-            return
         self._bind_parts(node, op, op.outputs)
 
     def _bind_parts(self, node: torch.fx.Node, op: Op, parts: Any) -> None:
-        for slot, part in enumerate(parts if isinstance(parts, (list, tuple)) else ()):
+        children = enumerate(parts) if isinstance(parts, (list, tuple)) else open_container(parts) or ()
+        for key, part in children:
             if isinstance(part, (Value, *Symbolic)):
-                self._bind_one(self._take(node, op, operator.getitem, slot, part), part)
-            elif isinstance(part, (list, tuple)):
-                self._bind_parts(self._take(node, op, operator.getitem, slot, part), op, part)
+                self._bind_one(self._take(node, op, key, part), part)
+            elif leaves(part, (Value, *Symbolic)):
+                self._bind_parts(self._take(node, op, key, part), op, part)
 
     def _bind_one(self, node: torch.fx.Node, part: Any) -> None:
         if not isinstance(part, Value):
@@ -181,23 +177,15 @@ class FxLowering:
         if part.fake.layout is torch.strided and is_symbolic(part.fake):
             self._symbols.learn_sizes(part.fake, node)
 
-    def _take(self, node: torch.fx.Node, op: Op, how: Any, key: Any, part: Any) -> torch.fx.Node:
+    def _take(self, node: torch.fx.Node, op: Op, key: int | str, part: Any) -> torch.fx.Node:
+        how, key = _how(key)
         taken = self.graph.create_node("call_function", how, (node, key))
         self._describe(taken, op)
         meta.set_value(taken, map_structure(_fake, part, (Value, *Symbolic)))
         return taken
 
-    def _take_path(self, node: torch.fx.Node, op: Op, path: str, leaf: Value) -> torch.fx.Node:
-        """Nodes that follow a path such as `[0]['mask'].logits` into the result of a leaf module."""
-        for how, key in _steps(path):
-            node = self._take(node, op, how, key, leaf)
-        return node
-
-    def _module_arguments(self, op: Op) -> tuple[Any, Any]:
-        """Arguments of a leaf module; objects that a node cannot hold become attributes of the GraphModule."""
-        return self._as_arguments(op.args), self._as_arguments(op.kwargs)
-
     def _as_arguments(self, x: Any) -> Any:
+        """Arguments of a leaf module; objects that a node cannot hold become attributes of the GraphModule."""
         if isinstance(x, (Value, *Symbolic)):
             return self._lower_leaf(x)
         if type(x) in (tuple, list):
@@ -275,17 +263,11 @@ def _op_name(target: Any) -> str:
     return name
 
 
-def _steps(path: str) -> list[tuple[Any, Any]]:
-    """`[0].logits` as (getitem, 0), (getattr, "logits")."""
-    steps: list[tuple[Any, Any]] = []
-    expression: Any = ast.parse(f"_{path}", mode="eval").body
-    while not isinstance(expression, ast.Name):
-        if isinstance(expression, ast.Subscript):
-            steps.append((operator.getitem, ast.literal_eval(expression.slice)))
-        else:
-            steps.append((getattr, expression.attr))
-        expression = expression.value
-    return steps[::-1]
+def _how(key: int | str) -> tuple[Any, Any]:
+    """What takes a part of a container: `getitem, 0` for `0` and `[0]`, `getattr, "logits"` for `.logits`."""
+    if isinstance(key, str):
+        return (getattr, key[1:]) if key[0] == "." else (operator.getitem, ast.literal_eval(key[1:-1]))
+    return operator.getitem, key
 
 
 def _fake(x: Any) -> Any:

@@ -81,30 +81,12 @@ def record_steps(
 def _record(
     gm: torch.fx.GraphModule, args: tuple[Any, ...], assumptions: Assumptions, with_trials: bool
 ) -> tuple[RecordedTape, list[NodeRecord]]:
-    stepped = _Stepped(gm)
-
     def run_body(body: torch.fx.GraphModule, args: Any) -> Any:
         return _Body(body, recording).run(*args)
 
-    recording = Recording(Model(stepped), root_scope(gm), assumptions, run_graph=run_body)
-    stepper = stepped.stepper = _Stepper(gm, recording, with_trials=with_trials)
-    return recording.run(stepped, gm, args, {}), stepper.nodes
-
-
-class _Stepped(torch.nn.Module):
-    """The modules and tensors of a graph module, the very same, run node by node."""
-
-    def __init__(self, gm: torch.fx.GraphModule) -> None:
-        super().__init__()
-        own = {name: t for name, t in gm.__dict__.items() if isinstance(t, torch.Tensor)}
-        tables = {name: gm.__dict__[name] for name in ("_parameters", "_buffers", "_modules")}
-        self.__dict__.update(own | tables)
-        self.training = gm.training
-        self.stepper: _Stepper | None = None
-
-    def forward(self, *args: Any) -> Any:
-        assert self.stepper is not None
-        return self.stepper.run(*args)
+    recording = Recording(Model(gm), root_scope(gm), assumptions, run_graph=run_body)
+    stepper = _Stepper(gm, recording, with_trials=with_trials)
+    return recording.run(stepper.run, gm, args, {}), stepper.nodes
 
 
 class _Stepper(torch.fx.Interpreter):
