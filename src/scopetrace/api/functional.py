@@ -16,7 +16,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import storage_id
-from scopetrace.api.trace import Runnable
+from scopetrace.api.trace import Runnable, program_of
 from scopetrace.errors import ArgumentError
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.program.traced import TracedProgram
@@ -129,7 +129,7 @@ class _Compiled:
 
     def _compile(self, args: tuple[Any, ...]) -> tuple[Functionalized, Callable[..., Any]]:
         made = self._make(self._gm, args)
-        program = made._program
+        program = program_of(made)
         self._uses_absolute_offset |= any(v.storage in program.tape.uses_absolute_offset for v in program.tape.inputs)
         return made, self._compiler(made.graph_module, program.boundary.enter(args, {}))
 

@@ -323,7 +323,7 @@ class OutlinedProgram(Runnable):
         return f"<OutlinedProgram {self._program.tape.root.path}: {len(self.functions)} functions>"
 
 
-def program_of(traced: Trace) -> TracedProgram:
+def program_of(traced: Runnable) -> TracedProgram:
     """The program that a trace holds, for `distributed` and `cli`, which read tapes."""
     return traced._program
 

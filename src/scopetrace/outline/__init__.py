@@ -7,14 +7,14 @@ Data flow:
 """
 
 from scopetrace.outline.cut import outline
-from scopetrace.outline.readers import Numbers
+from scopetrace.outline.readers import Readers
 from scopetrace.outline.signature import FunctionOutput, FunctionSignature, OutlinedBody, new_values, values_with_path
 
 __all__ = [
     "FunctionOutput",
     "FunctionSignature",
-    "Numbers",
     "OutlinedBody",
+    "Readers",
     "new_values",
     "outline",
     "values_with_path",

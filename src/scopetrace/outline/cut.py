@@ -38,14 +38,16 @@ _aten = torch.ops.aten
 _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 
-def outline(tape: FunctionalTape, chosen: list[Call], forward: Any = None) -> tuple[FunctionalTape, list[OutlinedBody]]:
+def outline(
+    tape: FunctionalTape, readers: Readers, chosen: list[Call], forward: Any = None
+) -> tuple[FunctionalTape, list[OutlinedBody]]:
     """The program with the chosen calls as calls of functions, and the functions, callees first.
 
-    `forward` is the function that the root call ran.
+    `readers` are those of the tape, `forward` is the function that the root call ran.
     """
     wanted: dict[Call, dict[Place, Bound]] = {}
     while True:
-        outliner = _Outliner(tape, chosen, forward, wanted)
+        outliner = _Outliner(tape, readers, chosen, forward, wanted)
         main = outliner.run()
         missing = outliner.captured.missing()
         if not missing:
@@ -86,7 +88,12 @@ class _Result:
 
 class _Outliner:
     def __init__(
-        self, tape: FunctionalTape, chosen: list[Call], forward: Any, wanted: dict[Call, dict[Place, Bound]]
+        self,
+        tape: FunctionalTape,
+        readers: Readers,
+        chosen: list[Call],
+        forward: Any,
+        wanted: dict[Call, dict[Place, Bound]],
     ) -> None:
         self.old = tape
         self.forward = forward
@@ -94,8 +101,8 @@ class _Outliner:
         self._taken: set[tuple[str, str]] = set()  # domains and names
         self._names: dict[BodyTape, str] = {}  # of the functions' bodies
         self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is given
-        self._readers = Readers(tape)
-        self.captured = Captured(tape, self._readers, wanted)
+        self._readers = readers
+        self.captured = Captured(tape, readers, wanted)
         self._storages = itertools.count(min((v.storage for op in tape.ops for v in op.values()), default=0) - 1, -1)
         self._copies: dict[Call, Call] = {}
         self._chosen = set(chosen)

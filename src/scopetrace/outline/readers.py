@@ -1,4 +1,4 @@
-"""Which values that a call makes are used outside of it, and what that means for the functions of equal calls."""
+"""What calls make that is used outside of them, and what that means for the functions of equal calls."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.tape import Call, FunctionalTape, Tape, Value
+from scopetrace.ir.tape import Call, FunctionalTape, Value
 
 Place = tuple[int, int]
 """A value in a call, the same in equal calls: the number of the op that makes it, and of its result."""
@@ -17,25 +17,34 @@ Bound = tuple[str, str] | None
 
 
 class Readers:
-    """Of each value of a tape: the op that makes it, the last op that reads it, and the calls that take or give it."""
+    """Of each value of a tape: the op that makes it, the last op that reads it, and the calls that take or give it.
+
+    The same of each symbol that an op makes from data.
+    """
 
     def __init__(self, tape: FunctionalTape) -> None:
-        self._made: dict[Value, int] = {}
-        self._last: dict[Value, int] = {}
-        self._calls: dict[Value, list[Call]] = collections.defaultdict(list)
+        self._made: dict[Any, int] = {}
+        self._last: dict[Any, int] = {}
+        self._calls: dict[Any, list[Call]] = collections.defaultdict(list)
+        self._symbols = [symbol for op in tape.ops for symbol in op.unbacked or ()]
         self._ops = tape.ops
         self._steps = [i for i, op in enumerate(tape.ops) if op.kind not in ("placeholder", "get_attr")]
         for i, op in enumerate(tape.ops):
-            self._last.update(dict.fromkeys(op.inputs(), i))
-            self._made.update(dict.fromkeys(op.values(), i))
+            self._last.update(dict.fromkeys([*op.inputs(), *self._symbols_in((op.args, op.kwargs))], i))
+            self._made.update(dict.fromkeys([*op.values(), *(op.unbacked or ())], i))
         for call in tape.calls:
-            for value in leaves((call.args, call.kwargs, call.outputs, call.mutated), Value):
+            used = (call.args, call.kwargs, call.outputs, call.mutated)
+            for value in [*leaves(used, Value), *self._symbols_in(used)]:
                 self._calls[value].append(call)
         self._results = set(leaves(tape.graph_outputs(), Value))
         self._results.update(w.value for w in tape.attribute_writes)
 
-    def makes(self, call: Call, value: Value) -> bool:
-        """Whether a value is made in a call, including the calls inside it."""
+    def _symbols_in(self, x: Any) -> set[Any]:
+        numbers = leaves(x, Symbolic) if self._symbols else ()
+        return {symbol for number in numbers for symbol in to_expr(number).free_symbols}
+
+    def makes(self, call: Call, value: Any) -> bool:
+        """Whether a value or symbol is made in a call, including the calls inside it."""
         return call.start <= self._made.get(value, -1) < call.stop
 
     def place(self, call: Call, value: Value) -> Place:
@@ -50,8 +59,14 @@ class Readers:
     def _first_step(self, call: Call) -> int:
         return bisect.bisect_left(self._steps, call.start)
 
-    def leaves(self, value: Value, call: Call) -> bool:
-        """Whether a value is made in a call and used outside of it."""
+    def lost_numbers(self, call: Call) -> list[Any]:
+        """The symbols that a call makes and that are used outside of it, though they are no sizes of its results."""
+        found = [symbol for symbol in self._symbols if self.leaves(symbol, call)]
+        sizes = {to_expr(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if found else ()
+        return [symbol for symbol in found if symbol not in sizes]
+
+    def leaves(self, value: Any, call: Call) -> bool:
+        """Whether a value or symbol is made in a call and used outside of it."""
         if not self.makes(call, value):
             return False
         if value in self._results or self._last.get(value, -1) >= call.stop:
@@ -102,39 +117,6 @@ class Captured:
         if not name.startswith(prefix) or not name:
             return None
         return name.removeprefix(prefix), "mutated" if name in self._attributes else "captured"
-
-
-class Numbers:
-    """Of each symbol that an op makes from data: which op, and the ops and calls that use it."""
-
-    def __init__(self, tape: Tape) -> None:
-        self._made = {symbol: i for i, op in enumerate(tape.ops) for symbol in op.unbacked or ()}
-        self._ops: dict[Any, list[int]] = collections.defaultdict(list)
-        self._calls: dict[Any, list[Call]] = collections.defaultdict(list)
-        if not self._made:
-            return
-        for i, op in enumerate(tape.ops):
-            for symbol in _symbols((op.args, op.kwargs)):
-                self._ops[symbol].append(i)
-        for call in tape.calls:
-            for symbol in _symbols((call.args, call.kwargs, call.outputs)):
-                self._calls[symbol].append(call)
-
-    def lost(self, call: Call) -> list[Any]:
-        """The symbols that a call makes and that are used outside of it, though they are no sizes of its results."""
-        sizes = {to_expr(n) for v in leaves(call.outputs, Value) for n in v.fake.size()} if self._made else set()
-        return [
-            s for s, i in self._made.items() if call.start <= i < call.stop and s not in sizes and self._out(s, call)
-        ]
-
-    def _out(self, symbol: Any, call: Call) -> bool:
-        if any(not call.start <= i < call.stop for i in self._ops[symbol]):
-            return True
-        return any(user is not call and not _is_inside(user, call) for user in self._calls[symbol])
-
-
-def _symbols(x: Any) -> set[Any]:
-    return {symbol for number in leaves(x, Symbolic) for symbol in to_expr(number).free_symbols}
 
 
 def _is_inside(call: Call | None, outer: Call) -> bool:

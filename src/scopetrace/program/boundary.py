@@ -30,17 +30,13 @@ Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""
 
 
-def match_inputs(
-    tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward = None
-) -> list[Any]:
+def match_inputs(tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """The tensors among the arguments, then the dynamic numbers: one value for each placeholder, in order.
 
-    With `forward`, arguments may be passed by name or by position, and defaults passed or left out, as to the model.
     Raises InputMismatchError where structure, Python values, shapes, dtypes, devices, layouts or shared memory differ
     from those of the example inputs.
     """
     traced_args, traced_kwargs = tape.args
-    args, kwargs = _in_traced_form(tape, args, kwargs, forward)
     if len(args) != len(traced_args) or set(kwargs) != set(traced_kwargs):
         raise InputMismatchError(
             f"traced with {_count(traced_args, traced_kwargs)}, called with {_count(args, kwargs)}: "
@@ -69,7 +65,10 @@ def match_inputs(
 def _in_traced_form(
     tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments split into positional and keyword ones as in the trace; unchanged where they do not fit."""
+    """The arguments split into positional and keyword ones as in the trace; unchanged where they do not fit.
+
+    With `forward`, they may be passed by name or by position, and defaults passed or left out, as to the model.
+    """
     traced_args, traced_kwargs = tape.args
     if forward is None or (len(args) == len(traced_args) and set(kwargs) == set(traced_kwargs)):
         return args, kwargs
@@ -138,12 +137,12 @@ class CallBoundary:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
-        tensors = Entered(match_inputs(self.tape, args, kwargs, self.forward))
+        args, kwargs = _in_traced_form(self.tape, args, kwargs, self.forward)
+        inputs = Entered(match_inputs(self.tape, args, kwargs))
         if isinstance(self.tape.outputs, Returned):
-            form = _in_traced_form(self.tape, args, kwargs, self.forward)
-            tensors.containers = effect_targets(self.tape.outputs.effects, self.tape.args, form)
+            inputs.containers = effect_targets(self.tape.outputs.effects, self.tape.args, (args, kwargs))
         self.state.refresh()
-        return tensors
+        return inputs
 
     def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
         """Write back the new values among the graph's outputs, and return what the model would return."""

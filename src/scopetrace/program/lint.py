@@ -11,10 +11,11 @@ import torch
 import torch.fx
 
 from scopetrace.containers.structure import leaves
-from scopetrace.errors import LintError
+from scopetrace.errors import InvalidTapeError, LintError
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import BodyTape, ProgramTape
+from scopetrace.ir.tape import ProgramTape, Tape
+from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS, operand_count
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
@@ -23,9 +24,8 @@ from scopetrace.program.traced import ModuleCall, TracedProgram
 def lint(program: TracedProgram) -> None:
     """Raise LintError that lists every disagreement between the tape, the graph, the scopes and the calls."""
     calls = program.calls
-    problems = [*_graph_problems(program.graph_module), *_count_problems(calls)]
+    problems = [*_tape_problems(program.tape), *_graph_problems(program.graph_module), *_count_problems(calls)]
     for inner in program.lowering.walk():
-        problems += _tape_problems(inner)
         problems += _node_problems(inner, calls, program.scopes)
         problems += _call_problems(inner.graph, [call for call in calls if call.lowering is inner])
         problems += _boundary_problems(inner)
@@ -58,9 +58,7 @@ def _node_problems(program: FxLowering, calls: list[ModuleCall], scopes: dict[st
 
 def _count_problems(calls: list[ModuleCall]) -> Iterator[str]:
     seen: dict[int, int] = {}  # id of module -> the least index of its next call
-    for before, call in zip([None, *calls], calls, strict=False):
-        if before is not None and before.position >= call.position:
-            yield f"{call}: its position {call.position} is not after {before.position}"
+    for call in calls:
         if call.module is not None:
             count = seen.get(id(call.module), 0)  # in an outlined program some calls stand in the bodies of others
             seen[id(call.module)] = call.index + 1
@@ -81,18 +79,11 @@ def _call_problems(graph: torch.fx.Graph, calls: list[ModuleCall]) -> Iterator[s
                 yield f"{call}: its argument {node.name} is made after its first op"
 
 
-def _tape_problems(program: FxLowering) -> Iterator[str]:
-    tape = program.tape
-    own = set(tape.calls)
-    for i, op in enumerate(tape.ops):
-        call = op.call
-        if call is None:
-            continue
-        if call not in own:
-            if not isinstance(tape, BodyTape):  # the ops of a body are in the call around it, too
-                yield f"op {i}, {op.target}: its call of {call.scope} is one of another tape"
-        elif op.kind != "get_attr" and not call.start <= i < call.stop:
-            yield f"op {i}, {op.target}: it stands outside of its call of {call.scope}, ops {call.start} to {call.stop}"
+def _tape_problems(tape: Tape) -> Iterator[str]:
+    try:
+        verify(tape, "tracing")
+    except InvalidTapeError as error:
+        yield str(error)
 
 
 def _boundary_problems(program: FxLowering) -> Iterator[str]:

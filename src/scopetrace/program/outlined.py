@@ -20,7 +20,7 @@ import torch.fx
 
 from scopetrace.errors import OutlineError
 from scopetrace.ir.tape import Call, FunctionalTape
-from scopetrace.outline import FunctionSignature, Numbers, OutlinedBody, outline
+from scopetrace.outline import FunctionSignature, OutlinedBody, Readers, outline
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
@@ -97,26 +97,27 @@ def outline_calls(source: TracedProgram, targets: Iterable[Target]) -> OutlinedT
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
     if not isinstance(tape, FunctionalTape):
         tape = FunctionalTape.of(tape)
-    numbers = Numbers(tape)
-    named, repeated = _named(source, list(targets), numbers)
+    readers = Readers(tape)
+    named, repeated = _named(source, list(targets), readers)
     chosen = list(dict.fromkeys([*named, *repeated]))
-    outlined, bodies = outline(tape, chosen, source.forward)
+    outlined, bodies = outline(tape, readers, chosen, source.forward)
     twice = {body.module_type for body in bodies if len(body.calls) > 1}
     kept = [call for call in chosen if call in named or call.module_type in twice]
     if kept != chosen:
-        outlined, bodies = outline(tape, kept, source.forward)
+        outlined, bodies = outline(tape, readers, kept, source.forward)
     return OutlinedTrace(source, outlined, bodies, kept)
 
 
-def _named(source: TracedProgram, targets: list[Any], numbers: Numbers) -> tuple[dict[Call, None], list[Call]]:
-    """The calls that the targets name, and the candidates for the target "repeated".
+def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple[list[Call], list[Call]]:
+    """The calls that the targets name, and for the target "repeated", all that could be functions.
 
     Raises OutlineError for a target that names no call, or one that cannot be a function.
     """
-    found: dict[Call, None] = {}
-    calls = _outside_bodies(source)
+    own = set(source.tape.calls)  # a body of a higher-order op may not run, so calls in it stay inline
+    calls = [call for call in source.calls if call.record in own]
+    found: dict[ModuleCall, None] = {}
     for target in targets:
-        if isinstance(target, str) and target == REPEATED:
+        if target == REPEATED:
             continue
         matched = [call for call in calls if is_named(call, target)]
         if not matched and any(is_named(call, target) for call in source.calls):
@@ -126,30 +127,24 @@ def _named(source: TracedProgram, targets: list[Any], numbers: Numbers) -> tuple
             )
         if not matched:
             raise OutlineError(f"{_said(target)} is no call of this trace; it has {_some(source.calls)}")
-        found |= dict.fromkeys(call.record for call in matched if not call.is_leaf and call.raised is None)
-    for call in found:
-        for number in numbers.lost(call):
+        found |= dict.fromkeys(matched)
+    calls = [call for call in calls if not call.is_leaf and call.raised is None]
+    named = [call.record for call in calls if call in found]
+    for call in named:
+        for number in readers.lost_numbers(call):
             raise OutlineError(
                 f"{call.scope}: {number}, a number that is made in this call, is used outside, though no result has "
                 f"it as a size; leave {call.scope.type_name} out of the targets"
             )
-    return found, _perhaps_repeated(source, numbers) if any(
-        isinstance(t, str) and t == REPEATED for t in targets
-    ) else []
-
-
-def _outside_bodies(source: TracedProgram) -> list[ModuleCall]:
-    """The calls outside of bodies of higher-order ops: a body may not run, so calls in it stay inline."""
-    own = set(source.tape.calls)
-    return [call for call in source.calls if call.record in own]
-
-
-def _perhaps_repeated(source: TracedProgram, numbers: Numbers) -> list[Call]:
-    """The calls of classes that are called several times, without calls that cannot be functions."""
-    calls = [call for call in _outside_bodies(source) if call.module_type is not None and call.parent]
-    calls = [call for call in calls if not call.is_leaf and call.raised is None and not numbers.lost(call.record)]
+    if REPEATED not in targets:
+        return named, []
     times = Counter(call.module_type for call in calls)
-    return [call.record for call in calls if times[call.module_type] > 1]
+    return named, [
+        call.record
+        for call in calls
+        if call.parent and call.module_type is not None and times[call.module_type] > 1
+        if not readers.lost_numbers(call.record)
+    ]
 
 
 def is_named(call: ModuleCall, target: Any) -> bool:
