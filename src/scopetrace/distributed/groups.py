@@ -84,14 +84,13 @@ def without_ties(grouping: Grouping) -> Grouping:
 # ---------------------------------------------------------------- from classes
 
 
-def by_classes(order: ExecutionOrder, chosen: Callable[[str], bool]) -> Grouping:
-    """A group for each module of the classes, and groups of the modules called between them.
+def by_classes(order: ExecutionOrder, units: set[str]) -> Grouping:
+    """A group for each of the chosen modules, `units`, and groups of the modules called between them.
 
     Modules outside of chosen ones (embeddings, norms, heads) are grouped by where they run: before the first chosen
     module, between two, after the last. Parameters of the root and of modules that are never called are in the root's.
     """
     registered = order.registered
-    units = {name for name in registered.modules if name and chosen(name)}
     _refuse_uncallable(order, units)
 
     dtypes = _dtypes(registered)
@@ -172,16 +171,16 @@ def _cut(order: ExecutionOrder, whole: Callable[[str], bool]) -> list[str]:
     registered = order.registered
     called = called_modules(order)
     children = _children(registered)
-    found: list[str] = []
-    work = [""]
-    while work:
-        name = work.pop()
+
+    def parts(name: str) -> Iterator[str]:
         below = [m for m in children.get(name, ()) if registered.inside(m)]
-        if name and name in called and (whole(name) or not below):
-            found.append(name)
+        if name in called and (whole(name) or not below):
+            yield name
         else:
-            work += below
-    return found
+            for child in below:
+                yield from parts(child)
+
+    return list(parts(""))
 
 
 def _children(registered: Registered) -> dict[str, list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch.utils import _pytree as pytree
@@ -65,14 +65,13 @@ def plan(
     return Plan(groups, order, model, ignored)
 
 
-def _chosen(model: torch.nn.Module, classes: Classes) -> Callable[[str], bool]:
+def _chosen(model: torch.nn.Module, classes: Classes) -> set[str]:
     kinds = (classes,) if isinstance(classes, type) else tuple(classes)
-    found = {name for name, module in model.named_modules() if name and isinstance(module, kinds)}
     for kind in kinds:
         if not any(isinstance(module, kind) for module in model.modules()):
             present = sorted({type(module).__name__ for module in model.modules()})
             raise PlanError(f"no module of the model is a {kind.__name__}; there are: {', '.join(present)}")
-    return found.__contains__
+    return {name for name, module in model.named_modules() if name and isinstance(module, kinds)}
 
 
 def _refuse_params(model: torch.nn.Module, order: ExecutionOrder) -> None:

@@ -112,40 +112,37 @@ def simulate(
     for name, number in (("ranks", ranks), ("bandwidth", bandwidth), ("flops", flops)):
         if number <= 0:
             raise PlanError(f"{name}={number} must be positive")
-    sizes = {g.modules: _gathered_bytes(plan, g, ranks, param_dtype) for g in plan.groups}
+    shards = {g.modules: _shards(plan, g, ranks) for g in plan.groups}
+    sizes = {
+        group: sum(ranks * rows * width * (param_dtype or own).itemsize for rows, width, own in found)
+        for group, found in shards.items()
+    }
     before = _step_flops(tr, plan)
     rank = _Rank(flops, bandwidth * ranks / max(ranks - 1, 1), latency, sizes)
     forward = _run_forward(plan, rank, before)
     backward = _run_backward(plan, rank, before)
-    exact = sum(_exact_bytes(plan, g, param_dtype) for g in plan.groups)
+    params = [plan.order.registered.params[name] for group in plan.groups for name in group.params]
+    exact = sum(torch.Size(p.shape).numel() * (param_dtype or p.dtype).itemsize for p in params)
     padding = 1 - exact / max(sum(sizes.values()), 1)
-    memory = _memory(plan, tr, ranks, sizes, optimizer_bytes)
+    memory = _memory(plan, tr, [*itertools.chain(*shards.values())], sizes, optimizer_bytes)
     return Simulation(ranks, tuple(rank.transfers), rank.done / flops, forward, backward, memory, padding)
 
 
 # ---------------------------------------------------------------- sizes
 
 
-def _exact_bytes(plan: Plan, group: ShardGroup, dtype: torch.dtype | None) -> int:
-    """Bytes of a group's parameters, without padding."""
-    params = (plan.order.registered.params[name] for name in group.params)
-    return sum(torch.Size(p.shape).numel() * (dtype or p.dtype).itemsize for p in params)
+Shard = tuple[int, int, torch.dtype]
+"""The part of a parameter that a rank has: its rows, elements of a row, dtype. Dimension 0 is sharded, with padding."""
 
 
-def _gathered_bytes(plan: Plan, group: ShardGroup, ranks: int, dtype: torch.dtype | None) -> int:
-    return sum(ranks * rows * width * (dtype or own).itemsize for rows, width, own in _shards(plan, group, ranks))
+def _shards(plan: Plan, group: ShardGroup, ranks: int) -> list[Shard]:
+    params = [plan.order.registered.params[name] for name in group.params]
+    return [(-(-p.shape[0] // ranks), torch.Size(p.shape[1:]).numel(), p.dtype) for p in params]
 
 
-def _shards(plan: Plan, group: ShardGroup, ranks: int) -> Iterable[tuple[int, int, torch.dtype]]:
-    """For each parameter, rows per rank, elements per row, dtype: dimension 0 is sharded, with padding."""
-    for name in group.params:
-        param = plan.order.registered.params[name]
-        rows, *rest = param.shape
-        yield -(-rows // ranks), torch.Size(rest).numel(), param.dtype
-
-
-def _memory(plan: Plan, tr: Trace, ranks: int, sizes: Mapping[Group, int], optimizer_bytes: int) -> dict[str, int]:
-    shards = [shard for group in plan.groups for shard in _shards(plan, group, ranks)]
+def _memory(
+    plan: Plan, tr: Trace, shards: Iterable[Shard], sizes: Mapping[Group, int], optimizer_bytes: int
+) -> dict[str, int]:
     owned = sum(rows * width * dtype.itemsize for rows, width, dtype in shards)
     return {
         "sharded parameters": owned,

@@ -54,7 +54,8 @@ class ExecutionInfo:
     """
 
     def __init__(self, root_module: torch.nn.Module) -> None:
-        self._building = OrderBuilder(Model(root_module).registered())
+        self.registered = Model(root_module).registered()
+        self._building = OrderBuilder(self.registered)
         self._modules = dict(root_module.named_modules())
         self._params = dict(root_module.named_parameters())
         self._module_names = {id(m): name for name, m in self._modules.items()}
@@ -97,11 +98,10 @@ class ExecutionInfo:
         }
 
     def _named(self, info: ParamUsageInfo) -> NamedParams:
-        registered = self._building.registered
-        prefixes = [f"{name}." if name else "" for name in registered.modules[info.module or ""].names]
+        prefixes = [f"{name}." if name else "" for name in self.registered.modules[info.module or ""].names]
 
         def relative(param: str) -> str:
-            names = registered.params[param].names
+            names = self.registered.params[param].names
             return next((n.removeprefix(p) for p in prefixes for n in names if n.startswith(p)), param)
 
         return NamedParams(self._modules[info.module or ""], [(relative(p), self._params[p]) for p in info.params])

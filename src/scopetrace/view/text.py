@@ -265,8 +265,7 @@ def _notes(call: ModuleCall) -> Iterator[str]:
 
 def _given(call: ModuleCall) -> Iterator[tuple[str, Any]]:
     """The arguments that differ from the defaults of `forward`; no empty `*args` or `**kwargs`."""
-    forward = getattr(call.module_type, "forward", None)
-    defaults = _defaults(forward) if forward is not None else {}
+    defaults = _defaults(getattr(call.module_type, "forward", None))
     for name, value in call.argument_templates.items():
         if name not in defaults or not _same(value, defaults[name]):
             yield name, value
@@ -276,17 +275,10 @@ def _given(call: ModuleCall) -> Iterator[tuple[str, Any]]:
 def _defaults(forward: Any) -> dict[str, Any]:
     try:
         parameters = inspect.signature(forward).parameters.values()
-    except (TypeError, ValueError):  # scripted and built-in callables have no signature
+    except (TypeError, ValueError):  # functions have no forward; scripted and built-in callables no signature
         return {}
-    found: dict[str, Any] = {}
-    for p in parameters:
-        if p.kind is p.VAR_POSITIONAL:
-            found[p.name] = ()
-        elif p.kind is p.VAR_KEYWORD:
-            found[p.name] = {}
-        elif p.default is not p.empty:
-            found[p.name] = p.default
-    return found
+    nothing: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}
+    return {p.name: nothing.get(p.kind, p.default) for p in parameters}
 
 
 def _same(value: Any, default: Any) -> bool:
