@@ -42,20 +42,11 @@ def can_be_saved(spec: pytree.TreeSpec) -> bool:
     return all(map(can_be_saved, spec.children()))
 
 
-def stored_fake(mode: Any, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake of a tensor in the state dict that no op reads."""
-    fake: torch.Tensor = mode.from_tensor(tensor, static_shapes=True)
-    return fake
-
-
 def symbol_ranges(shape_env: Any) -> dict[Any, Any]:
     """The value range of each symbol that is not replaced by another expression."""
     if shape_env is None:
         return {}
     return {s: limits for s, limits in shape_env.var_to_range.items() if s not in shape_env.replacements}
-
-
-INPUTS = (torch.Tensor, torch.SymInt)
 
 
 def example_of(x: Any) -> Any:

@@ -19,6 +19,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.traceback import preserve_node_meta
 from torch.nn.utils import parametrize
+from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
@@ -89,34 +90,17 @@ def _records(graph: torch.fx.Graph) -> list[tuple[Any, ...]]:
             (n.args, n.kwargs), lambda a: order[a] if isinstance(a, torch.fx.Node) else a
         )
         meta = {key: n.meta[key] for key in _PICKLED_META if key in n.meta}
-        records.append((n.op, n.name, n.target, _plain(args), _plain(kwargs), meta))
+        records.append((n.op, n.name, n.target, args, kwargs, meta))
     return records
-
-
-def _plain(x: Any) -> Any:
-    """The same with lists and dicts in place of fx's immutable ones."""
-    if isinstance(x, dict):
-        return {key: _plain(item) for key, item in x.items()}
-    if isinstance(x, (list, tuple)):
-        return [_plain(i) for i in x] if isinstance(x, list) else tuple(_plain(i) for i in x)
-    return x
 
 
 def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool, is_body: bool) -> TracedGraphModule:
     graph = torch.fx.Graph()
     nodes: list[torch.fx.Node] = []
 
-    def restore(x: Any) -> Any:
-        if isinstance(x, _Ref):
-            return nodes[x.index]
-        if isinstance(x, dict):
-            return {key: restore(item) for key, item in x.items()}
-        if isinstance(x, (list, tuple)):
-            return [restore(i) for i in x] if isinstance(x, list) else tuple(restore(i) for i in x)
-        return x
-
     for op, node_name, target, args, kwargs, meta in loads(data):
-        node = graph.create_node(op, target, restore(args), restore(kwargs), name=node_name)
+        args, kwargs = tree_map_only(_Ref, lambda ref: nodes[ref.index], (args, kwargs))
+        node = graph.create_node(op, target, args, kwargs, name=node_name)
         node.meta.update(meta)
         nodes.append(node)
     module = make_graph_module(held, graph, name, is_body=is_body)

@@ -310,12 +310,6 @@ def unbacked_symint(mode: FakeTensorMode) -> torch.SymInt:
         return mode.shape_env.create_unbacked_symint()
 
 
-def first_slice(mode: FakeTensorMode, t: torch.Tensor) -> torch.Tensor:
-    """A copy of `t[0]`."""
-    with mode, torch.no_grad():
-        return torch.select_copy(t, 0, 0)
-
-
 # Fakes of another mode -----------------------------------------------------------------------------------------------
 
 

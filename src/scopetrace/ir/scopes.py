@@ -147,15 +147,12 @@ class TracingState:
 
         Raises ScopeError where a user scope is, unless an exception ended the module (`raising`).
         """
-        left_open = self._stack[self._floor :]
+        innermost, opened = self._stack[-1]
+        is_open = len(self._stack) > self._floor
         del self._stack[mark[0] :]
         self._floor = mark[1]
-        if left_open and not raising:
-            scope, opened = left_open[-1]
-            raise ScopeError(
-                f"scope {scope.name!r}, opened at {opened}, is still open at the end of {scope.parent}. "
-                "Close it with pop_scope(), or use `with st.scope(name):`."
-            )
+        if is_open and not raising:
+            raise _still_open(innermost, opened)
 
 
 _active = threading.local()
@@ -214,7 +211,10 @@ class scope:
         if len(state._stack) == mark + 1:
             state.pop_scope()
         elif len(state._stack) > mark + 1:
-            _close_inner(state, mark, raising=kind is not None)
+            inner, opened = state._stack[-1]
+            del state._stack[mark:]
+            if kind is None:
+                raise _still_open(inner, opened)
         elif kind is None:
             raise ScopeError(f"scope {self.name!r} was already closed by pop_scope() inside its `with` block")
 
@@ -227,15 +227,11 @@ class scope:
         return scoped  # type: ignore[return-value]
 
 
-def _close_inner(state: TracingState, mark: int, *, raising: bool) -> None:
-    """Close a `with` block in which push_scope was called without pop_scope."""
-    inner, opened = state._stack[-1]
-    del state._stack[mark:]
-    if not raising:
-        raise ScopeError(
-            f"scope {inner.name!r}, opened at {opened}, is still open at the end of {inner.parent}. "
-            "Close it with pop_scope(), or use `with st.scope(name):`."
-        )
+def _still_open(scope: Scope, opened: str) -> ScopeError:
+    return ScopeError(
+        f"scope {scope.name!r}, opened at {opened}, is still open at the end of {scope.parent}. "
+        "Close it with pop_scope(), or use `with st.scope(name):`."
+    )
 
 
 def _caller() -> str:

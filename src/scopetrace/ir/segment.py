@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic, dummy_symbols, symbols_of, to_expr
-from scopetrace.containers.structure import identifier, leaves, map_structure
+from scopetrace.containers.structure import identifier, leaves
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, Call, Op, Tape, Value, flat, renamed
 
@@ -113,19 +113,16 @@ def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], names: list
     names = names or [name_of(x, len(own) + i) for i, x in enumerate(captured)]
     used: set[str] = set()
     inside: dict[Value, Value] = {}
-    placeholders = [_moved(op.replace(target=identifier(op.name, used)), inside) for op in own]
+    placeholders = [op.replace(target=identifier(op.name, used)).copied(inside) for op in own]
     for name, x in zip(names, captured, strict=True):
         placeholders.append(_placeholder(identifier(name, used), x, segment, inside))
 
-    def placed(x: Any) -> Any:
-        return map_structure(lambda v: inside.get(v, v), x, Value)
-
-    ops = [_moved(op, inside) for op in segment.kept() if op.kind != "placeholder"]
+    ops = [op.copied(inside) for op in segment.kept() if op.kind != "placeholder"]
     for call in segment.calls:
-        call.args, call.kwargs = placed(call.args), placed(call.kwargs)
-        call.outputs, call.mutated = placed(call.outputs), placed(call.mutated)
+        call.args, call.kwargs = renamed((call.args, call.kwargs), inside)
+        call.outputs, call.mutated = renamed((call.outputs, call.mutated), inside)
         call.start, call.stop = (_position(segment, i, len(placeholders)) for i in (call.start, call.stop))
-    outputs = placed(segment.outputs)
+    outputs = renamed(segment.outputs, inside)
     return BodyTape(
         segment.scope,
         ops=[*placeholders, *ops],
@@ -148,22 +145,6 @@ def _placeholder(name: str, x: Any, segment: TapeSegment, inside: dict[Value, Va
         inside.setdefault(x, new)
         x = new
     return Op("placeholder", name, (), {}, x, segment.scope, segment.call, (), grad)
-
-
-def _moved(op: Op, inside: dict[Value, Value]) -> Op:
-    """A copy of the op that reads and makes values of the new tape."""
-
-    def copied(v: Value) -> Value:
-        inside[v] = v.copy(v.storage)
-        return inside[v]
-
-    return op.replace(
-        args=renamed(op.args, inside),
-        kwargs=renamed(op.kwargs, inside),
-        outputs=map_structure(copied, op.outputs, Value),
-        writes=renamed(op.writes, inside),
-        tracked=renamed(op.tracked, inside),
-    )
 
 
 def name_of(x: Any, number: int) -> str:

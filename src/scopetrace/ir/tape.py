@@ -208,6 +208,13 @@ class Op:
         """A copy with other fields, as of `dataclasses.replace`. The values of this op stay its own."""
         return Op(**{**self.__dict__, **changed})
 
+    def copied(self, values: dict[Value, Value]) -> Op:
+        """A copy for another tape: it reads the values that stand in `values`, and adds those that it makes."""
+        for v in self.values():
+            values[v] = v.copy(v.storage)
+        fields = ("args", "kwargs", "outputs", "writes", "tracked")
+        return self.replace(**{name: renamed(getattr(self, name), values) for name in fields})
+
     def take_values(self) -> Op:
         """Become the op of all its outputs, since it takes the place of the one that had them. Returns itself."""
         for value in self.values():
@@ -282,25 +289,17 @@ def bind(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
     """
     function = getattr(forward, "__func__", None)
     try:
-        signature = _signature(function) if function is not None else inspect.signature(forward)
-        if signature is not None:
-            bound = signature.bind(None, *args, **kwargs) if function is not None else signature.bind(*args, **kwargs)
-            bound.apply_defaults()
-            named = dict(bound.arguments)
-            if function is not None:
-                named.pop(next(iter(signature.parameters)), None)
-            return named
-    except (TypeError, ValueError):
-        pass
-    return {f"arg{i}": a for i, a in enumerate(args)} | kwargs
+        if function is None:
+            bound = inspect.signature(forward).bind(*args, **kwargs)
+        else:
+            bound = _signature(function).bind(None, *args, **kwargs)
+    except (TypeError, ValueError):  # scripted and built-in callables have no signature
+        return {f"arg{i}": a for i, a in enumerate(args)} | kwargs
+    bound.apply_defaults()
+    return dict(itertools.islice(bound.arguments.items(), function is not None, None))
 
 
-@functools.cache
-def _signature(function: Any) -> inspect.Signature | None:
-    try:
-        return inspect.signature(function)
-    except (TypeError, ValueError):  # scripted and built-in callables have none
-        return None
+_signature = functools.cache(inspect.signature)
 
 
 @dataclasses.dataclass(eq=False)
@@ -521,39 +520,20 @@ def _collect(x: Any, found: list[Value]) -> None:
 
 
 def renamed(x: Any, values: Mapping[Value, Value]) -> Any:
-    """An op's argument with other values in place of those that are keys of `values`."""
-    if type(x) is Value:
-        return values.get(x, x)
-    if isinstance(x, (list, tuple)):
-        return type(x)([renamed(item, values) for item in x])
-    if isinstance(x, dict):
-        return {name: renamed(item, values) for name, item in x.items()}
-    return x
+    """An op's argument, or a template, with other values in place of those that are keys of `values`."""
+    return map_structure(lambda v: values.get(v, v), x, (Value, BodyTape))
 
 
 def own_values(tape: _T) -> _T:
     """Give a tape that was made of another one's ops, but of calls of its own, ops and values of its own."""
     values: dict[Value, Value] = {}
-
-    def copied(v: Value) -> Value:
-        return values.setdefault(v, v.copy(v.storage))
-
-    def replaced(x: Any) -> Any:
-        return map_structure(lambda v: values.get(v, v), x, Value)
-
-    ops = []
-    for op in tape.ops:
-        template = op.kind == "call_module"
-        args, kwargs = replaced((op.args, op.kwargs)) if template else renamed((op.args, op.kwargs), values)
-        outputs = map_structure(copied, op.outputs, Value)
-        writes, tracked = renamed((op.writes, op.tracked), values)
-        ops.append(op.replace(args=args, kwargs=kwargs, outputs=outputs, writes=writes, tracked=tracked))
+    tape.ops = [op.copied(values) for op in tape.ops]
     for call in tape.calls:
-        call.args, call.kwargs, call.outputs = replaced((call.args, call.kwargs, call.outputs))
-        call.mutated = replaced(call.mutated)
-    tape.ops, tape.inputs, tape.outputs = ops, renamed(tape.inputs, values), replaced(tape.outputs)
+        call.args, call.kwargs, call.outputs = renamed((call.args, call.kwargs, call.outputs), values)
+        call.mutated = renamed(call.mutated, values)
+    tape.inputs, tape.outputs = renamed((tape.inputs, tape.outputs), values)
     if isinstance(tape, ProgramTape):
-        tape.args = replaced(tape.args)
+        tape.args = renamed(tape.args, values)
         tape.attribute_writes = [dataclasses.replace(w, value=values[w.value]) for w in tape.attribute_writes]
     if isinstance(tape, FunctionalTape):
         tape.returned = renamed(tape.returned, values)

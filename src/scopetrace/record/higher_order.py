@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.dispatch import fake_results, in_transform
-from scopetrace._compat.tensors import FakeFactory, first_slice, unbacked_symint, without_dispatch
+from scopetrace._compat.tensors import FakeFactory, run_fake, unbacked_symint, without_dispatch
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.ir.segment import TapeSegment, body_tapes, name_of
 from scopetrace.ir.tape import BodyTape, Op, Value, values_in
@@ -118,7 +118,7 @@ class BodyRecorder:
             return x
         fake = operand.fake
         if group == self.form.sliced:
-            fake = first_slice(factory.mode, fake)
+            fake = run_fake(factory.mode, torch.select_copy, (fake, 0, 0), {})
         new = self._like(fake)
         if operand.fake.requires_grad:
             new.requires_grad_()

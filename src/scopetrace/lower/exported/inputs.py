@@ -18,7 +18,6 @@ import torch.fx
 from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, SymIntArgument, TensorArgument
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat import export as compat
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, persistent_buffers_of
 from scopetrace.containers.structure import container_type, identifier, map_structure
@@ -161,8 +160,10 @@ class Lifted:
 
     def _lift(self, state: State, read: torch.fx.Node | None) -> torch.fx.Node:
         if read is None:
-            mode = self._tape.fake_mode
-            return self._placeholder(state.placeholder, compat.stored_fake(mode, state.tensor))
+            assert self._tape.fake_mode is not None
+            return self._placeholder(
+                state.placeholder, self._tape.fake_mode.from_tensor(state.tensor, static_shapes=True)
+            )
         node = self._placeholder(state.placeholder, meta.value(read))
         self._move(read, node)
         return node

@@ -127,6 +127,8 @@ def _module_names(tape: FunctionalTape) -> list[str]:
 def _example_inputs(tape: FunctionalTape) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Zeros of the shapes and dtypes of the inputs, which AOTInductor and `ExportedProgram.module()` read."""
     args, kwargs = instantiate(
-        lambda x: compat.example_of(x.fake if isinstance(x, Value) else x), tape.args, (Value, *compat.INPUTS)
+        lambda x: compat.example_of(x.fake if isinstance(x, Value) else x),
+        tape.args,
+        (Value, torch.Tensor, torch.SymInt),
     )
     return args, kwargs
