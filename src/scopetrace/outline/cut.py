@@ -15,9 +15,20 @@ from typing import Any
 import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.containers.structure import leaves
 from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, checks_enabled, forward_of, own_values
+from scopetrace.ir.tape import (
+    BodyTape,
+    Call,
+    FunctionalTape,
+    Op,
+    Value,
+    bind,
+    checks_enabled,
+    forward_of,
+    own_values,
+    renamed,
+)
 from scopetrace.ir.verify import verify
 from scopetrace.outline.key import call_key, content_hash
 from scopetrace.outline.readers import Bound, Captured, Place, Readers
@@ -119,8 +130,8 @@ class _Outliner:
             self.old,
             ops=main.ops,
             calls=main.calls,
-            outputs=_renamed(self.old.outputs, main.now),
-            returned=_renamed(self.old.returned, main.now),
+            outputs=renamed(self.old.outputs, main.now),
+            returned=renamed(self.old.returned, main.now),
             attribute_writes=[
                 dataclasses.replace(w, value=main.now.get(w.value, w.value)) for w in self.old.attribute_writes
             ],
@@ -142,10 +153,10 @@ class _Outliner:
                 continue
             call = self._copy(old)
             call.start = len(block.ops)
-            call.args, call.kwargs = _renamed((old.args, old.kwargs), block.now)
+            call.args, call.kwargs = renamed((old.args, old.kwargs), block.now)
             block.calls.append(call)
             self._fill(block, old, old.start, old.stop)
-            call.outputs, call.mutated = _renamed((old.outputs, old.mutated), block.now)
+            call.outputs, call.mutated = renamed((old.outputs, old.mutated), block.now)
             call.stop = len(block.ops)
         self._copy_ops(block, start, stop)
 
@@ -155,7 +166,7 @@ class _Outliner:
             if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
                 self._main.ops.append(op.replace(call=self._visible(op.call, self._main)))
                 continue
-            args, kwargs = _renamed((op.args, op.kwargs), block.now)
+            args, kwargs = renamed((op.args, op.kwargs), block.now)
             block.ops.append(op.replace(args=args, kwargs=kwargs, call=self._visible(op.call, block)))
 
     def _visible(self, call: Call | None, block: _Block) -> Call | None:
@@ -182,7 +193,7 @@ class _Outliner:
     def _cut(self, block: _Block, old: Call) -> None:
         """Cut out a call: its ops become a function, of which a call is appended to `block`."""
         call = self._copy(old)
-        call.args, call.kwargs = _renamed(old.args, block.now), _renamed(old.kwargs, block.now)
+        call.args, call.kwargs = renamed(old.args, block.now), renamed(old.kwargs, block.now)
         named = bind(forward_of(old, self.forward), call.args, call.kwargs)
         inner = _Block(old, now=dict(block.now))
         self._fill(inner, old, old.start, old.stop)
@@ -357,7 +368,7 @@ class _Outliner:
         for v, first in inner.same.items():
             if v is not first:
                 block.now[v] = block.now.get(first, first)
-        call.outputs, call.mutated = _renamed(old.outputs, block.now), _renamed(old.mutated, block.now)
+        call.outputs, call.mutated = renamed(old.outputs, block.now), renamed(old.mutated, block.now)
         call.start, call.stop = len(block.ops), len(block.ops) + 1
         block.ops.append(op)
         block.calls.append(call)
@@ -366,7 +377,3 @@ class _Outliner:
 
 def _is(x: Any) -> bool:
     return type(x) is Value
-
-
-def _renamed(x: Any, now: dict[Value, Value]) -> Any:
-    return map_structure(lambda v: now.get(v, v), x, Value) if now else x
