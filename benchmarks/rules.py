@@ -93,15 +93,15 @@ def traced(st: Any, built: Build, shapes: Any, rules: bool) -> tuple[float, Seco
     by_rule: Seconds = defaultdict(float)
     by_torch: Seconds = defaultdict(float)
     answered: set[Any] = set()
-    original = inference.rules.outputs_by_rule
+    original = inference.Inference._by_rule
 
-    def outputs_by_rule(maker: Any, func: Any, *rest: Any) -> Any:
-        found = original(maker, func, *rest) if rules else None
+    def _by_rule(self: Any, func: Any, *rest: Any) -> Any:
+        found = original(self, func, *rest) if rules else None
         answered.update([func] if found is not None else [])
         return found
 
     with (
-        mock.patch.object(inference.rules, "outputs_by_rule", timed(outputs_by_rule, lambda maker, f, *_: f, by_rule)),
+        mock.patch.object(inference.Inference, "_by_rule", timed(_by_rule, lambda _, f, *rest: f, by_rule)),
         mock.patch.object(ops, "run_op", timed(ops.run_op, lambda mode, f, *_: f, by_torch)),
     ):
         FakeTensorMode.cache_clear()

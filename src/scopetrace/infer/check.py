@@ -80,17 +80,6 @@ def compare(
             raise _difference(func, args, kwargs, _text(container, found), _text(type(out), wanted))
 
 
-def compare_write(maker: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> None:
-    """Raises InferenceError where torch's op in place changes more than the values of its first argument."""
-    for number in _assignments(maker, [v.fake for v in inputs], (args, kwargs)):
-        examples = _instances(maker, inputs, number)
-        target = examples[id(args[0])]
-        before = _describe(target, [], int)
-        out = run_fake(maker.mode, func, replaced(args, examples, number), replaced(kwargs, examples, number))
-        if out is not target or _describe(target, [], int) != before:
-            raise _difference(func, args, kwargs, f"{before}, unchanged", f"{_describe(out, [], int)}")
-
-
 def _difference(func: Any, args: Any, kwargs: Any, found: str, wanted: str) -> InferenceError:
     given = [str(a.fake) if isinstance(a, Value) else repr(a) for a in flat((args, kwargs))]
     return InferenceError(

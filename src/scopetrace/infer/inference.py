@@ -10,7 +10,7 @@ cache of fake results works below decomposition, where a linear layer is four op
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -19,9 +19,9 @@ from scopetrace._compat.schema import is_op, schema_of
 from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
 from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, run_fake, storage_id, without_dispatch
 from scopetrace.infer import check, rules, strides
-from scopetrace.infer.rules import Identity, NewStorage, OutputMeta, Outputs, ViewOfInput
+from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.tape import Value, checks_enabled, values_in
-from scopetrace.ops.views import Int
+from scopetrace.ops.views import Int, view_arguments
 
 _ATOMS = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format},
@@ -44,14 +44,37 @@ class Inference:
 
     def __init__(self, maker: FakeMaker) -> None:
         self._maker = maker
-        self._keys = MetadataKeys()
+        self._keys: dict[Any, int] = {}
+        self._expansions: dict[Any, Any] = {}
         self._outputs: dict[Any, Outputs] = {}
-        self._writes_values_only: dict[Any, bool] = {}
         self._check = checks_enabled()
 
     def key_of(self, fake: torch.Tensor) -> int | None:
-        """The number of the metadata of `fake`; None where results do not follow from it. See `MetadataKeys`."""
-        return self._keys.of(fake)
+        """A number, equal for tensors with which an op gives results of equal metadata.
+
+        It stands for size, strides, offset, dtype, device, requires_grad, and the bytes of the memory; symbolic numbers
+        count by their expressions. None for sizes that depend on data, sparse layouts, conj and neg bits, subclasses.
+        """
+        if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg() or type(fake) is not FakeTensor:
+            return None
+        size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
+        if is_symbolic(fake):
+            size, stride, offset = to_expr(size), to_expr(stride), to_expr(offset)
+        nbytes = fake.untyped_storage().nbytes()  # may be symbolic where the tensor itself is not
+        facts = (size, stride, offset, fake.dtype, fake.device, fake.requires_grad, self._expanded(to_expr(nbytes)))
+        found = self._keys.get(facts)
+        if found is None and not any(has_unbacked(n) for n in (*size, *stride, offset)):
+            found = self._keys[facts] = len(self._keys)
+        return found
+
+    def _expanded(self, number: Any) -> Any:
+        """One form for equal polynomials: torch counts bytes in several ways."""
+        if isinstance(number, int):
+            return number
+        found = self._expansions.get(number)
+        if found is None:
+            found = self._expansions[number] = expanded(number)
+        return found
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` returns for values and other arguments, its tensors fake and without autograd history.
@@ -90,7 +113,7 @@ class Inference:
             kind = type(x)
             key.append(kind)  # 1, 1.0 and True are equal
             if kind is Value:
-                number = self._keys.of(x.fake) if x.key is None else x.key
+                number = self.key_of(x.fake) if x.key is None else x.key
                 if number is None:
                     return False
                 key.append(number)
@@ -113,53 +136,45 @@ class Inference:
         With `SCOPETRACE_CHECK=1`, raises AssertionError where torch's own results are others.
         """
         outputs = self._outputs.get(key)
+        known = outputs is not None
         if outputs is None:
             outputs = self._by_rule(func, args, kwargs, inputs)
             if outputs is None:
                 return None
-            self._outputs[key] = outputs
         fakes = [v.fake for v in inputs]
         with without_dispatch():
             tensors = [meta.make(self._maker, fakes) for meta in outputs.tensors]
+        if not known:
+            metas = [self._with_key(meta, t) for meta, t in zip(outputs.tensors, tensors, strict=True)]
+            outputs = self._outputs[key] = Outputs(outputs.container, tuple(metas))
         if self._check:
             check.compare(self._maker, func, args, kwargs, inputs, outputs.container, tensors)
         return outputs, tensors
 
     def _by_rule(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Outputs | None:
-        found = rules.outputs_by_rule(self._maker, func, args, kwargs, inputs)
-        if found is None:
-            return None
         fakes = [v.fake for v in inputs]
-        metas: list[OutputMeta] = []
-        for meta in found.tensors:
-            if not isinstance(meta, Identity):
-                key = self._keys.of_meta(meta, fakes)
-                if key is None:
-                    return None
-                meta = meta._replace(key=key)
-            metas.append(meta)
-        return Outputs(found.container, tuple(metas))
+        if not fakes or not all(map(rules.is_plain, fakes)):
+            return None
+        base = fakes[0]
+        view = view_arguments(func, base.size(), args[1:]) if len(fakes) == 1 and not kwargs else None
+        if view is None:
+            return rules.outputs_by_rule(self._maker, func, args, kwargs, inputs)
+        if not rules.is_static_view(base, view):
+            return rules.view_of(func, base, view)
+        try:
+            out = self._maker.run_view(func, base, args[1:])
+        except Exception:  # the run in FakeTensorMode raises it for the user
+            return None
+        return _outputs_of(self, inputs, out)
+
+    def _with_key(self, meta: OutputMeta | Identity, made: torch.Tensor) -> OutputMeta | Identity:
+        return meta if isinstance(meta, Identity) else meta._replace(key=self.key_of(made))
 
     def learn(self, key: Any, inputs: list[Value], out: Any) -> None:
         """Keep what torch gave, where its metadata follows from that of the inputs alone."""
-        outputs = _outputs_of(self._keys, inputs, out)
+        outputs = _outputs_of(self, inputs, out)
         if outputs is not None:
             self._outputs[key] = outputs
-
-    def writes_values_only(self, key: Any, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> bool:
-        """Whether an elementwise op in place leaves the metadata of its target, the first argument, as it is.
-
-        `key` as in `infer`, or None. The target shares memory with no other input.
-        """
-        found = self._writes_values_only.get(key) if key is not None else None
-        if found is None:
-            known = all(self.key_of(v.fake) is not None for v in inputs)
-            found = known and rules.writes_values_only(self._maker, func, args, kwargs, inputs)
-            if key is not None:
-                self._writes_values_only[key] = found
-        if found and self._check:
-            check.compare_write(self._maker, func, args, kwargs, inputs)
-        return found
 
     def like(self, fake: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same size, strides, dtype and device in memory of its own, without gradient."""
@@ -177,58 +192,7 @@ def _fakes(x: Any) -> Any:
     return x
 
 
-class MetadataKeys:
-    """Numbers for metadata: equal for tensors with which an op gives results of equal metadata.
-
-    That is: size, strides, offset, dtype, device, requires_grad, and the bytes of the memory. Symbolic numbers count by
-    their expressions.
-    """
-
-    def __init__(self) -> None:
-        self._numbers: dict[Any, int] = {}
-        self._expansions: dict[Any, Any] = {}
-
-    def of(self, fake: torch.Tensor) -> int | None:
-        """The key of a tensor. None for sizes that depend on data, sparse layouts, conj and neg bits, subclasses."""
-        if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg() or type(fake) is not FakeTensor:
-            return None
-        size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
-        if is_symbolic(fake):
-            size, stride, offset = to_expr(size), to_expr(stride), to_expr(offset)
-        nbytes = fake.untyped_storage().nbytes()  # may be symbolic where the tensor itself is not
-        return self._number(size, stride, offset, (fake.dtype, fake.device, fake.requires_grad), nbytes)
-
-    def of_meta(self, meta: NewStorage | ViewOfInput, inputs: Sequence[torch.Tensor]) -> int | None:
-        """What `of` gives for the tensor that `meta` makes."""
-        if isinstance(meta, NewStorage):
-            offset, dtype, nbytes = to_expr(meta.offset), meta.dtype, meta.nbytes
-        else:
-            base = inputs[meta.input]
-            if base.is_conj() or base.is_neg():
-                return None
-            offset, dtype = to_expr(base.storage_offset() + meta.offset), base.dtype
-            nbytes = base.untyped_storage().nbytes()
-        rest = dtype, meta.device, meta.requires_grad
-        return self._number(to_expr(meta.size), to_expr(meta.stride), offset, rest, nbytes)
-
-    def _number(self, size: Any, stride: Any, offset: Any, rest: Any, nbytes: Any) -> int | None:
-        facts = (size, stride, offset, *rest, self._expanded(to_expr(nbytes)))
-        found = self._numbers.get(facts)
-        if found is None and not any(has_unbacked(n) for n in (*size, *stride, offset)):
-            found = self._numbers[facts] = len(self._numbers)
-        return found
-
-    def _expanded(self, number: Any) -> Any:
-        """One form for equal polynomials: torch counts bytes in several ways."""
-        if isinstance(number, int):
-            return number
-        found = self._expansions.get(number)
-        if found is None:
-            found = self._expansions[number] = expanded(number)
-        return found
-
-
-def _outputs_of(keys: MetadataKeys, inputs: list[Value], out: Any) -> Outputs | None:
+def _outputs_of(inference: Inference, inputs: list[Value], out: Any) -> Outputs | None:
     """How to make `out` from `inputs` again; None where its metadata does not follow from theirs alone."""
     container = None if type(out) is FakeTensor else type(out)
     if container not in (None, tuple, list):
@@ -236,17 +200,17 @@ def _outputs_of(keys: MetadataKeys, inputs: list[Value], out: Any) -> Outputs | 
     results = [out] if container is None else list(out)
     if not results or any(type(t) is not FakeTensor for t in results):
         return None
-    metas = [_meta_of(keys, inputs, t) for t in results]
+    metas = [_meta_of(inference, inputs, t) for t in results]
     known = tuple([meta for meta in metas if meta is not None])
     if len(known) < len(metas) or _share_new_memory(results, inputs):
         return None
-    if len(inputs) > 1 and not all(isinstance(meta, NewStorage) for meta in known) and _share_storage(inputs):
+    if len(inputs) > 1 and any(isinstance(m, Identity) or m.base is not None for m in known) and _share_storage(inputs):
         return None  # their metadata does not say which of them the result is a view of
     return Outputs(container, known)
 
 
-def _meta_of(keys: MetadataKeys, inputs: list[Value], out: torch.Tensor) -> OutputMeta | None:
-    key = keys.of(out)
+def _meta_of(inference: Inference, inputs: list[Value], out: torch.Tensor) -> OutputMeta | Identity | None:
+    key = inference.key_of(out)
     if key is None:
         return None
     for i, value in enumerate(inputs):
@@ -260,7 +224,7 @@ def _meta_of(keys: MetadataKeys, inputs: list[Value], out: torch.Tensor) -> Outp
             if base.dtype != out.dtype:
                 return None
             offset = out.storage_offset() - base.storage_offset()
-            return ViewOfInput(i, size, stride, offset, out.device, out.requires_grad, key)
+            return OutputMeta(size, stride, offset, out.dtype, out.device, out.requires_grad, 0, i, key)
     if is_symbolic(out):
         dense = strides.dense_strides(out) if surely_equal(out.storage_offset(), 0) else None
         if dense is None:
@@ -269,7 +233,7 @@ def _meta_of(keys: MetadataKeys, inputs: list[Value], out: torch.Tensor) -> Outp
     elif out.storage_offset() != 0 or out.untyped_storage().nbytes() != _bytes_spanned(out):
         return None
     nbytes = out.numel() * out.dtype.itemsize if is_symbolic(out) else _bytes_spanned(out)
-    return NewStorage(size, stride, out.dtype, out.device, out.requires_grad, nbytes, key=key)
+    return OutputMeta(size, stride, 0, out.dtype, out.device, out.requires_grad, nbytes, key=key)
 
 
 def _bytes_spanned(t: torch.Tensor) -> int:

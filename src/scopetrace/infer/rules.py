@@ -1,11 +1,13 @@
 """The metadata of an op's results without running the op: one table of rules.
 
-    op + tape values -> where a view lies                                  (`strides.place_view`)
-                     -> size of the result, as expressions of the sizes of the inputs, by the op's rule; and from that
-                          dtype and strides, where the rule says how they follow           (`_from_inputs`)
-                          else dtype and strides of a run with the example's sizes         (`_from_example`)
-                     -> `Outputs`, or None: torch has to say
+    view op -> torch's kernel, if it asks for no symbol's value          (`is_static_view`)
+            -> else where the view lies                                  (`strides.place_view`)
+    other   -> size of the result, as expressions of the sizes of the inputs, by the op's rule; and from that
+                 dtype and strides, where it is known how they follow     (`_from_inputs`)
+                 else dtype and strides of a run with the example's sizes (`_from_example`)
+    either  -> `Outputs`, or None: torch has to say
 
+An elementwise op needs no rule of its own; one in place returns its target, if that keeps its size and dtype.
 A rule answers only where the op surely takes its arguments; errors are torch's. torch's own way costs 0.3 to 20 ms per
 op on fake tensors, a rule 10 to 50 us. A rule exists while it saves 2 % of the trace of some model of the zoo, with
 fixed or dynamic sizes (`benchmarks/rules.py`). With `SCOPETRACE_CHECK=1` every answer is compared with torch's own
@@ -16,58 +18,49 @@ The strides are those of CPU, CUDA and meta tensors (`DEVICE_TYPES`); what is on
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
+from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import example, is_static, surely_equal, to_expr
 from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, run_fake, storage_id, without_dispatch
 from scopetrace.infer import strides
 from scopetrace.ir.tape import Value, flat
-from scopetrace.ops.views import Int, Sizes, view_arguments
+from scopetrace.ops import views
+from scopetrace.ops.views import Int, Sizes, ViewArguments
 
 _aten = torch.ops.aten
 DEVICE_TYPES = frozenset({"cpu", "cuda", "meta"})
 """The devices whose strides the rules were compared with."""
 
 
-class NewStorage(NamedTuple):
-    """A result with memory of its own."""
+class OutputMeta(NamedTuple):
+    """The metadata of a result that is no input itself."""
 
     size: tuple[Int, ...]
     stride: tuple[Int, ...]
+    offset: Int
+    """In elements: from the start of the memory, or from the first element of `base`."""
     dtype: torch.dtype
     device: torch.device
     requires_grad: bool
     nbytes: Int
-    offset: Int = 0
-    """From the start of the memory, in elements."""
-    key: int = -1
-    """The number of this metadata; see `inference.MetadataKeys`."""
+    """Of the memory of its own; unused with `base`."""
+    base: int | None = None
+    """The input whose memory it shares, with its dtype."""
+    key: int | None = None
+    """The number of this metadata; see `Inference.key_of`."""
 
     def make(self, maker: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
         """The result as a fake tensor. Call inside `without_dispatch`."""
-        place = self.nbytes, self.size, self.stride, self.offset
-        return maker.placed(place, self.dtype, self.device, self.requires_grad)
-
-
-class ViewOfInput(NamedTuple):
-    """A result that shares the memory of an input, with its dtype."""
-
-    input: int
-    size: tuple[Int, ...]
-    stride: tuple[Int, ...]
-    offset: Int
-    """From the first element of the input, in elements."""
-    device: torch.device
-    requires_grad: bool
-    key: int = -1
-
-    def make(self, maker: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The result as a fake tensor. Call inside `without_dispatch`."""
-        base = inputs[self.input]
+        if self.base is None:
+            place = self.nbytes, self.size, self.stride, self.offset
+            return maker.placed(place, self.dtype, self.device, self.requires_grad)
+        base = inputs[self.base]
         offset = base.storage_offset() + self.offset
         return maker.view(base, self.size, self.stride, offset, self.device, self.requires_grad)
 
@@ -82,15 +75,12 @@ class Identity(NamedTuple):
         return inputs[self.input]
 
 
-OutputMeta = NewStorage | ViewOfInput | Identity
-
-
 class Outputs(NamedTuple):
     """What an op returns."""
 
     container: type | None
     """The type of the container; None where the op returns a single tensor."""
-    tensors: tuple[OutputMeta, ...]
+    tensors: tuple[OutputMeta | Identity, ...]
 
 
 def outputs_by_rule(
@@ -98,22 +88,19 @@ def outputs_by_rule(
 ) -> Outputs | None:
     """What the op returns, without keys; None where no rule knows. `inputs` are the values among the arguments."""
     fakes = [v.fake for v in inputs]
-    if not fakes or not all(map(_is_plain, fakes)):
-        return None
-    view = view_arguments(func, fakes[0].size(), args[1:]) if len(fakes) == 1 and not kwargs else None
-    if view is not None:
-        return _view(func, fakes[0], view)
-    rule = _rule_of(func)
+    rule = RULES.get(func, _ELEMENTWISE if is_elementwise(func) else None)
     size = None if rule is None else rule.size(*args, **kwargs)
     if rule is None or size is None:
         return None
-    meta: OutputMeta | None = _from_inputs(rule, args, kwargs, fakes, tuple(size))
+    given = rule, func, args, kwargs
+    meta: OutputMeta | Identity | None = _from_inputs(*given, fakes, tuple(size))
     if meta is None and (any(map(is_symbolic, fakes)) or _has_symbols(args)):
         meta = _from_example(maker, func, args, kwargs, inputs, tuple(size))
     return None if meta is None else Outputs(None, (meta,))
 
 
-def _is_plain(t: torch.Tensor) -> bool:
+def is_plain(t: torch.Tensor) -> bool:
+    """Whether rules hold for tensors such as this: of a known device, and with elements."""
     return type(t) is FakeTensor and t.device.type in DEVICE_TYPES and 0 not in to_expr(t.size())
 
 
@@ -126,29 +113,38 @@ def _carries_grad(dtype: torch.dtype, fakes: Sequence[torch.Tensor]) -> bool:
     return differentiable and torch.is_grad_enabled() and any(t.requires_grad for t in fakes)
 
 
-def new_tensor(
-    size: tuple[Int, ...], stride: tuple[Int, ...], dtype: torch.dtype, device: torch.device, requires_grad: bool
-) -> NewStorage:
-    """A result that starts at the beginning of its memory and fills it."""
-    return NewStorage(size, stride, dtype, device, requires_grad, math.prod(size) * dtype.itemsize)
+def _new_tensor(
+    size: tuple[Int, ...], stride: tuple[Int, ...], dtype: torch.dtype, fakes: Sequence[torch.Tensor]
+) -> OutputMeta:
+    """A result of these inputs that starts at the beginning of its memory and fills it."""
+    grad = _carries_grad(dtype, fakes)
+    return OutputMeta(size, stride, 0, dtype, fakes[0].device, grad, math.prod(size) * dtype.itemsize)
 
 
 # ---------------------------------------------------------------- views
 
-_RESHAPES = (_aten.reshape.default, _aten.flatten.using_ints)
-"""Ops that copy where no strides of the memory give the new size."""
+
+def is_static_view(base: torch.Tensor, view: ViewArguments) -> bool:
+    """Whether torch's kernel makes this view without asking for the value of a symbol."""
+    match view:
+        case _ if not is_symbolic(base) and is_static(flat(tuple(vars(view).values()))):
+            return True
+        case views.Unsqueeze():
+            return True
+        case views.Select(dim, index):
+            return is_static((base.size(dim), base.stride(dim), index))
+        case views.Unbind(dim):
+            return is_static((base.size(dim), base.stride(dim)))
+    return False
 
 
-def _view(func: Any, base: torch.Tensor, view: Any) -> Outputs | None:
-    found = strides.place_view(base, view)
-    if found is None:
-        return _copy(base, view) if func in _RESHAPES else None
-    container, places = (list, found) if isinstance(found, list) else (None, [found])
-    views = [
-        ViewOfInput(0, place.size, place.stride, place.offset, base.device, base.requires_grad)  # also under no_grad
-        for place in places
-    ]
-    return Outputs(container, tuple(views))
+def view_of(func: Any, base: torch.Tensor, view: ViewArguments) -> Outputs | None:
+    """The result of a view op that is no static view, without key; None where it is not known."""
+    place = strides.place_view(base, view)
+    if place is None:
+        return _copy(base, view) if func in (_aten.reshape.default, _aten.flatten.using_ints) else None
+    # requires_grad holds also under no_grad
+    return Outputs(None, (OutputMeta(*place, base.dtype, base.device, base.requires_grad, 0, 0),))
 
 
 def _copy(base: torch.Tensor, view: Any) -> Outputs | None:
@@ -156,54 +152,50 @@ def _copy(base: torch.Tensor, view: Any) -> Outputs | None:
     size = strides.reshaped_size(base.size(), view)
     if size is None or strides.reshape_strides(base, size) is not False:
         return None
-    meta = new_tensor(size, strides.row_major_strides(size), base.dtype, base.device, _carries_grad(base.dtype, [base]))
-    return Outputs(None, (meta,))
+    return Outputs(None, (_new_tensor(size, strides.row_major_strides(size), base.dtype, [base]),))
 
 
 # ---------------------------------------------------------------- new tensors
 
 
 class Rule(NamedTuple):
-    """How the metadata of an op's one result follows from its arguments."""
+    """How the metadata of an op's one result follows from its arguments.
+
+    Where `dtype` or `row_major` leave it open, a run on the example's sizes says dtype, strides and whether the result
+    is an input itself. That is done for symbolic sizes only: for plain ones, torch says all at the same price.
+    """
 
     size: Callable[..., Sizes | None]
     """Called with the op's arguments as the tape has them: the size, or None where the rule does not apply."""
     dtype: Callable[[Sequence[torch.Tensor]], torch.dtype | None] | None = None
-    """The dtype of the result; None for inputs whose result the rule does not know. Without it, a run on the example's
-    sizes says dtype, strides and whether the result is the input itself. That is done for symbolic sizes only: for
-    plain ones, torch says all at the same price."""
-    layout: str = "row_major"
-    """From which inputs the strides are known: `row_major`: inputs in row-major memory give such a result; `any`: the
-    result is row-major always; `elementwise`: inputs of one dense layout give a result of this layout."""
-
-
-def _rule_of(func: Any) -> Rule | None:
-    rule = RULES.get(func)
-    return _POINTWISE if rule is None and torch.Tag.pointwise in func.tags else rule
+    """The dtype of the result; None for inputs whose result the rule does not know."""
+    row_major: bool = False
+    """Whether the result is row-major for all inputs, not only for those that are."""
 
 
 def _from_inputs(
-    rule: Rule, args: Any, kwargs: Any, fakes: list[torch.Tensor], size: tuple[Int, ...]
-) -> NewStorage | None:
+    rule: Rule, func: Any, args: Any, kwargs: Any, fakes: list[torch.Tensor], size: tuple[Int, ...]
+) -> OutputMeta | Identity | None:
     first = fakes[0]
-    dtype = None if rule.dtype is None else rule.dtype(fakes)
-    if dtype is None or any(t.device != first.device for t in fakes):
+    if any(t.device != first.device for t in fakes):
         return None
-    elementwise = rule.layout == "elementwise"
-    if not _are_plain_numbers(args, kwargs) if elementwise else kwargs:
+    elementwise = rule is _ELEMENTWISE
+    dtype = _dtype_of_elementwise(func, args, kwargs, fakes) if elementwise else rule.dtype and rule.dtype(fakes)
+    if dtype is None or (kwargs and not elementwise):
         return None
-    if rule.layout == "any" or all(map(strides.is_row_major, fakes)):
+    if torch.Tag.inplace in func.tags:
+        return Identity(0) if dtype is first.dtype and _same_size(size, first) else None
+    if rule.row_major or all(map(strides.is_row_major, fakes)):
         stride = strides.row_major_strides(size)
     elif elementwise and _have_one_layout(fakes):
         stride = tuple(first.stride())
     else:
         return None
-    return new_tensor(size, stride, dtype, first.device, _carries_grad(dtype, fakes))
+    return _new_tensor(size, stride, dtype, fakes)
 
 
-def _are_plain_numbers(args: Any, kwargs: Any) -> bool:
-    """Whether what is no tensor is a real number: torch takes these for every elementwise op in the table."""
-    return all(type(a) in (Value, int, float, str, type(None)) for a in (*args, *kwargs.values()))
+def _same_size(size: Sizes, t: torch.Tensor) -> bool:
+    return len(size) == t.dim() and all(map(surely_equal, size, t.size()))
 
 
 def _have_one_layout(fakes: list[torch.Tensor]) -> bool:
@@ -215,24 +207,27 @@ def _have_one_layout(fakes: list[torch.Tensor]) -> bool:
 
 def _from_example(
     maker: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value], size: tuple[Int, ...]
-) -> NewStorage | Identity | None:
+) -> OutputMeta | Identity | None:
     """As the op's result for the example's sizes, with these sizes."""
     fakes = [v.fake for v in inputs]
     if not all(map(strides.has_fixed_order, fakes)):
         return None
     examples = {id(v): _example_fake(maker, v.fake) for v in inputs}
-    out = _run_on(maker, func, args, kwargs, examples)
+    try:
+        out = run_fake(maker.mode, func, replaced(args, examples, example), replaced(kwargs, examples, example))
+    except Exception:  # the run with the tensors themselves raises it for the user
+        return None
     if type(out) is not FakeTensor or list(out.size()) != [example(n) for n in size]:
         return None
     for i, v in enumerate(inputs):
         if examples[id(v)] is out:
-            return Identity(i)
+            return Identity(i) if _same_size(size, v.fake) else None
         if storage_id(examples[id(v)]) == storage_id(out):
             return None
     stride = strides.strides_in_order_of(out, size)
-    if stride is None or out.storage_offset() != 0:
+    if stride is None or out.storage_offset() != 0 or out.device != fakes[0].device:
         return None
-    return new_tensor(size, stride, out.dtype, out.device, _carries_grad(out.dtype, fakes))
+    return _new_tensor(size, stride, out.dtype, fakes)
 
 
 def _example_fake(maker: FakeMaker, t: torch.Tensor) -> torch.Tensor:
@@ -240,14 +235,6 @@ def _example_fake(maker: FakeMaker, t: torch.Tensor) -> torch.Tensor:
     size, stride = ([example(n) for n in numbers] for numbers in (t.size(), t.stride()))
     with without_dispatch(), torch.no_grad():
         return maker.fresh(size, stride, t.dtype, t.device, t.requires_grad)
-
-
-def _run_on(maker: FakeMaker, func: Any, args: Any, kwargs: Any, fakes: dict[int, torch.Tensor]) -> Any:
-    """What the op returns for `fakes` (by the id of the value) and the example's numbers; None where it raises."""
-    try:
-        return run_fake(maker.mode, func, replaced(args, fakes, example), replaced(kwargs, fakes, example))
-    except Exception:  # the run with the tensors themselves raises it for the user
-        return None
 
 
 def replaced(x: Any, fakes: dict[int, torch.Tensor], number: Callable[[Any], int]) -> Any:
@@ -263,43 +250,12 @@ def replaced(x: Any, fakes: dict[int, torch.Tensor], number: Callable[[Any], int
     return x
 
 
-# ---------------------------------------------------------------- writes in place
-
-
-def writes_values_only(maker: FakeMaker, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> bool:
-    """Whether an elementwise op in place (`ELEMENTWISE_WRITES` or tagged so) leaves the metadata of its target alone.
-
-    The target, its first argument, shares memory with no other one.
-    """
-    target = args[0]
-    size = broadcast([v.fake.size() for v in inputs])
-    if size is None or len(size) != target.fake.dim() or not all(map(surely_equal, size, target.fake.size())):
-        return False
-    examples = {id(v): _example_fake(maker, v.fake) for v in inputs}
-    return _run_on(maker, func, args, kwargs, examples) is examples[id(target)]
-
-
-ACTIVATIONS = frozenset(
-    {
-        *(_aten.relu_.default, _aten.relu6_.default, _aten.hardswish_.default, _aten.hardsigmoid_.default),
-        *(_aten.silu_.default, _aten.mish_.default, _aten.gelu_.default, _aten.leaky_relu_.default),
-    }
-)
-"""In-place ops that take any floating tensor and change its values alone."""
-ELEMENTWISE_WRITES = frozenset(
-    {
-        *(*ACTIVATIONS, _aten.abs_.default),
-        *(_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor),
-        *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
-    }
-)
-"""In-place ops that write each element of their target alone; torch does not tag all of them pointwise."""
-
-
 # ---------------------------------------------------------------- dtypes of results
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INDICES = frozenset({torch.int64, torch.int32})
+_PLAIN = frozenset({Value, int, float, str, type(None)})
+"""Types of arguments that every elementwise op takes, or raises for whatever the sizes are."""
 
 
 def _float(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
@@ -308,18 +264,35 @@ def _float(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
     return dtype if dtype in _FLOATS and all(t.dtype == dtype for t in fakes) else None
 
 
-def _of_comparison(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
-    dtypes = {t.dtype for t in fakes}
-    return torch.bool if len(dtypes) == 1 and dtypes <= _FLOATS | _INDICES else None
-
-
-def _of_logical(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
-    return torch.bool if all(t.dtype == torch.bool for t in fakes) else None
-
-
 def _of_weight(fakes: Sequence[torch.Tensor]) -> torch.dtype | None:
     weight, *indices = fakes
     return weight.dtype if weight.dtype in _FLOATS and all(t.dtype in _INDICES for t in indices) else None
+
+
+def _dtype_of_elementwise(
+    func: Any, args: Any, kwargs: dict[str, Any], fakes: Sequence[torch.Tensor]
+) -> torch.dtype | None:
+    """Where all tensors have one dtype, and it is floating or the result is a bool."""
+    dtype = fakes[0].dtype
+    values = (*args, *kwargs.values())
+    if any(t.dtype != dtype for t in fakes) or any(type(a) not in _PLAIN for a in values):
+        return None
+    given = tuple([(type(a), min(a.fake.dim(), 1) if type(a) is Value else a) for a in values])
+    return _asked_dtype(func, dtype, given, tuple(kwargs))
+
+
+@functools.cache  # a fact of torch, not of what is traced
+def _asked_dtype(func: Any, dtype: torch.dtype, given: Any, names: tuple[str, ...]) -> torch.dtype | None:
+    """That of a run on tensors of one element: of real ones, since torch's kernels for fake ones accept more."""
+    count = len(given) - len(names)
+    try:
+        with without_dispatch(), torch.no_grad():
+            values = [torch.zeros((1,) * a, dtype=dtype) if kind is Value else a for kind, a in given]
+            out = func(*values[:count], **dict(zip(names, values[count:], strict=True)))
+    except Exception:  # the run with the tensors themselves raises it for the user
+        return None
+    known = isinstance(out, torch.Tensor) and (dtype in _FLOATS or out.dtype is torch.bool)
+    return out.dtype if known else None
 
 
 # ---------------------------------------------------------------- sizes of results
@@ -342,14 +315,6 @@ def _elementwise(*args: Any, **kwargs: Any) -> Sizes | None:
     if any(isinstance(a, (list, tuple)) for a in every):
         return None
     return broadcast([a.fake.size() for a in every if isinstance(a, Value)])
-
-
-def _clamp(x: Value, low: Any = None, high: Any = None) -> Sizes | None:
-    return None if low is None and high is None else _elementwise(x, low, high)
-
-
-def _gelu(x: Value, approximate: str = "none") -> Sizes | None:
-    return x.fake.size() if approximate in ("none", "tanh") else None
 
 
 def _same(x: Value, *args: Any, **options: Any) -> Sizes:
@@ -376,10 +341,6 @@ def _matmul(a: Value, b: Value) -> Sizes | None:
     if len(right) > 2 and not all(map(surely_equal, left[:-2], right[:-2])):
         return None
     return (*left[:-1], right[-1])
-
-
-def _bmm(a: Value, b: Value) -> Sizes | None:
-    return _matmul(a, b) if a.fake.dim() == b.fake.dim() == 3 else None
 
 
 def _addmm(bias: Value, a: Value, b: Value, **options: Any) -> Sizes | None:
@@ -550,36 +511,30 @@ def _index(x: Value, indices: Sequence[Value | None]) -> Sizes | None:
 # ---------------------------------------------------------------- the table
 
 
-def _ops(overload: str, *names: str) -> list[Any]:
-    return [getattr(getattr(_aten, name), overload) for name in names]
-
-
-_POINTWISE = Rule(_elementwise)
-_UNARY = (
-    *("relu", "relu6", "silu", "mish", "sigmoid", "tanh", "hardswish", "hardsigmoid", "hardtanh", "leaky_relu"),
-    *("elu", "softplus", "exp", "log", "sqrt", "rsqrt", "erf", "sin", "cos", "neg", "abs", "reciprocal"),
-    *("clamp_min", "clamp_max", "maximum", "minimum"),
+_ELEMENTWISE = Rule(_elementwise)
+_UNTAGGED = frozenset(
+    {
+        *(_aten.hardswish.default, _aten.__and__.Tensor, _aten.__or__.Tensor, _aten.floor_divide.default),
+        *(_aten.where.ScalarOther, _aten.where.ScalarSelf),
+        *(_aten.relu6_.default, _aten.hardswish_.default, _aten.mish_.default, _aten.gelu_.default),
+        *(_aten.abs_.default, _aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.fill_.Tensor),
+        *(_aten.masked_fill_.Scalar, _aten.masked_fill_.Tensor),
+    }
 )
-_COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-_LOGICAL = ("logical_and", "logical_or", "logical_not", "bitwise_not")
+"""Elementwise ops that torch does not tag pointwise."""
+
+
+@functools.cache
+def is_elementwise(func: Any) -> bool:
+    """Whether each element of the one result, or of the target, follows from the elements at its place alone."""
+    tagged = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
+    return (tagged or func in _UNTAGGED) and not func.is_view and len(schema_of(func).returns) == 1
+
 
 RULES: dict[Any, Rule] = {
-    **dict.fromkeys(_ops("default", *_UNARY), Rule(_elementwise, _float, "elementwise")),
-    **dict.fromkeys(_ops("Tensor", "add", "sub", "mul", "div"), Rule(_elementwise, _float, "elementwise")),
-    **dict.fromkeys((_aten.pow.Tensor_Scalar, _aten.rsub.Scalar), Rule(_elementwise, _float, "elementwise")),
-    **dict.fromkeys(_ops("Tensor", *_COMPARISONS), Rule(_elementwise, _of_comparison, "elementwise")),
-    **dict.fromkeys(_ops("Scalar", *_COMPARISONS), Rule(_elementwise, _of_comparison, "elementwise")),
-    **dict.fromkeys(_ops("default", *_LOGICAL), Rule(_elementwise, _of_logical, "elementwise")),
-    **dict.fromkeys(
-        _ops("Tensor", "__and__", "__or__", "bitwise_and", "bitwise_or"), Rule(_elementwise, _of_logical, "elementwise")
-    ),
-    **dict.fromkeys((_aten.where.ScalarOther, _aten.where.ScalarSelf, _aten.floor_divide.default), _POINTWISE),
-    _aten.clamp.default: Rule(_clamp, _float, "elementwise"),
-    _aten.gelu.default: Rule(_gelu, _float, "elementwise"),
-    _aten.linear.default: Rule(_linear, _float, "any"),
-    _aten.addmm.default: Rule(_addmm, _float, "any"),
-    _aten.matmul.default: Rule(_matmul, _float, "any"),
-    _aten.bmm.default: Rule(_bmm, _float, "any"),
+    _aten.linear.default: Rule(_linear, _float, row_major=True),
+    _aten.addmm.default: Rule(_addmm, _float, row_major=True),
+    _aten.matmul.default: Rule(_matmul, _float, row_major=True),
     _aten.scaled_dot_product_attention.default: Rule(_attention),
     _aten.embedding.default: Rule(_embedding, _of_weight),
     **dict.fromkeys((_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default), Rule(_convolution, _float)),
@@ -597,4 +552,4 @@ RULES: dict[Any, Rule] = {
     _aten.index.Tensor: Rule(_index),
     **dict.fromkeys((_aten.cumsum.default, _aten.dropout.default, _aten.clone.default), Rule(_same)),
 }
-"""By op. Ops that torch tags pointwise have `_POINTWISE` besides."""
+"""By op; elementwise ones need none."""

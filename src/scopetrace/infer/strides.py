@@ -26,6 +26,7 @@ from scopetrace._compat.symbols import (
     whole_quotient,
     without_floor,
 )
+from scopetrace._compat.tensors import without_dispatch
 from scopetrace.ops import views
 from scopetrace.ops.views import Int, Sizes
 
@@ -111,40 +112,31 @@ def reshape_strides(t: torch.Tensor, size: Sizes) -> tuple[Int, ...] | Literal[F
 
     False where `t` cannot be seen so, at any size; None where that is not known.
     """
-    now = _strides_now([example(n) for n in t.size()], [example(n) for n in t.stride()], [example(n) for n in size])
+    wanted = _example_strides(t, size)
     if is_static((*t.size(), *t.stride(), *size)):
-        return now
+        return wanted
     found = row_major_strides(size) if _is_contiguous(t) else _Regrouping(t, size).strides()
     if found is None or found is False:
-        return False if found is False and now is False else None
-    return found if now == tuple([example(n) for n in found]) else None
+        return False if found is False and wanted is False else None
+    return found if wanted == tuple([example(n) for n in found]) else None
 
 
-def _strides_now(size: list[int], stride: list[int], new_size: list[int]) -> tuple[int, ...] | Literal[False]:
-    """As `reshape_strides`, for plain numbers: torch's `computeStride` (aten/src/ATen/TensorUtils.cpp).
+def _example_strides(t: torch.Tensor, size: Sizes) -> tuple[int, ...] | Literal[False]:
+    """As `reshape_strides`, for the example's sizes."""
+    old, stride, new = ([example(n) for n in numbers] for numbers in (t.size(), t.stride(), size))
+    with without_dispatch():
+        try:
+            return torch.empty_strided(old, stride, device="meta").view(new).stride()
+        except RuntimeError:
+            return False
+
+
+class _Regrouping:
+    """torch's `computeStride` (aten/src/ATen/TensorUtils.cpp), where products are equal if their expressions are.
 
     The old dimensions fall into groups without gaps. New dimensions are made of one group after the other, from the
     last to the first.
     """
-    found = [1] * len(new_size)
-    new = len(new_size) - 1
-    numel, new_numel, base = 1, 1, stride[-1] if stride else 1
-    for d in range(len(size) - 1, -1, -1):
-        numel *= size[d]
-        if d > 0 and (size[d - 1] == 1 or stride[d - 1] == numel * base):
-            continue
-        while new >= 0 and (new_numel < numel or new_size[new] == 1):
-            found[new] = new_numel * base
-            new_numel *= new_size[new]
-            new -= 1
-        if new_numel != numel:
-            return False
-        numel, new_numel, base = 1, 1, stride[d - 1]
-    return tuple(found) if new < 0 or not size else False
-
-
-class _Regrouping:
-    """As `_strides_now`, for symbolic sizes: which products are equal follows from their expressions."""
 
     def __init__(self, t: torch.Tensor, new_size: Sizes) -> None:
         self.size, self.stride, self.new_size = list(t.size()), list(t.stride()), new_size
@@ -207,29 +199,14 @@ class Placement(NamedTuple):
     offset: Int
 
 
-def place_view(t: torch.Tensor, view: views.ViewArguments) -> Placement | list[Placement] | None:
-    """Where the view, or each of the views, lies in `t`. None where that is not known, or torch would raise."""
+def place_view(t: torch.Tensor, view: views.ViewArguments) -> Placement | None:
+    """Where the view lies in `t`. None where that is not known, or torch would raise."""
     place = _PLACERS.get(type(view))
     return None if place is None else place(t, view)
 
 
 def _place_permuted(t: torch.Tensor, view: views.Permute) -> Placement:
     return Placement(tuple([t.size(d) for d in view.dims]), tuple([t.stride(d) for d in view.dims]), 0)
-
-
-def _place_unsqueezed(t: torch.Tensor, view: views.Unsqueeze) -> Placement:
-    d, size, stride = view.dim, tuple(t.size()), tuple(t.stride())
-    new = size[d] * stride[d] if d < t.dim() else 1
-    return Placement((*size[:d], 1, *size[d:]), (*stride[:d], new, *stride[d:]), 0)
-
-
-def _place_selected(t: torch.Tensor, view: views.Select) -> Placement | None:
-    d, index = view.dim, view.index
-    size, stride = tuple(t.size()), tuple(t.stride())
-    n, step = size[d], stride[d]
-    if type(n) is not int or type(index) is not int or type(step) is not int or not -n <= index < n:
-        return None
-    return Placement(size[:d] + size[d + 1 :], stride[:d] + stride[d + 1 :], index % n * step)
 
 
 def _place_slice(t: torch.Tensor, view: views.Slice) -> Placement | None:
@@ -258,16 +235,6 @@ def _place_expanded(t: torch.Tensor, view: views.Expand) -> Placement | None:
     return Placement(tuple(size), tuple(stride), 0)
 
 
-def _place_unbound(t: torch.Tensor, view: views.Unbind) -> list[Placement] | None:
-    n = t.size(view.dim)
-    return _all_known([_place_selected(t, views.Select(view.dim, i)) for i in range(n)]) if type(n) is int else None
-
-
-def _all_known(found: list[Placement | None]) -> list[Placement] | None:
-    known = [placement for placement in found if placement is not None]
-    return known if len(known) == len(found) else None
-
-
 def _place_reshaped(t: torch.Tensor, view: views.Reshape | views.Flatten) -> Placement | None:
     if isinstance(view, views.Flatten) and view.start == view.end:
         return None  # torch gives the tensor itself
@@ -276,15 +243,12 @@ def _place_reshaped(t: torch.Tensor, view: views.Reshape | views.Flatten) -> Pla
     return Placement(size, stride, 0) if size is not None and stride is not None and stride is not False else None
 
 
-_PLACERS: dict[type, Callable[..., Placement | list[Placement] | None]] = {
+_PLACERS: dict[type, Callable[..., Placement | None]] = {
     views.Permute: _place_permuted,
-    views.Unsqueeze: _place_unsqueezed,
-    views.Select: _place_selected,
     views.Slice: _place_slice,
     views.Expand: _place_expanded,
     views.Reshape: _place_reshaped,
     views.Flatten: _place_reshaped,
-    views.Unbind: _place_unbound,
 }
 
 

@@ -22,20 +22,6 @@ import torch.fx
 from scopetrace._compat.schema import Argument, Schema, op_overloads, schema_of
 from scopetrace.ir.tape import Value
 
-__all__ = [
-    "UNDECLARED_WRITTEN",
-    "FunctionalVariant",
-    "by_name",
-    "call_variant",
-    "functional_variant",
-    "is_metadata_only",
-    "is_out_argument",
-    "tensor_of",
-    "undeclared_variant",
-    "undeclared_writes",
-    "written_arguments",
-]
-
 _NAMESPACES = frozenset({"_c10d_functional", "aten", "mkldnn", "quantized", "symm_mem"})
 """Where names say which ops belong together. A custom `ours::scale` need not be the variant of `ours::scale_`."""
 

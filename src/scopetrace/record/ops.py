@@ -33,7 +33,7 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.errors import ForeignTensorError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
-from scopetrace.infer.rules import ACTIVATIONS, ELEMENTWISE_WRITES, Identity, Outputs
+from scopetrace.infer.rules import Identity, Outputs, is_elementwise
 from scopetrace.ir.tape import Value, flat
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import FORMS, INLINED
@@ -78,9 +78,7 @@ class OpFacts:
         self.reshapes = torch.Tag.inplace_view in func.tags
         self.written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_written)
         self.positions = tuple(enumerate(schema.names))
-        self.in_place = torch.Tag.inplace in func.tags and (
-            torch.Tag.pointwise in func.tags or func in ELEMENTWISE_WRITES
-        )
+        self.in_place = torch.Tag.inplace in func.tags and is_elementwise(func)
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         self.squeezes = schema.name.startswith("aten::squeeze")
         self.may_write_undeclared = any(name in UNDECLARED_WRITTEN for name in schema.names)
@@ -348,17 +346,14 @@ class OpRecorder:
 
     def _changes_only_values(self, call: OpCall, t: torch.Tensor, key: Any) -> bool:
         """Whether an op in place changes nothing of the fake tensor `t`, its target, but the version counter."""
-        if t.is_inference():
+        if key is None or t.is_inference():
             return False
-        facts, inputs = call.facts, call.inputs
-        if facts.func in ACTIVATIONS:
-            return t.is_floating_point() and not (t.requires_grad and _grad_enabled() and (self._exact or t.is_leaf))
-        if _grad_enabled() and any(v.fake.requires_grad for v in inputs):
+        if _grad_enabled() and any(v.fake.requires_grad for v in call.inputs):
             return False
         target = call.args[0]
-        if any(v.storage == target.storage and v is not target for v in inputs):
+        if any(v.storage == target.storage and v is not target for v in call.inputs):
             return False  # they may overlap
-        return self._inference.writes_values_only(key, facts.func, call.args, call.kwargs, inputs)
+        return self._inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs) is not None
 
     def _note_squeeze(self, t: torch.Tensor, dims: tuple[Any, ...]) -> None:
         """Calls with size 1 would lose a dimension here."""
