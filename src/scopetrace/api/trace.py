@@ -62,7 +62,7 @@ class Runnable:
     @property
     def write_back(self) -> WriteBack | None:
         """The steps after the graph that change inputs and build results; None where its outputs are the result."""
-        return self._program.write_back
+        return self._program.tape.write_back
 
     @property
     def mutations(self) -> list[Mutation]:

@@ -432,6 +432,9 @@ class ProgramTape(Tape):
     """The values that depend on data and are fixed, because Python looked at them."""
     registered: Registered = dataclasses.field(default_factory=Registered)
     """The model's modules and parameters with all their names."""
+    write_back: WriteBack | None = None
+    """What makes the results and effects of the recorded program from what the graph gives; None where the graph's
+    outputs are the results, and there are no effects."""
 
     @property
     def result(self) -> Template:
@@ -457,9 +460,6 @@ class FunctionalTape(ProgramTape):
 
     returned: list[Value | Number] | None = None
     """The values and symbolic numbers that the graph gives; None for the leaves of `outputs` in order."""
-    write_back: WriteBack | None = None
-    """What makes the results and effects of the recorded program from what the graph gives; None where the graph's
-    outputs are the results, and there are no effects."""
     written: frozenset[int] = frozenset()
     """The storages that the recorded program writes to."""
 

@@ -169,7 +169,7 @@ def _results(tape: Tape) -> Iterator[str]:
 
 def _write_back(tape: Tape) -> Iterator[str]:
     """The write-back names inputs, tensors, values of the graph and earlier results that are there."""
-    program = tape.write_back if isinstance(tape, FunctionalTape) else None
+    program = tape.write_back if isinstance(tape, ProgramTape) else None
     if program is None:
         return
     inputs, values = len(tape.inputs), len(tape.graph_outputs())

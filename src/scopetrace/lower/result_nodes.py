@@ -17,7 +17,7 @@ import torch.fx
 from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
-from scopetrace.ir.tape import FunctionalTape, ProgramTape
+from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.write_back import (
     FromGraph,
     GraphInput,
@@ -126,8 +126,7 @@ class ResultNodes(Resolver[Any]):
 
 def write_back_of(tape: ProgramTape) -> WriteBack:
     """The write-back of a tape; for one that needs none, its outputs are the results."""
-    found = tape.write_back if isinstance(tape, FunctionalTape) else None
-    return found or WriteBack([], [FromGraph(i) for i in range(len(tape.graph_outputs()))])
+    return tape.write_back or WriteBack([], [FromGraph(i) for i in range(len(tape.graph_outputs()))])
 
 
 def in_memory_order(stride: Sequence[Any]) -> list[int]:

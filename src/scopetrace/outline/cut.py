@@ -229,7 +229,9 @@ class _Outliner:
         """The outputs of the function, each in a storage of its own, as `invoke_subgraph` requires."""
         own = {v for v in leaves(old.outputs, Value) if self._readers.makes(old, v)}
         wanted = [
-            _Result(g.name, "result", g.leaf, g.leaf) for g in argument_leaves({"": old.outputs}, own) if _is(g.leaf)
+            _Result(g.name, "result", g.leaf, g.leaf)
+            for g in argument_leaves({"": old.outputs}, own)
+            if isinstance(g.leaf, Value)
         ]
         known = {r.old for r in wanted}
         made = {v for op in inner.ops for v in op.values()}
@@ -373,7 +375,3 @@ class _Outliner:
         block.ops.append(op)
         block.calls.append(call)
         function.calls.append(call)
-
-
-def _is(x: Any) -> bool:
-    return type(x) is Value

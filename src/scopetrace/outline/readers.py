@@ -90,7 +90,7 @@ class Captured:
 
     def of(self, call: Call, own: list[Value]) -> dict[Value, Bound]:
         """What a call gives, with names for some; `own` are the values that are used outside of this call."""
-        found = self._places(call, own)
+        found = {self._readers.place(call, v): self._name(call, v) for v in own}
         merged = {**found, **self._wanted.get(call, {})}
         return {self._readers.at(call, place): merged[place] for place in sorted(merged)}
 
@@ -108,9 +108,6 @@ class Captured:
             if any(places != union for places in calls.values()):
                 found |= dict.fromkeys(calls, union)
         return found
-
-    def _places(self, call: Call, values: list[Value]) -> dict[Place, Bound]:
-        return {self._readers.place(call, v): self._name(call, v) for v in values}
 
     def _name(self, call: Call, value: Value) -> Bound:
         name, prefix = self._bound.get(value, ""), f"{call.fqn}." if call.fqn else ""

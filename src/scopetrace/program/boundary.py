@@ -23,7 +23,7 @@ from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, s
 from scopetrace.containers.objects import Returned, apply_effects, effect_targets
 from scopetrace.containers.structure import instantiate, match
 from scopetrace.errors import CompiledGraphError, InputMismatchError
-from scopetrace.ir.tape import FunctionalTape, Output, ProgramTape, Tape, Value, bind
+from scopetrace.ir.tape import Output, ProgramTape, Tape, Value, bind
 from scopetrace.record import argument_names
 
 Forward = Callable[..., Any] | None
@@ -147,7 +147,7 @@ class CallBoundary:
     def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
         """Write back the new values among the graph's outputs, and return what the model would return."""
         count = len(self.tape.graph_outputs())
-        program = self.tape.write_back if isinstance(self.tape, FunctionalTape) else None
+        program = self.tape.write_back
         found = values[:count]
         results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))
         out = instantiate(lambda _: next(results), self.tape.outputs, (Value, *Symbolic))

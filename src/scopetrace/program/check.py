@@ -48,10 +48,19 @@ def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: di
 
 
 def _decided_otherwise(program: TracedProgram, *args: Any, **kwargs: Any) -> list[Specialization]:
-    """The specializations that do not hold on these inputs."""
-    tensors = program.boundary.enter(args, kwargs)
-    with without_autocast():
-        return _Decisions(program.graph_module, program.tape.specializations).collect(tensors)
+    """The specializations that do not hold on these inputs.
+
+    After the first one the graph goes on along the traced path, which the model would leave there.
+    """
+    decisions = _Decisions(program.graph_module, program.tape.specializations)
+    inputs = program.boundary.enter(args, kwargs)
+    try:
+        with without_autocast():
+            decisions.run(*inputs)
+    except Exception:  # past a decision that differs, any op may get inputs that it does not take
+        if not decisions.differ:
+            raise
+    return decisions.differ
 
 
 class _Decisions(torch.fx.Interpreter):
@@ -70,18 +79,6 @@ class _Decisions(torch.fx.Interpreter):
                 self.differ.append(found)
                 return None
         return super().call_function(target, args, kwargs)
-
-    def collect(self, tensors: Sequence[torch.Tensor]) -> list[Specialization]:
-        """The specializations that do not hold on these inputs.
-
-        After the first one the graph goes on along the traced path, which the model would leave there.
-        """
-        try:
-            self.run(*tensors)
-        except Exception:  # past a decision that differs, any op may get inputs that it does not take
-            if not self.differ:
-                raise
-        return self.differ
 
 
 class _State:

@@ -252,15 +252,8 @@ def has_effect(op: Op) -> bool:
     return not op.values() or any(tag in getattr(op.target, "tags", ()) for tag in _EFFECT_TAGS)
 
 
-_names: dict[Any, str] = {}
-
-
 def _op_name(target: Any) -> str:
-    name = _names.get(target)
-    if name is None:
-        packet = getattr(target, "overloadpacket", target)
-        name = _names[target] = str(getattr(packet, "__name__", "op"))
-    return name
+    return str(getattr(getattr(target, "overloadpacket", target), "__name__", "op"))
 
 
 def _how(key: int | str) -> tuple[Any, Any]:

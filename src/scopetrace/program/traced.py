@@ -29,7 +29,6 @@ from scopetrace.ir import meta
 from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Tape, Value, bind, forward_of
-from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
 from scopetrace.program.boundary import CallBoundary, as_the_graph_returns, held_now, without_autocast
 from scopetrace.program.graph import FxLowering
@@ -172,11 +171,6 @@ class TracedProgram:
     def with_tape(self, tape: ProgramTape) -> TracedProgram:
         """The same trace with another tape to make the graph from."""
         return TracedProgram(self.recorded, tape, self.model)
-
-    @property
-    def write_back(self) -> WriteBack | None:
-        """What follows the graph in a call; None where nothing has to."""
-        return self.tape.write_back if isinstance(self.tape, FunctionalTape) else None
 
     @functools.cached_property
     def lowering(self) -> FxLowering:
