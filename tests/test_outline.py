@@ -117,6 +117,23 @@ def test_in_line_gives_the_flat_program():
     assert tr.outline(Block).inline() is tr
 
 
+@torch.no_grad()
+def test_another_graph_runs_in_place_of_that_of_the_outlined_program():
+    class Counting(nn.Sequential):
+        def forward(self, x):
+            x.add_(1)
+            return x, super().forward(x)
+
+    model = Counting(Block(), Block())
+    found = st.trace(model, (X,)).outline(Block)
+    assert [m.kind for m in found.mutations] == ["input"]
+    mine, theirs = X.clone(), X.clone()
+    model[0].fc.weight = nn.Parameter(torch.ones(4, 4))  # the graph has the parameters that the model has now
+    given, result = found.run(torch.fx.Interpreter(found.graph_module).run, mine)
+    assert given is mine
+    torch.testing.assert_close((given, result), model(theirs))
+
+
 # ------------------------------------------------------------------ what must not be shared
 
 
