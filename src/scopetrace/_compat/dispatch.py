@@ -159,11 +159,6 @@ def eager() -> Iterator[None]:
         yield
 
 
-def decomposed(mode: PreDispatchMode, func: OpOverload, args: Any, kwargs: Any) -> Any:
-    """Run a composite op as its parts, with the recorder on."""
-    return with_mode(mode, lambda: func.decompose(*args, **kwargs))
-
-
 # Transforms ----------------------------------------------------------------------------------------------------------
 
 
@@ -223,7 +218,7 @@ def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args:
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
         return with_mode(mode, lambda: func._op_dk(key, *args, **kwargs))
     if func._can_decompose() and not func.is_view:
-        return decomposed(mode, func, args, kwargs)
+        return with_mode(mode, lambda: func.decompose(*args, **kwargs))
     return NotImplemented
 
 

@@ -39,11 +39,8 @@ class Observer(Protocol):
     def paused(self) -> bool:
         """Whether nothing is to be reported now."""
 
-    def on_call(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A module is called."""
-
-    def on_forward(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The forward of a module is called, by its module or directly."""
+    def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module is called (`method` is "call"), or its forward is ("forward"), by its module or directly."""
 
     def on_backward(self, *, accumulates: bool) -> None:
         """The forward differentiates; with `accumulates`, into `.grad`."""
@@ -154,10 +151,10 @@ def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
         if not mine():
             return outer(self, *args, **kwargs)
         if _is_compiled(self):
-            return observer.on_call(self, lambda _, *a, **k: self._orig_mod(*a, **k), args, kwargs)  # type: ignore[operator]
+            return observer.on_call(self, "call", lambda _, *a, **k: self._orig_mod(*a, **k), args, kwargs)  # type: ignore[operator]
         if isinstance(self, torch.jit.ScriptModule):
-            return observer.on_call(self, _scripted(original), args, kwargs)
-        return observer.on_call(self, original, args, kwargs)
+            return observer.on_call(self, "call", _scripted(original), args, kwargs)
+        return observer.on_call(self, "call", original, args, kwargs)
 
     call_impl._scopetrace_original = original  # type: ignore[attr-defined]
     return call_impl
@@ -174,7 +171,7 @@ def _forward(cls: type, observer: Observer, mine: Mine) -> Callable[..., Any]:
             return outer(self, *args, **kwargs)
         if _owner(type(self)) is not cls:  # super().forward(): part of the same call
             return original(self, *args, **kwargs)
-        return observer.on_forward(self, original, args, kwargs)
+        return observer.on_call(self, "forward", original, args, kwargs)
 
     forward._scopetrace_original = original  # type: ignore[attr-defined]
     return forward

@@ -7,6 +7,7 @@ arithmetic and comparisons on these -> CachingNode -> guards, and records of wha
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -191,44 +192,27 @@ def sym_node(env: Any, expr: Any, pytype: type, hint: Any) -> SymNode:
     return CachingNode.of(SymNode(expr, env, pytype, _NO_HINT if hint is None else hint))
 
 
-def _cached(name: str) -> Callable[[SymNode, SymNode], SymNode]:
-    compute = getattr(SymNode, name)
+def _cached(name: str) -> Callable[..., SymNode]:
+    """The method `name` of SymNode, with a cache. Its operands are nodes, or lists of nodes."""
+    compute, takes_lists = getattr(SymNode, name), name in _LAYOUT
 
-    def method(self: Any, other: SymNode) -> SymNode:
+    def method(self: Any, *operands: Any) -> SymNode:
         if _under_proxy_mode():
-            result: SymNode = compute(self, other)
+            result: SymNode = compute(self, *operands)
             return result
-        key = (name, self._expr, other._expr)
+        nodes = itertools.chain(*operands) if takes_lists else operands
+        key = (name, self._expr, *[n._expr for n in nodes])
         cache = self.shape_env.arithmetic
         found: SymNode | None = cache.get(key)
         if found is None:
-            found = cache[key] = CachingNode.of(compute(self, other))
+            found = cache[key] = CachingNode.of(compute(self, *operands))
         return found
 
     return method
 
 
-def _cached_layout(name: str) -> Callable[[SymNode, list[SymNode], list[SymNode]], SymNode]:
-    compute = getattr(SymNode, name)
-
-    def method(self: Any, sizes: list[SymNode], strides: list[SymNode]) -> SymNode:
-        if _under_proxy_mode():
-            result: SymNode = compute(self, sizes, strides)
-            return result
-        key = (name, *[n._expr for n in sizes], *[n._expr for n in strides])
-        cache = self.shape_env.arithmetic
-        found: SymNode | None = cache.get(key)
-        if found is None:
-            found = cache[key] = CachingNode.of(compute(self, sizes, strides))
-        return found
-
-    return method
-
-
-for _name in _BINARY:
+for _name in (*_BINARY, *_LAYOUT):
     setattr(CachingNode, _name, _cached(_name))
-for _name in _LAYOUT:
-    setattr(CachingNode, _name, _cached_layout(_name))
 
 
 # The shape environment -----------------------------------------------------------------------------------------------

@@ -25,29 +25,22 @@ Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 class _NodeArithmetic(OptimizedPythonReferenceAnalysis):
     """Evaluates sympy on graph nodes. torch's class has no conversion from float to int, which Inductor adds itself."""
 
-    @staticmethod
-    def trunc_to_int(x: Any, dtype: torch.dtype) -> Any:
-        """Round towards zero."""
-        return _called(math.trunc, x)
 
-    @staticmethod
-    def floor_to_int(x: Any, dtype: torch.dtype) -> Any:
-        """Round down."""
-        return _called(math.floor, x)
+def _to_int(fn: Callable[[Any], Any]) -> Any:
+    def convert(x: Any, dtype: torch.dtype) -> Any:
+        return x.tracer.create_proxy("call_function", fn, (x,), {}) if isinstance(x, torch.fx.Proxy) else fn(x)
 
-    @staticmethod
-    def ceil_to_int(x: Any, dtype: torch.dtype) -> Any:
-        """Round up."""
-        return _called(math.ceil, x)
-
-    @staticmethod
-    def round_to_int(x: Any, dtype: torch.dtype) -> Any:
-        """Round to the nearest integer, half to even."""
-        return _called(round, x)
+    return staticmethod(convert)
 
 
-def _called(fn: Callable[[Any], Any], x: Any) -> Any:
-    return x.tracer.create_proxy("call_function", fn, (x,), {}) if isinstance(x, torch.fx.Proxy) else fn(x)
+_ROUNDINGS: dict[str, Callable[[Any], Any]] = {
+    "trunc_to_int": math.trunc,
+    "floor_to_int": math.floor,
+    "ceil_to_int": math.ceil,
+    "round_to_int": round,
+}
+for _name, _fn in _ROUNDINGS.items():
+    setattr(_NodeArithmetic, _name, _to_int(_fn))
 
 
 class SymbolNodes:
@@ -115,9 +108,7 @@ class SymbolNodes:
             parts = {} if all(map(self._gives, expr.free_symbols)) else dummy_symbols((*self._sizes, *self._nodes))
             rest = expr.xreplace(parts)
             nodes = {d: self._part(part) for part, d in parts.items() if d in rest.free_symbols}
-            for symbol in sorted(rest.free_symbols - nodes.keys(), key=str):
-                self._symbol(symbol)
-                nodes[symbol] = self._nodes[symbol]
+            nodes |= {s: self._part(s) for s in sorted(rest.free_symbols - nodes.keys(), key=str)}
             proxies = {symbol: torch.fx.Proxy(node, self._tracer) for symbol, node in nodes.items()}
             result = sympy_interp(_NodeArithmetic, proxies, rest)
             found = self._nodes[expr] = result.node
@@ -127,21 +118,17 @@ class SymbolNodes:
         return symbol in self._nodes or symbol in self._sizes or symbol in self._made
 
     def _part(self, expr: Any) -> torch.fx.Node:
-        """The node of an expression that is itself the size of a tensor, or a known number."""
-        if expr not in self._nodes:
-            self._nodes[expr] = self._size(*self._sizes[expr])
-        return self._nodes[expr]
-
-    def _symbol(self, symbol: sympy.Symbol) -> None:
-        if symbol in self._nodes:
-            return
-        if symbol in self._sizes:
-            self._nodes[symbol] = self._size(*self._sizes[symbol])
-        elif symbol in self._made:
-            node, path = self._made[symbol]
-            self._nodes[symbol] = self._graph._resolve_unbacked_binding(node, path, self.node_of)
-        else:
-            self._nodes[symbol] = self._root(symbol)
+        """The node of a symbol, or of an expression that is itself the size of a tensor or a known number."""
+        found = self._nodes.get(expr)
+        if found is None:
+            if expr in self._sizes:
+                found = self._size(*self._sizes[expr])
+            elif expr in self._made:
+                found = self._graph._resolve_unbacked_binding(*self._made[expr], self.node_of)
+            else:
+                found = self._root(expr)
+            self._nodes[expr] = found
+        return found
 
     def _root(self, symbol: sympy.Symbol) -> torch.fx.Node:
         """The node of a symbol that is no size itself, from a size `a * symbol + b`, as derived Dims make them."""

@@ -8,9 +8,9 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from types import CodeType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -24,6 +24,7 @@ from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value
 from scopetrace.record.model import Model
 
 _aten = torch.ops.aten
+T = TypeVar("T")
 _FOREIGN = "make tensors in the thread and trace that use them; a thread started in forward is not recorded"
 
 
@@ -60,12 +61,12 @@ class TapeBuilder:
     ) -> Op:
         """Put an op at the end of the tape; it is complete and does not change any more. The fields are those of Op."""
         scope = self.state.current_scope
-        frames = capture_frames(self.call.frames if self.call else (), self._boundary)
+        frames = self.frames()
         if self._origin is not None:
             root, inner, stack_trace = self._origin
             scope, frames = inner if scope is root else scope, stack_trace or frames
-        grad = torch.is_grad_enabled()
-        op = Op(kind, target, args, kwargs, outputs, scope, self.call, frames, grad, writes, unbacked, tracked)
+        grad, call = torch.is_grad_enabled(), self.call
+        op = Op(kind, target, args, kwargs, outputs, scope, call, frames, grad, writes, unbacked, tracked)
         self.tape.ops.append(op)
         return op
 
@@ -73,18 +74,16 @@ class TapeBuilder:
         """The Python frames of what runs now, up to those of the traced callable."""
         return capture_frames(self.call.frames if self.call else (), self._boundary)
 
-    def where(self, frames: Frames | None = None) -> dict[str, str | None]:
+    def where(self) -> dict[str, str | None]:
         """`module` and `source` for an error that is raised now."""
-        found = self.frames() if frames is None else frames
-        return {"module": str(self.state.current_scope), "source": source_of(found)}
+        return {"module": str(self.state.current_scope), "source": source_of(self.frames())}
 
-    @contextlib.contextmanager
-    def in_call(self, call: Call) -> Iterator[None]:
-        """What runs inside belongs to `call`, which ends with it."""
+    def in_call(self, call: Call, run: Callable[[], T]) -> T:
+        """What `run` returns; what it does belongs to `call`, which ends with it."""
         outer, self.call = self.call, call
         mark = self.state.enter_module(call.scope)
         try:
-            yield
+            return run()
         except BaseException as error:
             call.raised = error
             raise

@@ -63,7 +63,7 @@ class CallRecorder:
         self._positions = itertools.count()
         self._counts: dict[int, int] = {}  # by id of a module: how often it was called
         self._classes: dict[Any, type] = {}
-        self._entered: list[set[str]] = []  # of each open call, the patched methods that were called on its way in
+        self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
 
     @property
     def paused(self) -> bool:
@@ -77,39 +77,20 @@ class CallRecorder:
         call = self._open(self._model.root, "", self._builder.tape.root, args, kwargs)
         return self.run(call, set(), fn, args, kwargs)
 
-    def on_call(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A module is called."""
-        if self._enters(module, "call"):
-            return run(module, *args, **kwargs)
-        return self._record(module, run, args, kwargs, {"call"})
-
-    def on_forward(self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """A module's forward is called: by the call that is open, or by the user in place of a call."""
-        if self._enters(module, "forward"):
-            return run(module, *args, **kwargs)
-        return self._record(module, run, args, kwargs, {"call", "forward"})
-
-    def _enters(self, module: torch.nn.Module, method: str) -> bool:
-        """Whether this is the open call on its way in, rather than a new call of the same module."""
+    def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A module is called, or its forward: by the call that is open, or by the user in place of a call."""
         call = self._builder.call
-        if call is None or call.module is not module or method in self._entered[-1]:
-            return False
-        self._entered[-1].add(method)
-        if method == "forward":
-            self._entered[-1].add("call")
-        return True
-
-    def _record(
-        self, module: torch.nn.Module, run: Callable[..., Any], args: Any, kwargs: Any, entered: set[str]
-    ) -> Any:
+        if call is not None and call.module is module and method not in self._entered[-1]:
+            self._entered[-1] |= {"call", method}
+            return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
         fqn, scope = self._place(module)
         call = self._open(module, fqn, scope, args, kwargs)
-        call.direct = "forward" in entered
+        call.direct = method == "forward"
         if self._progress is not None:
             self._progress(str(scope), len(self._builder.tape.ops))
         if self._is_leaf(module, fqn or ""):
             return self._run_leaf(call, run, args, kwargs)
-        return self.run(call, entered, run, (module, *args), kwargs)
+        return self.run(call, {"call", method}, run, (module, *args), kwargs)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
         """The name of a module in the model, and its scope, named as in the module around it."""
@@ -157,14 +138,17 @@ class CallRecorder:
 
     def run(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the Python of a call. Frames of the model's ops are those inside this function."""
+
+        def finished() -> Any:
+            out = run(*args, **kwargs)
+            if call.parent is None:
+                map_structure(self._values.set_apart_result, out, torch.Tensor, self._object_types)
+            call.outputs = self._template(out)
+            return out
+
         self._entered.append(entered)
         try:
-            with self._builder.in_call(call):
-                out = run(*args, **kwargs)
-                if call.parent is None:
-                    map_structure(self._values.set_apart_result, out, torch.Tensor, self._object_types)
-                call.outputs = self._template(out)
-                return out
+            return self._builder.in_call(call, finished)
         finally:
             self._entered.pop()
 
@@ -173,7 +157,8 @@ class CallRecorder:
         builder, values, module = self._builder, self._values, call.module
         assert module is not None
         call.leaf = True
-        with _buffers_kept(module), builder.in_call(call):
+
+        def finished() -> Any:
             given = leaves_with_path((args, kwargs), "", self._object_types)
             read = [(t, version_of(t)) for _, t in given if isinstance(t, torch.Tensor)]
             with paused():
@@ -187,6 +172,9 @@ class CallRecorder:
             )
             builder.append("call_module", name, call.args, call.kwargs, call.outputs, writes)
             return out
+
+        with _buffers_kept(module):
+            return builder.in_call(call, finished)
 
     # ---------------------------------------------------------------- what else the forward does
 
@@ -279,12 +267,15 @@ def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
+_PLAIN = frozenset({bool, int, float, str, tuple})  # the classes of most attributes: isinstance takes longer
+
+
 def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """The attributes that are neither tensors, modules nor nn.Module's own bookkeeping."""
     return {
-        name: value
-        for name, value in module.__dict__.items()
-        if name[0] != "_" and not isinstance(value, (torch.Tensor, torch.nn.Module, Value))
+        name: a
+        for name, a in module.__dict__.items()
+        if name[0] != "_" and (type(a) in _PLAIN or not isinstance(a, (torch.Tensor, torch.nn.Module, Value)))
     }
 
 
@@ -297,38 +288,27 @@ def leaf_rule(leaf_modules: Any, model: Model) -> LeafRule:
     Raises LeafPatternError for another kind of entry, and for a pattern or class that matches no module of the model.
     """
     single = isinstance(leaf_modules, (str, type)) or callable(leaf_modules) or not isinstance(leaf_modules, Iterable)
-    entries = [leaf_modules] if single else list(leaf_modules)
-    if not entries:
-        return lambda module, fqn: False
-    classes = tuple(e for e in entries if isinstance(e, type))
-    patterns = [e for e in entries if isinstance(e, str)]
-    predicates = [e for e in entries if callable(e) and not isinstance(e, type)]
-    for entry in entries:
-        if not (isinstance(entry, (str, type)) or callable(entry)):
-            raise LeafPatternError(
-                f"leaf_modules: {entry!r} is a {type(entry).__name__}; give a module class, a pattern of names such as "
-                "'layers.*.attn', or a predicate (module, fqn) -> bool"
-            )
-    _refuse_unused(patterns, classes, model)
-
-    def rule(module: torch.nn.Module, fqn: str) -> bool:
-        return (
-            isinstance(module, classes)
-            or any(fnmatch.fnmatchcase(fqn, p) for p in patterns)
-            or any(p(module, fqn) for p in predicates)
-        )
-
-    return rule
+    rules = [_rule_of(entry, model) for entry in ([leaf_modules] if single else leaf_modules)]
+    return lambda module, fqn: any(rule(module, fqn) for rule in rules)
 
 
-def _refuse_unused(patterns: Iterable[str], classes: Iterable[type], model: Model) -> None:
-    names = [name for known in model.names.values() for name in known if name]
-    for pattern in patterns:
-        if not fnmatch.filter(names, pattern):
+def _rule_of(entry: Any, model: Model) -> LeafRule:
+    if isinstance(entry, str):
+        names = [name for known in model.names.values() for name in known if name]
+        if not fnmatch.filter(names, entry):
             some = ", ".join(names[:5])
-            raise LeafPatternError(f"leaf_modules: no module is named {pattern!r}; the model has {some or 'none'}, …")
-    for cls in classes:
-        if not issubclass(cls, torch.nn.Module):
-            raise LeafPatternError(f"leaf_modules: {cls.__name__} is not a torch.nn.Module class")
-        if model.modules and not any(isinstance(m, cls) for m in model.modules):
-            raise LeafPatternError(f"leaf_modules: the model has no {cls.__name__}")
+            raise LeafPatternError(f"leaf_modules: no module is named {entry!r}; the model has {some or 'none'}, …")
+        return lambda module, fqn: fnmatch.fnmatchcase(fqn, entry)
+    if isinstance(entry, type):
+        if not issubclass(entry, torch.nn.Module):
+            raise LeafPatternError(f"leaf_modules: {entry.__name__} is not a torch.nn.Module class")
+        if model.modules and not any(isinstance(m, entry) for m in model.modules):
+            raise LeafPatternError(f"leaf_modules: the model has no {entry.__name__}")
+        return lambda module, fqn: isinstance(module, entry)
+    if callable(entry):
+        rule: LeafRule = entry
+        return rule
+    raise LeafPatternError(
+        f"leaf_modules: {entry!r} is a {type(entry).__name__}; give a module class, a pattern of names such as "
+        "'layers.*.attn', or a predicate (module, fqn) -> bool"
+    )

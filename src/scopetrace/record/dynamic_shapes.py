@@ -31,7 +31,8 @@ from scopetrace.errors import DynamicShapeError
 from scopetrace.ir.conditions import DynamicInput, SizeRules
 
 Spec = tuple[str, Any, Any]
-"""The path of a tensor or a whole number in the arguments, itself, and what `dynamic_shapes` says of it."""
+"""The path of a tensor or a whole number in the arguments, itself, and what `dynamic_shapes` says of it: of a number a
+DimSpec, of a tensor one for each dimension; None for what is static."""
 
 
 class DynamicShapes:
@@ -51,7 +52,7 @@ class DynamicShapes:
             return None
         sizes: list[Any] = list(t.size())
         for d in sorted(spec):
-            expr = self._expression(spec[d], sizes[d], path, d)
+            expr = None if spec[d] is None else self._expression(spec[d], sizes[d], path, d)
             if expr is not None:
                 sizes[d] = symint(self.rules.env, expr, sizes[d])
                 self.rules.dynamic.append(DynamicInput(path, index, d, expr))
@@ -59,8 +60,8 @@ class DynamicShapes:
 
     def number_of(self, path: str, value: int, index: int) -> Any:
         """The symbolic number for an argument that is a whole number; None where it is static."""
-        spec = read_dim(self._numbers.get(path))
-        if spec is None or isinstance(spec, int):
+        spec = self._numbers.get(path)
+        if spec is None:
             return None
         symbol = new_number(self.rules.env, value, path)
         self.rules.specs[symbol] = dataclasses.replace(spec, lower=ANY_LOWER)
@@ -68,22 +69,16 @@ class DynamicShapes:
         self.rules.dynamic.append(DynamicInput(path, index, None, symbol))
         return symint(self.rules.env, symbol, value)
 
-    def _expression(self, dim: Any, value: int, path: str, d: int) -> Any:
-        spec, where = read_dim(dim), f"{path}, dimension {d}"
-        if isinstance(spec, int) and spec != value:
-            raise DynamicShapeError(f"{where} is {value} in the example, and {spec} in dynamic_shapes")
-        if spec is None or isinstance(spec, int):
-            return None
-        root = value
-        if spec.derive is not None and spec.name is not None:
-            found = solved(spec.derive(root_symbol(spec.name)), root_symbol(spec.name), value)
-            if found is None:
-                raise DynamicShapeError(
-                    f"{where} is {value} in the example, which is not of the form that it must have"
-                )
-            root = found
+    def _expression(self, spec: DimSpec, value: int, path: str, d: int) -> Any:
+        if spec.derive is None or spec.name is None:
+            return self._symbol(spec, value, path, d)
+        root = solved(spec.derive(root_symbol(spec.name)), root_symbol(spec.name), value)
+        if root is None:
+            raise DynamicShapeError(
+                f"{path}, dimension {d} is {value} in the example, which is not of the form that it must have"
+            )
         symbol = self._symbol(spec, root, path, d)
-        return symbol if spec.derive is None or symbol is None else spec.derive(symbol)
+        return None if symbol is None else spec.derive(symbol)
 
     def _symbol(self, spec: DimSpec, value: int, path: str, d: int) -> Any:
         symbol, where = self._named.get(spec.name or ""), f"{path}, dimension {d}"
@@ -146,7 +141,7 @@ def _walk(x: Any, spec: Any, path: str, object_types: Collection[type]) -> Itera
         yield path, x, _dims(x, spec, path)
         return
     if type(x) is int:
-        yield path, x, _number(x, spec, path)
+        yield path, x, _read(spec, x, path, path)
         return
     inner = open_container(x, object_types)
     if inner is None:
@@ -168,22 +163,25 @@ def _walk(x: Any, spec: Any, path: str, object_types: Collection[type]) -> Itera
         yield from _walk(value, item, path + key, object_types)
 
 
-def _number(x: int, spec: Any, path: str) -> Any:
+def _read(dim: Any, value: int, where: str, path: str) -> DimSpec | None:
+    """What is said of one size or number, which is `value` in the example; None for a static one."""
     try:
-        said = read_dim(spec)
+        said = read_dim(dim)
     except TypeError as error:
-        raise DynamicShapeError(f"dynamic_shapes, {path}: {error}") from None
-    if isinstance(said, int) and said != x:
-        raise DynamicShapeError(f"{path} is {x} in the example, and {said} in dynamic_shapes")
-    if isinstance(said, DimSpec) and said.name is not None:
+        raise DynamicShapeError(f"dynamic_shapes, {where}: {error}") from None
+    if isinstance(said, int):
+        if said != value:
+            raise DynamicShapeError(f"{where} is {value} in the example, and {said} in dynamic_shapes")
+        return None
+    if said is not None and said.name is not None and where == path:
         raise DynamicShapeError(
             f"dynamic_shapes has the Dim {said.name} for {path}, which is a whole number, not a size",
             hint="write Dim.DYNAMIC or Dim.AUTO for it, as for torch.export",
         )
-    return spec
+    return said
 
 
-def _dims(t: torch.Tensor, spec: Any, path: str) -> dict[int, Any]:
+def _dims(t: torch.Tensor, spec: Any, path: str) -> dict[int, DimSpec | None]:
     if isinstance(spec, dict):
         dims = {(d + t.dim() if d < 0 else d): dim for d, dim in spec.items()}
         beyond = [d for d in dims if not 0 <= d < t.dim()]
@@ -195,12 +193,7 @@ def _dims(t: torch.Tensor, spec: Any, path: str) -> dict[int, Any]:
         dims = dict(enumerate(spec))
     else:
         raise DynamicShapeError(f"dynamic_shapes has {spec!r} for the tensor {path}: write a dict, a list or a tuple")
-    for d, dim in dims.items():
-        try:
-            read_dim(dim)
-        except TypeError as error:
-            raise DynamicShapeError(f"dynamic_shapes, {path}, dimension {d}: {error}") from None
-    return dims
+    return {d: _read(dim, t.size(d), f"{path}, dimension {d}", path) for d, dim in dims.items()}
 
 
 def symbolic_strides(real: torch.Tensor, sizes: list[Any]) -> list[Any]:

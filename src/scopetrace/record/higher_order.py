@@ -48,9 +48,14 @@ class BodyRecorder:
         self.form = FORMS[hop]
         self.recorded = recorded
         self.args = self.form.gathered(args)
-        self.operands = [self._lifted(x) for i in self.form.operands for x in self.args[i]]
+        self.given = [(x, i) for i in self.form.operands for x in self.args[i]]
+        """The operands as Python gave them, each with the position of its group in the arguments."""
+        self.operands = [self._lifted(x) for x, _ in self.given]
 
     def _lifted(self, x: Any) -> Any:
+        """An argument with values for tensors."""
+        if isinstance(x, (list, tuple)):
+            return (list if isinstance(x, list) else tuple)([self._lifted(item) for item in x])
         return self.values.value_of(x) if isinstance(x, torch.Tensor) else x
 
     def run(self) -> Any:
@@ -60,7 +65,7 @@ class BodyRecorder:
                 "a higher-order op inside of torch.vmap, grad or another transform",
                 op=str(self.hop),
                 hint="call it outside, or compute both sides and pick with torch.where",
-                **self._where(),
+                **self.builder.where(),
             )
         recorded = [self._segment(*body) for body in self.form.bodies]
         segments = [segment for segment, _ in recorded]
@@ -86,7 +91,7 @@ class BodyRecorder:
         mark = builder.state.enter_module(scope)
         raising = True
         try:
-            given = [self._given(i, x, group) for i, (x, group) in enumerate(self._grouped())]
+            given = [self._placeholder(i, x, group) for i, (x, group) in enumerate(self.given)]
             flat, spec = pytree.tree_flatten(self.recorded(self.args[position], given))
             outputs = [self._output(leaf, parameter) for leaf in flat]
             raising = False
@@ -103,10 +108,7 @@ class BodyRecorder:
             builder.append(op.kind, op.target, op.args, op.kwargs, op.outputs).take_values()
         return segment, spec
 
-    def _grouped(self) -> list[tuple[Any, int]]:
-        return [(x, i) for i in self.form.operands for x in self.args[i]]
-
-    def _given(self, number: int, x: Any, group: int) -> Any:
+    def _placeholder(self, number: int, x: Any, group: int) -> Any:
         """What a callable gets for an operand: another tensor of the same kind, which is a placeholder of the body."""
         factory, operand = self.factory, self.operands[number]
         differs = group in (self.form.carried, self.form.sliced)  # from the operand itself
@@ -168,26 +170,15 @@ class BodyRecorder:
         return found
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
-        raise ControlFlowError(f"{self.hop}: {problem}", op=str(self.hop), hint=hint, **self._where())
-
-    def _where(self) -> dict[str, str | None]:
-        return self.builder.where()
+        raise ControlFlowError(f"{self.hop}: {problem}", op=str(self.hop), hint=hint, **self.builder.where())
 
     # ---------------------------------------------------------------- the op
 
     def _append(self, bodies: list[BodyTape], spec: Any, captured: list[Any], written: tuple[Value, ...]) -> Any:
-        args, fakes = list(self.args), list(self.args)
-        positions = [position for position, _, _ in self.form.bodies]
-        for i, a in enumerate(args):
-            if i in self.form.operands:
-                kind = list if isinstance(a, list) else tuple
-                args[i] = kind([self._lifted(x) for x in a])
-            elif isinstance(a, torch.Tensor):
-                args[i] = self.values.value_of(a)
-        args = self.form.gathered(with_more_operands(self.hop, self.form.spread(args), captured))
-        for i, a in enumerate(args):
-            fakes[i] = type(a)([_fake(x) for x in a]) if i in self.form.operands else _fake(a)
-        for position, body in zip(positions, bodies, strict=True):
+        lifted = self.form.spread([self._lifted(a) for a in self.args])
+        args = self.form.gathered(with_more_operands(self.hop, lifted, captured))
+        fakes = [_fake(a) for a in args]
+        for (position, _, _), body in zip(self.form.bodies, bodies, strict=True):
             args[position], fakes[position] = body, self._results_of(body)
         out = tuple(fake_results(self.factory.mode, self.hop, self.form.spread(fakes)))
         unbacked = self.factory.unbacked_bindings(out)
@@ -205,7 +196,7 @@ class BodyRecorder:
             raise UnsupportedOpError(
                 f"the forward differentiates, and has a {self.hop} of tensors that require grad",
                 op=str(self.hop),
-                **self._where(),
+                **self.builder.where(),
                 hint="trace the forward alone, without torch.autograd.grad in it",
             )
         for t in out:
@@ -222,6 +213,8 @@ class BodyRecorder:
 
 
 def _fake(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return type(x)([_fake(item) for item in x])
     return x.fake if isinstance(x, Value) else x
 
 

@@ -8,6 +8,7 @@ Data flow:
 from __future__ import annotations
 
 import functools
+import operator
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ import torch
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = frozenset({list, dict, set})
 _BOOKKEEPING = frozenset(torch.nn.Module().__dict__)
 
 
@@ -117,15 +118,14 @@ class BoundTensor(NamedTuple):
 class SavedModule:
     """A copy of the attributes of one module, and of the lists, dicts and sets among them."""
 
-    __slots__ = ("attributes", "containers", "fqn", "module", "tables")
+    __slots__ = ("containers", "fqn", "module", "tables")
 
     def __init__(self, fqn: str, module: torch.nn.Module) -> None:
         self.fqn = fqn
         self.module = module
-        self.attributes = dict(module.__dict__)
-        self.tables = {name: dict(self.attributes[name]) for name in _TABLES if name in self.attributes}
+        self.tables = [table.copy() for table in _tables(module)]
         self.containers: list[tuple[Any, Any]] = []
-        for name, value in self.attributes.items():
+        for name, value in module.__dict__.items():
             if type(value) in _CONTAINERS and name not in _BOOKKEEPING:
                 self._save_container(value)
 
@@ -140,52 +140,36 @@ class SavedModule:
         now = self.module.__dict__.get("_parameters")
         if not isinstance(now, dict):  # a scripted module makes them anew each time
             return ()
-        prefix = f"{self.fqn}." if self.fqn else ""
-        old = self.tables["_parameters"]
+        prefix, old = f"{self.fqn}." if self.fqn else "", self.tables[1]
         return tuple([prefix + name for name, p in old.items() if p is not None and now.get(name) is not p])
 
     def restore(self) -> list[BoundTensor]:
         """Put the module back as it was, and say which of its attributes were bound to other tensors."""
-        now = self.module.__dict__
-        bound = self._bound(now, self.attributes)
-        for name, old in self.tables.items():
-            table = now.get(name)
-            if table is not None:
-                bound += self._bound(table, old)
-                _put_back(table, old)
-        for container, old in self.containers:
+        bound: list[BoundTensor] = []
+        tables = [*zip(_tables(self.module), self.tables, strict=False)]
+        for table, old in tables:
+            for name, new in [] if _unchanged(table, old) else table.items():
+                if isinstance(new, torch.Tensor) and new is not old.get(name):
+                    bound.append(BoundTensor(self.module, self.fqn, name, new))
+        for container, old in (*tables, *self.containers):
             if not _unchanged(container, old):
                 container.clear()
                 container.extend(old) if isinstance(container, list) else container.update(old)
-        _put_back(now, self.attributes)
         return bound
 
-    def _bound(self, now: dict[str, Any], old: dict[str, Any]) -> list[BoundTensor]:
-        if len(now) == len(old) and all(map(_is, now.values(), old.values())):
-            return []
-        return [
-            BoundTensor(self.module, self.fqn, name, new)
-            for name, new in now.items()
-            if isinstance(new, torch.Tensor) and new is not old.get(name)
-        ]
 
-
-def _is(a: object, b: object) -> bool:
-    return a is b
+def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
+    """The attributes of a module, then its parameters, buffers and modules. A scripted module has only the first."""
+    own = module.__dict__
+    return [own, *[own[name] for name in _TABLES if isinstance(own.get(name), dict)]]
 
 
 def _unchanged(now: Any, old: Any) -> bool:
     if isinstance(now, set):
         return bool(now == old)
-    if isinstance(now, dict):
-        return len(now) == len(old) and all(map(_is, now, old)) and all(map(_is, now.values(), old.values()))
-    return len(now) == len(old) and all(map(_is, now, old))
-
-
-def _put_back(table: dict[str, Any], old: dict[str, Any]) -> None:
-    if len(table) != len(old) or not all(map(_is, table.values(), old.values())):
-        table.clear()
-        table.update(old)
+    if len(now) != len(old) or not all(map(operator.is_, now, old)):
+        return False
+    return isinstance(now, list) or all(map(operator.is_, now.values(), old.values()))
 
 
 def _unwrap(fn: Callable[..., Any]) -> tuple[torch.nn.Module | None, Callable[..., Any]]:

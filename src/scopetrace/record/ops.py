@@ -53,21 +53,6 @@ RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
 class OpFacts:
     """What recording needs to know of an op, looked up once in a trace."""
 
-    __slots__ = (
-        "convolves",
-        "func",
-        "has_dtype",
-        "in_place",
-        "inferable",
-        "may_write_undeclared",
-        "positions",
-        "reads",
-        "reshapes",
-        "rewrite",
-        "squeezes",
-        "written",
-    )
-
     def __init__(self, func: Any) -> None:
         schema = schema_of(func)
         self.func = func  # also keeps its id from being used again
@@ -281,16 +266,18 @@ class OpRecorder:
                 value = self.values.new(fake, slot, storage_id(fake), meta.key)
                 value.autograd_placeholder = meta.requires_grad
             made.append(value)
-        func = call.facts.func
         if container is not None:
-            self._builder.append("call_function", func, call.args, call.kwargs, container(made))
+            self._append(call, container(made))
             return container(fakes)
-        fake = made[0].fake
+        self._append(call, made[0])
+        return fakes[0]
+
+    def _append(self, call: OpCall, outputs: Any, *rest: Any) -> None:
+        """Put the op on the tape; `rest` are the further fields of Op."""
         kwargs = call.kwargs
-        if call.facts.has_dtype and not call.inputs:
-            kwargs = {**kwargs, "dtype": fake.dtype}  # the default is that of the trace
-        self._builder.append("call_function", func, call.args, kwargs, made[0])
-        return fake
+        if call.facts.has_dtype and not call.inputs and isinstance(outputs, Value):
+            kwargs = {**kwargs, "dtype": outputs.fake.dtype}  # the default is that of the trace
+        self._builder.append("call_function", call.facts.func, call.args, kwargs, outputs, *rest)
 
     # ---------------------------------------------------------------- results of torch
 
@@ -299,9 +286,8 @@ class OpRecorder:
         facts = call.facts
         undeclared = undeclared_writes(facts.func, call.args, call.kwargs) if facts.may_write_undeclared else ()
         if undeclared and undeclared_variant(facts.func, call.args, call.kwargs) is None and can_decompose(facts.func):
-            return dispatch.decomposed(
-                self.mode, facts.func, *call.given
-            )  # instance_norm: its parts say what they write
+            args, kwargs = call.given  # instance_norm: its parts say what they write
+            return self.recorded(lambda: facts.func.decompose(*args, **kwargs))
         unseen = bool(facts.written) and self._prepare_write(call)
         args, kwargs = self._with_fakes(call.given)
         before = _BeforeWrite(call, [t for t in flat((args, kwargs)) if isinstance(t, torch.Tensor)], undeclared)
@@ -319,11 +305,7 @@ class OpRecorder:
                 self._inference.learn(key, call.inputs, out)
             if out is not None and not _has_tensor(out):
                 return out  # a question about metadata, answered
-        taken = call.kwargs
-        if facts.has_dtype and not call.inputs and isinstance(out, torch.Tensor):
-            taken = {**taken, "dtype": out.dtype}  # the default is that of the trace
-        outputs = self.values.new_results(out)
-        self._builder.append("call_function", facts.func, call.args, taken, outputs, written, unbacked, before.tracked)
+        self._append(call, self.values.new_results(out), written, unbacked, before.tracked)
         if moved:
             self.values.follow(
                 [t for t in flat(call.given) if isinstance(t, torch.Tensor)], before.fakes, str(facts.func)

@@ -199,7 +199,9 @@ class Recording:
         Returns the arguments with fake tensors and symbolic numbers in place of these.
         """
         tape, taken = self.tape, set[str]()
-        dynamic = self._dynamic_shapes(forward, args, kwargs, dynamic_shapes)
+        named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
+        leaves = [found for name, arg in named for found in leaves_with_path(arg, name, self.object_types)]
+        dynamic = self._dynamic_shapes(forward, args, kwargs, dynamic_shapes, named, [leaf for _, leaf in leaves])
         fakes: dict[int, torch.Tensor] = {}
         numbers: list[tuple[str, Any]] = []
 
@@ -219,7 +221,7 @@ class Recording:
             numbers.append((path, number))
             return number
 
-        inputs = iter([input_of(*named) for named in self._named_leaves(forward, args, kwargs) if _may_vary(named[1])])
+        inputs = iter([input_of(path, leaf) for path, leaf in leaves if _may_vary(leaf)])
         for path, number in numbers:
             self.builder.append("placeholder", identifier(path, taken), (), {}, number)
             tape.numbers.append(number)
@@ -239,26 +241,28 @@ class Recording:
         return self.factory.symbolic(real, sizes, symbolic_strides(real, sizes))
 
     def _dynamic_shapes(
-        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], spec: Any
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        spec: Any,
+        named: list[tuple[str, Any]],
+        leaves: list[Any],
     ) -> DynamicShapes | None:
+        """The symbols of the inputs; `named` are the arguments, and `leaves` what is in them."""
         if callable(getattr(spec, "dynamic_shapes", None)):  # ShapesCollection and AdditionalInputs of torch.export
             spec = spec.dynamic_shapes(forward, args, kwargs)
         if not spec:
             return None
-        named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
-        specs = read_dynamic_shapes(spec, named, lambda: _bound_arguments(forward, args, kwargs), self.object_types)
-        refuse_shared(
-            [t for _, t, _ in specs if isinstance(t, torch.Tensor)],
-            [leaf for _, leaf in self._named_leaves(forward, args, kwargs)],
-        )
+
+        def bound() -> dict[str, Any]:
+            return dict(_signature(forward).bind(*args, **kwargs).arguments)
+
+        specs = read_dynamic_shapes(spec, named, bound, self.object_types)
+        refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], leaves)
         dynamic = DynamicShapes(self.factory.shape_env, specs)
         self.tape.sizes = dynamic.rules
         return dynamic
-
-    def _named_leaves(self, forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[tuple[str, Any]]:
-        """Each leaf with its path from the name of forward's parameter: `"ys[0]['k']"`."""
-        named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
-        return [found for name, arg in named for found in leaves_with_path(arg, name, self.object_types)]
 
     # ---------------------------------------------------------------- errors
 
@@ -331,18 +335,15 @@ def _may_vary(leaf: Any) -> bool:
     return isinstance(leaf, (torch.Tensor, int)) and not isinstance(leaf, bool)
 
 
-def _bound_arguments(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments by the names of forward's parameters, `*args` and `**kwargs` under their own."""
-    target = forward.forward if isinstance(forward, torch.nn.Module) else forward
-    return dict(inspect.signature(target).bind(*args, **kwargs).arguments)
+def _signature(forward: Any) -> inspect.Signature:
+    return inspect.signature(forward.forward if isinstance(forward, torch.nn.Module) else forward)
 
 
 def argument_names(forward: Any, count: int) -> list[str]:
     """What forward calls its first `count` positional arguments; `args[0]` and so on past `*args`."""
-    target = forward.forward if isinstance(forward, torch.nn.Module) else forward
     names: list[str] = []
     try:
-        parameters = list(inspect.signature(target).parameters.values())
+        parameters = list(_signature(forward).parameters.values())
     except (TypeError, ValueError):  # built-in callables have no signature
         parameters = []
     for p in parameters:
