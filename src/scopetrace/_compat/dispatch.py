@@ -193,16 +193,7 @@ def through_transform(on_op: OnOp, func: OpOverload, args: Any, kwargs: Any) -> 
 
 # Autocast ------------------------------------------------------------------------------------------------------------
 
-_AUTOCAST_KEYS = {
-    device: getattr(DispatchKey, key)
-    for device, key in {
-        "cpu": "AutocastCPU",
-        "cuda": "AutocastCUDA",
-        "xpu": "AutocastXPU",
-        "hpu": "AutocastHPU",
-        "mps": "AutocastMPS",
-    }.items()
-}
+_AUTOCAST_KEYS = {d: getattr(DispatchKey, f"Autocast{d.upper()}") for d in ("cpu", "cuda", "xpu", "hpu", "mps")}
 
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 

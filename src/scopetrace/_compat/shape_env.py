@@ -437,6 +437,11 @@ class DimSpec:
     """`Dim.AUTO`: a model that requires one size makes the dimension static, and that is no error."""
     derive: Callable[[Any], Any] | None = None
 
+    def root_of(self, size: int) -> int | None:
+        """The value of the root for which the dimension has this size; None where there is none."""
+        root = sympy.Symbol("root", integer=True)
+        return size if self.derive is None else solved(self.derive(root), root, size)
+
 
 def read_dim(dim: Any) -> DimSpec | int | None:
     """One entry of `dynamic_shapes` in any of torch.export's forms.
@@ -468,8 +473,3 @@ def ranges(bounds: dict[sympy.Symbol, tuple[int, int | None]]) -> dict[sympy.Sym
         s: ValueRanges(-int_oo if lower == ANY_LOWER else lower, int_oo if upper is None else upper)
         for s, (lower, upper) in bounds.items()
     }
-
-
-def root_symbol(name: str) -> sympy.Symbol:
-    """A free symbol, to apply the function of a derived Dim to."""
-    return sympy.Symbol(name, integer=True)

@@ -285,7 +285,7 @@ def _is_plain(real: torch.Tensor) -> bool:
         and real.layout is torch.strided
         and not (real.is_quantized or real.is_conj() or real.is_neg() or real.is_nested or real.is_inference())
         and (real.untyped_storage().device == real.device or type(real) is FakeTensor)
-        and not any(isinstance(n, torch.SymInt) for n in (*real.size(), *real.stride()))
+        and not is_symbolic(real)
     )
 
 

@@ -279,7 +279,8 @@ def capture_frames(outer: Frames, boundary: CodeType) -> Frames:
         code = frame.f_code
         if code is boundary:
             break
-        if not is_hidden(code.co_filename):
+        hidden = _hidden.get(code.co_filename)
+        if not (is_hidden(code.co_filename) if hidden is None else hidden):
             frames.append((code, frame.f_lineno))
         frame = frame.f_back
     frames.reverse()

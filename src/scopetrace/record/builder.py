@@ -149,14 +149,11 @@ class ValueTable:
         """As `new`, with the storage and key of the tensor."""
         return self.new(t, slot, storage_id(t), self._inference.key_of(t))
 
-    def new_results(self, out: Any) -> Any:
+    def new_results(self, out: Any, slot: int = 0) -> Any:
         """What an op returned, with a new value in place of each tensor."""
         if isinstance(out, (list, tuple)):
-            return type(out)([self._maybe_new(t, slot) for slot, t in enumerate(out)])
-        return self._maybe_new(out, 0)
-
-    def _maybe_new(self, t: Any, slot: int) -> Any:
-        return self.new_result(t, slot) if isinstance(t, torch.Tensor) else t
+            return type(out)([self.new_results(t, slot) for slot, t in enumerate(out)])
+        return self.new_result(out, slot) if isinstance(out, torch.Tensor) else out
 
     def append_op(self, target: Any, args: tuple[Any, ...], out: torch.Tensor) -> Value:
         """Append an op of one result to the tape."""
@@ -166,17 +163,17 @@ class ValueTable:
 
     def append_input(self, name: str, fake: torch.Tensor) -> Value:
         """Append a placeholder. A tensor given twice has two values, and the ops read the first."""
-        value = Value(fake, 0, storage_id(fake), self._inference.key_of(fake))
+        first = self.by_id.get(id(fake))
+        value = self.new_result(fake)
         self._builder.append("placeholder", name, (), {}, value)
         self._given.add(id(fake))
-        self.by_id.setdefault(id(fake), value)
-        self._by_storage.setdefault(value.storage, []).append(value)
+        self.by_id[id(fake)] = first or value
         self._tape.inputs.append(value)
         return value
 
     def append_body_input(self, name: str, x: Any) -> None:
         """Append a placeholder of the body that is being recorded: a new tensor or a number."""
-        self._builder.append("placeholder", name, (), {}, self._maybe_new(x, 0))
+        self._builder.append("placeholder", name, (), {}, self.new_results(x))
 
     # ---------------------------------------------------------------- values of tensors
 
@@ -236,7 +233,8 @@ class ValueTable:
         for value in reversed(same_memory):
             if geometry_key(value.fake) == geometry:
                 # `.data` of a tensor that requires grad is another tensor for autograd
-                return value if t.requires_grad or not value.fake.requires_grad else self._detached(value, t)
+                shared = t.requires_grad or not value.fake.requires_grad
+                return value if shared else self.append_op(_aten.detach.default, (value,), t)
         if not same_memory:
             raise ForeignTensorError(
                 "a tensor was used whose making was not recorded", **self._builder.where(), hint=_FOREIGN
@@ -245,9 +243,6 @@ class ValueTable:
         if base.fake.dtype != t.dtype:
             raise UnsupportedOpError("a view of another dtype was made outside the dispatcher", **self._builder.where())
         return self.append_op(_aten.as_strided.default, (base, list(t.size()), list(t.stride()), t.storage_offset()), t)
-
-    def _detached(self, value: Value, t: FakeTensor) -> Value:
-        return self.append_op(_aten.detach.default, (value,), t)
 
     def _adopt(self, real: torch.Tensor) -> Value:
         """The value of a parameter, buffer or attribute of the model, or of a constant from a closure or global."""
@@ -272,9 +267,7 @@ class ValueTable:
         source = self.by_id.get(id(real))
         if source is None:
             source = self.by_id[id(real)] = self._adopt(real)
-        with without_dispatch():
-            fake = source.fake
-            new = self._factory.fresh(fake.size(), fake.stride(), fake.dtype, fake.device, False)
+        new = self._inference.like(source.fake)
         self.append_op(_aten.lift_fresh_copy.default, (source,), new)
         return new
 
@@ -284,7 +277,7 @@ class ValueTable:
         """Give a detached alias a value of its own: `x.data.t_()` changes the shape of `x.data`, not that of x."""
         value = self.value_of(t)
         if value.fake is not t and value.fake.layout is torch.strided:
-            self._detached(value, t)
+            self.append_op(_aten.detach.default, (value,), t)
 
     def set_apart_result(self, t: torch.Tensor) -> None:
         """Give a result of the program a value of its own where it is `.data` of another tensor."""
@@ -309,7 +302,7 @@ class ValueTable:
     def add_data_alias(self, source: torch.Tensor, alias: torch.Tensor) -> torch.Tensor:
         """`alias`, which is `source.data`: for autograd a tensor of its own, as `detach()` gives."""
         if isinstance(alias, FakeTensor):
-            self._detached(self.value_of(source), alias)
+            self.append_op(_aten.detach.default, (self.value_of(source),), alias)
         return alias
 
     def is_outside(self, t: torch.Tensor) -> bool:

@@ -28,7 +28,7 @@ from scopetrace.ir.tape import Call, Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.data import DataReader
 from scopetrace.record.model import Model
-from scopetrace.record.retrace import Retrace
+from scopetrace.record.retrace import Assumptions, Retrace
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
@@ -188,7 +188,7 @@ class CallRecorder:
                 hint="return the loss and call backward() outside, or use torch.autograd.grad",
             )
         if not self._builder.tape.exact_autograd:
-            raise Retrace("the forward differentiates", exact_autograd=True)
+            raise Retrace("the forward differentiates", Assumptions(exact_autograd=True))
 
     def on_custom_function(self, cls: type, args: Any) -> None:
         """A function with a backward of its own is applied, which a graph of its forward would lose."""

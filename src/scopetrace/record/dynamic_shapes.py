@@ -21,8 +21,6 @@ from scopetrace._compat.shape_env import (
     new_number,
     new_symbol,
     read_dim,
-    root_symbol,
-    solved,
     symint,
 )
 from scopetrace._compat.tensors import storage_id
@@ -70,15 +68,13 @@ class DynamicShapes:
         return symint(self.rules.env, symbol, value)
 
     def _expression(self, spec: DimSpec, value: int, path: str, d: int) -> Any:
-        if spec.derive is None or spec.name is None:
-            return self._symbol(spec, value, path, d)
-        root = solved(spec.derive(root_symbol(spec.name)), root_symbol(spec.name), value)
+        root = spec.root_of(value)
         if root is None:
             raise DynamicShapeError(
                 f"{path}, dimension {d} is {value} in the example, which is not of the form that it must have"
             )
         symbol = self._symbol(spec, root, path, d)
-        return None if symbol is None else spec.derive(symbol)
+        return symbol if symbol is None or spec.derive is None else spec.derive(symbol)
 
     def _symbol(self, spec: DimSpec, value: int, path: str, d: int) -> Any:
         symbol, where = self._named.get(spec.name or ""), f"{path}, dimension {d}"

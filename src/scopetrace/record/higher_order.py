@@ -205,11 +205,7 @@ class BodyRecorder:
 
     def _results_of(self, body: BodyTape) -> Callable[..., Any]:
         """For the shape function: the body as a callable, whose results are those recorded, with new memory."""
-
-        def results(*_: Any) -> Any:
-            return tuple([self._like(v.fake) if isinstance(v, Value) else v for v in body.outputs])
-
-        return results
+        return lambda *_: tuple([self._like(v.fake) if isinstance(v, Value) else v for v in body.outputs])
 
 
 def _fake(x: Any) -> Any:

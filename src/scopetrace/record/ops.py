@@ -40,7 +40,7 @@ from scopetrace.ops.higher_order import FORMS, INLINED
 from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.higher_order import BodyRecorder
-from scopetrace.record.retrace import Retrace
+from scopetrace.record.retrace import Assumptions, Retrace
 
 _aten = torch.ops.aten
 _END_OF_PROFILED = torch.ops.profiler._record_function_exit._RecordFunction
@@ -123,7 +123,7 @@ class OpRecorder:
         """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
         if dispatch.in_transform():
             if not self._exact:
-                raise Retrace("a transform such as torch.vmap runs", exact_autograd=True)
+                raise Retrace("a transform such as torch.vmap runs", Assumptions(exact_autograd=True))
             return dispatch.through_transform(self._record, func, args, kwargs)
         if dispatch.autocast_enabled():
             out = dispatch.through_autocast(self.mode, func, _device(args, kwargs), args, kwargs)
@@ -163,7 +163,7 @@ class OpRecorder:
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
         if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
-            return dispatch.decomposed(self.mode, func, args, kwargs)
+            return self.recorded(lambda: func.decompose(*args, **kwargs))
         if facts.reshapes:
             self._set_apart_reshaped(facts, args, kwargs)
         call = self._lifted(facts, args, kwargs)
@@ -206,7 +206,9 @@ class OpRecorder:
             if not self._exact:
                 raise
             if not self._composites_apart:
-                raise Retrace("backward reads what a composite op has saved", composites_apart=True) from None
+                raise Retrace(
+                    "backward reads what a composite op has saved", Assumptions(composites_apart=True)
+                ) from None
             raise ForeignTensorError(
                 error.problem,
                 op=str(facts.func),
@@ -356,7 +358,7 @@ class OpRecorder:
         for value in written:
             same_memory = self.values.in_storage(value.storage)
             if any(v.fake is not value.fake for v in same_memory):
-                raise Retrace("an op writes to a view of a tensor that requires grad", exact_autograd=True)
+                raise Retrace("an op writes to a view of a tensor that requires grad", Assumptions(exact_autograd=True))
             if any(v.autograd_placeholder for v in same_memory):
                 self._factory.give_history(value.fake)
             for v in same_memory:

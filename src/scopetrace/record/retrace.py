@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Assumptions:
-    """What is taken for granted while the model's Python runs."""
+    """What is known of the forward before it runs. The defaults are what is taken for granted at first."""
 
     exact_autograd: bool = False
     """Whether torch runs every op, so that results have autograd's own history."""
@@ -16,30 +16,20 @@ class Assumptions:
     object_types: frozenset[type] = frozenset()
     """The classes, unknown to pytree, whose instances hold tensors in their attributes."""
 
-    def corrected(self, failed: Retrace) -> Assumptions:
-        """The assumptions for the next run."""
+    def __or__(self, other: Assumptions) -> Assumptions:
         return Assumptions(
-            self.exact_autograd or failed.exact_autograd,
-            self.composites_apart or failed.composites_apart,
-            self.object_types | failed.object_types,
+            self.exact_autograd or other.exact_autograd,
+            self.composites_apart or other.composites_apart,
+            self.object_types | other.object_types,
         )
 
 
 class Retrace(BaseException):
-    """The forward has to run again, under other assumptions. Users never see it.
+    """The forward has to run again, with these assumptions too. Users never see it.
 
     It is no Exception, so that a forward that catches its own errors does not swallow it.
     """
 
-    def __init__(
-        self,
-        why: str,
-        *,
-        exact_autograd: bool = False,
-        composites_apart: bool = False,
-        object_types: frozenset[type] = frozenset(),
-    ) -> None:
+    def __init__(self, why: str, needed: Assumptions) -> None:
         super().__init__(why)
-        self.exact_autograd = exact_autograd
-        self.composites_apart = composites_apart
-        self.object_types = object_types
+        self.needed = needed

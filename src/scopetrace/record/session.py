@@ -98,7 +98,7 @@ def retraced(attempt: Callable[[Assumptions], T]) -> T:
             try:
                 return attempt(assumptions)
             except Retrace as failed:
-                assumptions = assumptions.corrected(failed)
+                assumptions |= failed.needed
 
 
 def _run_nodes(graph_module: torch.fx.GraphModule, args: Any) -> Any:
@@ -170,7 +170,9 @@ class Recording:
                 missed = tensor_holders((out, fake_args, fake_kwargs)) - self.object_types
                 if missed:
                     saved.restore()
-                    raise Retrace("objects hold tensors that held none before the forward", object_types=missed)
+                    raise Retrace(
+                        "objects hold tensors that held none before the forward", Assumptions(object_types=missed)
+                    )
                 effects = watch.effects(self.values.value_of)
                 tape.outputs = Returned(tape.calls[0].outputs, effects) if effects else tape.calls[0].outputs
                 refuse_hidden(out, (FakeTensor,), "the result", self.object_types)
