@@ -63,28 +63,22 @@ class PreDispatchMode(SchemaCheckMode):
         """True, so that dynamo works under it."""
         return True
 
-    def put_on(self) -> None:
-        """Report the ops of this thread from now on. It is alone on the stack of pre-dispatch modes."""
-        _slots._schema_check_mode = self
-        _include_key(DispatchKey.PreDispatch, True)
-
-    def take_off(self) -> None:
-        """Report no more."""
-        _slots._schema_check_mode = None
-        _include_key(DispatchKey.PreDispatch, False)
+    def switch(self, on: bool) -> None:
+        """Report the ops of this thread, or do not. It is alone on the stack of pre-dispatch modes."""
+        _slots._schema_check_mode = self if on else None
+        _include_key(DispatchKey.PreDispatch, on)
 
     def dispatch(self, func: OpOverload, /, *args: Any, **kwargs: Any) -> Any:
         """What `func` gives to the model."""
-        self.take_off()
+        self.switch(False)
         try:
             return self.on_op(func, args, kwargs)
         finally:
-            self.put_on()
+            self.switch(True)
 
 
-@contextlib.contextmanager
-def _short_way_to_the_mode() -> Iterator[None]:
-    """Ops go from torch's dispatcher to `PreDispatchMode.dispatch`.
+def short_way() -> tuple[Any, str, Any]:
+    """A replacement, as (class, name, function), by which ops go from torch's dispatcher to `PreDispatchMode.dispatch`.
 
     torch's own way there flattens the arguments and makes a context manager, which takes as long as recording the op.
     """
@@ -96,11 +90,7 @@ def _short_way_to_the_mode() -> Iterator[None]:
             return functools.partial(mode.dispatch, self)
         return outer(self, key)
 
-    OpOverload._get_dispatch = get_dispatch  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        OpOverload._get_dispatch = outer  # type: ignore[method-assign]
+    return OpOverload, "_get_dispatch", get_dispatch
 
 
 def _register_higher_order_ops() -> None:
@@ -123,10 +113,13 @@ def _reported(hop: HigherOrderOperator) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def dispatching_to(mode: PreDispatchMode, *others: Any) -> Iterator[None]:
-    """Enter the modes `others` and, above them, `mode`. The mode of an outer trace in this thread is off inside."""
+    """Enter the modes `others` and, above them, `mode`, with `short_way` in place.
+
+    The mode of an outer trace in this thread is off inside.
+    """
     _register_higher_order_ops()
     with paused(), contextlib.ExitStack() as stack:
-        for entered in (*others, enable_python_dispatcher(), _short_way_to_the_mode(), mode):
+        for entered in (*others, enable_python_dispatcher(), mode):
             stack.enter_context(entered)
         yield
 
@@ -144,11 +137,11 @@ def paused() -> Iterator[None]:
 
 def with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
     """Call `run` with the mode on again, from inside `on_op` or `on_higher_order`."""
-    mode.put_on()
+    mode.switch(True)
     try:
         return run()
     finally:
-        mode.take_off()
+        mode.switch(False)
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.dispatch import eager, hop_entry_points
+from scopetrace._compat.dispatch import eager, hop_entry_points, short_way
 from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.symbols import Symbolic
 
@@ -105,7 +105,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         _report_storages(replace, observer, here, mine)
         _report_values(replace, observer, mine)
         _index_with_symbols(replace, mine)
-        for owner, name, value in hop_entry_points(mine):
+        for owner, name, value in (*hop_entry_points(mine), short_way()):
             replace(owner, name, value)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -213,15 +213,11 @@ def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
-    outer = torch.autograd.graph._engine_run_backward
-
-    def run_backward(*args: Any, **kwargs: Any) -> Any:
-        if mine():
-            observer.on_backward(accumulates=bool(kwargs.get("accumulate_grad")))
-        return outer(*args, **kwargs)
+    def report(*_: Any, accumulate_grad: bool = False, **__: Any) -> None:
+        observer.on_backward(accumulates=accumulate_grad)
 
     for module in (torch.autograd, torch.autograd.graph):  # each has imported it under its name
-        replace(module, "_engine_run_backward", run_backward)
+        replace(module, "_engine_run_backward", _reported(module._engine_run_backward, report, mine))
 
 
 def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:
@@ -241,18 +237,21 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
 def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
     """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward seeds them."""
 
-    def reported(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(fn)
-        def seed(*args: Any, **kwargs: Any) -> Any:
-            if mine():
-                observer.on_seed()
-            return fn(*args, **kwargs)
-
-        return seed
-
     for name in ("manual_seed", "seed"):
         for module in (torch, torch.random):
-            replace(module, name, reported(getattr(module, name)))
+            replace(module, name, _reported(getattr(module, name), lambda *_, **__: observer.on_seed(), mine))
+
+
+def _reported(fn: Callable[..., Any], report: Callable[..., None], mine: Mine) -> Callable[..., Any]:
+    """`fn`, which calls `report` with its arguments first."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if mine():
+            report(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return call
 
 
 def _report_storages(replace: Replace, observer: Observer, here: Mine, mine: Mine) -> None:

@@ -79,24 +79,6 @@ class Assumed:
     place: Place
 
 
-@dataclasses.dataclass(frozen=True)
-class Decision:
-    """The value that Python got for an expression that depends on data."""
-
-    value: bool | int | float
-    condition: sympy.Expr
-    """True for the inputs for which Python would get the same value."""
-    message: str
-    """The error at a call for which it is not true."""
-
-
-def condition_of(expr: Any, value: bool | int | float) -> Any:
-    """The condition `expr == value`, as a sympy boolean."""
-    if isinstance(value, bool):
-        return expr if value else sympy.Not(expr)
-    return sympy.Eq(expr, value)
-
-
 def bound_values(bindings: Any, out: Any) -> dict[Any, Any]:
     """The values of an op's unbacked symbols, from what it returned for real tensors.
 
@@ -237,8 +219,9 @@ class WatchedShapeEnv(ShapeEnv):
         """The names of symbols for users: those of their Dims."""
         self.place: Callable[[], Place] = dict
         """Returns the module and source line that are running."""
-        self.decide: Callable[[Any], Decision] | None = None
-        """Decides the value of an expression that depends on data. None: torch raises."""
+        self.decide: Callable[[Any], tuple[bool | int | float, str]] | None = None
+        """Decides the value of an expression that depends on data, and says the error of a call with another value.
+        None: torch raises."""
         self.arithmetic: dict[Any, Any] = {}
         """Results of arithmetic, by operation and operands, for `CachingNode`."""
         self._given: dict[sympy.Expr, Any] = {}
@@ -261,10 +244,14 @@ class WatchedShapeEnv(ShapeEnv):
         except GuardOnDataDependentSymNode:
             if self.decide is None:
                 raise
-            found = self.decide(orig_expr)
-            if not self.guard_or_defer_runtime_assert(found.condition, found.message):
+            value, message = self.decide(orig_expr)
+            if isinstance(value, bool):
+                condition = orig_expr if value else sympy.Not(orig_expr)
+            else:
+                condition = sympy.Eq(orig_expr, value)
+            if not self.guard_or_defer_runtime_assert(condition, message):
                 raise
-            return sympy.sympify(found.value)
+            return sympy.sympify(value)
 
     def _get_user_frame(self) -> Any:
         """The nearest frame outside torch and scopetrace, in which torch looks for an `assert`."""

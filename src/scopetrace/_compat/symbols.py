@@ -201,12 +201,6 @@ def without_floor(stride: Any, sizes: Sequence[Any]) -> Any:
     return expr.xreplace({Max(1, n): n for n in sizes if not isinstance(n, int)})
 
 
-def plain_number(number: Any) -> int | float | bool:
-    """The number as a Python number; a guard fixes a symbolic one."""
-    found: int | float | bool = number.node.pytype(number) if isinstance(number, Symbolic) else number
-    return found
-
-
 def is_static(numbers: Any) -> bool:
     """Whether none is symbolic."""
     return all(isinstance(n, int) for n in numbers)

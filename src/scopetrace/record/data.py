@@ -21,8 +21,8 @@ import torch
 
 from scopetrace._compat.dispatch import eager
 from scopetrace._compat.schema import is_op
-from scopetrace._compat.shape_env import Decision, WatchedShapeEnv, bound_values, condition_of, evaluated
-from scopetrace._compat.symbols import Symbolic, plain_number, to_expr
+from scopetrace._compat.shape_env import WatchedShapeEnv, bound_values, evaluated
+from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id
 from scopetrace.errors import DataDependentError
 from scopetrace.ir.conditions import Specialization
@@ -71,15 +71,13 @@ class DataReader:
 
         Raises DataDependentError, or torch's error that it stands for, where Python needs a value that there is not.
         """
-        found, constant = self._example.constant(func, args, kwargs)
-        if found:
-            return constant
-        if func in (_aten.equal.default, _aten.allclose.default):
+        found = self._example.constant(func, args, kwargs)
+        if found is NotImplemented and func in (_aten.equal.default, _aten.allclose.default):
             answer = self._factory.shape_env.create_unbacked_symbool()
             unbacked = self._factory.unbacked_bindings(answer)
             self._builder.append("call_function", func, args, kwargs, answer, unbacked=unbacked)
             return self.is_true(func, answer)
-        return NotImplemented
+        return found
 
     def is_true(self, func: Any, number: Any) -> bool:
         """The truth of what `func` gave, which Python wants at once."""
@@ -90,7 +88,8 @@ class DataReader:
         """The number behind a tensor of one element or a symbolic number; NotImplemented without specialization."""
         if not self._specialize:
             return NotImplemented
-        return plain_number(x.item() if isinstance(x, torch.Tensor) else x)
+        number = x.item() if isinstance(x, torch.Tensor) else x
+        return number.node.pytype(number) if isinstance(number, Symbolic) else number
 
     def data_of(self, t: torch.Tensor) -> Any:
         """A real tensor with the data of `t`.
@@ -98,10 +97,10 @@ class DataReader:
         NotImplemented where it depends on inputs or state and the trace is not specialized.
         """
         value = self._values.value_of(t)
-        found, real = self._example.constant(_aten.clone.default, (value,), {})
-        if not found and not self._specialize:
-            return NotImplemented
-        if not found:
+        real = self._example.constant(_aten.clone.default, (value,), {})
+        if real is NotImplemented:
+            if not self._specialize:
+                return NotImplemented
             real = self._example.tensor(value)
             if not torch.equal(t, real):
                 raise DataDependentError(
@@ -117,8 +116,11 @@ class DataReader:
             return None if running is None else str(running)
         return str(maker.target)
 
-    def _decide(self, expr: Any) -> Decision:
-        """What `expr` is in the example run, noted as a specialization. Raises NoRealValue."""
+    def _decide(self, expr: Any) -> tuple[bool | int | float, str]:
+        """What `expr` is in the example run, and the error of a call where it is not. Raises NoRealValue.
+
+        It is noted as a specialization.
+        """
         call, found = self._builder.call, self._builder.tape.specializations
         fqn, op = (call.fqn if call is not None else None), self.reader(expr, self._builder.running)
         where: dict[str, Any] = {"op": op, "fqn": fqn, **self._builder.where()}
@@ -127,7 +129,7 @@ class DataReader:
         known = Specialization(str(expr), value, **where)
         if known not in found:
             found.append(known)
-        return Decision(value, condition_of(expr, value), known.message)
+        return value, known.message
 
 
 class ExampleRun:
@@ -144,15 +146,14 @@ class ExampleRun:
         self._binder: dict[Any, int] = {}  # by symbol: the op that makes it
         self._start_over()
 
-    def constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[bool, Any]:
-        """(True, what the op gives) when it depends neither on inputs nor on the model's state; else (False, None)."""
+    def constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What an op gives that depends neither on inputs nor on the model's state; else NotImplemented."""
         wanted = [(a, len(self._tape.ops)) for a in flat((args, kwargs))]
-        ops = self._leading_to(wanted, self._is_constant)
-        if ops is None:
-            return False, None
+        if self._leading_to(wanted, self._is_constant) is None:
+            return NotImplemented
         self._run(wanted)
         with eager():
-            return True, func(*self._real(args), **self._real(kwargs))
+            return func(*self._real(args), **self._real(kwargs))
 
     def tensor(self, value: Value) -> torch.Tensor:
         """A copy of a tensor at this point of the example run. Raises NoRealValue."""

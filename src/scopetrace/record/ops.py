@@ -126,7 +126,7 @@ class OpRecorder:
                 raise Retrace("a transform such as torch.vmap runs", Assumptions(exact_autograd=True))
             return dispatch.through_transform(self._record, func, args, kwargs)
         if dispatch.autocast_enabled():
-            out = dispatch.through_autocast(self.mode, func, _device(args, kwargs), args, kwargs)
+            out = dispatch.through_autocast(self.mode, func, _device_type(args, kwargs), args, kwargs)
             if out is not NotImplemented:
                 return out
         return self._record(func, args, kwargs)
@@ -292,7 +292,7 @@ class OpRecorder:
             return self.recorded(lambda: facts.func.decompose(*args, **kwargs))
         unseen = bool(facts.written) and self._prepare_write(call)
         args, kwargs = self._with_fakes(call.given)
-        before = _BeforeWrite(call, [t for t in flat((args, kwargs)) if isinstance(t, torch.Tensor)], undeclared)
+        before = _BeforeWrite(call, _tensors((args, kwargs)), undeclared)
         with torch.no_grad() if unseen else contextlib.nullcontext():
             out = self._execute(call, args, kwargs, key)
         if facts.squeezes and is_symbolic(call.inputs[0].fake):
@@ -305,13 +305,11 @@ class OpRecorder:
         if not written and unbacked is None:
             if key is not None and facts.inferable:
                 self._inference.learn(key, call.inputs, out)
-            if out is not None and not _has_tensor(out):
+            if out is not None and not _tensors(out):
                 return out  # a question about metadata, answered
         self._append(call, self.values.new_results(out), written, unbacked, before.tracked)
         if moved:
-            self.values.follow(
-                [t for t in flat(call.given) if isinstance(t, torch.Tensor)], before.fakes, str(facts.func)
-            )
+            self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
         return out
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
@@ -433,7 +431,7 @@ def _version(t: torch.Tensor) -> int:
 
 
 def _requires_grad(args: Any, kwargs: Any) -> bool:
-    return _grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in flat((args, kwargs)))
+    return _grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs)))
 
 
 def _has_history(value: Value) -> bool:
@@ -443,16 +441,10 @@ def _has_history(value: Value) -> bool:
     return value.fake.requires_grad and op.kind == "call_function" and op.grad and single
 
 
-def _has_tensor(out: Any) -> bool:
-    if isinstance(out, (list, tuple)):
-        return any(isinstance(t, torch.Tensor) for t in out)
-    return isinstance(out, torch.Tensor)
+def _tensors(x: Any) -> list[torch.Tensor]:
+    return [t for t in flat(x) if isinstance(t, torch.Tensor)]
 
 
-def _device(args: Any, kwargs: Any) -> str:
-    """The device type of the first tensor; that of autocast."""
-    for a in (*args, *kwargs.values()):
-        for t in a if isinstance(a, (list, tuple)) else (a,):
-            if isinstance(t, torch.Tensor):
-                return t.device.type
-    return "cpu"
+def _device_type(args: Any, kwargs: Any) -> str:
+    """That of the first tensor, whose autocast applies."""
+    return next((t.device.type for t in _tensors((args, kwargs))), "cpu")
