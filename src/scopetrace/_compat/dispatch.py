@@ -186,7 +186,14 @@ def through_transform(on_op: OnOp, func: OpOverload, args: Any, kwargs: Any) -> 
 
 # Autocast ------------------------------------------------------------------------------------------------------------
 
-_AUTOCAST_KEYS = {d: getattr(DispatchKey, f"Autocast{d.upper()}") for d in ("cpu", "cuda", "xpu", "hpu", "mps")}
+_key: Any = DispatchKey  # typed with some of its members only
+_AUTOCAST_KEYS = {
+    "cpu": _key.AutocastCPU,
+    "cuda": _key.AutocastCUDA,
+    "xpu": _key.AutocastXPU,
+    "hpu": _key.AutocastHPU,
+    "mps": _key.AutocastMPS,
+}
 
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
