@@ -345,3 +345,23 @@ def test_python_may_not_read_a_buffer_that_is_named_as_a_constant():
 
     with pytest.raises(st.errors.DataDependentError):
         st.trace(Reads(), (torch.randn(3),))
+
+
+class FillsDict(nn.Module):
+    """Writes, and puts what it wrote into an argument that it returns."""
+
+    def forward(self, x, out):
+        y = x.clone()
+        y[0] = 3.0
+        out["y"] = y
+        return x + 1, out
+
+
+def test_a_loaded_trace_can_be_made_functional_again(tmp_path):
+    x = torch.randn(3)
+    trace = st.trace(FillsDict(), (x, {}))
+    trace.save(tmp_path / "trace.st")
+    program = st.load(tmp_path / "trace.st").to_exported_program()
+    (plus, out), (want_plus, want) = program.module()(x, {}), FillsDict()(x, {})
+    assert torch.equal(plus, want_plus) and torch.equal(out["y"], want["y"])
+    assert program.graph_module.code == trace.to_exported_program().graph_module.code

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
-from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, FakeTensorMode, without_dispatch
 
 set_grad_enabled = torch._C._set_grad_enabled
 """The function that torch.export uses as a node target where autograd is switched on or off."""
@@ -139,6 +139,8 @@ class _Pickler(pickle.Pickler):
             return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
         if isinstance(obj, WatchedShapeEnv):
             return _Fakes.environment, (obj.saved(),)
+        if isinstance(obj, FakeTensorMode):
+            return _Fakes.mode, ()
         if isinstance(obj, type) and obj.__module__ == parametrize.__name__ and not hasattr(parametrize, obj.__name__):
             return _parametrized, (obj.__name__, obj.__base__)
         return NotImplemented
@@ -162,6 +164,11 @@ class _Fakes:
         assert cls.factory is not None
         cls.factory.shape_env.restore(state)
         return cls.factory.shape_env
+
+    @classmethod
+    def mode(cls) -> FakeTensorMode:
+        assert cls.factory is not None
+        return cls.factory.mode
 
     @classmethod
     def make(cls, size: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool) -> torch.Tensor:

@@ -350,7 +350,7 @@ class Tape:
     shape_env: WatchedShapeEnv | None = None
     """What is known of the symbols of its sizes."""
     fake_mode: FakeTensorMode | None = None
-    """The mode of its fake tensors, for passes that make more of them; None in a loaded trace."""
+    """The mode of its fake tensors, for passes that make more of them."""
     inference: OpInference | None = None
     """What is known of ops on its fake tensors; None in a loaded trace."""
 
@@ -390,7 +390,7 @@ class Tape:
 
     def __getstate__(self) -> dict[str, Any]:
         owners = {name: (None, attribute) for name, (_, attribute) in self.owners.items()}
-        return {**self.__dict__, "owners": owners, "fake_mode": None, "inference": None}
+        return {**self.__dict__, "owners": owners, "inference": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -15,7 +15,8 @@ import torch.fx
 from scopetrace.errors import FunctionalizationError
 from scopetrace.functionalization.functionalizer import Functionalizer, functionalize
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap
-from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape
+from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, checks_enabled
+from scopetrace.ir.verify import verify
 from scopetrace.torch_level.lift import Lifter
 from scopetrace.torch_level.step import Renew, Step
 from scopetrace.torch_level.stepping import NodeRecord, record_steps
@@ -42,9 +43,12 @@ def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[
         return tape, FunctionalTape.of(lifted)
     work = _TorchLevel(lifted)
     try:
-        return tape, work.run()
+        functional = work.run()
     except FunctionalizationError as error:
         raise _placed(error, lifter.node_of.get(id(work.at))) from error
+    if checks_enabled():
+        verify(functional, "functionalization at torch level")
+    return tape, functional
 
 
 def _placed(error: FunctionalizationError, record: NodeRecord | None) -> FunctionalizationError:
