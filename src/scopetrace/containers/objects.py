@@ -27,7 +27,7 @@ from scopetrace.containers.structure import (
     open_container,
     open_like,
 )
-from scopetrace.errors import ExportError
+from scopetrace.errors import ExportError, OpaqueOutputError
 
 _CONTAINERS = (list, dict, set)
 
@@ -37,23 +37,24 @@ def tensor_holders(x: Any) -> frozenset[type]:
 
     Objects that lead back to themselves are left out: they cannot be copied part by part.
     """
-    search = _Search()
+    search = _Search((torch.Tensor,))
     search.holds(x)
     return frozenset(search.found - search.cyclic)
 
 
 class _Search:
-    """Looks for tensors in containers and plain objects at any depth."""
+    """Looks for instances of `kinds` in containers and plain objects at any depth."""
 
-    def __init__(self) -> None:
+    def __init__(self, kinds: tuple[type, ...]) -> None:
+        self._kinds = kinds
         self.found: set[type] = set()
         self.cyclic: set[type] = set()
         self._known: dict[int, bool] = {}
         self._path: list[Any] = []
 
     def holds(self, x: Any) -> bool:
-        """Whether there is a tensor in it."""
-        if isinstance(x, torch.Tensor):
+        """Whether there is one in it."""
+        if isinstance(x, self._kinds):
             return True
         children = _children(x)
         if children is None:
@@ -79,6 +80,21 @@ def _children(x: Any) -> list[Any] | None:
     if opened is not None:
         return [child for _, child in opened]
     return list(vars(x).values()) if is_plain_object(x) else None
+
+
+def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str, object_types: Collection[type]) -> None:
+    """Raise OpaqueOutputError where an object that is not opened holds an instance of `kinds` in its attributes."""
+    for path, item in leaves_with_path(x, "", object_types):
+        if isinstance(item, (*kinds, torch.nn.Module, type)) or not hasattr(item, "__dict__"):
+            continue
+        for name, value in vars(item).items():
+            if _Search(kinds).holds(value):
+                kind = type(item)
+                raise OpaqueOutputError(
+                    f"{where}{path} is a {kind.__module__}.{kind.__qualname__} with tensors in it (.{name}), "
+                    "and scopetrace cannot see inside objects of this type",
+                    hint="make it a dataclass, or register it with torch.utils._pytree.register_pytree_node",
+                )
 
 
 class SavedContents:

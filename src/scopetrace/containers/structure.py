@@ -28,7 +28,7 @@ import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
-from scopetrace.errors import InputMismatchError, OpaqueOutputError
+from scopetrace.errors import InputMismatchError
 
 _NUMBERS = (bool, int, float, torch.SymInt, torch.SymFloat, torch.SymBool)
 _NOT_PLAIN = (torch.nn.Module, torch.fx.Node, type, types.ModuleType, types.FunctionType, enum.Enum, functools.partial)
@@ -331,31 +331,3 @@ def _short(x: Any) -> str:
 def _keys(children: Children) -> str:
     names = ", ".join(key for key, _ in children[:8])
     return f"{len(children)} items ({names}{', …' if len(children) > 8 else ''})"
-
-
-def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str, object_types: Collection[type]) -> None:
-    """Raise OpaqueOutputError where an object that is not opened holds an instance of `kinds` in its attributes."""
-    for path, item in leaves_with_path(x, "", object_types):
-        if isinstance(item, (*kinds, torch.nn.Module, type)) or not hasattr(item, "__dict__"):
-            continue
-        for name, value in vars(item).items():
-            if _has_leaf(value, kinds, set()):
-                kind = type(item)
-                raise OpaqueOutputError(
-                    f"{where}{path} is a {kind.__module__}.{kind.__qualname__} with tensors in it (.{name}), "
-                    "and scopetrace cannot see inside objects of this type",
-                    hint="make it a dataclass, or register it with torch.utils._pytree.register_pytree_node",
-                )
-
-
-def _has_leaf(x: Any, kinds: tuple[type, ...], seen: set[int]) -> bool:
-    """Whether an instance of `kinds` is in `x`, in containers and objects at any depth."""
-    if isinstance(x, kinds):
-        return True
-    if id(x) in seen:
-        return False
-    seen.add(id(x))
-    children = [child for _, child in open_container(x) or []]
-    if not children and is_plain_object(x):
-        children = list(vars(x).values())
-    return any(_has_leaf(child, kinds, seen) for child in children)

@@ -17,6 +17,7 @@ import torch
 
 from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import Symbolic
+from scopetrace.containers.structure import map_structure
 
 T = TypeVar("T")
 Number = Callable[[Any], Any]
@@ -302,11 +303,7 @@ class _Tensors(Resolver[torch.Tensor]):
 
 def resolved(x: Any, number: Number) -> Any:
     """`x` with the value of each symbolic number, and of each that the graph returns, in its place."""
-    if isinstance(x, (list, tuple)):
-        return type(x)([resolved(item, number) for item in x])
-    if isinstance(x, dict):
-        return {name: resolved(item, number) for name, item in x.items()}
-    return number(x) if isinstance(x, (FromGraph, *Symbolic)) else x
+    return map_structure(number, x, (FromGraph, *Symbolic))
 
 
 def _laid_out(value: torch.Tensor, source: FromGraph, number: Number) -> torch.Tensor:

@@ -23,8 +23,8 @@ import torch.fx
 from scopetrace._compat.dispatch import dispatching_to
 from scopetrace._compat.patches import observing, python_random_state_kept
 from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE, FakeFactory, FakeTensor
-from scopetrace.containers.objects import Returned, SavedContents, Watch, tensor_holders
-from scopetrace.containers.structure import identifier, instantiate, leaves_with_path, map_structure, refuse_hidden
+from scopetrace.containers.objects import Returned, SavedContents, Watch, refuse_hidden, tensor_holders
+from scopetrace.containers.structure import identifier, instantiate, leaves_with_path, map_structure
 from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
