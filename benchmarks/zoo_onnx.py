@@ -57,7 +57,7 @@ def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.
         row |= {"seconds": time.perf_counter() - start, "bytes": path.stat().st_size, "main": len(written.model.graph)}
         row["functions"] = len(written.model.functions)
         row["nodes"] = row["main"] + sum(len(f) for f in written.model.functions.values())
-        row["error"] = verified(written.exported, program_of(traced), lambda text: None) if verify else None
+        row["error"] = verified(written, program_of(traced), lambda text: None) if verify else None
     except Exception as error:
         row["failed"] = said(error)
     return row

@@ -19,7 +19,7 @@ from scopetrace.program.outlined import REPEATED
 from scopetrace.program.traced import ModuleCall
 
 if TYPE_CHECKING:
-    from scopetrace.lower.onnx.export import Written
+    from scopetrace.lower.onnx.assemble import Exported
 
 _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'"
 
@@ -89,10 +89,10 @@ def onnx(
     print_result(text)
 
 
-def _table(written: Written, output: Path) -> str:
-    calls = written.exported.calls_in_file()
+def _table(written: Exported, output: Path) -> str:
+    calls = written.calls_in_file()
     rows = [("function", "calls", "nodes")]
-    for function in written.exported.functions:
+    for function in written.functions:
         name = f"{function.domain}::{function.name}"
         has_body = function.identifier() in written.model.functions
         rows.append((name, str(calls[function.domain, function.name]), str(len(function)) if has_body else "no body"))

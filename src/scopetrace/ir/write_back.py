@@ -258,9 +258,11 @@ class Resolver(Generic[T]):
             for step in source.steps:
                 view = self.view(view, step)
             return view
-        if source in self.now:
-            return self.now[source]
-        return self.inputs[source.index] if isinstance(source, GraphInput) else self.state(source.name)
+        return self.now[source] if source in self.now else self.before(source)
+
+    def before(self, target: GraphInput | StateRef) -> T:
+        """An input or a tensor of the state, without its new value."""
+        return self.inputs[target.index] if isinstance(target, GraphInput) else self.state(target.name)
 
     def value(self, source: FromGraph) -> T:
         """What the graph returns."""

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from scopetrace._compat.symbols import example, to_expr
 from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
@@ -73,13 +74,11 @@ class ResultNodes(Resolver[Any]):
         if not any(isinstance(step, StridedStep) for step in source.steps):
             return node
         if isinstance(source.base, (GraphInput, StateRef)):
-            place = (
-                self.inputs[source.base.index] if isinstance(source.base, GraphInput) else self.state(source.base.name)
-            )
-            stride = meta.value(place).stride()
+            stride = meta.value(self.before(source.base)).stride()
         else:
             stride = source.base.stride if isinstance(source.base, FromGraph) else None
-        return node if stride is None or meta.value(node).stride() == stride else self._laid_out(node, stride)
+        same = stride is None or to_expr(meta.value(node).stride()) == to_expr(stride)
+        return node if same else self._laid_out(node, stride)
 
     def view(self, base: Any, step: ViewStep | StridedStep) -> torch.fx.Node:
         """One step of a view."""
@@ -115,7 +114,7 @@ class ResultNodes(Resolver[Any]):
         inner = self.node(_aten.permute.default, (node, order))
         copy = self.node(_aten.clone.default, (inner,), {"memory_format": torch.contiguous_format})
         found = self.node(_aten.permute.default, (copy, [order.index(d) for d in range(len(order))]))
-        if meta.value(found).stride() != tuple(stride):
+        if to_expr(meta.value(found).stride()) != to_expr(tuple(stride)):
             raise ExportError(
                 "a result is made with as_strided from a tensor that does not fill its memory",
                 module=self._lowering.tape.root.path,
@@ -130,5 +129,5 @@ def write_back_of(tape: ProgramTape) -> WriteBack:
 
 
 def in_memory_order(stride: Sequence[Any]) -> list[int]:
-    """The dimensions from the outermost to the innermost."""
-    return sorted(range(len(stride)), key=lambda d: -stride[d])
+    """The dimensions from the outermost to the innermost, for the example sizes."""
+    return sorted(range(len(stride)), key=lambda d: -example(stride[d]))

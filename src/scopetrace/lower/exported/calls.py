@@ -52,38 +52,32 @@ class _Passed:
 
     def __init__(self, frame: ModuleCallFrame, lower: Callable[[Any], Any]) -> None:
         call = frame.call
-        flat, self.in_spec = pytree.tree_flatten(_plain((lower(call.args), lower(call.kwargs))))
-        out, self.out_spec = pytree.tree_flatten(_plain(lower(call.outputs)))
-        self.inputs, self.outputs = [argument_of(x) for x in flat], [argument_of(x) for x in out]
+        flat, in_spec = pytree.tree_flatten(_plain((lower(call.args), lower(call.kwargs))))
+        out, out_spec = pytree.tree_flatten(_plain(lower(call.outputs)))
         self.taken = {x for x in flat if isinstance(x, Node)}
         self.given = {x for x in out if isinstance(x, Node)}
-
-    @property
-    def can_be_said(self) -> bool:
-        """Whether every argument and result has an argument spec, and both structures can be saved."""
-        return None not in (*self.inputs, *self.outputs) and can_be_saved(self.in_spec) and can_be_saved(self.out_spec)
-
-    def signature(self) -> ModuleCallSignature:
-        """The signature as torch.export writes it."""
-        return ModuleCallSignature(self.inputs, self.outputs, self.in_spec, self.out_spec)
+        inputs, outputs = [argument_of(x) for x in flat], [argument_of(x) for x in out]
+        can_be_said = None not in (*inputs, *outputs) and can_be_saved(in_spec) and can_be_saved(out_spec)
+        self.signature = ModuleCallSignature(inputs, outputs, in_spec, out_spec) if can_be_said else None
+        """None where an argument or result has no argument spec, or a structure cannot be saved."""
 
 
 class ModuleCalls:
     """The module calls of a lifted graph, and which of them have signatures."""
 
     def __init__(self, placement: Placement, frames: list[ModuleCallFrame], lower: Callable[[Any], Any]) -> None:
-        self._place = placement.frame
+        self._place, hidden = placement
         seen = {frame for inner in set(self._place.values()) for frame in inner.chain()}
         inside = [f for f in frames if f.parent is not None]
         self._passed = {f: _Passed(f, lower) for f in inside if f in seen}
-        said = {f for f, p in self._passed.items() if p.can_be_said and placement.hidden.isdisjoint(p.taken | p.given)}
+        said = {f for f, p in self._passed.items() if p.signature and hidden.isdisjoint(p.taken | p.given)}
         self._unsigned = {f.fqn for f in inside if f not in said}
         while not self._settle():
             pass
 
     def entries(self, fqns: list[str]) -> list[ModuleCallEntry]:
         """An entry for each module of `fqns`, then one for each second and later call of a module."""
-        signed = {f.name: p.signature() for f, p in self._passed.items() if f.fqn not in self._unsigned}
+        signed = {f.name: p.signature for f, p in self._passed.items() if f.fqn not in self._unsigned}
         found = [ModuleCallEntry(fqn, signed.pop(fqn, None)) for fqn in fqns if fqn]
         return found + [ModuleCallEntry(name, signature) for name, signature in signed.items()]
 
@@ -227,7 +221,7 @@ def with_marks(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> Fun
 def _mark_idle_calls(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], marks: dict[int, list[Op]]) -> None:
     live = live_ops(tape)
     nodes = [op for op in tape.ops if id(op) in live and op.kind == "call_function" and not is_erased(op)]
-    busy = {frame for op in nodes for frame in _around(op, frames)}
+    busy = {frame for op in nodes if op.call is not None for frame in frames[op.call].chain()}
     for call in sorted(tape.calls, key=lambda c: -c.position):  # inner calls first: theirs is their callers' too
         frame = frames[call]
         passed = leaves((call.args, call.kwargs), Value)
@@ -262,12 +256,12 @@ def is_erased(call: Op | torch.fx.Node) -> bool:
     return not (tensor.is_complex() or tensor.is_neg())
 
 
-def _around(op: Op, frames: dict[Call, ModuleCallFrame]) -> list[ModuleCallFrame]:
-    return list(frames[op.call].chain()) if op.call is not None else []
-
-
 def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames) -> Op:
     return Op("call_function", _CHECK, (value, None, None, value.fake.dtype), {}, None, scope, call, frames)
+
+
+Placement = tuple[dict[torch.fx.Node, "ModuleCallFrame"], set[torch.fx.Node]]
+"""The frames of the nodes of a graph; nodes that will be moved into the body of a `wrap_with_set_grad_enabled`."""
 
 
 def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> Placement:
@@ -276,51 +270,32 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
     A node that stands after the end of its call gets the innermost frame that is still open.
     """
     at = {call.position: frame for call, frame in frames.items()}
-    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output")]
     current = at[0]
     closed: set[ModuleCallFrame] = set()
-    found = Placement({}, set())
-    for region in _regions(nodes):
-        wanted = [_wanted(node, at) for node in region.nodes]
-        around = _common([f for f in wanted if f is not None]) if region.apart else None
-        for node, own in zip(region.nodes, wanted, strict=True):
+    found: dict[Node, ModuleCallFrame] = {}
+    hidden: set[Node] = set()
+    for region, is_apart in _grad_regions([n for n in graph.nodes if n.op not in ("placeholder", "output")]):
+        wanted = [_wanted(node, at) for node in region]
+        around = _common([f for f in wanted if f is not None]) if is_apart else None
+        for node, own in zip(region, wanted, strict=True):
             frame = next(f for f in (around or own or current).chain() if f not in closed)
             inside = set(frame.chain())
             closed.update(f for f in current.chain() if f not in inside)
-            current = found.frame[node] = frame
-            node.meta["nn_module_stack"] = (own or frame if region.apart else frame).module_stack()
-        if region.apart:
-            found.hidden.update(region.nodes)
-    return found
+            current = found[node] = frame
+            node.meta["nn_module_stack"] = (own or frame if is_apart else frame).module_stack()
+        if is_apart:
+            hidden.update(region)
+    return found, hidden
 
 
-@dataclasses.dataclass
-class Placement:
-    """The frames of the nodes of a graph."""
-
-    frame: dict[torch.fx.Node, ModuleCallFrame]
-    hidden: set[torch.fx.Node]
-    """Nodes that will be moved into the body of a `wrap_with_set_grad_enabled`."""
-
-
-@dataclasses.dataclass
-class _Region:
-    """Nodes from one switch of autograd to the next; `apart` where the mode differs from that at the start."""
-
-    nodes: list[torch.fx.Node]
-    apart: bool
-
-
-def _regions(nodes: list[torch.fx.Node]) -> list[_Region]:
-    switches = [n for n in nodes if n.target is set_grad_enabled]
-    if not switches:
-        return [_Region(nodes, apart=False)]
-    outer = not switches[0].args[0]
-    found = [_Region([], apart=False)]
+def _grad_regions(nodes: list[Node]) -> list[tuple[list[Node], bool]]:
+    """The nodes from one switch of autograd to the next, and whether the mode differs from that at the start."""
+    other = next((n.args[0] for n in nodes if n.target is set_grad_enabled), None)
+    found: list[tuple[list[Node], bool]] = [([], False)]
     for node in nodes:
         if node.target is set_grad_enabled:
-            found.append(_Region([], apart=node.args[0] is not outer))
-        found[-1].nodes.append(node)
+            found.append(([], node.args[0] is other))
+        found[-1][0].append(node)
     return found
 
 

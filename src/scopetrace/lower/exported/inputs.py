@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.fx
-from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, SymIntArgument, TensorArgument
+from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.symbols import Symbolic
@@ -24,7 +24,7 @@ from scopetrace.containers.structure import container_type, identifier, map_stru
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import Call, FunctionalTape, Value
-from scopetrace.lower.exported.calls import PLAIN, ModuleCallFrame, is_erased
+from scopetrace.lower.exported.calls import PLAIN, ModuleCallFrame, argument_of, is_erased
 from scopetrace.program.graph import FxLowering
 
 _PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_"}
@@ -71,7 +71,9 @@ def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[st
 
 def _of_module(root: torch.nn.Module, read: Container[str]) -> Iterator[State]:
     """Parameters and buffers of a module. A tied tensor has the name by which the tape reads it, others as aliases."""
-    kept, tensors = _persistent(root), collections.defaultdict[int, list[tuple[str, torch.Tensor]]](list)
+    modules = root.named_modules(remove_duplicate=False)
+    kept = {f"{fqn}.{name}" if fqn else name for fqn, module in modules for name in persistent_buffers_of(module)}
+    tensors = collections.defaultdict[int, list[tuple[str, torch.Tensor]]](list)
     for name, tensor in (
         *root.named_parameters(remove_duplicate=False),
         *root.named_buffers(remove_duplicate=False),
@@ -84,15 +86,6 @@ def _of_module(root: torch.nn.Module, read: Container[str]) -> Iterator[State]:
         is_parameter = isinstance(named[0][1], torch.nn.Parameter)
         kind = InputKind.PARAMETER if is_parameter else InputKind.BUFFER
         yield State(kind, first, named[0][1], None if is_parameter else first in kept, aliases)
-
-
-def _persistent(root: torch.nn.Module) -> set[str]:
-    """The fqns of the persistent buffers."""
-    found: set[str] = set()
-    for fqn, module in root.named_modules(remove_duplicate=False):
-        prefix = f"{fqn}." if fqn else ""
-        found.update(prefix + name for name in persistent_buffers_of(module))
-    return found
 
 
 def _readers(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, list[str]]:
@@ -181,22 +174,18 @@ class Lifted:
         return node
 
     def _arguments(self, names: list[str]) -> tuple[list[torch.fx.Node], Any]:
-        flat, spec = pytree.tree_flatten_with_path(self._tape.args)
+        flat, tree = pytree.tree_flatten_with_path(self._tape.args)
         tensors, numbers, found = iter(self.inputs), iter(self._numbers), list[torch.fx.Node]()
         for (_, argument, *inner), leaf in flat:
             path = names[argument.idx] if isinstance(argument, pytree.SequenceKey) else argument.key  # type: ignore[attr-defined]
             path += pytree.keystr(tuple(inner))
-            if isinstance(leaf, Value):
-                node = next(tensors)
+            if isinstance(leaf, (Value, torch.SymInt)):
+                node = next(tensors if isinstance(leaf, Value) else numbers)
                 node.target = node.name  # torch.export knows arguments by their targets
-                self.specs.append(InputSpec(InputKind.USER_INPUT, TensorArgument(node.name), None))
-            elif isinstance(leaf, torch.SymInt):
-                node = next(numbers)
-                node.target = node.name
-                self.specs.append(InputSpec(InputKind.USER_INPUT, SymIntArgument(node.name), None))
+                spec = argument_of(node)
             elif type(leaf) in PLAIN:
                 node = self._placeholder(identifier(path, set()), leaf)
-                self.specs.append(InputSpec(InputKind.USER_INPUT, ConstantArgument(node.name, leaf), None))
+                spec = ConstantArgument(node.name, leaf)
             else:
                 kind = container_type(leaf).__name__
                 raise ExportError(
@@ -205,4 +194,5 @@ class Lifted:
                     hint="register its class with torch.utils._pytree.register_pytree_node, or bind it to the model",
                 )
             found.append(node)
-        return found, spec
+            self.specs.append(InputSpec(InputKind.USER_INPUT, spec, None))
+        return found, tree

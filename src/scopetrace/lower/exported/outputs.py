@@ -57,12 +57,11 @@ class Outputs(ResultNodes):
         """The memory of buffers that are bound to other tensors: an ExportedProgram overwrites it."""
         self._changes = self._find_changes()
         results, self.spec = self._flat_results()
-        for change in self._changes.values():
-            change.value = self._apart(change)
-        changes = [(c, self._settled(c)) for c in self._changes.values()]
+        values = self._new_values()
+        changes = zip(self._changes.values(), values, strict=True)
         self.specs = [OutputSpec(c.kind, argument_of(node), c.target) for c, node in changes]
         self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(path, x), None) for path, x in results]
-        program.output.args = ((*(node for _, node in changes), *(x for _, x in results)),)
+        program.output.args = ((*values, *(x for _, x in results)),)
         meta.set_value(program.output, None)
 
     # ---------------------------------------------------------------- changes
@@ -124,28 +123,25 @@ class Outputs(ResultNodes):
             )
         return self._change(StateRef(name), value)
 
-    def _apart(self, change: _Change) -> torch.fx.Node:
-        """The new value, cloned where it is the value of another change or shares memory with a placeholder."""
-        first = next(c for c in self._changes.values() if c.value is change.value)
-        if first is change and not self._is_from_outside(change.value):
-            return change.value
-        return self.copied(change.value)
+    def _new_values(self) -> list[torch.fx.Node]:
+        """The nodes of the new values: none twice, none in the memory of a placeholder, none before a read of the old.
 
-    def _settled(self, change: _Change) -> torch.fx.Node:
-        """The node of the new value, cloned where ops after it read the old one.
-
-        `torch.export.unflatten` writes the buffer where the value is computed, before those ops.
+        `torch.export.unflatten` writes a buffer where its new value is computed.
         """
-        memory, after = self._storage(change.placeholder), False
-        for node in self._graph.nodes:
-            if after and node.op != "output" and any(self._storage(n) == memory for n in node.all_input_nodes):
-                return self.copied(change.value)
-            after = after or node is change.value
-        return change.value
-
-    def _is_from_outside(self, value: torch.fx.Node) -> bool:
-        memory = self._storage(value)
-        return any(self._storage(n) == memory for n in self._graph.find_nodes(op="placeholder"))
+        outside = {self._storage(n) for n in self._graph.find_nodes(op="placeholder")}
+        seen: set[torch.fx.Node] = set()
+        for change in self._changes.values():
+            if change.value in seen or self._storage(change.value) in outside:
+                change.value = self.copied(change.value)
+            seen.add(change.value)
+        position = {node: i for i, node in enumerate(self._graph.nodes)}
+        reads = {
+            self._storage(n): i for node, i in position.items() if node.op != "output" for n in node.all_input_nodes
+        }
+        return [
+            self.copied(c.value) if reads.get(self._storage(c.placeholder), -1) > position[c.value] else c.value
+            for c in self._changes.values()
+        ]
 
     def _storage(self, node: torch.fx.Node) -> Any:
         """A key that is equal for nodes whose tensors share a storage."""

@@ -9,15 +9,13 @@ Data flow:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.fx
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import (
-    ExportGraphSignature,
-)
+from torch.export.graph_signature import ExportGraphSignature
 
 from scopetrace._compat import export as compat
 from scopetrace.containers.structure import identifier, instantiate
@@ -54,10 +52,13 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> Exported
     place = place_nodes(program.graph, frames)
     calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], lifted.lower)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
+    bodies: dict[str, torch.fx.GraphModule] = {name: body.graph_module() for name, body in program.bodies.items()}
     with torch.set_grad_enabled(tape.ops[0].grad if tape.ops else True):
-        holder, graph, signature = compat.with_grad_regions(_bodies(program), program.graph, signature)
+        holder, graph, signature = compat.with_grad_regions(bodies, program.graph, signature)
     held = [state for state, _ in lifted.state.values()]
-    root = ModuleCallSignature([], [], lifted.spec, outputs.spec, _identifiers(names, tape.args[1]))
+    taken: set[str] = set()
+    argument_identifiers = [*(identifier(name, taken) for name in names), *tape.args[1]]
+    root = ModuleCallSignature([], [], lifted.spec, outputs.spec, argument_identifiers)
     return ExportedProgram(
         holder,
         graph,
@@ -98,11 +99,6 @@ def _refuse(tape: FunctionalTape) -> None:
             )
 
 
-def _bodies(program: FxLowering) -> dict[str, torch.fx.GraphModule]:
-    """The bodies of higher-order ops as GraphModules, by attribute name."""
-    return {name: torch.fx.GraphModule(_bodies(body), body.graph) for name, body in program.bodies.items()}
-
-
 def _fill_values(graph: torch.fx.Graph) -> None:
     """Compute `meta["val"]` of the nodes of symbolic-size arithmetic, which lowering leaves without."""
     for node in graph.nodes:
@@ -110,11 +106,6 @@ def _fill_values(graph: torch.fx.Graph) -> None:
             args = torch.fx.map_arg(node.args, meta.value)
             symbolic = node.target is not torch.ops.aten._assert_scalar.default
             meta.set_value(node, node.target(*args) if symbolic and callable(node.target) else None)
-
-
-def _identifiers(positional: list[str], keywords: Iterable[str]) -> list[str]:
-    taken: set[str] = set()
-    return [identifier(name, taken) for name in positional] + list(keywords)
 
 
 def _module_names(tape: FunctionalTape) -> list[str]:

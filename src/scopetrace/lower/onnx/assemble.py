@@ -26,20 +26,17 @@ from scopetrace.lower.onnx.naming import FunctionNames, Labels, SizeNames, forge
 from scopetrace.program.outlined import Function
 
 
-def body_key(graph: ir.Graph) -> Hashable:
+def body_key(graph: ir.Graph, numbers: dict[ir.Value, int] | None = None) -> Hashable:
     """A key that is equal for graphs with equal nodes, edges, attributes, constants, input types and input ranks.
 
-    Names, sizes and metadata do not count.
+    Names, sizes and metadata do not count. `numbers` are those of the values around a graph of a control-flow node.
     """
-    kinds = tuple((str(value.dtype), None if value.shape is None else len(value.shape)) for value in graph.inputs)
-    return kinds, _graph_key(graph, {})
-
-
-def _graph_key(graph: ir.Graph, numbers: dict[ir.Value, int]) -> Hashable:
+    numbers = {} if numbers is None else numbers
     for value in graph.inputs:
         numbers[value] = len(numbers)
-    nodes = [_node_key(node, numbers) for node in graph]
-    return len(graph.inputs), tuple(nodes), tuple(numbers[value] for value in graph.outputs)
+    kinds = tuple((str(value.dtype), None if value.shape is None else len(value.shape)) for value in graph.inputs)
+    nodes = tuple([_node_key(node, numbers) for node in graph])
+    return kinds, nodes, tuple(numbers[value] for value in graph.outputs)
 
 
 def _node_key(node: ir.Node, numbers: dict[ir.Value, int]) -> Hashable:
@@ -56,7 +53,7 @@ def _attribute_key(attribute: ir.Attr, numbers: dict[ir.Value, int]) -> Any:
     if attribute.type is ir.AttributeType.TENSOR:
         return "tensor", str(value.dtype), tuple(value.shape), value.tobytes()
     if attribute.type is ir.AttributeType.GRAPH:
-        return "graph", _graph_key(value, numbers)
+        return "graph", body_key(value, numbers)
     return str(attribute.type), repr(value)
 
 
@@ -103,76 +100,66 @@ IR_VERSION = 10
 _ANY_VERSION = 1
 
 
+Attributes = Callable[[Subgraph, CallSite], dict[str, Any]]
+"""Gives the ONNX attributes of a call."""
+
+
 @dataclasses.dataclass
-class Parts:
-    """What the assembler needs beside the combined graph."""
-
-    names: FunctionNames
-    labels: Labels
-    attributes: Callable[[Subgraph, CallSite], dict[str, Any]]
-    """Gives the ONNX attributes of a call."""
-    sizes: SizeNames
-    has_body: Callable[[Function], bool]
-
-
 class Assembler:
-    """Builds the model.
+    """Builds the model."""
 
-    Attributes:
-        functions: by subgraph, its ONNX function; subgraphs with equal bodies share one.
-        plugins: functions that are called, and whose bodies the model leaves out.
-    """
+    translated: torch.onnx.ONNXProgram
+    combined: CombinedGraph
+    names: FunctionNames
+    sizes: SizeNames
+    attributes: Attributes
+    is_plugin: Callable[[Function], bool]
+    functions: dict[Subgraph, ir.Function] = dataclasses.field(default_factory=dict)
+    """By subgraph, its ONNX function; subgraphs with equal bodies share one."""
+    plugins: list[ir.Function] = dataclasses.field(default_factory=list)
+    """Functions that are called, and whose bodies the model leaves out."""
 
-    def __init__(self, translated: ir.Model, combined: CombinedGraph, parts: Parts) -> None:
-        self._translated, self._combined, self._parts = translated, combined, parts
-        graph = translated.graph
+    def __post_init__(self) -> None:
+        self._graph = self.translated.model.graph
+        assert self.translated.exported_program is not None
+        self._labels = Labels(self.translated.exported_program.graph)
         self._original: dict[torch.fx.Node, ir.Value] = {
-            **dict(zip(combined.inputs, graph.inputs, strict=True)),
-            **dict(zip(combined.outputs, graph.outputs, strict=True)),
+            **dict(zip(self.combined.inputs, self._graph.inputs, strict=True)),
+            **dict(zip(self.combined.outputs, self._graph.outputs, strict=True)),
         }
-        self.functions: dict[Subgraph, ir.Function] = {}
-        self.plugins: list[ir.Function] = []
 
     def model(self, input_names: Sequence[str], output_names: Sequence[str]) -> ir.Model:
         """The model. Parameters, buffers and constants are still its last inputs: see `attach`."""
         known: dict[Hashable, ir.Function] = {}
-        for subgraph in self._combined.subgraphs:
+        for subgraph in self.combined.subgraphs:
             if subgraph.function is not None:
                 self._add_function(subgraph, subgraph.function, known)
-        main = self._combined.main
+        main = self.combined.main
         body = _Body(self, main)
         graph = body.graph
-        self._parts.labels.write(main, graph)
-        self._name_values(body, input_names, output_names)
+        self._labels.write(main, graph)
+        self._labels.name_values(graph, [*input_names, *main.held], output_names)
         unique = list(dict.fromkeys(self.functions.values()))
         functions = [f for f in unique if not any(f is p for p in self.plugins)]
         self._import_domains([*unique, graph], graph)
         return ir.Model(graph, ir_version=IR_VERSION, producer_name="scopetrace", functions=functions)
 
-    def _name_values(self, body: _Body, input_names: Sequence[str], output_names: Sequence[str]) -> None:
-        held = list(body.subgraph.held)
-        inputs = dict(zip(body.graph.inputs, [*input_names, *held], strict=True))
-        self._parts.labels.name_values(body.graph, inputs, dict(zip(body.graph.outputs, output_names, strict=True)))
-
     def _add_function(self, subgraph: Subgraph, function: Function, known: dict[Hashable, ir.Function]) -> None:
         """The function of a subgraph: that of a subgraph of the same class with an equal body, or a new one."""
         body = _Body(self, subgraph)
-        names = dict(zip(body.graph.inputs, (i.name for i in function.inputs), strict=True))
         what = function.identifier if subgraph.unknown else body_key(body.graph)
-        key = (function.module_type, self._parts.names.base(function), what)
+        key = (function.module_type, self.names.base(function), what)
         if key in known:
             self.functions[subgraph] = _without_shapes(known[key])
             return
         forget_sizes_made_inside(body.graph)
-        self._parts.labels.write(subgraph, body.graph)
-        self._parts.labels.name_values(
-            body.graph, names, dict(zip(body.graph.outputs, output_names(function.outputs), strict=True))
-        )
-        domain, name = self._parts.names.take(function)
+        self._labels.write(subgraph, body.graph)
+        self._labels.name_values(body.graph, [i.name for i in function.inputs], output_names(function.outputs))
+        domain, name = self.names.take(function)
         made = ir.Function(domain, name, graph=body.graph, attributes=[])
         known[key] = self.functions[subgraph] = made if subgraph.fits_all else _without_shapes(made)
         self._import_domains([body.graph], body.graph)
-        if not self._parts.has_body(function):
+        if self.is_plugin(function):
             self.plugins.append(made)
 
     def _import_domains(self, users: Iterable[Any], into: ir.Graph) -> None:
@@ -186,7 +173,7 @@ class Assembler:
                     into.opset_imports[domain] = self._version(domain)
 
     def _version(self, domain: str) -> int:
-        return self._translated.graph.opset_imports.get(domain, _ANY_VERSION)
+        return self._graph.opset_imports.get(domain, _ANY_VERSION)
 
     # ---------------------------------------------------------------- used by bodies
 
@@ -198,10 +185,10 @@ class Assembler:
         nodes = [x for x in leaving if isinstance(x, torch.fx.Node) and x.op != "placeholder"]
         outputs = [x for x in nodes if x in self._original]
         read = [n for n in inputs if n in self._original] if outputs else []
-        values = {n: self._parts.sizes.new_value(meta.value(n)) for n in inputs if n not in read}
+        values = {n: self.sizes.new_value(meta.value(n)) for n in inputs if n not in read}
         if outputs:
             graph = ir.convenience.extract(
-                self._translated.graph, [self._original[n] for n in read], [self._original[n] for n in outputs]
+                self._graph, [self._original[n] for n in read], [self._original[n] for n in outputs]
             )
             values |= dict(zip([*read, *outputs], [*graph.inputs, *graph.outputs], strict=True))
             self._sort_constants(graph)
@@ -214,7 +201,7 @@ class Assembler:
 
     def _sort_constants(self, graph: ir.Graph) -> None:
         """Order the constants as in the translated graph: `extract` returns them in the order of a set."""
-        order = {name: i for i, name in enumerate(self._translated.graph.initializers)}
+        order = {name: i for i, name in enumerate(self._graph.initializers)}
         constants = sorted(graph.initializers.values(), key=lambda value: order[value.name or ""])
         graph.initializers.clear()
         for value in constants:
@@ -223,12 +210,12 @@ class Assembler:
     def call(self, subgraph: Subgraph, site: CallSite, inputs: list[ir.Value | None]) -> ir.Node:
         """The node that calls the function of a site."""
         callee = self.functions[site.callee]
-        attributes = self._parts.attributes(subgraph, site)
+        attributes = self.attributes(subgraph, site)
         for name, value in attributes.items():
             if name not in callee.attributes:
                 callee.attributes.add(ir.Attr(name, ir.convenience.convert_attribute(name, value).type, None))
         node = ir.node(callee.name, inputs, attributes, domain=callee.domain, num_outputs=len(site.results))
-        self._parts.labels.label_call(subgraph, site, node)
+        self._labels.label_call(subgraph, site, node)
         return node
 
 
@@ -355,6 +342,8 @@ class Exported:
     results: Results
     expected_calls: Counter[type | None]
     """By module class, how many calls of the trace became calls of functions."""
+    error: float | None = None
+    """The largest absolute error against the model, relative above 1; None where it was not verified."""
 
     def calls_in_file(self) -> Counter[tuple[str, str]]:
         """By domain and name, how often one run of the model calls each function."""

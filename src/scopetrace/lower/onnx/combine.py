@@ -15,15 +15,16 @@ import dataclasses
 import itertools
 import operator
 import re
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx
+from torch.utils import _pytree as pytree
 
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.schema import schema_of
-from scopetrace._compat.symbols import Symbolic, to_expr
+from scopetrace._compat.symbols import Symbolic, example, to_expr
 from scopetrace._compat.tensors import FreshFakes
 from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path
@@ -94,21 +95,21 @@ class CombinedGraph:
 
     Args:
         main: the main program.
-        function_of: gives the Function that an `invoke_subgraph` node calls.
+        functions: by identifier, the functions that `invoke_subgraph` nodes call.
         is_left_out: whether the body of a Function, a plugin, is left out of the graph.
     """
 
     def __init__(
         self,
         main: FxLowering,
-        function_of: Callable[[torch.fx.Node], Function],
+        functions: Mapping[str, Function],
         is_left_out: Callable[[Function], bool],
     ) -> None:
         self.graph = torch.fx.Graph()
         self.root = torch.nn.Module()
         self.subgraphs: list[Subgraph] = []
         """Callees before callers; the main program last."""
-        self._function_of = function_of
+        self._functions = functions
         self._is_left_out = is_left_out
         self._bodies: dict[Function, Subgraph] = {}
         self._nodes: dict[tuple[Subgraph, torch.fx.Node], Operand] = {}
@@ -141,7 +142,7 @@ class CombinedGraph:
     def _leave_out(self, subgraph: Subgraph) -> None:
         nodes = subgraph.program.graph.nodes
         subgraph.inputs = [self._input(subgraph, meta.value(n)) for n in nodes if n.op == "placeholder"]
-        given = _flat(next(n for n in nodes if n.op == "output").args[0])
+        given = pytree.tree_leaves(subgraph.program.output.args[0])
         subgraph.unknown = [self._input(subgraph, meta.value(n)) for n in given]
         subgraph.outputs = list(subgraph.unknown)
 
@@ -153,7 +154,7 @@ class CombinedGraph:
         elif node.op == "get_attr":
             self._attribute(subgraph, node)
         elif node.op == "output":
-            subgraph.outputs = list(_flat(self._map(subgraph, node.args[0])))
+            subgraph.outputs = pytree.tree_leaves(self._map(subgraph, node.args[0]))
         elif node.op == "call_module":
             raise OnnxExportError(
                 "a leaf module has no ONNX form",
@@ -180,7 +181,9 @@ class CombinedGraph:
         base, view = meta.value(node.all_input_nodes[0]), meta.value(node)
         order, shift = in_memory_order(base.stride()), view.storage_offset() - base.storage_offset()
         last = shift + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
-        if not is_row_major(base.permute(order)) or shift < 0 or last >= max(base.numel(), 1):
+        is_inside = example(shift) >= 0 and example(last) < max(example(base.numel()), 1)
+        is_known = type(shift) is int or to_expr(base.storage_offset()) == 0
+        if not is_known or not is_inside or not is_row_major(base.permute(order)):
             raise OnnxExportError(
                 "as_strided reads memory that its base does not fill, and ONNX knows no memory",
                 op=str(node.target),
@@ -193,10 +196,10 @@ class CombinedGraph:
             new.meta = dict(node.meta)
             return new
 
-        given, size, stride = self._map(subgraph, node.args[:3])
+        given, size, stride, *offset = self._map(subgraph, node.args)
         ordered = add(_aten.permute.default, given, order)
         rows = add(_aten.clone.default, ordered, memory_format=torch.contiguous_format)
-        return add(_aten.as_strided.default, rows, size, stride, shift)
+        return add(_aten.as_strided.default, rows, size, stride, shift if type(shift) is int else offset[0])
 
     def _input(self, subgraph: Subgraph, value: Any) -> torch.fx.Node:
         with self.graph.inserting_before(self._start):
@@ -236,7 +239,7 @@ class CombinedGraph:
 
     def _cut(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
         """A call: its operands leave the combined graph, its results enter it."""
-        function = self._function_of(node)
+        function = self._functions[node.args[1]]  # type: ignore[index]
         callee = self._bodies.get(function)
         if callee is None:
             callee = self._bodies[function] = Subgraph(function, function.lowering)
@@ -284,14 +287,6 @@ def _identity(tensor: torch.Tensor) -> Hashable:
     if tensor.device.type == "meta" or tensor.numel() == 0 or tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride()
-
-
-def _flat(x: Any) -> Iterator[Any]:
-    for item in x if isinstance(x, (list, tuple)) else (x,):
-        if isinstance(item, (list, tuple)):
-            yield from _flat(item)
-        else:
-            yield item
 
 
 class Results:

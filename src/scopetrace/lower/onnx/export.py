@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
-import onnx_ir as ir
 import torch
 import torch.fx
 
@@ -22,12 +21,12 @@ from scopetrace.errors import OnnxOpError, OnnxOptionError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import garbage_collection_paused
 from scopetrace.lower.onnx import Targets
-from scopetrace.lower.onnx.assemble import Assembler, Exported, Parts, attach, save
+from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported, attach, save
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
-from scopetrace.lower.onnx.naming import FunctionNames, Labels, SizeNames
+from scopetrace.lower.onnx.naming import FunctionNames, SizeNames
 from scopetrace.lower.onnx.translate import Table, exported_program, translate
 from scopetrace.lower.onnx.verify import verify
-from scopetrace.program.outlined import Function, OutlinedTrace, Target, is_named, outline_calls
+from scopetrace.program.outlined import Function, Target, is_named, outline_calls
 from scopetrace.program.traced import TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
@@ -118,37 +117,38 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         main = outlined = outline_calls(program, [*functions, *plugins])
     results, held = Results(main.tape), main.tape.attributes
     lowering = results.lowering()
-    input_names = read_names(options.input_names, _input_names(lowering.graph), "input_names", held)
+    placeholders = lowering.graph.find_nodes(op="placeholder")
+    input_names = read_names(options.input_names, [str(n.target) for n in placeholders], "input_names", held)
     output_names = read_names(options.output_names, results.names(), "output_names", held)
 
-    def convert(is_left_out: Callable[[Function], bool]) -> tuple[CombinedGraph, ir.Model, torch.fx.Graph]:
-        combined = CombinedGraph(lowering, _function_of(outlined), is_left_out)
+    bodies = {} if outlined is None else {function.identifier: function for function in outlined.functions}
+
+    def convert(is_left_out: Callable[[Function], bool]) -> tuple[CombinedGraph, torch.onnx.ONNXProgram]:
+        combined = CombinedGraph(lowering, bodies, is_left_out)
         say(f"translating {len(combined.graph.nodes):,} nodes")
-        exported, table = exported_program(combined.root, combined.graph), options.custom_translation_table
-        return combined, *translate(
-            exported, opset_version=options.opset_version, optimize=options.optimize, table=table
-        )
+        exported = exported_program(combined.root, combined.graph)
+        return combined, translate(exported, options.opset_version, options.optimize, options.custom_translation_table)
 
     def is_plugin(function: Function) -> bool:
         return _is_plugin(function, plugins)
 
     try:
-        combined, translated, source = convert(lambda function: False)
+        combined, translated = convert(lambda function: False)
     except OnnxOpError:
         if not plugins:
             raise
-        combined, translated, source = convert(is_plugin)  # the ops without an ONNX form may be in their bodies
+        combined, translated = convert(is_plugin)  # the ops without an ONNX form may be in their bodies
     say("assembling")
     sizes = SizeNames(main.tape.sizes)
-    sizes.rename(translated.graph, combined.fakes.origins)
-    parts = Parts(
+    translated.rename_axes({new: sizes.name(symbol) for new, symbol in combined.fakes.origins.items()})
+    assembler = Assembler(
+        translated,
+        combined,
         FunctionNames({**names, **plugin_names}),
-        Labels(source),
-        _Attributes(program, main, options.attributes).of,
         sizes,
-        lambda function: not is_plugin(function),
+        _attributes(program, main, options.attributes),
+        is_plugin,
     )
-    assembler = Assembler(translated, combined, parts)
     model = assembler.model(input_names, output_names)
     attach(model.graph, {name: combined.main.tensor(name) for name in combined.main.held}, results.state())
     return Exported(
@@ -173,47 +173,24 @@ def _is_plugin(function: Function, plugins: Sequence[Target]) -> bool:
     return any(named)
 
 
-def _input_names(graph: torch.fx.Graph) -> list[str]:
-    return [str(n.target) for n in graph.nodes if n.op == "placeholder"]
+def _attributes(flat: TracedProgram, main: TracedProgram, attributes: bool | Sequence[str]) -> Attributes:
+    """Gives the ONNX attributes of a call: plain Python attributes of its module.
 
+    A call in a function's body has those that are equal in all calls of modules of the class.
+    """
+    is_wanted, calls = read_attributes(attributes), {call.position: call for call in main.calls}
 
-def _function_of(outlined: OutlinedTrace | None) -> Callable[[torch.fx.Node], Function]:
-    functions = () if outlined is None else outlined.functions
-    known = {function.identifier: function for function in functions}
-    return lambda node: known[node.args[1]]  # type: ignore[index]
-
-
-class _Attributes:
-    """The ONNX attributes of call nodes: plain Python attributes of the modules."""
-
-    def __init__(self, flat: TracedProgram, main: TracedProgram, attributes: bool | Sequence[str]) -> None:
-        self._flat, self._main = flat.calls, {call.position: call for call in main.calls}
-        self._wanted = read_attributes(attributes)
-
-    def of(self, subgraph: Subgraph, site: CallSite) -> dict[str, Any]:
-        """The attributes for a call site. A site in a function's body has those that are equal in all its calls."""
+    def of(subgraph: Subgraph, site: CallSite) -> dict[str, Any]:
         position = meta.call_position(site.node)
         assert position is not None
-        call = self._main[position]
-        found = {n: value for n, value in call.attributes.items() if self._wanted(n) and is_onnx_attribute(value)}
+        call = calls[position]
+        found = {n: value for n, value in call.attributes.items() if is_wanted(n) and is_onnx_attribute(value)}
         if subgraph.function is not None:
-            others = [c.attributes for c in self._flat if c.module_type is call.module_type] if found else []
+            others = [c.attributes for c in flat.calls if c.module_type is call.module_type] if found else []
             found = {n: value for n, value in found.items() if all(o.get(n) == value for o in others)}
         return found
 
-
-@dataclasses.dataclass
-class Written:
-    """What `write` did."""
-
-    exported: Exported
-    error: float | None
-    """The largest absolute error against the model, relative above 1; None where it was not verified."""
-
-    @property
-    def model(self) -> ir.Model:
-        """The ONNX model."""
-        return self.exported.model
+    return of
 
 
 def write(
@@ -223,13 +200,13 @@ def write(
     external_data: bool | None,
     verified: bool,
     progress: Callable[[str], None] | None,
-) -> Written:
+) -> Exported:
     """Export, verify on request, and write to `path` where one is given. For the arguments see `Trace.to_onnx`."""
     say = progress or (lambda text: None)
     with garbage_collection_paused():
         exported = export(program, options, say)
-    error = verify(exported, program, say) if verified else None
+    exported.error = verify(exported, program, say) if verified else None
     if path is not None:
         say(f"writing {os.fspath(path)}")
         save(exported.model, path, external_data)
-    return Written(exported, error)
+    return exported

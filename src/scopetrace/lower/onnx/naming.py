@@ -28,41 +28,11 @@ _KEY = "pkg.torch.onnx."
 SCOPE = "scopetrace.scope"
 
 
-def chosen_name(names: Mapping[type, str], cls: type | None) -> str | None:
-    """The name given to a class, or to the nearest of its bases that has one."""
-    return next((names[base] for base in (cls.__mro__ if cls is not None else ()) if base in names), None)
-
-
-class FunctionNames:
-    """Domains and names of functions. Distinct functions of one class are `Name`, `Name_2`, …"""
-
-    def __init__(self, chosen: Mapping[type, str]) -> None:
-        self._chosen = chosen
-        self._taken: set[tuple[str, str]] = set()
-
-    def base(self, function: Function) -> tuple[str, str]:
-        """Domain and name, without a number."""
-        chosen = chosen_name(self._chosen, function.module_type)
-        if chosen is None:
-            return function.domain, _class_name(function)
-        domain, _, name = chosen.partition("::")
-        return domain, name
-
-    def take(self, function: Function) -> tuple[str, str]:
-        """Domain and name of a new function, with a number where they are taken."""
-        domain, base = self.base(function)
-        name, count = base, 1
-        while (domain, name) in self._taken:
-            count += 1
-            name = f"{base}_{count}"
-        self._taken.add((domain, name))
-        return domain, name
-
-
 class Unique:
-    """Makes names unique: a second `x` becomes `x_1`."""
+    """Makes names unique: a second `x` becomes `x_1`, with the number `first`, a third `x_2`."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 1) -> None:
+        self._first = first
         self._taken: set[str] = set()
         self._next: dict[str, int] = {}
 
@@ -70,10 +40,34 @@ class Unique:
         """The wanted name, with a number where it is taken."""
         name = wanted
         while name in self._taken:
-            self._next[wanted] = count = self._next.get(wanted, 0) + 1
+            count = self._next.get(wanted, self._first)
+            self._next[wanted] = count + 1
             name = f"{wanted}_{count}"
         self._taken.add(name)
         return name
+
+
+class FunctionNames:
+    """Domains and names of functions, `domain::Name`. Distinct functions of one class are `Name`, `Name_2`, …
+
+    Args:
+        chosen: the names given to classes, which also hold for classes derived from them.
+    """
+
+    def __init__(self, chosen: Mapping[type, str]) -> None:
+        self._chosen = chosen
+        self._unique = Unique(first=2)
+
+    def base(self, function: Function) -> str:
+        """The name without a number."""
+        bases = () if function.module_type is None else function.module_type.__mro__
+        own = f"{function.domain}::{_class_name(function)}"
+        return next((self._chosen[base] for base in bases if base in self._chosen), own)
+
+    def take(self, function: Function) -> tuple[str, str]:
+        """Domain and name of a new function, with a number where they are taken."""
+        domain, _, name = self._unique(self.base(function)).partition("::")
+        return domain, name
 
 
 class Labels:
@@ -101,17 +95,13 @@ class Labels:
         """Set the metadata of a call node."""
         label(node, _Home(subgraph), site.node, f"{node.domain}::{node.op_type}")
 
-    def name_values(self, graph: ir.Graph, inputs: Mapping[ir.Value, str], outputs: Mapping[ir.Value, str]) -> None:
+    def name_values(self, graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
         """Set the names of inputs and outputs, and different ones for all other values."""
-        unique = Unique()
-        renamed = [(value, unique(name)) for value, name in {**inputs, **outputs}.items()]
-        for value in (v for n in ir.traversal.RecursiveGraphIterator(graph) for v in n.outputs):
-            if value not in outputs:
-                renamed.append((value, unique(_stem(value))))
-        for value in list(graph.initializers.values()):
-            if value not in inputs:
-                renamed.append((value, unique(_stem(value))))
-        ir.convenience.rename_values([v for v, _ in renamed], [name for _, name in renamed])
+        wanted = dict(zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True))
+        made = [v for node in ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs]
+        for value in (*made, *graph.initializers.values()):
+            wanted.setdefault(value, _stem(value))
+        ir.convenience.rename_values(list(wanted), list(map(Unique(), wanted.values())))
 
 
 def _stem(value: ir.Value) -> str:
@@ -169,11 +159,7 @@ def label(node: ir.Node, home: _Home, source: torch.fx.Node | None, target: str)
 
 def output_names(outputs: Sequence[FunctionOutput]) -> list[str]:
     """Names of a function's outputs, from their paths in forward's result: `logits`, `output_0`, `n_updated`."""
-    named = []
-    for output in outputs:
-        name = result_name(output.name)
-        named.append(f"{name}_updated" if output.kind == "mutated" else name)
-    return named
+    return [result_name(o.name) + ("_updated" if o.kind == "mutated" else "") for o in outputs]
 
 
 _NAME = re.compile(r"[^\W\d]\w*")
@@ -184,15 +170,11 @@ def forget_sizes_made_inside(body: ir.Graph) -> None:
 
     A runtime that inlines the calls would take what has one name for one size.
     """
-    known = {name for value in body.inputs for name in _names(value)}
+    known = {name for value in body.inputs for dim in value.shape or () for name in _names_in(dim)}
     for node in ir.traversal.RecursiveGraphIterator(body):
         for value in node.outputs:
-            if value.shape is not None and not known.issuperset(_names(value)):
+            if value.shape is not None:
                 value.shape = ir.Shape([dim if known.issuperset(_names_in(dim)) else None for dim in value.shape])
-
-
-def _names(value: ir.Value) -> list[str]:
-    return [] if value.shape is None else [name for dim in value.shape for name in _names_in(dim)]
 
 
 def _names_in(dim: Any) -> list[str]:
@@ -205,7 +187,8 @@ class SizeNames:
     def __init__(self, rules: SizeRules | None) -> None:
         self._names = {} if rules is None else {s: spec.name for s, spec in rules.specs.items() if spec.name}
 
-    def _name(self, symbol: Any) -> str:
+    def name(self, symbol: Any) -> str:
+        """The name of a symbol of the trace."""
         return self._names.get(symbol) or str(symbol)
 
     def new_value(self, fake: Any) -> ir.Value:
@@ -218,19 +201,4 @@ class SizeNames:
 
     def _text(self, size: Any) -> str:
         expr = to_expr(size)
-        return expression_text(expr, {s: self._name(s) for s in expr.free_symbols})
-
-    def rename(self, graph: ir.Graph, origins: Mapping[str, Any]) -> None:
-        """Rename sizes such as `s7 + 1`; `origins` maps torch.onnx's names to symbols of the trace."""
-        if not origins:
-            return
-        pattern = re.compile(r"\b(" + "|".join(map(re.escape, origins)) + r")\b")
-
-        def named(dim: Any) -> Any:
-            text = None if isinstance(dim, int) else dim.value
-            return dim if text is None else pattern.sub(lambda found: self._name(origins[found[1]]), text)
-
-        values = [v for node in ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs]
-        for value in (*graph.inputs, *values):
-            if value.shape is not None:
-                value.shape = ir.Shape([named(dim) for dim in value.shape])
+        return expression_text(expr, {s: self.name(s) for s in expr.free_symbols})

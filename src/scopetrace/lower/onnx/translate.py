@@ -17,28 +17,21 @@ import torch
 import torch.fx
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import (
-    ExportGraphSignature,
-    InputKind,
-    InputSpec,
-    OutputKind,
-    OutputSpec,
-    SymIntArgument,
-    TensorArgument,
-)
+from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once, with_batch_statistics
 from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.ir import meta
+from scopetrace.lower.exported.calls import argument_of
 
 
 def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
     """The ExportedProgram of a graph whose nodes have fake values in `meta["val"]`."""
     inputs = [n for n in graph.nodes if n.op == "placeholder"]
     outputs = next(n for n in graph.nodes if n.op == "output").args[0]
-    ins, outs = [_argument(n) for n in inputs], [_argument(n) for n in outputs]
+    ins, outs = [argument_of(n) for n in inputs], [argument_of(n) for n in outputs]
     for node in graph.nodes:
         if node.op != "placeholder":
             meta.set_value(node, None)  # torch computes the values again, with its own symbols
@@ -54,19 +47,13 @@ def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedPr
     return ExportedProgram(root, graph, signature, {}, {}, [ModuleCallEntry("", call)])
 
 
-def _argument(node: torch.fx.Node) -> TensorArgument | SymIntArgument:
-    if isinstance(meta.value(node), torch.Tensor):
-        return TensorArgument(name=node.name)
-    return SymIntArgument(name=node.name)
-
-
 Table = Mapping[Any, Callable[..., Any]]
 
 
 def translate(
-    program: ExportedProgram, *, opset_version: int | None, optimize: bool, table: Table | None
-) -> tuple[Any, torch.fx.Graph]:
-    """The ONNX model (`onnx_ir.Model`) of a program, and the decomposed torch.fx graph that it was made from.
+    program: ExportedProgram, opset_version: int | None, optimize: bool, table: Table | None
+) -> torch.onnx.ONNXProgram:
+    """The ONNX model of a program, and the decomposed program that it was made from.
 
     Raises OnnxOpError with all ops that have no ONNX form, OnnxExportError where torch.onnx fails otherwise.
     """
@@ -87,7 +74,7 @@ def translate(
     version = result.model.opset_imports.get("")
     if opset_version is not None and version not in (None, opset_version):
         raise OnnxOptionError(f"torch.onnx has no opset {opset_version} for this model: write opset_version={version}")
-    return result.model, result.exported_program.graph
+    return result
 
 
 @contextlib.contextmanager

@@ -309,7 +309,7 @@ class _Comparison:
                     f"{where}: {name} is {b.dtype} {list(b.shape)}, and the model gives {a.dtype} {list(a.shape)}"
                 )
             error = _error(a, b)
-            if not self._is_small(error, a):
+            if not _is_small(error, a, self._limit):
                 raise OnnxVerificationError(
                     f"{where}: {name} differs from the model's by {error:.3g}{self._why(inputs)}"
                 )
@@ -321,15 +321,12 @@ class _Comparison:
         if any(_error(a, b) for a, b in zip(*runs, strict=True)):
             return "; the model draws random numbers: trace it in eval mode"
         found = map(_plain, Session(self.modular, optimized=False).run(inputs.feed))
-        if all(self._is_small(_error(a, b), a) for a, b in zip(runs[0], found, strict=True)):
+        if all(_is_small(_error(a, b), a, self._limit) for a, b in zip(runs[0], found, strict=True)):
             return (
                 "; the file is right, and so is ONNX Runtime without its graph optimizations, which make this error: "
                 "set graph_optimization_level=ORT_DISABLE_ALL in its SessionOptions"
             )
         return ""
-
-    def _is_small(self, error: float, like: torch.Tensor) -> bool:
-        return _is_small(error, like, self._limit)
 
     @functools.cached_property
     def _limit(self) -> float:
