@@ -1,6 +1,6 @@
 """The metadata of an op's results without running the op: one table of rules.
 
-    view op -> torch's kernel, if it asks for no symbol's value          (`is_static_view`)
+    view op -> torch's kernel, for plain sizes                           (`is_static_view`)
             -> else where the view lies                                  (`strides.place_view`)
     other   -> size of the result, as expressions of the sizes of the inputs, by the op's rule; and from that
                  dtype and strides, where it is known how they follow     (`_from_inputs`)
@@ -30,7 +30,6 @@ from scopetrace._compat.symbols import example, is_static, surely_equal, to_expr
 from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, run_fake, storage_id, without_dispatch
 from scopetrace.infer import strides
 from scopetrace.ir.tape import Value, flat
-from scopetrace.ops import views
 from scopetrace.ops.views import Int, Sizes, ViewArguments
 
 _aten = torch.ops.aten
@@ -125,26 +124,19 @@ def _new_tensor(
 
 
 def is_static_view(base: torch.Tensor, view: ViewArguments) -> bool:
-    """Whether torch's kernel makes this view without asking for the value of a symbol."""
-    match view:
-        case _ if not is_symbolic(base) and is_static(flat(tuple(vars(view).values()))):
-            return True
-        case views.Unsqueeze():
-            return True
-        case views.Select(dim, index):
-            return is_static((base.size(dim), base.stride(dim), index))
-        case views.Unbind(dim):
-            return is_static((base.size(dim), base.stride(dim)))
-    return False
+    """Whether torch's kernel can make this view: with symbolic sizes it would add guards."""
+    return not is_symbolic(base) and is_static(flat(tuple(vars(view).values())))
 
 
 def view_of(func: Any, base: torch.Tensor, view: ViewArguments) -> Outputs | None:
-    """The result of a view op that is no static view, without key; None where it is not known."""
-    place = strides.place_view(base, view)
-    if place is None:
+    """The result of a view op with symbolic sizes, without key; None where it is not known."""
+    found = strides.place_view(base, view)
+    if found is None:
         return _copy(base, view) if func in (_aten.reshape.default, _aten.flatten.using_ints) else None
+    container, places = (list, found) if isinstance(found, list) else (None, [found])
     # requires_grad holds also under no_grad
-    return Outputs(None, (OutputMeta(*place, base.dtype, base.device, base.requires_grad, 0, 0),))
+    metas = [OutputMeta(*place, base.dtype, base.device, base.requires_grad, 0, 0) for place in places]
+    return Outputs(container, tuple(metas))
 
 
 def _copy(base: torch.Tensor, view: Any) -> Outputs | None:

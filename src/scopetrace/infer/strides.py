@@ -199,14 +199,36 @@ class Placement(NamedTuple):
     offset: Int
 
 
-def place_view(t: torch.Tensor, view: views.ViewArguments) -> Placement | None:
-    """Where the view lies in `t`. None where that is not known, or torch would raise."""
+def place_view(t: torch.Tensor, view: views.ViewArguments) -> Placement | list[Placement] | None:
+    """Where the view, or each of the views, lies in `t`. None where that is not known, or torch would raise."""
     place = _PLACERS.get(type(view))
     return None if place is None else place(t, view)
 
 
 def _place_permuted(t: torch.Tensor, view: views.Permute) -> Placement:
     return Placement(tuple([t.size(d) for d in view.dims]), tuple([t.stride(d) for d in view.dims]), 0)
+
+
+def _place_unsqueezed(t: torch.Tensor, view: views.Unsqueeze) -> Placement:
+    d, size, stride = view.dim, tuple(t.size()), tuple(t.stride())
+    new = size[d] * stride[d] if d < t.dim() else 1
+    return Placement((*size[:d], 1, *size[d:]), (*stride[:d], new, *stride[d:]), 0)
+
+
+def _place_selected(t: torch.Tensor, view: views.Select) -> Placement | None:
+    d, index = view.dim, view.index
+    size, stride = tuple(t.size()), tuple(t.stride())
+    n, step = size[d], stride[d]
+    if type(n) is not int or type(index) is not int or type(step) is not int or not -n <= index < n:
+        return None
+    return Placement(size[:d] + size[d + 1 :], stride[:d] + stride[d + 1 :], index % n * step)
+
+
+def _place_unbound(t: torch.Tensor, view: views.Unbind) -> list[Placement] | None:
+    n = t.size(view.dim)
+    found = [_place_selected(t, views.Select(view.dim, i)) for i in range(n if type(n) is int else 0)]
+    known = [placement for placement in found if placement is not None]
+    return known if known and len(known) == len(found) else None
 
 
 def _place_slice(t: torch.Tensor, view: views.Slice) -> Placement | None:
@@ -243,8 +265,11 @@ def _place_reshaped(t: torch.Tensor, view: views.Reshape | views.Flatten) -> Pla
     return Placement(size, stride, 0) if size is not None and stride is not None and stride is not False else None
 
 
-_PLACERS: dict[type, Callable[..., Placement | None]] = {
+_PLACERS: dict[type, Callable[..., Placement | list[Placement] | None]] = {
     views.Permute: _place_permuted,
+    views.Unsqueeze: _place_unsqueezed,
+    views.Select: _place_selected,
+    views.Unbind: _place_unbound,
     views.Slice: _place_slice,
     views.Expand: _place_expanded,
     views.Reshape: _place_reshaped,
