@@ -102,6 +102,10 @@ class InputMismatchError(ArgumentError):
     """A trace was called with inputs that differ from those that it was recorded with."""
 
 
+class StateMismatchError(InputMismatchError):
+    """A trace was called in another state than it was recorded in: a flag, attribute or global that the model read."""
+
+
 class OutlineError(ArgumentError):
     """A target of `outline` matches no module call, or a call that cannot be a function."""
 

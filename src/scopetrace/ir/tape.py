@@ -30,6 +30,7 @@ from scopetrace._compat.tensors import FakeTensorMode
 from scopetrace.containers.objects import Returned
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.conditions import SizeRules, Specialization
+from scopetrace.ir.reads import Read
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope
@@ -430,11 +431,16 @@ class ProgramTape(Tape):
     """The storages that `as_strided` reads at an offset from their start, so that the offset of an input matters."""
     specializations: list[Specialization] = dataclasses.field(default_factory=list)
     """The values that depend on data and are fixed, because Python looked at them."""
+    reads: list[Read] = dataclasses.field(default_factory=list)
+    """What the forward read from outside of the program, in order: another value at a call is another program."""
     registered: Registered = dataclasses.field(default_factory=Registered)
     """The model's modules and parameters with all their names."""
     write_back: WriteBack | None = None
     """What makes the results and effects of the recorded program from what the graph gives; None where the graph's
     outputs are the results, and there are no effects."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "reads": [read for read in self.reads if read.place.stays]}
 
     @property
     def result(self) -> Template:

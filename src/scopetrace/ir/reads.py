@@ -1,0 +1,133 @@
+"""What a forward read from outside of its program, so that a call can be compared with the trace.
+
+Data flow:
+    Python asks for a fact of an input, an attribute, a global or a flag -> a Read on the tape: name, value, place
+    a call -> each place is asked again -> another answer is an error, since the program holds for the first one
+
+Tensors and arguments are no reads: they are the inputs of the program. Nor are values that the forward wrote itself.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import CellType, MappingProxyType
+from typing import Any, Protocol
+
+import torch
+
+from scopetrace.ir.scopes import Frames, source_of
+
+Table = Mapping[Any, Any] | MappingProxyType[str, Any]
+
+
+class Missing:
+    """Stands for the value of a name that is not there."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()
+
+
+@dataclasses.dataclass(frozen=True)
+class CallInputs:
+    """What a call is given, for places that are in its arguments."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    tensors: Sequence[torch.Tensor]
+    """The tensors among the arguments, in the order of `ProgramTape.inputs`."""
+
+
+class Place(Protocol):
+    """Where a read can be asked again. Equal for two reads of one thing."""
+
+    stays: bool
+    """Whether it exists in another process too: it belongs to the call or to torch, and not to the model's objects."""
+
+    def now(self, call: CallInputs) -> Any:
+        """What is there at a call; MISSING where there is nothing."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class InTable:
+    """An entry of the `__dict__` of a module, an object, a class or a Python file."""
+
+    table: Table
+    key: str
+    stays = False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return self.table.get(self.key, MISSING)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, InTable) and other.table is self.table and other.key == self.key
+
+    def __hash__(self) -> int:
+        return hash((id(self.table), self.key))
+
+
+@dataclasses.dataclass(frozen=True)
+class InClosure:
+    """A variable of a function around the one that read it."""
+
+    cell: CellType
+    stays = False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        try:
+            return self.cell.cell_contents
+        except ValueError:
+            return MISSING
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Read:
+    """One thing that the forward read, and on which the program depends."""
+
+    name: str
+    """As in source: `x.stride(0)`, `layers.0.training`, `SCALE`, `os.environ['SCALE']`, `torch.is_grad_enabled()`."""
+    value: Any
+    """What was there: a copy, of a list, dict or set."""
+    place: Place
+    frames: Frames = ()
+    """The Python frames of the first read."""
+
+    @property
+    def source(self) -> str | None:
+        """The user's line that read it first: `model.py:12, in forward: if x.is_contiguous():`."""
+        return source_of(self.frames)
+
+    def __str__(self) -> str:
+        at = f", at {self.source}" if self.source else ""
+        return f"{self.name} was {self.value!r}{at}"
+
+
+def snapshot(value: Any) -> Any:
+    """`value`, with copies of the lists, dicts and sets in it."""
+    kind = type(value)
+    if kind is dict:
+        return {key: snapshot(item) for key, item in value.items()}
+    if kind in (list, tuple):
+        return kind([snapshot(item) for item in value])
+    return set(value) if kind is set else value
+
+
+def same(then: Any, now: Any) -> bool:
+    """Whether a place has the value that it had: equal numbers and text of one type, containers of such, one object."""
+    if then is now:
+        return True
+    kind = type(then)
+    if kind is not type(now):
+        return False
+    if kind in (list, tuple):
+        return len(then) == len(now) and all(map(same, then, now))
+    if kind is dict:
+        return list(then) == list(now) and all(map(same, then.values(), now.values()))
+    if isinstance(then, float) and then != then:
+        return bool(now != now)
+    return not isinstance(then, torch.Tensor) and bool(then == now)
