@@ -47,6 +47,8 @@ def returns_its_argument(x):
         return torch.ops.scopetrace_refusals.poke_.default(x)
 
 
+GAPS = torch.randn(2, 3, requires_grad=True)[:, :2]
+
 REFUSALS = [
     ("elements that share memory", lambda x: x[0].unfold(0, 2, 1).mul_(2), (torch.randn(3, 4),)),
     ("an input lies in the memory", lambda x: x[1:].add_(x[:-1]), (torch.randn(3),)),
@@ -56,7 +58,7 @@ REFUSALS = [
     ("poke_.default has no pure form", returns_its_argument, (torch.randn(3),)),
     ("set_ gives a tensor other memory", set_to_storage, (torch.randn(3),)),
     ("resize_ of a tensor", lambda x: x[:, ::2].resize_(2), (torch.randn(3, 4),)),
-    ("outside of the tensor", lambda x: x.as_strided((4,), (1,), 0).zero_(), (torch.randn(2, 3)[:, :2],)),
+    ("outside of the tensor", lambda x: x.as_strided((4,), (1,), 0).zero_(), (GAPS,)),
     ("two tensors that one op writes", lambda x: torch._foreach_add_([x, x], 1.0), (torch.randn(3),)),
     ("two tensors that one op writes", lambda x: torch._foreach_mul_([x, x[0]], 2.0), (torch.randn(2, 3),)),
     ("two tensors that one op writes", same_statistics, (torch.randn(3, 4), torch.rand(4))),

@@ -66,7 +66,7 @@ class ViewMeta:
 class AliasSet:
     """The aliases of one written storage. `old` values are of the recorded tape, `new` ones of the functional tape."""
 
-    def __init__(self, emitter: Emitter, bring: Callable[[Value], None]) -> None:
+    def __init__(self, emitter: Emitter, bring: Callable[[Value, Op], None]) -> None:
         self.roots: list[Value] = []
         """The tensors that no view op made: the owner of the storage, or inputs that share it."""
         self.views: dict[Value, ViewMeta] = {}
@@ -105,6 +105,10 @@ class AliasSet:
             new = self._forward(view, new, reader)
             self._present[view] = (new, self.version)
         return new
+
+    def is_known(self, root: Value) -> bool:
+        """Whether a root has a value, stale or not, or can be read from the row."""
+        return root in self._present or self._row is not None
 
     def current(self, old: Value) -> Value | None:
         """The present value of an alias, if it is not stale."""
@@ -241,7 +245,7 @@ class AliasSet:
             raise refusal("tensors with symbolic sizes share the memory that is written", writer)
         for root in self.roots:
             if root not in self._present:
-                self._bring(root)
+                self._bring(root, writer)
         emit = self._emitter.simplifying(writer)
         rows = [emit(_aten.reshape.default, self._present[r][0], [-1]) for r in self.roots]
         positions = torch.cat([geometry_of(r).positions() for r in self.roots])

@@ -28,7 +28,7 @@ from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import Boundary, schedule
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, RecordedTape, Target, Value, flat, values_in
 from scopetrace.ops.higher_order import with_more_operands, written_inputs
-from scopetrace.ops.view_inverses import by_geometry, geometry_of
+from scopetrace.ops.view_inverses import by_geometry, geometry_of, is_row_major
 
 _aten = torch.ops.aten
 _SIZED_BY_OTHER: dict[Target, Any] = {
@@ -182,8 +182,23 @@ class TapeCopier(abc.ABC):
                 first = given.setdefault(id(value.fake), value) if op.kind == "placeholder" else value
                 if first is not value:  # one tensor given twice
                     aliases.link(value, ViewMeta(first))
-                elif op.kind in ("placeholder", "get_attr") or parent is None:
+                elif op.kind in ("placeholder", "get_attr") or parent is None or self._leaves_its_base(value):
                     aliases.roots.append(value)
+
+    def _leaves_its_base(self, value: Value) -> bool:
+        """Whether as_strided reads memory that no other tensor of the program has."""
+        return value.op.target is _aten.as_strided.default and self._around(value) is None
+
+    def _around(self, value: Value) -> Value | None:
+        """The tensor that a result of as_strided is a part of: its argument, what that is a view of, or a root.
+
+        With symbolic sizes the largest one, since it may have to hold more than in the example.
+        """
+        above = [value]
+        while (parent := _parent(above[-1].op, above[-1])) is not None:
+            above.append(parent)
+        found = above[1:] if geometry_of(value).exact else above[:0:-1]
+        return next((v for v in (*found, *self.sets[value.storage].roots) if _holds(v, value)), None)
 
     def _step(self, op: Op) -> None:
         if op.kind in ("placeholder", "get_attr"):
@@ -199,11 +214,20 @@ class TapeCopier(abc.ABC):
         else:
             self._copy_op(op)
 
-    def _bring(self, root: Value) -> None:
-        """Put an attribute on the tape before the program reads it."""
-        if root.op.kind != "get_attr":
+    def _bring(self, root: Value, reader: Op) -> None:
+        """Put a root on the tape before the program reads it: an attribute, or memory around an input."""
+        if root.op.kind == "get_attr":
+            self._copy_source(root.op)
+            return
+        if root.op.target is not _aten.as_strided.default:
             raise refusal("results of one op share the memory that is written", root.op)
-        self._copy_source(root.op)
+        aliases = self.sets[root.storage]
+        base = next((v for v in aliases.roots if v in self.originals), None)
+        if base is None or root.requires_grad or isinstance(self.new, BodyTape):
+            raise refusal("a view that reaches memory outside of the tensor that it was made from", root.op)
+        self.new.uses_absolute_offset.add(root.storage)
+        args = self.originals[base], list(root.fake.size()), list(root.fake.stride()), root.offset
+        aliases.define(root, self.emitter.run(reader, _aten.as_strided.default, args, {}))
 
     def _copy_source(self, op: Op) -> None:
         """An input or attribute."""
@@ -277,9 +301,13 @@ class TapeCopier(abc.ABC):
         """as_strided counts from the start of the storage; where that was written, read it through its alias set."""
         value = op.result
         aliases = self.sets.get(value.storage)
-        if aliases is None or not aliases.version:
+        is_root = aliases is not None and value in aliases.roots
+        if aliases is None or not (aliases.version or is_root):
             return False
-        aliases.link(value, self._view_meta(op, op.tensor(0), value, None))
+        if not is_root:
+            aliases.link(value, self._view_meta(op, op.tensor(0), value, None))
+        elif not aliases.is_known(value):
+            self._bring(value, self.moved(op))
         aliases.read(value, self.moved(op))
         return True
 
@@ -333,9 +361,9 @@ class TapeCopier(abc.ABC):
             aliases.define(a, b)
 
     def _view_meta(self, op: Op, parent: Value, value: Value, slot: int | None) -> ViewMeta:
-        """As `_view_meta`. as_strided, which may leave its argument, is of the first ancestor that it stays in."""
+        """As `_view_meta`. as_strided, which may leave its argument, is of the first tensor that it stays in."""
         if op.target is _aten.as_strided.default:
-            around = next((v for v in self.sets[value.storage].above(parent) if _holds(v, value)), parent)
+            around = self._around(value) or parent
             return ViewMeta(around, op.target, (list(value.fake.size()), list(value.fake.stride()), value.offset))
         return _view_meta(op, parent, value, slot)
 
@@ -354,7 +382,12 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
     if isinstance(old, BodyTape):
         return dataclasses.replace(old, **empty)
     return FunctionalTape.of(
-        old, **empty, modules=dict(old.modules), attribute_writes=[], written=old.written_storages()
+        old,
+        **empty,
+        modules=dict(old.modules),
+        attribute_writes=[],
+        written=old.written_storages(),
+        uses_absolute_offset=set(old.uses_absolute_offset),
     )
 
 
@@ -386,9 +419,14 @@ def _view_meta(op: Op, parent: Value, value: Value, slot: int | None) -> ViewMet
 
 
 def _holds(base: Value, view: Value) -> bool:
-    """Whether all elements of `view` are elements of `base`."""
-    same = base.fake.dtype == view.fake.dtype
-    return same and by_geometry(geometry_of(base), geometry_of(view)) is not None
+    """Whether all elements of `view` are elements of `base`, another tensor."""
+    if base is view or base.fake.dtype != view.fake.dtype:
+        return False
+    a, b = geometry_of(base), geometry_of(view)
+    if a.exact and b.exact:
+        return by_geometry(a, b) is not None
+    (first, last), (start, end) = a.span(), b.span()
+    return is_row_major(base.fake) and first <= start and end <= last
 
 
 def _alike(old: Value, new: Value) -> bool:

@@ -23,6 +23,7 @@ from scopetrace.ir.write_back import (
     Source,
     StateRef,
     StridedStep,
+    Target,
     Update,
     ViewOf,
     ViewStep,
@@ -51,14 +52,17 @@ class _Builder:
         self._storages: dict[
             int, list[int]
         ] = {}  # new storage of results -> the old ones: each but the first gets a copy
-        self.outside: dict[Value, GraphInput | StateRef] = {}
+        self.outside: dict[Value, Target] = {}
         for before, after in zip(old.attribute_writes, new.attribute_writes, strict=True):
             self._storages.setdefault(after.value.storage, [before.value.storage])
         for op in old.ops:
             if op.kind == "placeholder" and isinstance(op.outputs, Value):
                 self.outside[op.outputs] = GraphInput(len(self.outside), op.name)
         self.outside |= {value: StateRef(name) for name, value in old.attribute_reads()}
-
+        for root in [r for aliases in sets.values() for r in aliases.roots if r.op.target is _aten.as_strided.default]:
+            base = next(v for v in self.outside if v.storage == root.storage)
+            step = StridedStep(tuple(root.fake.size()), tuple(root.fake.stride()), root.offset - base.offset)
+            self.outside[root] = _view_of(self.outside[base], (step,))
         self._objects = {id(self._last(v).fake): target for v, target in reversed(self.outside.items())}
         self._alone = self._count_objects()
         self._final = {self._last(v): v for v in self.outside if self._last(v) is not v}
@@ -82,7 +86,7 @@ class _Builder:
                 found.append(CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, last))), grad))
         return found
 
-    def _change(self, target: GraphInput | StateRef, op: Op, after: Value) -> ChangeShape | SetTo:
+    def _change(self, target: Target, op: Op, after: Value) -> ChangeShape | SetTo:
         if op.target is _aten.set_.source_Tensor:
             return SetTo(target, self._source(op.tensor(1)))
         if schema_of(op.target).name.startswith("aten::resize"):
@@ -143,7 +147,7 @@ class _Builder:
         outside = [r for r in aliases.roots if r in self.outside]
         if outside:
             root, steps = self._chain(aliases, leaf)
-            return ViewOf(self.outside[root], steps)
+            return _view_of(self.outside[root], steps)
         if self._alone[leaf.storage] == 1:
             return self._plain(leaf, self.read(leaf))
         root, steps = self._chain(aliases, leaf)
@@ -212,6 +216,10 @@ class _Builder:
                 return FromGraph(i, stride, copy)
         self.returned.append(value)
         return FromGraph(len(self.returned) - 1, stride, copy)
+
+
+def _view_of(base: Target, steps: tuple[ViewStep | StridedStep, ...]) -> ViewOf:
+    return ViewOf(base.base, base.steps + steps) if isinstance(base, ViewOf) else ViewOf(base, steps)
 
 
 def _is_seen(written: Value, op: Op) -> bool:

@@ -141,12 +141,15 @@ class SameAs:
 Source = GraphInput | StateRef | FromGraph | ViewOf | SameAs
 """Where a tensor comes from."""
 
+Target = GraphInput | StateRef | ViewOf
+"""What a model changes: a tensor from outside, or memory around one that the model reaches by `as_strided`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class CopyInto:
     """`copy_` of a value that the graph returns into a tensor that the model writes."""
 
-    target: GraphInput | StateRef
+    target: Target
     value: FromGraph
     grad: bool
     """Whether autograd records the copy, where it is on in the call."""
@@ -159,7 +162,7 @@ class CopyInto:
 class ChangeShape:
     """An op such as `transpose_` that changes the sizes and strides of a tensor, not its data."""
 
-    target: GraphInput | StateRef
+    target: Target
     step: ViewStep
 
     def __str__(self) -> str:
@@ -170,7 +173,7 @@ class ChangeShape:
 class SetTo:
     """`set_`: the target gets the storage of another tensor."""
 
-    target: GraphInput | StateRef
+    target: Target
     value: Source
 
     def __str__(self) -> str:

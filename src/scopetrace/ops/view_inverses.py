@@ -175,22 +175,49 @@ def slice_(dim: int, start: Any, end: Any, step: Any = 1) -> Scatter:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Positions(ViewFunction):
-    """Any elements of the base in any order, by their row-major index in it: `indices`, int64[numel of the view]."""
+class Elements(ViewFunction):
+    """Any elements of the base in any order, by their row-major index in it."""
 
     base_size: Sequence[Any]
     view_size: Sequence[Any]
-    indices: torch.Tensor
+
+    @abc.abstractmethod
+    def indices(self, emit: Emit, base: Any) -> Any:
+        """int64[numel of the view]: a constant, or the Value of an op."""
 
     def forward(self, emit: Emit, base: Any) -> Any:
         """`index` of the flattened base."""
-        found = emit(_aten.index.Tensor, _row(emit, base), [self.indices])
+        found = emit(_aten.index.Tensor, _row(emit, base), [self.indices(emit, base)])
         return emit(_aten.reshape.default, found, list(self.view_size))
 
     def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
         """`index_put` into the flattened base."""
-        filled = emit(_aten.index_put.default, _row(emit, base), [self.indices], _row(emit, new))
+        filled = emit(_aten.index_put.default, _row(emit, base), [self.indices(emit, base)], _row(emit, new))
         return emit(_aten.reshape.default, filled, list(self.base_size))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Positions(Elements):
+    """Elements by constant indices."""
+
+    constant: torch.Tensor
+
+    def indices(self, emit: Emit, base: Any) -> Any:
+        """The constant."""
+        return self.constant
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Strided(Elements):
+    """`as_strided` of a row-major base, from its element `shift` on. All numbers may be symbolic."""
+
+    stride: Sequence[Any]
+    shift: Any
+
+    def indices(self, emit: Emit, base: Any) -> Any:
+        """`as_strided` of the row-major indices of the base."""
+        every = emit(_aten.arange.default, base.fake.numel(), device=base.fake.device)
+        return _row(emit, emit(_aten.as_strided.default, every, list(self.view_size), list(self.stride), self.shift))
 
 
 def _row(emit: Emit, x: Any) -> Any:
@@ -426,7 +453,7 @@ def by_op(
     if func in _MOVES:
         return Permute(_moved_dims(func, args, base.dim()))
     if func is _aten.as_strided.default:
-        return _strided(base, args[0], args[1], offset)
+        return Strided(base.size(), args[0], args[1], offset) if is_row_major(base) else None
     match said:
         case views.Permute(dims):
             return Permute(dims)
@@ -445,20 +472,14 @@ def _moved_dims(func: Any, args: tuple[Any, ...], rank: int) -> tuple[int, ...]:
     return tuple([n - 2 for n in func(probe, *args).shape])
 
 
-def _strided(base: torch.Tensor, size: Any, stride: Any, offset: Any) -> ViewFunction | None:
-    """Plain positions of a base whose elements lie in row-major order, without gaps."""
+def is_row_major(base: torch.Tensor) -> bool:
+    """Whether the elements lie in row-major order, without gaps, for all values of symbolic sizes."""
     row_major: Any = 1
     for n, s in zip(reversed(base.size()), reversed(base.stride()), strict=True):
-        if to_expr(s) != to_expr(row_major) and to_expr(n) != 1:
-            return None
+        if not surely_equal(s, row_major) and to_expr(n) != 1:
+            return False
         row_major = row_major * n
-    first = example(offset)
-    if not all(type(n) is int for n in (*size, *stride)) or not surely_equal(offset, first):
-        return None
-    taken = Geometry(tuple(size), tuple(stride), first)
-    if taken.span()[0] < 0 or taken.span()[1] >= example(base.numel()):
-        return None
-    return Positions(base.size(), tuple(size), taken.positions())
+    return True
 
 
 def _part(

@@ -21,7 +21,7 @@ from scopetrace.containers.structure import container_type, map_structure
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import FunctionalTape, Value
-from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, StateRef
+from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, StateRef, ViewOf
 from scopetrace.lower.exported.calls import argument_of
 from scopetrace.lower.exported.inputs import Lifted
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
@@ -70,9 +70,9 @@ class Outputs(ResultNodes):
         """By GraphInput or StateRef, the changes, in the order of the placeholders."""
         found: dict[Any, _Change] = {}
         for update in self._write_back.updates:
-            if not isinstance(update, CopyInto):
+            if not isinstance(update, CopyInto) or isinstance(update.target, ViewOf):
                 raise ExportError(
-                    f"`{update}` changes the shape or memory of a tensor from outside",
+                    f"`{update}` changes the shape or memory of a tensor from outside, or memory around it",
                     module=self._tape.root.path,
                     hint="an ExportedProgram can only give it new values: let the model return a new tensor",
                 )

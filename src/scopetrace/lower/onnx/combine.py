@@ -32,7 +32,7 @@ from scopetrace.errors import OnnxExportError
 from scopetrace.infer.strides import is_row_major
 from scopetrace.ir import meta
 from scopetrace.ir.tape import ProgramTape, Value
-from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update
+from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, ViewOf
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.overwrite import OVERWRITE
 from scopetrace.program.graph import FxLowering
@@ -297,7 +297,7 @@ class Results:
 
     def __init__(self, tape: ProgramTape) -> None:
         self._tape, self._write_back = tape, write_back_of(tape)
-        self._changed = list(dict.fromkeys(update.target for update in self._write_back.updates))
+        self._changed = list(dict.fromkeys(map(_target, self._write_back.updates)))
 
     def names(self) -> list[str]:
         """Names of the outputs: `logits` or `output_0` from paths in the result, `fc.count_updated` for state."""
@@ -329,10 +329,20 @@ class Results:
         state = {node.target: node for node in found.graph.find_nodes(op="get_attr")}
         nodes = ResultNodes(found, inputs, state.__getitem__, values[:count], found.lower)
         for update in self._write_back.updates:
-            nodes.now[update.target] = _updated(nodes, update)
+            nodes.now[_target(update)] = _updated(nodes, update)
         results = nodes.all_results(self._write_back)
         found.output.args = ((*results, *(nodes.now[t] for t in self._changed), *values[count:]),)
         return found
+
+
+def _target(update: Update) -> GraphInput | StateRef:
+    """What an update changes. Raises OnnxExportError for memory around a tensor."""
+    if isinstance(update.target, ViewOf):
+        raise OnnxExportError(
+            f"`{update}` changes memory around an input, which ONNX does not have",
+            hint="give the model the tensor that has all of this memory",
+        )
+    return update.target
 
 
 def _updated(nodes: ResultNodes, update: Update) -> Any:
