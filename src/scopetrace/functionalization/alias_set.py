@@ -28,12 +28,14 @@ from scopetrace.ir.tape import Op, Value
 from scopetrace.ops.overwrite import OVERWRITE
 from scopetrace.ops.view_inverses import (
     Positions,
+    Strided,
     ViewFunction,
     by_geometry,
     by_op,
     by_own_inverse,
     geometry_of,
     index_in,
+    is_row_major,
 )
 
 _aten = torch.ops.aten
@@ -188,13 +190,16 @@ class AliasSet:
     def _written_ancestors(self, old: Value) -> list[Value]:
         """The alias and its ancestors up to the root, without those that have elements that share memory.
 
+        Nor those from which no function leads to the alias, as may be with symbolic sizes.
+
         A write to a view of one of these (`expand`, `unfold`) changes elements that the view does not have. They are
         stale afterwards, and the view is written to the nearest ancestor of the others.
         """
         chain, above = [old], old
         while (parent := self._parent(above)) is not None:
             above = parent
-            if self._is_base(above) or not geometry_of(above).overlaps_itself():
+            overlaps = geometry_of(above).overlaps_itself()
+            if self._is_base(above) or not (overlaps or self._find_function(chain[-1], above) is None):
                 chain.append(above)
         return chain
 
@@ -226,8 +231,12 @@ class AliasSet:
                 base, part = geometry_of(parent), geometry_of(view)
                 if base.exact and part.exact:
                     found = by_geometry(base, part)
-                elif is_nearest:
-                    found = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake, view.offset - parent.offset)
+                else:
+                    shift = view.offset - parent.offset
+                    if is_nearest:
+                        found = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake)
+                    if found is None and is_row_major(parent.fake):
+                        found = Strided(parent.fake.size(), view.fake.size(), view.fake.stride(), shift)
             if found is not None:
                 self._functions[view, parent] = found
         return found

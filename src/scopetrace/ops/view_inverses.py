@@ -439,12 +439,9 @@ _MOVES = (_aten.movedim.int, _aten.movedim.intlist)
 
 
 def by_op(
-    func: Any, args: tuple[Any, ...], slot: int | None, base: torch.Tensor, view: torch.Tensor, offset: Any
+    func: Any, args: tuple[Any, ...], slot: int | None, base: torch.Tensor, view: torch.Tensor
 ) -> ViewFunction | None:
-    """The function of result `slot` of `func(base, *args)`, of the same dtype; None for an op that is not known.
-
-    `offset` is how many elements after the base the view begins.
-    """
+    """The function of result `slot` of `func(base, *args)`, of the same dtype; None for an op that is not known."""
     said = views.view_arguments(func, base.size(), args)
     if func in _SAME_ORDER or isinstance(said, (views.Reshape, views.Flatten, views.Unsqueeze)):
         return Reshape(base.size(), view.size())
@@ -452,8 +449,6 @@ def by_op(
         return Unfold((args[0] % max(1, base.dim()), args[1], args[2]))
     if func in _MOVES:
         return Permute(_moved_dims(func, args, base.dim()))
-    if func is _aten.as_strided.default:
-        return Strided(base.size(), args[0], args[1], offset) if is_row_major(base) else None
     match said:
         case views.Permute(dims):
             return Permute(dims)
