@@ -10,9 +10,10 @@ import dataclasses
 import itertools
 import re
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -55,10 +56,29 @@ _ATTRIBUTES = manifest.SHAPE_ENV.split()
 
 Place = dict[str, str | None]
 
+
+class Recorder(Protocol):
+    """Knows what part of the model is running."""
+
+    def where(self) -> Place:
+        """The module and source line."""
+
+
+class Decider(Protocol):
+    """Knows the values that the example inputs give."""
+
+    def decide(self, expr: Any) -> tuple[bool | int | float, str]:
+        """The value of an expression that depends on data, and the error message of a call with another value."""
+
+
 _SAVED = (
     *("var_to_range", "backed_var_to_val", "replacements", "_replacements_version_counter", "axioms"),
     *("unbacked_renamings", "fixed", "assumed", "smallest", "names"),
 )
+
+
+def _nobody() -> None:
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,15 +237,26 @@ class WatchedShapeEnv(ShapeEnv):
         """The least value of a symbol, where `dynamic_shapes` allows 0 or 1."""
         self.names: dict[sympy.Symbol, str] = {}
         """The names of symbols for users: those of their Dims."""
-        self.place: Callable[[], Place] = dict
-        """Returns the module and source line that are running."""
-        self.decide: Callable[[Any], tuple[bool | int | float, str]] | None = None
-        """Decides the value of an expression that depends on data, and says the error of a call with another value.
-        None: torch raises."""
+        self._recorder: Callable[[], Recorder | None] = _nobody
+        self._decider: Callable[[], Decider | None] = _nobody
         self.arithmetic: dict[Any, Any] = {}
         """Results of arithmetic, by operation and operands, for `CachingNode`."""
         self._given: dict[sympy.Expr, Any] = {}
         self._other_for_small: dict[sympy.Expr, list[tuple[sympy.Symbol, int]]] = {}
+
+    def watch(self, recorder: Recorder, decider: Decider | None = None) -> None:
+        """Ask `recorder` what is running, and `decider` for values that depend on data; without one, torch raises.
+
+        Both are held weakly. A fake tensor leads to its environment, and autograd's C++ graph holds fake tensors: a
+        strong reference to what holds the tape would be a cycle that Python's garbage collector cannot see.
+        """
+        self._recorder = weakref.ref(recorder)
+        self._decider = _nobody if decider is None else weakref.ref(decider)
+
+    def place(self) -> Place:
+        """The module and source line that are running; nothing after the recording."""
+        recorder = self._recorder()
+        return {} if recorder is None else recorder.where()
 
     def _set_replacement(self, a: Any, tgt: Any, msg: str) -> None:
         if a in self.smallest or not getattr(tgt, "is_number", False):
@@ -238,13 +269,14 @@ class WatchedShapeEnv(ShapeEnv):
         super()._set_replacement(a, tgt, msg)
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the base's, except that `decide` is asked for the value of what depends on data, with a runtime assert."""
+        """As the base's, except that the decider says, with a runtime assert, what depends on data."""
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
-            if self.decide is None:
+            decider = self._decider()
+            if decider is None:
                 raise
-            value, message = self.decide(orig_expr)
+            value, message = decider.decide(orig_expr)
             if isinstance(value, bool):
                 condition = orig_expr if value else sympy.Not(orig_expr)
             else:

@@ -299,7 +299,7 @@ def walk_frames(frames: Frames) -> list[Frame]:
     return [frame for part in reversed(parts) for frame in part]
 
 
-_lines: dict[Frame, str] = {}  # a cache: frames are written for each node
+_lines: dict[tuple[str, int, str], str] = {}  # a cache, since frames are written for each node; it holds no code
 
 
 def format_stack(frames: Frames) -> str | None:
@@ -311,14 +311,15 @@ def format_stack(frames: Frames) -> str | None:
 
 
 def _format(frame: Frame) -> str:
-    text = _lines.get(frame)
+    code, line = frame
+    place = code.co_filename, line, code.co_name
+    text = _lines.get(place)
     if text is None:
-        code, line = frame
         source = linecache.getline(code.co_filename, line).strip()
         text = f'File "{code.co_filename}", line {line}, in {code.co_name}'
         if source:
             text += f"\n    {source}"
-        _lines[frame] = text
+        _lines[place] = text
     return text
 
 

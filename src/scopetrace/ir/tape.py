@@ -13,12 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import gc
 import inspect
 import itertools
 import os
 import types
+import weakref
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, Union
 
@@ -293,14 +293,22 @@ def bind(forward: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[st
         if function is None:
             bound = inspect.signature(forward).bind(*args, **kwargs)
         else:
-            bound = _signature(function).bind(None, *args, **kwargs)
+            bound = signature_of(function).bind(None, *args, **kwargs)
     except (TypeError, ValueError):  # scripted and built-in callables have no signature
         return {f"arg{i}": a for i, a in enumerate(args)} | kwargs
     bound.apply_defaults()
     return dict(itertools.islice(bound.arguments.items(), function is not None, None))
 
 
-_signature = functools.cache(inspect.signature)
+def signature_of(function: Callable[..., Any]) -> inspect.Signature:
+    """Its signature, read once for as long as the function lives. Raises TypeError and ValueError where it has none."""
+    found = _signatures.get(function)
+    if found is None:
+        found = _signatures[function] = inspect.signature(function)
+    return found
+
+
+_signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = weakref.WeakKeyDictionary()
 
 
 @dataclasses.dataclass(eq=False)

@@ -59,8 +59,6 @@ class DataReader:
         self._values = values
         self._factory = factory
         self._specialize = specialize
-        if specialize:
-            factory.shape_env.decide = self._decide
 
     @functools.cached_property
     def _example(self) -> ExampleRun:
@@ -116,7 +114,7 @@ class DataReader:
             return None if running is None else str(running)
         return str(maker.target)
 
-    def _decide(self, expr: Any) -> tuple[bool | int | float, str]:
+    def decide(self, expr: Any) -> tuple[bool | int | float, str]:
         """What `expr` is in the example run, and the error of a call where it is not. Raises NoRealValue.
 
         It is noted as a specialization.

@@ -133,9 +133,9 @@ class Recording:
             registered=model.registered(),
         )
         self.builder = TapeBuilder(self.tape, CallRecorder.run.__code__)
-        self.factory.shape_env.place = self.builder.where
         self.values = ValueTable(self.builder, self.factory, inference, model)
         self.data = DataReader(self.builder, self.values, self.factory, specialize=specialize)
+        self.factory.shape_env.watch(self.builder, self.data if specialize else None)
         self.ops = OpRecorder(
             self.builder,
             self.values,

@@ -30,6 +30,7 @@ import torch
 import torch.fx
 
 from scopetrace.ir import meta
+from scopetrace.ir.tape import signature_of
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.select import matches, unmatched
@@ -271,10 +272,9 @@ def _given(call: ModuleCall) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-@functools.cache
 def _defaults(forward: Any) -> dict[str, Any]:
     try:
-        parameters = inspect.signature(forward).parameters.values()
+        parameters = signature_of(forward).parameters.values()
     except (TypeError, ValueError):  # functions have no forward; scripted and built-in callables no signature
         return {}
     nothing: dict[Any, Any] = {inspect.Parameter.VAR_POSITIONAL: (), inspect.Parameter.VAR_KEYWORD: {}}

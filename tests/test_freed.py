@@ -1,0 +1,189 @@
+"""What a trace made is freed with it: tape, fake tensors, module. Counted after the garbage collector ran."""
+
+import collections
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+import scopetrace as st
+from scopetrace.ir.tape import Call, Op, Tape, Value
+
+Q = torch.randn(3, 2, 4)
+
+
+class Attention(nn.MultiheadAttention):
+    def forward(self, q):
+        return super().forward(q, q, q)
+
+
+class Counter(nn.Module):
+    """It writes to a buffer, and to a view of what autograd saves."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x):
+        self.seen += 1
+        y = x * self.weight
+        y[0] *= 2
+        return y.sigmoid()
+
+
+MODELS = {
+    "linear": lambda: nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)),
+    "attention": lambda: Attention(4, 2),
+    "batch_norm": lambda: nn.Sequential(nn.BatchNorm1d(2), nn.Dropout()),
+    "lstm": lambda: nn.LSTM(4, 4),
+    "encoder": lambda: nn.TransformerEncoderLayer(4, 2, 8),
+    "counter": Counter,
+}
+
+
+class Fails(nn.Module):
+    """Raises after the model has run."""
+
+    def __init__(self, model, error):
+        super().__init__()
+        self.model, self.error = model, error
+
+    def forward(self, x):
+        self.model(x)
+        raise self.error
+
+
+def saved(model, path):
+    st.trace(model, (Q,)).save(path)
+    st.load(path)(Q)
+
+
+def in_a_thread(model, path):
+    grad = torch.is_grad_enabled()  # which each thread has of its own
+
+    def run():
+        with torch.set_grad_enabled(grad):
+            st.trace(model, (Q,))(Q)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+
+
+def failed(error):
+    def use(model, path):
+        with pytest.raises(error):
+            st.trace(Fails(model, error), (Q,))
+
+    return use
+
+
+USES = {
+    "trace": lambda model, path: st.trace(model, (Q,)).graph_module,
+    "call": lambda model, path: st.trace(model, (Q,))(Q),
+    "saved": saved,
+    "exported": lambda model, path: st.trace(model, (Q,)).to_exported_program(),
+    "outlined": lambda model, path: str(st.trace(model, (Q,)).outline(type(model))),
+    "failed": failed(RuntimeError),
+    "interrupted": failed(KeyboardInterrupt),
+    "in_a_thread": in_a_thread,
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def only_new_objects():
+    """The garbage collector leaves out what other tests and imports made, which takes most of its time."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+COUNTED = (Tape, Op, Call, Value, FakeTensor, nn.Module)
+
+
+def alive():
+    """What is there of traces, by kind."""
+    gc.collect()
+    kinds = collections.Counter(map(type, gc.get_objects()))
+    return {kind.__name__: count for kind, count in kinds.items() if issubclass(kind, COUNTED)}
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize("model", MODELS)
+def test_nothing_stays(model, use, grad, tmp_path):
+    with torch.set_grad_enabled(grad):
+        USES[use](MODELS[model](), tmp_path / "trace")  # torch keeps some things when it is first used
+        before = alive()
+        for _ in range(2):
+            USES[use](MODELS[model](), tmp_path / "trace")
+    assert alive() == before
+
+
+def test_a_forward_that_runs_again_leaves_nothing():
+    class Derivative(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.autograd.grad(self.inner(x).tanh().sum(), x)
+
+    x = Q.clone().requires_grad_()
+    st.trace(Derivative(), (x,))(x)
+    before = alive()
+    st.trace(Derivative(), (x,))(x)
+    assert alive() == before
+
+
+def test_dynamic_and_specialized_traces_leave_nothing():
+    def run():
+        layer = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 4))
+        st.trace(layer, (torch.randn(3, 4),), dynamic_shapes=({0: torch.export.Dim("n")},))(torch.randn(5, 4))
+        st.trace(lambda x: x * 2 if layer(x).sum() < 1e9 else x, (torch.randn(3, 4),), specialize=True)
+
+    run()
+    before = alive()
+    run()
+    assert alive() == before
+
+
+def test_a_class_of_a_function_is_freed():
+    """Signatures and source lines are cached by function and by line: neither keeps the class of a model."""
+
+    def run():
+        scale = torch.ones(4)
+
+        class Local(nn.Module):
+            def forward(self, x):
+                return x * scale
+
+        tr = st.trace(Local(), (Q,))
+        str(tr), tr.calls[0].arguments
+        return weakref.ref(scale)
+
+    kept = run()
+    gc.collect()
+    assert kept() is None
+
+
+@pytest.mark.slow
+def test_500_traces_of_mixed_models(tmp_path):
+    def run():
+        for name, make in MODELS.items():
+            for use in USES.values():
+                with torch.set_grad_enabled(len(name) % 2 == 0):
+                    use(make(), tmp_path / "trace")
+
+    run()
+    before, objects = alive(), len(gc.get_objects())
+    for _ in range(11):  # 528 traces
+        run()
+    assert alive() == before
+    assert len(gc.get_objects()) < objects + 1000
