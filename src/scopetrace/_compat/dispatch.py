@@ -136,12 +136,13 @@ def paused() -> Iterator[None]:
 
 
 def with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
-    """Call `run` with the mode on again, from inside `on_op` or `on_higher_order`."""
+    """Call `run` with the mode on, which is off inside `on_op` and `on_higher_order`."""
+    was_on = _slots._schema_check_mode is mode
     mode.switch(True)
     try:
         return run()
     finally:
-        mode.switch(False)
+        mode.switch(was_on)
 
 
 @contextlib.contextmanager

@@ -51,6 +51,9 @@ class Observer(Protocol):
     def on_seed(self) -> None:
         """The forward seeds torch's generator."""
 
+    def on_object_collective(self, op: str) -> None:
+        """The forward exchanges Python objects with other processes."""
+
     def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
         """The forward gives a storage `size` bytes. Returns whether the observer did that."""
 
@@ -102,6 +105,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         _report_backward(replace, observer, mine)
         _report_custom_functions(replace, observer, mine)
         _report_seeding(replace, observer, mine)
+        _report_object_collectives(replace, observer, mine)
         _report_storages(replace, observer, here, mine)
         _report_values(replace, observer, mine)
         _index_with_symbols(replace, mine)
@@ -240,6 +244,21 @@ def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
     for name in ("manual_seed", "seed"):
         for module in (torch, torch.random):
             replace(module, name, _reported(getattr(module, name), lambda *_, **__: observer.on_seed(), mine))
+
+
+def _report_object_collectives(replace: Replace, observer: Observer, mine: Mine) -> None:
+    """`dist.broadcast_object_list` and its kind send pickled objects as tensors."""
+    if not torch.distributed.is_available():
+        return
+    names = ("all_gather_object", "broadcast_object_list", "gather_object", "scatter_object_list")
+    for name in (*names, "send_object_list", "recv_object_list"):
+        report = functools.partial(_on_object_collective, observer, name)
+        for module in (torch.distributed, torch.distributed.distributed_c10d):
+            replace(module, name, _reported(getattr(module, name), report, mine))
+
+
+def _on_object_collective(observer: Observer, name: str, *_: Any, **__: Any) -> None:
+    observer.on_object_collective(f"torch.distributed.{name}")
 
 
 def _reported(fn: Callable[..., Any], report: Callable[..., None], mine: Mine) -> Callable[..., Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from scopetrace._compat.symbols import example, to_expr
@@ -88,11 +86,6 @@ def in_order_of(emit: Emit, new: Value, old: torch.Tensor) -> Value:
     dense = emit(_aten.contiguous.default, turned)
     found: Value = emit(_aten.permute.default, dense, [order.index(d) for d in range(len(order))])
     return found
-
-
-def is_random(target: Any) -> bool:
-    """Whether an op draws random numbers."""
-    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
 def _order(t: torch.Tensor, *, all_dims: bool = False) -> list[int]:

@@ -22,11 +22,12 @@ from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, last_of
-from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_of, is_random, lift_constants
+from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_of, lift_constants
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import Boundary, schedule
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, RecordedTape, Target, Value, flat, values_in
+from scopetrace.ops.effects import is_random
 from scopetrace.ops.higher_order import with_more_operands, written_inputs
 from scopetrace.ops.view_inverses import by_geometry, geometry_of, is_row_major
 

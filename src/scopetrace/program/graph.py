@@ -23,8 +23,7 @@ from scopetrace.containers.structure import leaves, map_structure, open_containe
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import format_stack
 from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value
-
-_EFFECT_TAGS = (torch.Tag.nondeterministic_seeded,)  # a dead random op still advances the generator
+from scopetrace.ops import effects
 
 
 class FxLowering:
@@ -244,12 +243,12 @@ def live_ops(tape: Tape) -> set[int]:
 
 
 def has_effect(op: Op) -> bool:
-    """Whether an op stays although its results are not used: it writes, draws random numbers, or returns nothing."""
+    """Whether an op stays although its results are not used: it writes, has an effect, or returns nothing."""
     if op.kind in ("placeholder", "call_module") or op.writes or op.unbacked:
         return True
     if op.kind == "get_attr":
         return False
-    return not op.values() or any(tag in getattr(op.target, "tags", ()) for tag in _EFFECT_TAGS)
+    return not op.values() or effects.has_effect(op.target)
 
 
 def _op_name(target: Any) -> str:

@@ -211,6 +211,15 @@ class CallRecorder:
             hint="call torch.manual_seed outside the model",
         )
 
+    def on_object_collective(self, op: str) -> None:
+        """The forward exchanges Python objects with other processes."""
+        raise UnsupportedOpError(
+            "a collective that exchanges Python objects, which no graph holds",
+            op=op,
+            **self._builder.where(),
+            hint="exchange them outside of the forward, and give it what it needs as an argument",
+        )
+
     def on_storage_resize(self, storage: torch.UntypedStorage, size: int) -> bool:
         """A storage gets another size, in bytes: recorded as the op that Dynamo writes for it."""
         known = self._values.in_storage(id_of_storage(storage)) if self._builder.running is None else []

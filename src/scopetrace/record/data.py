@@ -27,6 +27,7 @@ from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id
 from scopetrace.errors import DataDependentError
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat
+from scopetrace.ops.effects import has_effect, is_collective
 from scopetrace.record.builder import TapeBuilder, ValueTable
 
 _aten = torch.ops.aten
@@ -253,6 +254,8 @@ class ExampleRun:
             return
         if op.kind != "call_function" or not is_op(op.target):
             raise NoRealValue(f"the value depends on {op.target}, which does not run while a model is traced")
+        if is_collective(op.target):
+            raise NoRealValue(f"the value depends on {op.target}, which needs the other processes")
         for value in op.writes:
             self._own(self._tensors[value])
         out = op.target(*self._real(op.args), **self._real(op.kwargs))
@@ -290,7 +293,7 @@ class ExampleRun:
     def _is_constant(self, op: Op) -> bool:
         if op.kind == "get_attr":
             return op.target not in self._tape.owners
-        if not is_op(op.target) or torch.Tag.nondeterministic_seeded in op.target.tags or op.unbacked is not None:
+        if not is_op(op.target) or has_effect(op.target) or op.unbacked is not None:
             return False
         return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))
 

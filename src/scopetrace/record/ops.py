@@ -14,6 +14,7 @@ view of them; then `Retrace` ends the recording, and it starts again with torch 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -38,6 +39,7 @@ from scopetrace.ir.tape import Value, flat
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import FORMS, INLINED
 from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
+from scopetrace.record.collectives import CollectiveRecorder
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
@@ -56,7 +58,8 @@ class OpFacts:
     def __init__(self, func: Any) -> None:
         schema = schema_of(func)
         self.func = func  # also keeps its id from being used again
-        self.rewrite = _REWRITES.get(func)
+        collective = schema.name.startswith("c10d::")
+        self.rewrite = functools.partial(_collective, func) if collective else _REWRITES.get(func)
         self.reads = func in READERS
         self.inferable = may_infer(func)
         self.convolves = "conv" in schema.name
@@ -116,6 +119,7 @@ class OpRecorder:
         self._composites_apart = composites_apart
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
+        self.collectives = CollectiveRecorder(builder, values, self.recorded)
 
     # ---------------------------------------------------------------- arrival
 
@@ -216,6 +220,8 @@ class OpRecorder:
                 hint="torch made it inside an op and reads it in backward, or another thread did: take gradients "
                 "outside of the forward, and make tensors in its thread",
             ) from None
+        if self.collectives.pending:
+            self.collectives.before_use(call.inputs)
         return call
 
     def _lift(self, a: Any, inputs: list[Value]) -> Any:
@@ -411,6 +417,10 @@ def _split(ops: OpRecorder, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> 
 
 def _narrow(ops: OpRecorder, x: torch.Tensor, dim: int, start: torch.Tensor, length: Any) -> Any:
     return ops.recorded(lambda: torch.narrow(x, dim, start.item(), length))  # type: ignore[arg-type]
+
+
+def _collective(func: Any, ops: OpRecorder, *args: Any) -> Any:
+    return ops.collectives.record(func, args)
 
 
 _REWRITES: dict[Any, Callable[..., Any]] = {

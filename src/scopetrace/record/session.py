@@ -166,7 +166,7 @@ class Recording:
         try:
             with python_random_state_kept(), self._errors_explained(), scopes.activate(builder.state):
                 with observing(calls, model.modules), dispatching_to(self.ops.mode, self.factory.mode):
-                    out = calls.run_root(fn, fake_args, fake_kwargs)
+                    out = calls.run_root(self.ops.collectives.finishing(fn), fake_args, fake_kwargs)
                 missed = tensor_holders((out, fake_args, fake_kwargs)) - self.object_types
                 if missed:
                     saved.restore()
@@ -296,6 +296,8 @@ class Recording:
         if isinstance(error, NoRealValue):
             problem = f"Python needs a value, and there is none: {error}"
             return DataDependentError(problem, op=self.data.reader(None, running), **place)
+        if "is not supported under torch.compile" in str(error):  # torch.distributed.nn.functional
+            return UnsupportedOpError(str(error), op=None if running is None else str(running), **place)
         if isinstance(error, NO_SHAPE_RULE):
             first = (str(error).splitlines() or [""])[0]
             hint = (

@@ -15,6 +15,7 @@ import torch
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import Op, RecordedTape, Value, checks_enabled, own_values
 from scopetrace.ir.verify import verify
+from scopetrace.ops.effects import is_collective
 from scopetrace.ops.functional_variants import functional_variant, undeclared_variant
 from scopetrace.torch_level.step import Renew
 from scopetrace.torch_level.stepping import NodeCall, NodeRecord, Trial
@@ -62,6 +63,8 @@ class Lifter:
     def _can_lift(self, s: NodeRecord) -> bool:
         ops = self._ops(s)
         if not s.known or not ops or any(op.unbacked for op in ops) or not self._reads_only_arguments(s, ops):
+            return False
+        if any(is_collective(op.target) for op in ops):
             return False
         outer = {v.storage for op in ops for v in op.writes if self._born[v.storage] < s.start}
         if outer:

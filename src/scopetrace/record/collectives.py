@@ -1,0 +1,336 @@
+"""Collectives of torch.distributed, recorded as functional ones.
+
+Data flow:
+    `dist.all_reduce(y)` -> `c10d.allreduce_`, whose schema says nothing of what it writes
+    -> `_c10d_functional.all_reduce(y)` on the tape at once, and the rest as Pending
+    Pending, when its work is waited for, its memory is used, or the forward ends -> `wait_tensor`, `y.copy_`
+
+So communication overlaps with what the model does before it waits, as in eager, and no rank waits where it did not.
+As in eager, a collective has no gradient: what it writes keeps the history that it had.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from scopetrace._compat.autograd import saved_in_storage
+from scopetrace._compat.collectives import Group, Reduction, functional_collectives, recorded_work, unboxed
+from scopetrace._compat.schema import schema_of
+from scopetrace._compat.tensors import storage_id
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.tape import Value
+from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.retrace import Assumptions, Retrace
+
+Write = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
+"""A tensor that a collective writes, and its new data made of the result of the functional op."""
+
+Started = Iterator[tuple[torch.Tensor, list[Write]]]
+"""The functional ops of a collective, each as (its result, what is written from it when that is there)."""
+
+
+class CollectiveRecorder:
+    """Records the ops of namespace c10d."""
+
+    def __init__(self, builder: TapeBuilder, values: ValueTable, recorded: Callable[[Callable[[], Any]], Any]) -> None:
+        """`recorded` calls a function and records the ops in it."""
+        self.pending: dict[int, Pending] = {}
+        """By storage: the collective under way that will write there."""
+        self._builder = builder
+        self._values = values
+        self._recorded = recorded
+        self._works: list[Any] = []  # torch keeps only the C++ part of a work handle
+        self._started: list[Pending] = []
+
+    def record(self, func: Any, args: tuple[Any, ...]) -> Any:
+        """What a c10d op gives to the model. Raises UnsupportedOpError where there is no functional form."""
+        form = _FORMS.get(schema_of(func).op_name)
+        given = [unboxed(a) for a in args]
+        problem = "has no functional form" if form is None else _problem(given)
+        if form is None or problem is not None:
+            raise UnsupportedOpError(
+                f"a collective that {problem}", op=str(func), **self._builder.where(), hint=_INSTEAD
+            )
+        pending = Pending(self, str(func))
+        with torch.no_grad():
+            pending.parts = self._recorded(lambda: list(form(functional_collectives(), *given)))
+        self._started.append(pending)
+        for target in pending.targets():
+            self._check_history(target, str(func))
+            self.pending[storage_id(self._values.fake_of(target))] = pending
+        work, boxed = recorded_work(args[0] if isinstance(args[0], list) else [args[0]], pending.finish)
+        self._works.append(work)
+        returned = schema_of(func).returns
+        if not returned:
+            pending.finish()
+            return None
+        return (args[0], boxed) if len(returned) == 2 else boxed
+
+    def before_use(self, values: list[Value]) -> None:
+        """Finish what writes to memory that an op is about to use."""
+        for value in values:
+            pending = self.pending.get(value.storage)
+            if pending is not None:
+                pending.finish()
+
+    def finishing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, at whose end all is finished, also what was never waited for."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            out = fn(*args, **kwargs)
+            for pending in self._started:
+                pending.finish()
+            return out
+
+        return run
+
+    def complete(self, pending: Pending) -> None:
+        """Record that the data are there."""
+        wait = functional_collectives().wait_tensor
+
+        def run() -> None:
+            for result, writes in pending.parts:
+                data = wait(result)
+                for target, made in writes:
+                    target.copy_(made(data))
+
+        self.pending = {storage: p for storage, p in self.pending.items() if p is not pending}
+        with torch.no_grad():
+            self._recorded(run)
+
+    def _check_history(self, target: torch.Tensor, op: str) -> None:
+        """Autograd does not see that a collective writes: in eager, backward computes with what was overwritten."""
+        if not (torch.is_grad_enabled() and target.requires_grad):
+            return
+        if not self._builder.tape.exact_autograd:
+            raise Retrace("a collective writes to a tensor that requires grad", Assumptions(exact_autograd=True))
+        fake = self._values.fake_of(target)
+        same_memory = storage_id(fake)
+        users = [o for o in self._builder.tape.ops if any(v.storage == same_memory for v in (*o.inputs(), *o.values()))]
+        if saved_in_storage([v.fake for o in users for v in o.values()], same_memory):
+            raise UnsupportedOpError(
+                "a collective overwrites a tensor that autograd has saved for backward, which torch does not notice",
+                op=op,
+                **self._builder.where(),
+                hint="give it a copy, `y = y.clone()`; or trace under torch.no_grad()",
+            )
+
+
+class Pending:
+    """A collective under way."""
+
+    def __init__(self, recorder: CollectiveRecorder, op: str) -> None:
+        self.parts: list[tuple[torch.Tensor, list[Write]]] = []
+        self.op = op
+        self._recorder = recorder
+        self._finished = False
+
+    def targets(self) -> list[torch.Tensor]:
+        """What it will write."""
+        return [target for _, writes in self.parts for target, _ in writes]
+
+    def finish(self) -> None:
+        """Record the wait and the writes, if that was not done yet."""
+        if not self._finished:
+            self._finished = True
+            self._recorder.complete(self)
+
+
+_INSTEAD = (
+    "use all_reduce, all_gather, reduce_scatter, all_to_all_single, broadcast, gather, scatter, send or recv, "
+    "with equal sizes; functional collectives of torch.distributed; or name the module in leaf_modules="
+)
+
+
+def _problem(args: list[Any]) -> str | None:
+    """Why these arguments of a collective have no functional form."""
+    tensors = _tensors(args)
+    if any(isinstance(a, Reduction) and a.name == "premul_sum" for a in args):
+        return "scales before it sums (PREMUL_SUM)"
+    if any(t.layout is not torch.strided for t in tensors):
+        return "takes a sparse tensor"
+    if any(isinstance(a, list) and a and isinstance(a[0], list) and not _equal_sizes(a) for a in args):
+        return "takes tensors of different sizes in a list"
+    return None
+
+
+def _tensors(x: Any) -> list[torch.Tensor]:
+    if isinstance(x, torch.Tensor):
+        return [x]
+    return [t for item in x for t in _tensors(item)] if type(x) is list else []
+
+
+def _equal_sizes(lists: list[list[torch.Tensor]]) -> bool:
+    return all(len({t.numel() for t in tensors}) == 1 for tensors in lists)
+
+
+# The functional form of each op, with the op's own parameters --------------------------------------------------------
+
+
+def _like(target: torch.Tensor) -> Write:
+    return target, lambda data: _reshaped(data, target)
+
+
+def _reshaped(data: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return data if data.shape == target.shape else data.reshape(target.shape)
+
+
+def _pieces(targets: list[torch.Tensor]) -> list[Write]:
+    """Equal pieces of the result, one for each target."""
+    return [_piece(t, i, len(targets)) for i, t in enumerate(targets)]
+
+
+def _piece(target: torch.Tensor, index: int, count: int) -> Write:
+    return target, lambda data: data.reshape(count, *target.shape)[index]
+
+
+def _between(target: torch.Tensor, end: int) -> Write:
+    return target, lambda data: data[end - target.numel() : end].reshape(target.shape)
+
+
+def _rows(t: torch.Tensor) -> torch.Tensor:
+    """A tensor that can be concatenated along its first dimension."""
+    return t if t.dim() else t.reshape(1)
+
+
+def _flat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([t.reshape(-1) for t in tensors])
+
+
+def _all_reduce(ops: Any, tensors: list[torch.Tensor], group: Group, op: Reduction, *_: Any) -> Started:
+    for t in tensors:
+        yield ops.all_reduce(t, op.name, group.name), [_like(t)]
+
+
+def _all_reduce_coalesced(ops: Any, tensors: list[torch.Tensor], group: Group, op: Reduction, *_: Any) -> Started:
+    for result, t in zip(ops.all_reduce_coalesced(tensors, op.name, group.name), tensors, strict=True):
+        yield result, [_like(t)]
+
+
+def _all_gather(
+    ops: Any, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], group: Group, *_: Any
+) -> Started:
+    for into, t in zip(outputs, inputs, strict=True):
+        yield ops.all_gather_into_tensor(_rows(t), group.size, group.name), _pieces(into)
+
+
+def _all_gather_into(ops: Any, output: torch.Tensor, input: torch.Tensor, group: Group, *_: Any) -> Started:
+    yield ops.all_gather_into_tensor(_rows(input), group.size, group.name), [_like(output)]
+
+
+def _all_gather_into_coalesced(
+    ops: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, *_: Any
+) -> Started:
+    results = ops.all_gather_into_tensor_coalesced([_rows(t) for t in inputs], group.size, group.name)
+    for result, output in zip(results, outputs, strict=True):
+        yield result, [_like(output)]
+
+
+def _reduce_scatter(
+    ops: Any, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], group: Group, op: Reduction, *_: Any
+) -> Started:
+    for output, given in zip(outputs, inputs, strict=True):
+        yield ops.reduce_scatter_tensor(_flat(given), op.name, group.size, group.name), [_like(output)]
+
+
+def _reduce_scatter_tensor(
+    ops: Any, output: torch.Tensor, input: torch.Tensor, group: Group, op: Reduction, *_: Any
+) -> Started:
+    yield ops.reduce_scatter_tensor(input, op.name, group.size, group.name), [_like(output)]
+
+
+def _reduce_scatter_coalesced(
+    ops: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, op: Reduction, *_: Any
+) -> Started:
+    results = ops.reduce_scatter_tensor_coalesced(inputs, op.name, group.size, group.name)
+    for result, output in zip(results, outputs, strict=True):
+        yield result, [_like(output)]
+
+
+def _all_to_all_single(
+    ops: Any,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    group: Group,
+    out_sizes: list[int],
+    in_sizes: list[int],
+    *_: Any,
+) -> Started:
+    into = out_sizes or [output.size(0) // group.size] * group.size
+    given = in_sizes or [input.size(0) // group.size] * group.size
+    yield ops.all_to_all_single(input, into, given, group.name), [_like(output)]
+
+
+def _all_to_all(ops: Any, outputs: list[torch.Tensor], inputs: list[torch.Tensor], group: Group, *_: Any) -> Started:
+    received, given = [t.numel() for t in outputs], [t.numel() for t in inputs]
+    result = ops.all_to_all_single(_flat(inputs), received, given, group.name)
+    yield result, [_between(t, end) for t, end in zip(outputs, itertools.accumulate(received), strict=True)]
+
+
+def _broadcast(ops: Any, tensors: list[torch.Tensor], group: Group, root: int, index: int = 0, *_: Any) -> Started:
+    yield ops.broadcast(tensors[index], root, group.name), [_like(t) for t in tensors]
+
+
+def _reduce(
+    ops: Any, tensors: list[torch.Tensor], group: Group, op: Reduction, root: int, index: int = 0, *_: Any
+) -> Started:
+    target = tensors[index]
+    yield ops.all_reduce(target, op.name, group.name), [_like(target)] if group.rank == root else []
+
+
+def _gather(
+    ops: Any, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], group: Group, root: int, *_: Any
+) -> Started:
+    result = ops.all_gather_into_tensor(_rows(inputs[0]), group.size, group.name)
+    yield result, _pieces(outputs[0]) if group.rank == root else []
+
+
+def _scatter(
+    ops: Any, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], group: Group, root: int, *_: Any
+) -> Started:
+    (output,) = outputs
+    given = _flat(inputs[0]) if group.rank == root else output.new_zeros(group.size * output.numel())
+    result = ops.broadcast(given, root, group.name)
+    yield result, [_piece(output, group.rank, group.size)]
+
+
+def _send(ops: Any, tensors: list[torch.Tensor], group: Group, to: int, tag: int) -> Started:
+    for t in tensors:
+        yield ops.isend(t, to, tag, group.name), []
+
+
+def _receive(ops: Any, tensors: list[torch.Tensor], group: Group, source: int, tag: int) -> Started:
+    for t in tensors:
+        yield ops.irecv(t, source, tag, group.name), [_like(t)]
+
+
+def _barrier(ops: Any, tensor: torch.Tensor, group: Group, *_: Any) -> Started:
+    """No rank has the sum before each has given its part."""
+    yield ops.all_reduce(torch.zeros(1, device=tensor.device), "sum", group.name), []
+
+
+_FORMS: dict[str, Callable[..., Started]] = {
+    "allreduce_": _all_reduce,
+    "allreduce_coalesced_": _all_reduce_coalesced,
+    "allgather_": _all_gather,
+    "allgather_coalesced_": _all_gather,
+    "_allgather_base_": _all_gather_into,
+    "allgather_into_tensor_coalesced_": _all_gather_into_coalesced,
+    "reduce_scatter_": _reduce_scatter,
+    "_reduce_scatter_base_": _reduce_scatter_tensor,
+    "reduce_scatter_tensor_coalesced_": _reduce_scatter_coalesced,
+    "alltoall_base_": _all_to_all_single,
+    "alltoall_": _all_to_all,
+    "broadcast_": _broadcast,
+    "reduce_": _reduce,
+    "gather_": _gather,
+    "scatter_": _scatter,
+    "send": _send,
+    "recv_": _receive,
+    "barrier": _barrier,
+}
+"""By name of a c10d op."""
