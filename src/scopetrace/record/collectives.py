@@ -81,10 +81,14 @@ class CollectiveRecorder:
         """`fn`, at whose end all is finished, also what was never waited for."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            out = fn(*args, **kwargs)
-            for pending in self._started:
-                pending.finish()
-            return out
+            try:
+                out = fn(*args, **kwargs)
+                for pending in self._started:
+                    pending.finish()
+                return out
+            finally:  # Python's collector does not see through the C++ part of a work handle
+                self._started.clear()
+                self._works.clear()
 
         return run
 
