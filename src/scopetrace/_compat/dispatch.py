@@ -135,6 +135,11 @@ def paused() -> Iterator[None]:
             _set_mode_pre_dispatch(mode)
 
 
+def is_recording() -> bool:
+    """Whether a recorder gets the ops of this thread now; while it handles an op it does not."""
+    return _slots._schema_check_mode is not None
+
+
 def with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
     """Call `run` with the mode on, which is off inside `on_op` and `on_higher_order`."""
     was_on = _slots._schema_check_mode is mode

@@ -19,7 +19,7 @@ from scopetrace._compat.versions import SUPPORTED
 
 NAMES = {
     "torch": "_C _ops _refs",
-    "torch:Tensor": "_cdata _has_symbolic_sizes_strides _make_subclass _version",
+    "torch:Tensor": "_backward_hooks _cdata _has_symbolic_sizes_strides _make_subclass _version",
     "torch:UntypedStorage": "_cdata",
     "torch._C": """
         DispatchKey TensorBase _AutoDispatchBelowAutograd _DisableAutocast _DisableFuncTorch _DisablePythonDispatcher
@@ -67,6 +67,7 @@ NAMES = {
         create_unbacked_symint create_unspecified_symbol evaluate_expr evaluate_sym_node guard_or_defer_runtime_assert
         ignore_fresh_unbacked_symbols""",
     "torch.nn:Module": "_call_impl _get_name",
+    "torch.nn.modules._functions": "BackwardHookFunction",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim forward",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",

@@ -24,6 +24,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.dispatch import eager, hop_entry_points, short_way
+from scopetrace._compat.hooks import HookListener, report_hooks
 from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.symbols import Symbolic
 
@@ -32,7 +33,7 @@ Replace = Callable[[Any, str, Any], None]
 """Sets an attribute of a class or module for the time of the trace."""
 
 
-class Observer(Protocol):
+class Observer(HookListener, Protocol):
     """Who is told of what happens. `run` does what would have happened without the replacement."""
 
     @property
@@ -44,6 +45,9 @@ class Observer(Protocol):
 
     def on_backward(self, *, accumulates: bool) -> None:
         """The forward differentiates; with `accumulates`, into `.grad`."""
+
+    def differentiated(self, t: torch.Tensor) -> torch.Tensor:
+        """What stands for `t` in autograd's graph of the forward."""
 
     def on_custom_function(self, cls: type, args: Any) -> None:
         """A `torch.autograd.Function` is applied."""
@@ -104,6 +108,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         _report_module_calls(replace, observer, mine, modules)
         _report_backward(replace, observer, mine)
         _report_custom_functions(replace, observer, mine)
+        report_hooks(replace, observer, mine)
         _report_seeding(replace, observer, mine)
         _report_object_collectives(replace, observer, mine)
         _report_storages(replace, observer, here, mine)
@@ -217,11 +222,17 @@ def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
-    def report(*_: Any, accumulate_grad: bool = False, **__: Any) -> None:
-        observer.on_backward(accumulates=accumulate_grad)
+    def reported(outer: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
+            if mine():
+                observer.on_backward(accumulates=accumulate_grad)
+                args = pytree.tree_map_only(torch.Tensor, observer.differentiated, args)
+            return outer(*args, accumulate_grad=accumulate_grad, **kwargs)
+
+        return run
 
     for module in (torch.autograd, torch.autograd.graph):  # each has imported it under its name
-        replace(module, "_engine_run_backward", _reported(module._engine_run_backward, report, mine))
+        replace(module, "_engine_run_backward", reported(module._engine_run_backward))
 
 
 def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:

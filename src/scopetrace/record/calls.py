@@ -20,6 +20,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.dispatch import eager, paused
+from scopetrace._compat.hooks import is_module_hook, with_hooks
 from scopetrace._compat.tensors import id_of_storage, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
@@ -189,9 +190,22 @@ class CallRecorder:
             )
         if not self._builder.tape.exact_autograd:
             raise Retrace("the forward differentiates", Assumptions(exact_autograd=True))
+        if with_hooks([*self._data.examples.values(), *self._builder.tape.attributes.values()]):
+            raise UnsupportedOpError(
+                "the forward differentiates, and a parameter or an input has a hook, which would change the gradient",
+                op="torch.autograd.grad",
+                **self._builder.where(),
+                hint="remove the hook while the model is traced, or differentiate outside of the forward",
+            )
+
+    def differentiated(self, t: torch.Tensor) -> torch.Tensor:
+        """The fake tensor of a parameter, by which the forward differentiates."""
+        return t if self._model.owner(t) is None else self._values.value_of(t).fake
 
     def on_custom_function(self, cls: type, args: Any) -> None:
         """A function with a backward of its own is applied, which a graph of its forward would lose."""
+        if is_module_hook(cls):
+            self._refuse_hook("a backward hook of a module", "nn.Module.register_full_backward_hook")
         if torch.is_grad_enabled() and any(t.requires_grad for t in args if isinstance(t, torch.Tensor)):
             raise UnsupportedOpError(
                 f"{cls.__qualname__} is a torch.autograd.Function, whose backward a graph of ops does not have",
@@ -202,6 +216,40 @@ class CallRecorder:
                     "or make it a torch.library.custom_op"
                 ),
             )
+
+    def on_hook(self, t: torch.Tensor, method: str) -> None:
+        """The forward hangs a hook on a tensor. On a tensor that does not require grad, torch raises itself."""
+        if t.requires_grad and not (method == "retain_grad" and self._values.is_outside(t)):
+            self._refuse_hook("a hook on the gradient of a tensor", f"Tensor.{method}")
+
+    def on_graph(self, t: torch.Tensor) -> None:
+        """The forward asks for the history of a tensor, which results that were made from metadata do not have."""
+        if not self._builder.tape.exact_autograd and not self._values.is_outside(t):
+            raise Retrace("the forward reads autograd's history of a tensor", Assumptions(exact_autograd=True))
+
+    def on_grad_fn(self) -> None:
+        """The forward gets a node of autograd's graph, on which it may hang hooks."""
+        self._refuse_hook("a node of autograd's graph", "Tensor.grad_fn")
+
+    def enter_saved_tensors_hooks(self) -> int:
+        """The forward enters `saved_tensors_hooks`."""
+        return len(self._builder.tape.ops)
+
+    def leave_saved_tensors_hooks(self, mark: int) -> None:
+        """The forward leaves `saved_tensors_hooks`, which act on the ops that autograd records."""
+        ops = self._builder.tape.ops[mark:]
+        if any(op.grad and op.kind == "call_function" and v.fake.requires_grad for op in ops for v in op.values()):
+            self._refuse_hook("hooks on what autograd saves for backward", "saved_tensors_hooks")
+
+    def _refuse_hook(self, problem: str, op: str) -> None:
+        raise UnsupportedOpError(
+            f"the forward makes or uses {problem}, which a graph of ops does not have",
+            op=op,
+            **self._builder.where(),
+            hint="trace under torch.no_grad(); or make hooks outside of the forward, on parameters and inputs, which "
+            "act in a trace too; or make a torch.library.custom_op whose backward does what the hook does; to ask "
+            "whether a tensor has a gradient, read requires_grad",
+        )
 
     def on_seed(self) -> None:
         """The forward seeds torch's generator."""

@@ -1,0 +1,121 @@
+"""Hooks of autograd: where a forward makes one, and where it asks for the graph that hooks hang on.
+
+Data flow:
+    `y.register_hook(f)`, `y.retain_grad()`, `with saved_tensors_hooks(...)`, `y.grad_fn`, replaced -> a HookListener
+
+Backward hooks of modules are functions of autograd, which `_compat.patches` reports.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+import torch.autograd.graph
+from torch.nn.modules._functions import BackwardHookFunction
+
+from scopetrace._compat.dispatch import is_recording
+from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
+
+Mine = Callable[[], bool]
+Replace = Callable[[Any, str, Any], None]
+_saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
+_METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+_HANGS_HOOKS = prefixes(TORCH_DIRECTORY, "autograd/graph.py", "nn/modules/module.py")
+
+
+class HookListener(Protocol):
+    """Who is told of hooks."""
+
+    def on_hook(self, t: torch.Tensor, method: str) -> None:
+        """A method of `_METHODS` is called."""
+
+    def on_graph(self, t: torch.Tensor) -> None:
+        """The forward reads `grad_fn` or `is_leaf`: it wants autograd's history of `t`."""
+
+    def on_grad_fn(self) -> None:
+        """The forward gets a node of autograd's graph."""
+
+    def enter_saved_tensors_hooks(self) -> int:
+        """The forward enters `saved_tensors_hooks`. Returns a mark of this place."""
+
+    def leave_saved_tensors_hooks(self, mark: int) -> None:
+        """It leaves what it entered at `mark`."""
+
+
+def is_module_hook(cls: Any) -> bool:
+    """Whether a `torch.autograd.Function` is the one by which modules call their backward hooks."""
+    return cls is BackwardHookFunction
+
+
+def with_hooks(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether one of these tensors has a hook on its gradient."""
+    return any(t._backward_hooks for t in tensors)
+
+
+def report_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
+    """Replace what makes hooks by functions that tell `listener` first."""
+    for name in _METHODS:
+        replace(torch.Tensor, name, _method(name, listener, mine))
+    for name in ("grad_fn", "is_leaf"):
+        replace(torch.Tensor, name, _property(name, listener, mine))
+    _report_saved_tensors_hooks(replace, listener, mine)
+
+
+def _method(name: str, listener: HookListener, mine: Mine) -> Callable[..., Any]:
+    run = getattr(torch.Tensor, name)
+
+    @functools.wraps(run)
+    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if mine():
+            listener.on_hook(self, name)
+        return run(self, *args, **kwargs)
+
+    return method
+
+
+def _property(name: str, listener: HookListener, mine: Mine) -> property:
+    own = getattr(torch.Tensor, name)
+
+    def get(self: torch.Tensor) -> Any:
+        asked = is_recording() and mine()
+        if asked and self.requires_grad:
+            listener.on_graph(self)
+        found = own.__get__(self)
+        if asked and name == "grad_fn" and found is not None and _takes_graph(sys._getframe(1).f_code.co_filename):
+            listener.on_grad_fn()
+        return found
+
+    return property(get, getattr(own, "__set__", None))
+
+
+def _takes_graph(file: str) -> bool:
+    """Whether the code in a file that reads `grad_fn` may hang hooks there."""
+    return file.startswith(_HANGS_HOOKS) or not file.startswith(NOT_THE_MODEL)
+
+
+def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
+    """Those of torch itself (checkpointing, `save_on_cpu`) leave values and gradients as they are."""
+    enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
+    marks: dict[int, int] = {}
+
+    def __enter__(self: Any) -> None:
+        own = type(self) is _saved_tensors_hooks or not type(self).__module__.startswith("torch.")
+        if own and mine():
+            marks[id(self)] = listener.enter_saved_tensors_hooks()
+        else:
+            enter(self)
+
+    def __exit__(self: Any, *error: Any) -> None:
+        if id(self) not in marks:
+            leave(self, *error)
+            return
+        mark = marks.pop(id(self))
+        if error == (None, None, None):
+            listener.leave_saved_tensors_hooks(mark)
+
+    replace(_saved_tensors_hooks, "__enter__", __enter__)
+    replace(_saved_tensors_hooks, "__exit__", __exit__)
