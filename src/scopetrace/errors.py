@@ -87,6 +87,10 @@ class FunctionalizationError(TraceError):
     """A mutation that has no functional form with the same meaning."""
 
 
+class EditError(TraceError):
+    """An edited graph that is no program with the inputs, results and effects of its trace any more."""
+
+
 class ScopeError(ScopetraceError):
     """A user scope was left open, closed twice, or has a name that cannot stand in a scope path."""
 

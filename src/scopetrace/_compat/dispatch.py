@@ -63,6 +63,10 @@ class PreDispatchMode(SchemaCheckMode):
         """True, so that dynamo works under it."""
         return True
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Where `short_way` is not in place.
+        return self.on_op(func, args, kwargs or {})
+
     def switch(self, on: bool) -> None:
         """Report the ops of this thread, or do not. It is alone on the stack of pre-dispatch modes."""
         _slots._schema_check_mode = self if on else None
@@ -262,6 +266,11 @@ def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:
         if kernel is not None:
             return kernel(*args)
         return hop.python_key_table[FakeTensorMode](mode, *args)
+
+
+def is_higher_order(target: Any) -> bool:
+    """Whether the target of a node is a higher-order op."""
+    return isinstance(target, HigherOrderOperator)
 
 
 def auto_functionalized() -> Any:

@@ -54,7 +54,7 @@ class TracedGraphModule(_LazyGraphModule):
 
     def __reduce__(self) -> Any:
         used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
-        held = {name: _look_up(self, name) for name in used}
+        held = {name: look_up(self, name) for name in used}
         is_body = isinstance(self, BodyGraphModule)
         return _unpickle, (held, dumps(_records(self.graph)), self._get_name(), self.training, is_body)
 
@@ -107,7 +107,8 @@ def _unpickle(held: dict[str, Any], data: bytes, name: str, training: bool, is_b
     return module.train(training)
 
 
-def _look_up(module: torch.nn.Module, name: str) -> Any:
+def look_up(module: torch.nn.Module, name: str) -> Any:
+    """What a GraphModule holds under a dotted path. Raises AttributeError."""
     path, _, leaf = name.rpartition(".")
     return getattr(module.get_submodule(path), leaf)
 

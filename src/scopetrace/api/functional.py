@@ -41,6 +41,10 @@ class Functionalized(Runnable):
             name_torch_functions(self.graph_module, tape)
         assert_pure(self.graph_module)
 
+    @property
+    def _program(self) -> TracedProgram:
+        return self._held  # its graph is rewritten for the compiler, and its other forms are what goes around that
+
     def __repr__(self) -> str:
         return f"<Functionalized at {self.level} level: {len(self.graph_module.graph.nodes)} nodes>"
 

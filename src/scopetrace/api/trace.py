@@ -7,7 +7,6 @@ Data flow:
 
 from __future__ import annotations
 
-import functools
 import os
 import pickle
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +20,7 @@ import torch.fx
 from scopetrace.errors import ArgumentTypeError, OutlineError, ScopetraceError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
+from scopetrace.ir import meta
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
@@ -48,7 +48,13 @@ class Runnable:
     """A graph and its write-back: what Trace, OutlinedProgram and Functionalized have in common."""
 
     def __init__(self, program: TracedProgram) -> None:
-        self._program = program
+        self._held = program
+
+    @property
+    def _program(self) -> TracedProgram:
+        """The program that the graph is now: an edit of `graph_module` is an edit of the program."""
+        self._held = self._held.current
+        return self._held
 
     @property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -57,7 +63,7 @@ class Runnable:
         Parameters, buffers and constants are `get_attr` nodes; the module holds the model's own tensors. In an
         OutlinedProgram, equal module calls are `invoke_subgraph` nodes that share a submodule.
         """
-        return self._program.graph_module
+        return self._held.graph_module
 
     @property
     def write_back(self) -> WriteBack | None:
@@ -67,12 +73,12 @@ class Runnable:
     @property
     def mutations(self) -> list[Mutation]:
         """What the original changes in its inputs, parameters and buffers, in the order of execution."""
-        return mutations(self._program.recorded)
+        return mutations(self._program.reported)
 
     @property
     def aliases(self) -> list[Alias]:
         """For each tensor of the result: whether it is new, an input, or a view of an input or earlier result."""
-        return aliases(self._program.recorded)
+        return aliases(self._program.reported)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, then the write-back: same results and same effects as the original.
@@ -80,7 +86,7 @@ class Runnable:
         Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
         those of the trace, tensors share memory in another way, or a value that the trace is specialized on differs.
         """
-        return self._program(*args, **kwargs)
+        return self._held(*args, **kwargs)
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A call that runs `graph`, such as a compiled form of `graph_module`, in its place.
@@ -91,24 +97,29 @@ class Runnable:
 
         Raises InputMismatchError as a call does, CompiledGraphError for values of other shapes or dtypes.
         """
-        return self._program.run(graph, *args, **kwargs)
+        return self._held.run(graph, *args, **kwargs)
 
 
 class Trace(Runnable):
     """A traced model. `tr(*args, **kwargs)` does what `model(*args, **kwargs)` does.
 
-    The graph, the scopes and the calls are made from the recording when they are first asked for.
+    The graph, the scopes and the calls are made from the recording when they are first asked for. Afterwards the graph
+    is the program: an edit of `graph_module` reaches calls, text, files and all other forms.
     """
+
+    def __init__(self, program: TracedProgram) -> None:
+        super().__init__(program)
+        self._order: tuple[TracedProgram, ExecutionOrder] | None = None  # and the program that it is of
 
     @property
     def model(self) -> Callable[..., Any] | None:
         """The module or function that was traced; None for a loaded trace."""
-        return self._program.model
+        return self._held.model
 
     @property
     def scope(self) -> Scope:
         """The root scope, named after the model's class."""
-        return self._program.tape.root
+        return self._held.tape.root
 
     def scope_of(self, node: torch.fx.Node) -> Scope:
         """The scope of a node of this trace's graph, or of a graph made from it.
@@ -121,12 +132,29 @@ class Trace(Runnable):
                 f"scope_of takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}; "
                 "Trace.scope.walk() and Trace.calls have the scopes and module calls by name"
             )
-        return self._program.scope_of(node)
+        known = meta.scope_path(node) is not None
+        return (self._held if known else self._program).scope_of(node)
 
     @property
     def calls(self) -> list[ModuleCall]:
         """Every module call in forward order, the root first."""
         return self._program.calls
+
+    def with_graph(self, graph_module: torch.fx.GraphModule) -> Trace:
+        """A trace with the graph that a pass made from this one's, and the same inputs, results and effects.
+
+        Nodes may be added, replaced, fused, erased or put into submodules (`split_module`), and may call ATen ops,
+        functions, methods and modules: in the new trace they are ATen ops with the metadata that torch infers. A node
+        that the trace had, under its name, stays in its module call; a new one is in the call of those that it
+        replaces, else in the innermost call around what it reads and feeds. A call whose nodes are gone has none in
+        `ModuleCall.nodes`, and asking for arguments and results that are gone is an EditError.
+
+        Parameters and buffers are the model's where `graph_module` holds them or equal copies; others are its own.
+
+        Raises EditError, which names the node: other placeholders, another number of outputs, outputs of another shape
+        where the write-back needs the old one, a mutating op in a functional graph, and ops without a shape function.
+        """
+        return Trace(self._program.with_graph(graph_module))
 
     def outline(self, *targets: Target) -> OutlinedProgram:
         """The same program with chosen module calls as calls of shared functions.
@@ -185,10 +213,13 @@ class Trace(Runnable):
         options = Options(functions, plugins, opset_version, *names, optimize, attributes, table)
         return write(self._program.without_argument_mutation(), path, options, external_data, verify, progress).model
 
-    @functools.cached_property
+    @property
     def order(self) -> ExecutionOrder:
         """In which order modules run and parameters are used."""
-        return execution_order(self._program.recorded)
+        program = self._program
+        if self._order is None or self._order[0] is not program:
+            self._order = program, execution_order(program.tape if program.tape.edited else program.recorded)
+        return self._order[1]
 
     @property
     def specializations(self) -> list[Specialization]:
@@ -262,7 +293,7 @@ class Trace(Runnable):
         return render(self._program)
 
     def __repr__(self) -> str:
-        tapes = list(self._program.tape.walk())
+        tapes = list(self._held.tape.walk())
         ops = sum(op.kind in ("call_function", "call_module") for tape in tapes for op in tape.ops)
         calls = sum(len(tape.calls) for tape in tapes)
         return f"<Trace of {self.scope.path}: {ops} ops, {calls} module calls>"
@@ -274,8 +305,6 @@ class Trace(Runnable):
 class OutlinedProgram(Runnable):
     """A traced program in which chosen module calls are calls of shared functions. It runs and prints."""
 
-    _program: OutlinedTrace
-
     def __init__(self, source: Trace, program: OutlinedTrace) -> None:
         super().__init__(program)
         self._source = source
@@ -283,7 +312,9 @@ class OutlinedProgram(Runnable):
     @property
     def functions(self) -> tuple[Function, ...]:
         """The functions, callees before their callers."""
-        return self._program.functions
+        program = self._program
+        assert isinstance(program, OutlinedTrace)
+        return program.functions
 
     def function_of(self, node: torch.fx.Node) -> Function:
         """The function that an `invoke_subgraph` node of this program, or of a function's body, calls.

@@ -6,7 +6,7 @@ Each op is made for one of the recorded tape, its origin, whose scope, call, fra
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from scopetrace._compat.tensors import FakeMaker, storage_id
 from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
-from scopetrace.ir.tape import BodyTape, FunctionalTape, Op, Value, values_in
+from scopetrace.ir.tape import BodyTape, Op, ProgramTape, Value, values_in
 
 _aten = torch.ops.aten
 
@@ -23,13 +23,14 @@ _aten = torch.ops.aten
 class Emitter:
     """Appends to `tape`."""
 
-    def __init__(self, tape: FunctionalTape | BodyTape) -> None:
+    def __init__(self, tape: ProgramTape | BodyTape, storages: Iterator[int] | None = None) -> None:
+        """`storages` gives numbers of storages that the tape does not have; a recorded tape has none below 0."""
         self.tape = tape
         self.added: set[Op] = set()
         """The ops that alias sets added. Those that nobody reads are dropped in the end, see `rewrites.schedule`."""
         assert tape.fake_mode is not None
         self._inference = tape.inference or Inference(FakeMaker(tape.fake_mode))
-        self._storages = itertools.count(-1, -1)  # of tensors that the recorded tape does not have
+        self._storages = storages or itertools.count(-1, -1)
         self._constants: dict[int, Value] = {}
 
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -122,16 +123,27 @@ class Emitter:
             outputs = (*outputs, Value(self._inference.like(like.fake), slot, next(self._storages), None))
         return self._append(op, op.kind, op.target, args, kwargs, outputs)
 
+    def attribute(self, origin: Op, name: str, real: torch.Tensor) -> Value:
+        """Append the read of a tensor that the tape holds under this name."""
+        assert self.tape.fake_mode is not None
+        found = self.new_value(self.tape.fake_mode.from_tensor(real, static_shapes=True), 0)
+        found.real = real
+        self._append(origin, "get_attr", name, (), {}, found)
+        return found
+
+    def new_value(self, fake: torch.Tensor, slot: int) -> Value:
+        """The value of a tensor in a storage of its own, for an op that is appended next."""
+        return Value(fake, slot, next(self._storages), None)
+
+    def like(self, fake: torch.Tensor) -> torch.Tensor:
+        """A fake tensor of the same metadata in memory of its own."""
+        return self._inference.like(fake)
+
     def constant(self, origin: Op, real: torch.Tensor) -> Value:
         """A tensor as an attribute."""
         found = self._constants.get(id(real))
         if found is None:
-            name = self.tape.add_constant(real)
-            assert self.tape.fake_mode is not None
-            fake = self.tape.fake_mode.from_tensor(real, static_shapes=True)
-            found = self._constants[id(real)] = Value(fake, 0, next(self._storages), None)
-            found.real = real
-            self._append(origin, "get_attr", name, (), {}, found)
+            found = self._constants[id(real)] = self.attribute(origin, self.tape.add_constant(real), real)
         return found
 
     def _append(

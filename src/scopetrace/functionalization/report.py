@@ -9,7 +9,7 @@ import torch
 from scopetrace._compat.schema import is_op, schema_of
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.ir.scopes import source_of
-from scopetrace.ir.tape import Op, RecordedTape, Value
+from scopetrace.ir.tape import Op, ProgramTape, Value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Alias:
         return f"result{self.path}: {self.kind}" + (f" of {self.of}" if self.of else "")
 
 
-def mutations(tape: RecordedTape) -> list[Mutation]:
+def mutations(tape: ProgramTape) -> list[Mutation]:
     """The writes to what came from outside, in the order of the program."""
     outside = _outside(tape)
     found: list[Mutation] = []
@@ -71,7 +71,7 @@ def _mutation(name: str, kind: str, what: str, op: Op) -> Mutation:
     return Mutation(name, kind, what, str(op.target), str(op.scope), source_of(op.frames))
 
 
-def _outside(tape: RecordedTape) -> dict[int, list[tuple[str, str, Value]]]:
+def _outside(tape: ProgramTape) -> dict[int, list[tuple[str, str, Value]]]:
     """By storage: name, kind and value of each tensor from outside."""
     found: dict[int, list[tuple[str, str, Value]]] = {}
     for path, value in zip(tape.input_paths, tape.inputs, strict=True):
@@ -81,7 +81,7 @@ def _outside(tape: RecordedTape) -> dict[int, list[tuple[str, str, Value]]]:
     return found
 
 
-def _kind(tape: RecordedTape, name: str) -> str:
+def _kind(tape: ProgramTape, name: str) -> str:
     if name not in tape.owners:
         return "constant"
     return "parameter" if isinstance(tape.attributes[name], torch.nn.Parameter) else "buffer"
@@ -108,7 +108,7 @@ def _span(v: Value) -> tuple[int, int]:
     return start, start + (int(reach) + 1) * size - 1
 
 
-def aliases(tape: RecordedTape) -> list[Alias]:
+def aliases(tape: ProgramTape) -> list[Alias]:
     """One entry for each tensor of the result."""
     outside, first = _outside(tape), _reshaped(tape)
     results: dict[int, list[tuple[str, Value]]] = {}
@@ -125,7 +125,7 @@ def aliases(tape: RecordedTape) -> list[Alias]:
     return found
 
 
-def _reshaped(tape: RecordedTape) -> dict[int, int]:
+def _reshaped(tape: ProgramTape) -> dict[int, int]:
     """By the id of a fake tensor that an op such as `transpose_` left: the id of what it was at first."""
     first: dict[int, int] = {}
     for op in tape.ops:

@@ -311,6 +311,19 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 _signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = weakref.WeakKeyDictionary()
 
 
+class Removed:
+    """Stands in the template of a call for a value that an edit of the graph removed."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """The name that its node had."""
+
+    def __repr__(self) -> str:
+        return f"<removed: {self.name}>"
+
+
 @dataclasses.dataclass(eq=False)
 class AttributeWrite:
     """A module attribute that the forward bound to a new tensor (`self.n = self.n + 1`)."""
@@ -443,6 +456,8 @@ class ProgramTape(Tape):
     """What the forward read from outside of the program, in order: another value at a call is another program."""
     registered: Registered = dataclasses.field(default_factory=Registered)
     """The model's modules and parameters with all their names."""
+    edited: bool = False
+    """Whether it was read from a graph that a user or a pass changed, so that the recorded program is another one."""
     write_back: WriteBack | None = None
     """What makes the results and effects of the recorded program from what the graph gives; None where the graph's
     outputs are the results, and there are no effects."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
@@ -163,6 +164,21 @@ class CallBoundary:
         return (lambda n: n) if rules is None else rules.values(inputs[:count], inputs[count:])
 
 
+@dataclasses.dataclass(slots=True)
+class _Bound:
+    """A tensor of the model that the GraphModule holds."""
+
+    name: str
+    holder: torch.nn.Module
+    leaf: str
+    """Its name in the holder, a submodule of the GraphModule."""
+    module: torch.nn.Module
+    attribute: str
+    """Its name in the module, a part of the model."""
+    last: torch.Tensor
+    """The one that the GraphModule got last from the model."""
+
+
 class LiveState:
     """The model's tensors as they are now: a parameter or buffer may have been assigned anew since the trace."""
 
@@ -170,24 +186,33 @@ class LiveState:
         self._writes = [(w.module or _submodule(graph_module, w.fqn), w.name) for w in tape.attribute_writes]
         self._owners = _owners(tape)
         self._attributes = tape.attributes
-        self._held: list[tuple[torch.nn.Module, str, torch.nn.Module, str]] = []
+        self._held: list[_Bound] = []
+        self._places: dict[str, tuple[torch.nn.Module, str]] = {}
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
-        for name, (module, attribute) in self._owners.items():
-            if name in targets:
-                path, _, leaf = name.rpartition(".")
-                self._held.append((graph_module.get_submodule(path), leaf, module, attribute))
+        for name in targets & tape.attributes.keys():
+            path, _, leaf = name.rpartition(".")
+            holder = graph_module.get_submodule(path)
+            self._places[name] = holder, leaf
+            if name in self._owners:
+                self._held.append(_Bound(name, holder, leaf, *self._owners[name], tape.attributes[name]))
 
     def refresh(self) -> None:
-        """Bind the tensors that the model has now to the GraphModule."""
-        for holder, leaf, module, attribute in self._held:
-            now = _look_up(module, attribute)
-            if now is not None and now is not _look_up(holder, leaf):
-                _bind(holder, leaf, now)
+        """Bind the tensors that the model has now to the GraphModule, but for those that somebody replaced there."""
+        for bound in self._held:
+            now = _look_up(bound.module, bound.attribute)
+            if now is not None and now is not bound.last and _look_up(bound.holder, bound.leaf) is bound.last:
+                _bind(bound.holder, bound.leaf, now)
+                bound.last = now
+
+    @property
+    def bound(self) -> dict[str, torch.Tensor]:
+        """By name, the tensor that was last bound to the GraphModule."""
+        return {bound.name: bound.last for bound in self._held}
 
     def held(self, name: str) -> torch.Tensor:
-        """The present tensor behind a `get_attr` target."""
-        module, attribute = self._owners.get(name, (None, ""))
-        found = None if module is None else _look_up(module, attribute)
+        """The present tensor behind a `get_attr` target: that of the GraphModule, or of the model if none reads it."""
+        place = self._places.get(name) or self._owners.get(name)
+        found = None if place is None else _look_up(*place)
         return self._attributes[name] if found is None else found
 
     def write(self, results: Iterator[torch.Tensor]) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.fx
@@ -26,6 +26,21 @@ from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value
 from scopetrace.ops import effects
 
 
+class NodeState(NamedTuple):
+    """A node with all that decides what it computes, at one time: a pass may change it later."""
+
+    node: torch.fx.Node
+    op: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+def node_states(graph: torch.fx.Graph) -> list[NodeState]:
+    """The nodes of a graph as they are now, in order."""
+    return [NodeState(n, n.op, n.target, n.args, n.kwargs) for n in graph.nodes]
+
+
 class FxLowering:
     """The torch.fx graph of a tape, and the node of each of its values.
 
@@ -37,11 +52,36 @@ class FxLowering:
         graph: the graph; passes may change it.
         output: its output node.
         bodies: the bodies of higher-order ops, by the name of the submodule.
+        op_of: the op of the tape behind each node that has one.
+        made: the nodes as they were when the graph was made, before any pass.
     """
 
     def __init__(self, tape: Tape) -> None:
+        self._start(tape, torch.fx.Graph())
+        self._build()
+        self.made = node_states(self.graph)
+
+    @classmethod
+    def of_graph(
+        cls, tape: Tape, graph: torch.fx.Graph, op_of: dict[torch.fx.Node, Op], bodies: dict[str, FxLowering]
+    ) -> FxLowering:
+        """The lowering of a tape that was read from `graph`; `op_of` has the op behind each node."""
+        found = cls.__new__(cls)
+        found._start(tape, graph)
+        found.bodies, found.op_of = bodies, op_of
+        found.output = next(iter(reversed(graph.nodes)))
+        found.made = node_states(graph)
+        return found
+
+    def learn(self, part: Any, node: torch.fx.Node) -> None:
+        """Note that a value or symbolic number is the result of a node."""
+        if isinstance(part, (Value, *Symbolic)):
+            self._bind_one(node, part)
+
+    def _start(self, tape: Tape, graph: torch.fx.Graph) -> None:
         self.tape = tape
-        self.graph = torch.fx.Graph()
+        self.graph = graph
+        self.op_of: dict[torch.fx.Node, Op] = {}
         self._nodes: dict[Value, torch.fx.Node] = {}
         self._symbols = SymbolNodes(self.graph)
         self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
@@ -49,6 +89,9 @@ class FxLowering:
         self.bodies: dict[str, FxLowering] = {}
         self._grad = tape.ops[0].grad if tape.ops else True
         self._outer_grad = self._grad
+
+    def _build(self) -> None:
+        tape = self.tape
         live = live_ops(tape)
         self._messages = {s.message for s in tape.specializations} if isinstance(tape, ProgramTape) else set()
         first = [op for op in tape.ops if op.kind == "placeholder"]
@@ -67,6 +110,11 @@ class FxLowering:
         self.output = self.graph.output(self.lower(returned))
         meta.set_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
         meta.set_place(self.output, str(tape.root), 0)
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether a node of the graph, or of the graph of a body, is not as it was made."""
+        return self.made != node_states(self.graph) or any(body.is_edited for body in self.bodies.values())
 
     def walk(self) -> Iterator[FxLowering]:
         """This graph and those of all bodies inside it, outer before inner."""
@@ -93,6 +141,10 @@ class FxLowering:
         if type(x) in (int, float, bool, str, type(None)):
             return x
         return map_structure(self._lower_leaf, x, (Value, BodyTape, torch.ScriptObject, *Symbolic))
+
+    def node_of(self, value: Value) -> torch.fx.Node | None:
+        """The node of a value; None for a dead one."""
+        return self._nodes.get(value)
 
     def has(self, x: Any) -> bool:
         """Whether a value or symbolic number has a node; dead ones have none."""
@@ -136,6 +188,7 @@ class FxLowering:
             node = self.graph.create_node("call_module", op.target, args, kwargs)
         else:
             node = self.graph.create_node(op.kind, op.target)
+        self.op_of[node] = op
         self._describe(node, op)
         self._bind(node, op)
         if op.unbacked:

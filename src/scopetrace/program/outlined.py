@@ -9,6 +9,7 @@ This is what torch.onnx's `export_modules_as_functions` did, and not for ONNX al
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 import functools
 from collections import Counter
@@ -18,9 +19,11 @@ from typing import Any
 import torch
 import torch.fx
 
+from scopetrace.containers.structure import leaves
 from scopetrace.errors import OutlineError
-from scopetrace.ir.tape import Call, FunctionalTape
+from scopetrace.ir.tape import Call, FunctionalTape, Removed
 from scopetrace.outline import FunctionSignature, OutlinedBody, Readers, outline
+from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
@@ -78,16 +81,40 @@ class OutlinedTrace(TracedProgram):
             for body in self._bodies
         )
 
+    def _with_reading(self, reading: Reading) -> TracedProgram:
+        assert isinstance(reading.tape, FunctionalTape)
+        bodies = [
+            dataclasses.replace(b, tape=reading.bodies[b.tape], calls=[reading.calls[c] for c in b.calls])
+            for b in self._bodies
+            if b.tape in reading.bodies
+        ]
+        return OutlinedTrace(self.source, reading.tape, bodies, self.chosen)
+
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call of `source`, with the graph of this program, or another one in its place."""
+        if self.current.tape.edited:
+            return super().run(self._run_inlined if graph is self.graph_module else graph, *args, **kwargs)
         self.boundary.state.refresh()
         return self.source.run(self._run_graph if graph is self.graph_module else graph, *args, **kwargs)
+
+    def _run_inlined(self, *inputs: Any) -> Any:
+        return _Inlining(self.graph_module).run(*inputs)
 
     def _run_graph(self, *inputs: Any) -> Any:
         tensors = [x for x in (*inputs, *self.graph_module.parameters()) if isinstance(x, torch.Tensor)]
         if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             return self.source.graph_module(*inputs)  # torch has no eager backward of invoke_subgraph
         return self.graph_module(*inputs)
+
+
+class _Inlining(torch.fx.Interpreter):
+    """Runs a graph with the bodies of its functions in place of their calls, which torch cannot differentiate."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As in the base class, but for calls of functions."""
+        if target is torch.ops.higher_order.invoke_subgraph:
+            return _Inlining(args[0]).run(*args[2:])
+        return super().call_function(target, args, kwargs)
 
 
 def outline_calls(source: TracedProgram, targets: Iterable[Target]) -> OutlinedTrace:
@@ -131,6 +158,10 @@ def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple
     calls = [call for call in calls if not call.is_leaf and call.raised is None]
     named = [call.record for call in calls if call in found]
     for call in named:
+        if _lost(call):
+            raise OutlineError(
+                f"{call.scope}: an edit of the graph removed what this call took or gave; leave it out of the targets"
+            )
         for number in readers.lost_numbers(call):
             raise OutlineError(
                 f"{call.scope}: {number}, a number that is made in this call, is used outside, though no result has "
@@ -143,8 +174,13 @@ def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple
         call.record
         for call in calls
         if call.parent and call.module_type is not None and times[call.module_type] > 1
-        if not readers.lost_numbers(call.record)
+        if not readers.lost_numbers(call.record) and not _lost(call.record)
     ]
+
+
+def _lost(call: Call) -> bool:
+    """Whether an edit of the graph removed an argument or result of a call."""
+    return bool(leaves((call.args, call.kwargs, call.outputs), Removed))
 
 
 def is_named(call: ModuleCall, target: Any) -> bool:

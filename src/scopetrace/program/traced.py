@@ -14,24 +14,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads, was_erased
+from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads, look_up, was_erased
+from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.objects import without_argument_mutation
-from scopetrace.containers.structure import instantiate
-from scopetrace.errors import InputMismatchError
+from scopetrace.containers.structure import instantiate, leaves
+from scopetrace.errors import EditError, InputMismatchError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
 from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.scopes import Scope, common_scope
-from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Tape, Value, bind, forward_of
+from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Removed, Tape, Value, bind, forward_of
+from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
 from scopetrace.program.boundary import CallBoundary, as_the_graph_returns, held_now, without_autocast
+from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
+from scopetrace.program.inline import inlined
+from scopetrace.program.state import HeldTensors
 
 
 class ModuleCall:
@@ -93,7 +98,7 @@ class ModuleCall:
         Tensors and symbolic sizes are `torch.fx.Node`s; everything else is the Python object itself. `*args` and
         `**kwargs` are under their own names, a tuple and a dict.
         """
-        return {name: _with_objects(template) for name, template in self.argument_templates.items()}
+        return {name: self._with_objects(template) for name, template in self.argument_templates.items()}
 
     @functools.cached_property
     def argument_templates(self) -> dict[str, Any]:
@@ -106,7 +111,7 @@ class ModuleCall:
     @functools.cached_property
     def outputs(self) -> Any:
         """The returned structure, with `torch.fx.Node`s for tensors and symbolic sizes. None when the call raised."""
-        return _with_objects(self.output_template)
+        return self._with_objects(self.output_template)
 
     @functools.cached_property
     def output_template(self) -> Any:
@@ -123,6 +128,17 @@ class ModuleCall:
             found = _written_values(self.record, forward, lowering.tape)
         return {name: lowering.lower(value) for name, value in found.items()}
 
+    def _with_objects(self, template: Any) -> Any:
+        removed = leaves(template, Removed)
+        if removed:
+            names = ", ".join(r.name for r in removed)
+            raise EditError(
+                f"{self}: an edit of the graph removed {names}, which this call took or gave",
+                module=self.scope.path,
+                hint="ModuleCall.nodes has what is left of the call, argument_templates and output_template the rest",
+            )
+        return instantiate(lambda node: node, template, torch.fx.Node)
+
     def _forward(self) -> Callable[..., Any]:
         return forward_of(self.record, self._program.forward)
 
@@ -130,10 +146,6 @@ class ModuleCall:
         index = f", index={self.index}" if self.index else ""
         name = self.module_type.__name__ if self.module_type else "function"
         return f"ModuleCall({self.fqn!r}, {name}{index})"
-
-
-def _with_objects(template: Any) -> Any:
-    return instantiate(lambda node: node, template, torch.fx.Node)
 
 
 def _with_position(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node]]:
@@ -167,6 +179,57 @@ class TracedProgram:
         self.recorded = recorded
         self.tape = tape
         self.model = model
+
+    @property
+    def current(self) -> TracedProgram:
+        """This program, or where its graph was edited, the program that the graph is now.
+
+        That has the same GraphModule. Raises EditError for an edit that cannot be followed.
+        """
+        if "lowering" not in self.__dict__ or not self._is_edited():
+            return self
+        graph = inlined(self.graph_module)
+        reading = Reading(self.lowering, self.graph_module, graph, self._held_tensors())
+        found = self._with_reading(reading)
+        if graph is self.graph_module.graph:
+            reading.describe()
+            found.__dict__.update(lowering=reading.lowering, graph_module=self.graph_module)
+            for module in self.graph_module.modules():
+                if isinstance(module, torch.fx.GraphModule):
+                    module.recompile()
+        return found
+
+    def with_graph(self, graph_module: torch.fx.GraphModule) -> TracedProgram:
+        """The program of a graph that a pass made from that of this one; see `Trace.with_graph`."""
+        return self._with_reading(Reading(self.lowering, graph_module, inlined(graph_module), self._held_tensors()))
+
+    def _is_edited(self) -> bool:
+        """Whether a graph is another one than was made, or the GraphModule holds other tensors or modules."""
+        graphs = _graphs(self.lowering, self.graph_module)
+        return self.lowering.is_edited or any(body.graph is not graph for body, graph in graphs) or self._is_refilled()
+
+    def _is_refilled(self) -> bool:
+        held, tape = self._held_tensors(), self.tape
+        known: tuple[Mapping[str, object], ...] = (tape.attributes, held.now, held.bound, tape.modules)
+        names = {str(s.target) for s in self.lowering.made if s.op in ("get_attr", "call_module")}
+        for name in names & {*tape.attributes, *tape.modules}:
+            now = look_up(self.graph_module, name)
+            if all(now is not found.get(name) for found in known):
+                return True
+        return False
+
+    def _held_tensors(self) -> HeldTensors:
+        bound = self.boundary.state.bound if "boundary" in self.__dict__ else {}
+        return HeldTensors(held_now(self.tape), bound)
+
+    def _with_reading(self, reading: Reading) -> TracedProgram:
+        tape = reading.tape
+        return TracedProgram(tape if isinstance(tape, RecordedTape) else self.recorded, tape, self.model)
+
+    @property
+    def reported(self) -> ProgramTape:
+        """The tape whose writes and shared memory are those of a call."""
+        return self.tape if self.tape.edited and self.tape.write_back is None else self.recorded
 
     def with_tape(self, tape: ProgramTape) -> TracedProgram:
         """The same trace with another tape to make the graph from."""
@@ -266,6 +329,8 @@ class TracedProgram:
         outputs = without_argument_mutation(self.recorded.outputs, Value)
         if outputs is self.recorded.outputs:
             return self.functional()
+        if self.tape.edited:
+            return self.with_tape(_without_effects(self.functional().tape))
         recorded = dataclasses.replace(self.recorded, outputs=outputs)
         return TracedProgram(recorded, recorded, self.model).functional()
 
@@ -282,6 +347,22 @@ class TracedProgram:
         if not (isinstance(tapes, tuple) and all(isinstance(t, ProgramTape) for t in tapes)):
             raise TypeError("these are not the tapes of a trace")
         return cls(tapes[1], tapes[0], None)
+
+
+def _graphs(lowering: FxLowering, graph_module: Any) -> Iterator[tuple[FxLowering, torch.fx.Graph | None]]:
+    """Each graph of a program as it was made, and the one that its GraphModule has now."""
+    yield lowering, getattr(graph_module, "graph", None)
+    for name, body in lowering.bodies.items():
+        yield from _graphs(body, getattr(graph_module, name, None))
+
+
+def _without_effects(tape: ProgramTape) -> ProgramTape:
+    """The program without what the forward puts into containers among its arguments, which comes after the result."""
+    count = len(leaves(tape.result, (Value, *Symbolic)))
+    write_back = tape.write_back and WriteBack(tape.write_back.updates, tape.write_back.results[:count])
+    if isinstance(tape, FunctionalTape) and tape.write_back is None:
+        return dataclasses.replace(tape, outputs=tape.result, returned=tape.graph_outputs()[:count])
+    return dataclasses.replace(tape, outputs=tape.result, write_back=write_back)
 
 
 @contextlib.contextmanager

@@ -63,6 +63,8 @@ def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[st
     module = tape.calls[0].module if tape.calls else None
     readers = _readers(tape, frames)
     found = {s.fqn: s for s in _of_module(module, readers)} if module is not None else {}
+    if tape.edited:  # an edit may have put other tensors in the place of the model's
+        found = {n: dataclasses.replace(s, tensor=tape.attributes.get(n, s.tensor)) for n, s in found.items()}
     for name, tensor in tape.attributes.items():
         if name in readers and name not in found:
             found[name] = _beside(tape, name, tensor, readers[name])

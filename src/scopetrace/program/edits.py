@@ -1,0 +1,600 @@
+"""An edited graph as a tape: the inverse of `program.graph`.
+
+Data flow:
+    nodes of the graph -> Matching: what each was, and its call -> one op each, copied where nothing about it changed
+    a new op -> its results by inference; a function, method or module -> the ATen ops that it runs on fake tensors
+    outputs of the graph -> results, write-back and attribute writes of the old tape, position by position
+    calls -> the old ones with the values of the new tape, `Removed` where these are gone
+
+The graph keeps its inputs, the number of its outputs, and what the write-back needs of them; else it is an EditError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+import torch.fx
+
+from scopetrace._compat.dispatch import PreDispatchMode, dispatching_to, fake_results, is_higher_order
+from scopetrace._compat.graph_module import set_grad_enabled
+from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.symbols import Symbolic, to_expr
+from scopetrace._compat.tensors import FakeTensor, storage_id
+from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.errors import EditError, ScopetraceError
+from scopetrace.functionalization.emitter import Emitter
+from scopetrace.ir import meta
+from scopetrace.ir.scopes import source_of
+from scopetrace.ir.tape import (
+    BodyTape,
+    Call,
+    FunctionalTape,
+    Op,
+    ProgramTape,
+    Removed,
+    Tape,
+    Value,
+    checks_enabled,
+    garbage_collection_paused,
+    values_in,
+)
+from scopetrace.ir.verify import verify
+from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_writes
+from scopetrace.ops.higher_order import FORMS
+from scopetrace.program.graph import FxLowering
+from scopetrace.program.matching import Matching, Place
+from scopetrace.program.outputs import outputs_of_edit
+from scopetrace.program.ranges import settle_ranges
+from scopetrace.program.state import HeldTensors
+
+Node = torch.fx.Node
+_aten = torch.ops.aten
+_ON_NUMBERS = (operator, math, torch)  # the modules whose functions lowering writes for symbolic numbers
+
+
+class Reading:
+    """The tape of an edited graph.
+
+    Attributes:
+        tape: the tape.
+        lowering: its graph, which is the one that was read, with the node of each value.
+        bodies: by body tape of the old tape, that of the new one.
+    """
+
+    def __init__(self, old: FxLowering, root: torch.nn.Module, graph: torch.fx.Graph, held: HeldTensors) -> None:
+        """`old` is what the graph was made from, `root` holds the tensors and modules that the nodes name."""
+        assert isinstance(old.tape, ProgramTape)
+        self.bodies: dict[Tape, BodyTape] = {}
+        self.is_pure = isinstance(old.tape, FunctionalTape)
+        calls = {call.position: call for tape in old.tape.walk() for call in tape.calls}
+        copies: dict[Call, Call] = {}
+        for call in sorted(calls.values(), key=lambda call: call.position):
+            copies[call] = call.replace(parent=None if call.parent is None else copies[call.parent])
+        self.calls = copies
+        self.by_position = {call.position: copies[call] for call in calls.values()}
+        self.scopes = {scope.path: scope for scope in old.tape.root.walk()}
+        self.held = held
+        self.old = old.tape
+        """The tape of the program that the graph was made from."""
+        used = (v.storage for tape in old.tape.walk() for op in tape.ops for v in op.values())
+        self.storages = itertools.count(max(used, default=0) + 1)
+        with garbage_collection_paused():
+            self._reader = _GraphReader(self, old, root, graph)
+            self.tape, self.lowering = self._reader.program(), self._reader.lowering()
+        if checks_enabled():
+            verify(self.tape, "reading an edited graph")
+
+    def call_around(self, tape: Tape) -> Call:
+        """The call that ops of a tape are in which are in no call of it: that of the callable, or around a body."""
+        around = tape.ops[0].call if isinstance(tape, BodyTape) and tape.ops else None
+        return self.by_position[min(self.by_position)] if around is None else self.calls[around]
+
+    def describe(self) -> None:
+        """Write value, scope and call of each node into its meta."""
+        self._reader.describe()
+
+
+class _GraphReader:
+    """Reads one graph: that of the program, or of a body."""
+
+    def __init__(self, reading: Reading, old: FxLowering, root: torch.nn.Module, graph: torch.fx.Graph) -> None:
+        self.reading, self.old, self.root, self.graph = reading, old, root, graph
+        self.tape = _empty(old.tape)
+        self.emitter = Emitter(self.tape, reading.storages)
+        place = Place(reading.call_around(old.tape), old.tape.root)
+        self.matching = Matching(old.made, graph, reading.by_position, reading.scopes, place)
+        self.results: dict[Node, Any] = {}
+        """By node, what it gives: a value, a number, or a structure of these."""
+        self.op_of: dict[Node, Op] = {}
+        self.lowered: dict[str, FxLowering] = {}
+        self.readers: dict[str, _GraphReader] = {}
+        self._by_fake: dict[int, Value] = {}
+        self._read_before: dict[str, Value] = {}  # parameters, buffers and constants
+        self._attribute_ops = {op.target: op for op in old.tape.ops if op.kind == "get_attr"}
+        self._grad = old.tape.ops[0].grad if old.tape.ops else True
+        self._grads = _grads(old)
+        self._facts = _facts(old.tape)
+
+    # ---------------------------------------------------------------- the whole
+
+    def program(self) -> ProgramTape:
+        """Read the graph of a program."""
+        self._read_nodes()
+        inputs = dict(zip(self.reading.old.inputs, self.tape.inputs, strict=True))
+        self.tape.args = map_structure(lambda v: inputs[v], self.reading.old.args, Value)
+        args = self._output_node().args[0]
+        values = [self._value_of(x) for x in (args if isinstance(args, (list, tuple)) else [args])]
+        outputs_of_edit(self.reading.old, self.tape, values, self._state)
+        self._finish()
+        return self.tape
+
+    def _state(self, name: str) -> Value:
+        """The value of a tensor that the write-back names, which the graph need not read."""
+        tape = self.old.tape
+        return self._tensor(name, self.reading.held.now.get(name, tape.attributes[name]))
+
+    def body(self) -> BodyTape:
+        """Read the graph of a body."""
+        self._read_nodes()
+        node, old = self._output_node(), self.old.tape
+        found = self._value_of(node.args[0])
+        self.tape.outputs = found if self.tape.is_condition else tuple(found)
+        if not self.tape.is_condition and len(found) != len(old.outputs):
+            self._refuse(node, f"the body returns {len(found)} values, and returned {len(old.outputs)}")
+        self._finish()
+        self.reading.bodies[old] = self.tape
+        return self.tape
+
+    def lowering(self) -> FxLowering:
+        """The graph that was read, as the lowering of the new tape."""
+        found = FxLowering.of_graph(self.tape, self.graph, self.op_of, self.lowered)
+        for node, result in self.results.items():
+            found.learn(result, node)
+        return found
+
+    def _finish(self) -> None:
+        for old in self.old.tape.calls:
+            self._fill(old, self.reading.calls[old])
+            self.tape.calls.append(self.reading.calls[old])
+        moved = settle_ranges(self.tape)
+        self.op_of = {node: moved.get(op, op) for node, op in self.op_of.items()}
+
+    def describe(self) -> None:
+        """Write value, scope and call of each node into its meta."""
+        for node, result in self.results.items():
+            op, place = self.op_of.get(node), self.matching.place(node)
+            if node not in self.matching.was or meta.scope_path(node) is not None:
+                scope, call = (place.scope, place.call) if op is None else (op.scope, op.call)
+                meta.set_place(node, scope.path, 0 if call is None else call.position)
+            if result is None or leaves(result, (Value, *Symbolic)):
+                meta.set_value(node, _fakes(result))
+        for reader in self.readers.values():
+            reader.describe()
+
+    def _read_nodes(self) -> None:
+        placeholders = self._check_placeholders()
+        for node in self.graph.nodes:
+            if node.op == "output":
+                continue
+            try:
+                self.results[node] = placeholders[node] if node.op == "placeholder" else self._read(node)
+            except ScopetraceError:
+                raise
+            except Exception as error:
+                first = (str(error).splitlines() or [""])[0]
+                self._refuse(node, f"it cannot be run on fake tensors: {type(error).__name__}: {first}", error)
+            for value in values_in(self.results[node]):
+                self._by_fake[id(value.fake)] = value
+
+    def _check_placeholders(self) -> dict[Node, Any]:
+        """The placeholders, copied to the new tape. They must be those of the old graph."""
+        nodes = [n for n in self.graph.nodes if n.op == "placeholder"]
+        ops = [op for op in self.old.tape.ops if op.kind == "placeholder"]
+        if len(nodes) != len(ops):
+            raise EditError(
+                f"the edited graph has {len(nodes)} placeholders ({', '.join(n.name for n in nodes)}), "
+                f"and the trace has {len(ops)} inputs",
+                module=self.tape.root.path,
+                hint="keep the placeholders, also those that nothing reads; trace the model again for other inputs",
+            )
+        found: dict[Node, Any] = {}
+        for node, op in zip(nodes, ops, strict=True):
+            found[node] = self._copied(op, (), {}, op, {v.storage: v.storage for v in op.values()})
+            if isinstance(op.outputs, Value):
+                self.tape.inputs.append(found[node])
+        return found
+
+    def _output_node(self) -> Node:
+        return next(n for n in reversed(self.graph.nodes) if n.op == "output")
+
+    def _refuse(self, node: Node, problem: str, error: Exception | None = None) -> NoReturn:
+        place = self.matching.place(node)
+        raise EditError(
+            f"node {node.name}: {problem}",
+            op=str(node.target),
+            module=place.scope.path,
+            source=source_of(node.stack_trace or ()),
+            hint="trace a model that does this, or write the node with ops whose results follow from their inputs",
+        ) from error
+
+    # ---------------------------------------------------------------- nodes
+
+    def _read(self, node: Node) -> Any:
+        if node.op == "get_attr":
+            return self._attribute(node)
+        args, kwargs = self._value_of((node.args, node.kwargs))
+        if node.target is set_grad_enabled:
+            self._grad = bool(args[0])
+            return None
+        if node.op == "call_function" and not is_op(node.target) and not kwargs:
+            if node.target in (operator.getitem, getattr) and not isinstance(args[0], Value):
+                return _part(args[0], args[1])
+            if _is_on_numbers(node.target, args):
+                return _call(node.target, args)
+        if is_op(node.target) and schema_of(node.target).name.startswith("aten::sym_"):
+            return node.target(*_fakes(args))
+        if node.target is _aten._assert_scalar.default and to_expr(args[0]) in self._facts:
+            return None  # lowering writes it again
+        return self._op(node, args, kwargs)
+
+    def _op(self, node: Node, args: Any, kwargs: Any) -> Any:
+        """Append the op, or ops, of a node."""
+        state = self.matching.was.get(node)
+        old = None if state is None else self.old.op_of.get(state.node)
+        origin = self._origin(node, old)
+        if old is not None and old.kind == node.op and old.target == node.target and self._keeps_module(old):
+            storages: dict[int, int] = {}
+            if _alike((old.args, old.kwargs), (args, kwargs), storages):
+                return self._noted(node, self._copied(old, args, kwargs, origin, storages))
+        if isinstance(old, Op) and old.unbacked:
+            self._refuse(node, "it makes a number that depends on data, and its inputs or target were changed")
+        if node.target in FORMS:
+            return self._noted(node, self._higher_order(node, origin, args))
+        if is_op(node.target) or is_higher_order(node.target):
+            return self._noted(node, self._inferred(node, origin, node.target, args, kwargs))
+        return self._run(node, origin, args, kwargs)
+
+    def _keeps_module(self, op: Op) -> bool:
+        """For an op that is a leaf module: whether the graph module has that module still."""
+        if op.kind != "call_module":
+            return True
+        module = self.reading.held.module(self.reading.old, self.root, op.name)
+        if module is not None:
+            self.tape.modules[op.name] = module
+        return module is not None
+
+    def _noted(self, node: Node, outputs: Any) -> Any:
+        self.op_of[node] = self.tape.ops[-1]
+        return outputs
+
+    def _origin(self, node: Node, old: Op | None) -> Op:
+        """An op with the place, frames and grad mode of those that the node becomes."""
+        place = self.matching.place(node)
+        state = self.matching.was.get(node)
+        grad = self._grad
+        if old is not None and state is not None and self._grads[state.node] == grad:
+            grad = old.grad
+        frames = old.frames if old is not None else node.stack_trace or ()
+        return Op("call_function", node.target, (), {}, None, place.scope, place.call, frames, grad)
+
+    def _copied(self, old: Op, args: Any, kwargs: Any, origin: Op, storages: dict[int, int]) -> Any:
+        """Append an op of the old tape on operands of the same metadata."""
+        made = old.replace(scope=origin.scope, call=origin.call, grad=origin.grad)
+        if old.kind in ("placeholder", "get_attr"):
+            call = None if old.call is None else self.reading.calls.get(old.call)
+            made = old.replace(call=call)
+        outputs = self.emitter.copy(made, args, kwargs, storages)
+        pairs = {id(a.fake): b for a, b in zip(old.inputs(), values_in((args, kwargs)), strict=True)}
+        for value in self.tape.ops[-1].values():
+            if id(value.fake) in pairs:  # the same tensor object as an operand
+                value.fake = pairs[id(value.fake)].fake
+        if old.writes or old.tracked:
+            now = dict(zip(old.inputs(), values_in((args, kwargs)), strict=True))
+            writes, tracked = (tuple([now[v] for v in found]) for found in (old.writes, old.tracked))
+            self.tape.ops[-1] = self.tape.ops[-1].replace(writes=writes, tracked=tracked).take_values()
+        return outputs
+
+    def _inferred(self, node: Node, origin: Op, func: Any, args: Any, kwargs: Any) -> Any:
+        """Append an op whose results are not known yet."""
+        writes: list[Value] = []
+        tracked: tuple[Value, ...] = ()
+        if is_op(func):
+            writes = _written(func, args, kwargs)
+            if writes and self.reading.is_pure:
+                self._refuse(
+                    node, f"{func} writes to a tensor, and the graph is free of mutation: use its functional variant"
+                )
+            if writes and torch.Tag.inplace_view in func.tags:
+                self._refuse(node, f"{func} changes the shape of a tensor in place")
+            tracked = tuple([v for v in values_in((args, kwargs)) if v.fake.requires_grad]) if writes else ()
+        env = self.tape.shape_env
+        outputs = self.emitter.run(origin, func, args, kwargs)
+        if env is not None and env.pending_fresh_unbacked_symbols:
+            env.pending_fresh_unbacked_symbols.clear()
+            self._refuse(node, "it makes a number that depends on data")
+        if writes:
+            self.tape.ops[-1] = self.tape.ops[-1].replace(writes=tuple(writes), tracked=tracked).take_values()
+        for value in self.tape.ops[-1].values():
+            self._by_fake[id(value.fake)] = value
+        return outputs
+
+    def _higher_order(self, node: Node, origin: Op, args: Any) -> Any:
+        """Append a higher-order op whose operands or bodies changed."""
+        form = FORMS[node.target]
+        if not all(isinstance(args[position], BodyTape) for position, _, _ in form.bodies):
+            self._refuse(node, "its body is a GraphModule that the trace did not make")
+        fakes = form.gathered(_fakes(args))
+        for position, _, _ in form.bodies:
+            fakes[position] = self._results_of(form.gathered(args)[position])
+        out = tuple(fake_results(self.tape.fake_mode, node.target, form.spread(fakes)))
+        grad = origin.grad and any(v.fake.requires_grad for v in values_in(args))
+        outputs = []
+        for slot, t in enumerate(out):
+            if isinstance(t, torch.Tensor):
+                if grad and t.is_floating_point():
+                    t.requires_grad_()
+                outputs.append(self.emitter.new_value(t, slot))
+            else:
+                outputs.append(t)
+        op = Op(
+            "call_function",
+            node.target,
+            args,
+            {},
+            tuple(outputs),
+            origin.scope,
+            origin.call,
+            origin.frames,
+            origin.grad,
+        )
+        self.tape.ops.append(op)
+        return op.outputs
+
+    def _results_of(self, body: BodyTape) -> Callable[..., Any]:
+        like = self.emitter.like
+        return lambda *_: tuple(
+            [like(v.fake) if isinstance(v, Value) else v for v in leaves(body.outputs, (Value, *Symbolic))]
+        )
+
+    def _run(self, node: Node, origin: Op, args: Any, kwargs: Any) -> Any:
+        """Run a function, method or module on fake tensors, and append the ATen ops that it calls."""
+
+        def on_op(func: Any, given: Any, named: Any) -> Any:
+            args, kwargs = self._lifted((given, named))
+            at = origin.replace(grad=torch.is_grad_enabled())
+            return _fakes(self._inferred(node, at, func, args, kwargs))
+
+        def on_higher_order(hop: Any, given: Any, named: Any) -> Any:
+            self._refuse(node, f"it calls {hop}")
+
+        fn: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
+        if node.op == "call_module":
+            fn = self.root.get_submodule(str(node.target))
+        assert self.tape.fake_mode is not None
+        mode = PreDispatchMode(on_op, on_higher_order)
+        with dispatching_to(mode, self.tape.fake_mode), torch.set_grad_enabled(origin.grad):
+            out = fn(*_fakes(args), **_fakes(kwargs))
+        return self._lifted(out)
+
+    def _lifted(self, x: Any) -> Any:
+        """A structure with values for fake tensors, and for those of modules."""
+
+        return map_structure(lambda t: self._known(t) or self._own_tensor(t), x, torch.Tensor)
+
+    def _known(self, t: torch.Tensor) -> Value | None:
+        """The value of a tensor that ran through torch, which may wrap it anew: by identity, else by its memory."""
+        found = self._by_fake.get(id(t))
+        if found is None and isinstance(t, FakeTensor):
+            where = storage_id(t)
+            same = (v for v in reversed(self._by_fake.values()) if storage_id(v.fake) == where)
+            return next(v for v in same if _layout(v.fake) == _layout(t))
+        return found
+
+    # ---------------------------------------------------------------- attributes and bodies
+
+    def _attribute(self, node: Node) -> Any:
+        name = str(node.target)
+        try:
+            found: Any = self.root
+            for part in name.split("."):
+                found = getattr(found, part)
+        except AttributeError as error:
+            self._refuse(node, f"the graph module has no attribute {name}", error)
+        if isinstance(found, torch.fx.GraphModule):
+            return self._body(node, name, found)
+        return self._tensor(name, found) if isinstance(found, torch.Tensor) else found
+
+    def _own_tensor(self, t: torch.Tensor) -> Value:
+        """A tensor that a module or function of the graph reads: under its name in the graph module, or a constant."""
+        tables = (*self.root.named_parameters(remove_duplicate=False), *self.root.named_buffers(remove_duplicate=False))
+        name = next((name for name, other in tables if other is t), None)
+        return self._tensor(self.tape.add_constant(t) if name is None else name, t)
+
+    def _tensor(self, name: str, t: torch.Tensor) -> Value:
+        """Append the read of a parameter, buffer or constant, the first time."""
+        name = self.reading.held.name_of(self.reading.old, name, t)
+        if name in self._read_before:
+            return self._read_before[name]
+        held = self.reading.held.find(self.reading.old, self.root, name, t)
+        self.tape.attributes[name] = held.tensor
+        if held.owner is not None:
+            self.tape.owners[name] = held.owner
+        old = self._attribute_ops.get(name)
+        if old is not None and held.is_known:
+            found: Value = self._copied(old, (), {}, old, {old.result.storage: old.result.storage})
+            found.real = held.tensor
+        else:
+            origin = self._origin(self._output_node(), None)
+            found = self.emitter.attribute(origin, name, held.tensor)
+        self._by_fake[id(found.fake)] = self._by_fake[id(t)] = self._read_before[name] = found
+        return found
+
+    def _body(self, node: Node, name: str, body: torch.fx.GraphModule) -> Any:
+        lowering = self.old.bodies.get(name)
+        if lowering is None:
+            return body
+        if name not in self.lowered:
+            reader = _GraphReader(self.reading, lowering, body, body.graph)
+            reader.body()
+            self.readers[name], self.lowered[name] = reader, reader.lowering()
+        return self.lowered[name].tape
+
+    # ---------------------------------------------------------------- arguments, calls
+
+    def _value_of(self, x: Any) -> Any:
+        """Arguments of a node with what its operands give in their place, in Python's own containers."""
+        if isinstance(x, Node):
+            return self.results[x]
+        if isinstance(x, (list, tuple)):
+            return (list if isinstance(x, list) else tuple)([self._value_of(item) for item in x])
+        if isinstance(x, dict):
+            return {key: self._value_of(item) for key, item in x.items()}
+        if isinstance(x, slice):
+            return slice(*map(self._value_of, (x.start, x.stop, x.step)))
+        return x
+
+    def _fill(self, old: Call, new: Call) -> None:
+        """Give the copy of a call the values of the new tape."""
+        stop = max([old.position, *(c.position for c in self.reading.calls if old in _around(c))]) + 1
+        new.args, new.kwargs = map_structure(
+            lambda v: self._argument(v, old.position, stop), (old.args, old.kwargs), Value
+        )
+        new.outputs = map_structure(self._result, old.outputs, Value)
+        new.mutated = map_structure(self._result, old.mutated, Value)
+        if old.parent is None and isinstance(self.tape, ProgramTape):
+            new.outputs = self.tape.result
+
+    def _argument(self, value: Value, start: int, stop: int) -> Any:
+        """What a call takes now: what its ops read in place of the old argument."""
+        was = self.old.node_of(value)
+        if was is None:
+            return Removed(str(value.op.target))
+        now = self.matching.now.get(was)
+        if now is not None and self.matching.is_read_in(now, start, stop):
+            return self._one(now)
+        read = self.matching.read_now(was, start, stop)
+        one = read[0] if len(read) == 1 else None
+        if one in self.results and not start <= self.matching.place(one).call.position < stop:
+            return self._one(one)
+        return Removed(was.name) if now is None else self._one(now)
+
+    def _result(self, value: Value) -> Any:
+        """What a call gives now: the node of the old result, or the one that replaces it."""
+        was = self.old.node_of(value)
+        if was is None:
+            return Removed(str(value.op.target))
+        now = self.matching.now.get(was) or self.matching.replacement(was)
+        return Removed(was.name) if now is None or now not in self.results else self._one(now)
+
+    def _one(self, node: Node) -> Any:
+        found = self.results[node]
+        return found if isinstance(found, (Value, *Symbolic)) else Removed(node.name)
+
+
+def _around(call: Call) -> Iterator[Call]:
+    found: Call | None = call
+    while found is not None:
+        yield found
+        found = found.parent
+
+
+def _empty(old: Tape) -> Any:
+    """The tape before its first op."""
+    changed: dict[str, Any] = {"ops": [], "calls": [], "inputs": [], "attributes": {}, "owners": {}}
+    if isinstance(old, ProgramTape):
+        changed |= {"modules": {}, "attribute_writes": [], "edited": True}
+    return dataclasses.replace(old, **changed)
+
+
+def _grads(old: FxLowering) -> dict[Node, bool]:
+    """By node of the old graph, whether autograd is on there by the switches in the graph."""
+    grad, found = (old.tape.ops[0].grad if old.tape.ops else True), {}
+    for state in old.made:
+        if state.target is set_grad_enabled:
+            grad = bool(state.args[0])
+        found[state.node] = grad
+    return found
+
+
+def _facts(tape: Tape) -> set[Any]:
+    """What lowering asserts of the symbols of a tape."""
+    env = tape.shape_env
+    return set() if env is None else {fact.expr for facts in env.deferred_runtime_asserts.values() for fact in facts}
+
+
+def _call(fn: Any, args: Any) -> Any:
+    return fn(*args)
+
+
+def _part(x: Any, key: Any) -> Any:
+    return getattr(x, key) if isinstance(key, str) and not isinstance(x, dict) else x[key]
+
+
+def _is_on_numbers(target: Any, args: Any) -> bool:
+    """Whether a call is arithmetic on numbers, as lowering writes for symbolic sizes."""
+    from_module = any(getattr(module, getattr(target, "__name__", ""), None) is target for module in _ON_NUMBERS)
+    return (
+        (from_module or target in (round, float, int, bool))
+        and bool(args)
+        and all(isinstance(a, (bool, int, float, *Symbolic)) for a in args)
+    )
+
+
+def _fakes(x: Any) -> Any:
+    return map_structure(lambda v: v.fake, x, Value)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Value]:
+    """The values that an op writes."""
+    schema = schema_of(func)
+    names = {a.name for a in schema.arguments if a.is_written}
+    if any(name in UNDECLARED_WRITTEN for name in schema.names):
+        names |= set(undeclared_writes(func, args, kwargs))
+    given = {**dict(zip(schema.names, args, strict=False)), **kwargs}
+    return values_in([given[name] for name in schema.names if name in names and name in given])
+
+
+def _alike(old: Any, new: Any, storages: dict[int, int]) -> bool:
+    """Whether arguments have the same metadata as others, and share memory among them in the same way.
+
+    `storages` gets the new storage of each old one.
+    """
+    if isinstance(old, Value):
+        if not isinstance(new, Value) or storages.setdefault(old.storage, new.storage) != new.storage:
+            return False
+        return len(set(storages.values())) == len(storages) and _facts_of(old) == _facts_of(new)
+    if isinstance(old, BodyTape):
+        return isinstance(new, BodyTape) and _alike(
+            list(leaves(old.outputs, (Value, *Symbolic))), list(leaves(new.outputs, (Value, *Symbolic))), {}
+        )
+    if isinstance(old, Symbolic):
+        return isinstance(new, type(old)) and bool(to_expr(old) == to_expr(new))
+    if isinstance(old, (list, tuple)):
+        return (
+            isinstance(new, (list, tuple))
+            and len(old) == len(new)
+            and all(_alike(a, b, storages) for a, b in zip(old, new, strict=True))
+        )
+    if isinstance(old, dict):
+        return (
+            isinstance(new, dict)
+            and old.keys() == new.keys()
+            and all(_alike(a, new[k], storages) for k, a in old.items())
+        )
+    return type(old) is type(new) and (old is new or bool(old == new))
+
+
+def _facts_of(v: Value) -> tuple[Any, ...]:
+    t = v.fake
+    return *_layout(t), t.device, t.layout, t.requires_grad, v.requires_grad
+
+
+def _layout(t: torch.Tensor) -> tuple[Any, ...]:
+    place = (to_expr(t.stride()), to_expr(t.storage_offset())) if t.layout is torch.strided else ()
+    return to_expr(tuple(t.size())), place, t.dtype

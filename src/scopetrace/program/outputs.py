@@ -1,0 +1,117 @@
+"""The results, write-back and attribute writes of an edited graph: those of its trace, position by position.
+
+Data flow:
+    values of the output node -> as many as the trace has, and of the metadata that the write-back needs
+    -> `returned`, `outputs` and `attribute_writes` of the new tape
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from scopetrace._compat.symbols import Symbolic, to_expr
+from scopetrace.containers.structure import map_structure
+from scopetrace.errors import EditError
+from scopetrace.ir.tape import FunctionalTape, ProgramTape, Value
+from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, SameAs, Source, StateRef, ViewOf, WriteBack
+
+
+def outputs_of_edit(old: ProgramTape, new: ProgramTape, values: list[Any], attribute: Callable[[str], Value]) -> None:
+    """Give `new` the outputs of `old`, with the values that the edited graph gives in their place.
+
+    `attribute` gives the value of a parameter, buffer or constant by its name. Raises EditError for another number of
+    values, and for values that the write-back cannot use.
+    """
+    promised = [*old.graph_outputs(), *(w.value for w in old.attribute_writes)]
+    if len(values) != len(promised):
+        raise _refusal(f"the edited graph returns {len(values)} values, and that of the trace {len(promised)}", old)
+    for i, (was, value) in enumerate(zip(promised, values, strict=True)):
+        if not isinstance(value, Value if isinstance(was, Value) else (int, float, bool, *Symbolic)):
+            wanted = "a tensor" if isinstance(was, Value) else "a number"
+            raise _refusal(f"output {i} of the edited graph is {value!r}, and must be {wanted}", old)
+    count = len(promised) - len(old.attribute_writes)
+    new.attribute_writes = [
+        dataclasses.replace(write, value=value)
+        for write, value in zip(old.attribute_writes, values[count:], strict=True)
+    ]
+    results = values[:count]
+    if isinstance(new, FunctionalTape):
+        assert isinstance(old, FunctionalTape)
+        new.returned = None if old.returned is None else values[:count]
+    if old.write_back is not None:
+        _check(old.write_back, promised, values, old)
+        new.write_back = _apart(old.write_back, new, values, attribute)
+        results = _results(new.write_back, new, values, attribute)
+    left = iter(results)
+    new.outputs = map_structure(lambda _: next(left), old.outputs, (Value, *Symbolic))
+
+
+def _refusal(problem: str, old: ProgramTape) -> EditError:
+    hint = "keep the outputs in number and order; trace a model that returns something else"
+    return EditError(f"node output: {problem}", module=old.root.path, hint=hint)
+
+
+def _check(write_back: WriteBack, promised: list[Any], values: list[Any], old: ProgramTape) -> None:
+    """Refuse values of another shape or dtype where they are copied into inputs or state, or are viewed again."""
+    used: list[tuple[Source, str]] = [(u.value, str(u)) for u in write_back.updates if isinstance(u, CopyInto)]
+    used += [(s, f"result {i} is {s}") for i, s in enumerate(write_back.results) if _needs_layout(s)]
+    for source, why in used:
+        base = source.base if isinstance(source, ViewOf) else source
+        if isinstance(base, FromGraph) and isinstance(promised[base.index], Value):
+            was, now = (_text(v[base.index], is_view=isinstance(source, ViewOf)) for v in (promised, values))
+            if was != now:
+                raise _refusal(f"output {base.index} is {now} and was {was}, which the write-back needs: {why}", old)
+
+
+def _needs_layout(source: Source) -> bool:
+    return isinstance(source, ViewOf) or (isinstance(source, FromGraph) and source.stride is not None)
+
+
+def _text(value: Value, *, is_view: bool) -> str:
+    t = value.fake
+    strides = f" with strides {list(to_expr(t.stride()))}" if is_view and t.layout is torch.strided else ""
+    return f"{t.dtype} of shape {list(to_expr(tuple(t.size())))}{strides}"
+
+
+def _apart(write_back: WriteBack, new: ProgramTape, values: list[Any], attribute: Callable[[str], Value]) -> WriteBack:
+    """The write-back, with a copy of each value that lies in memory which an update changes."""
+    changed = {_outside(u.target, new, attribute).storage for u in write_back.updates}
+
+    def apart(source: Any) -> Any:
+        if isinstance(source, FromGraph) and not source.copy and source.stride is None:
+            value = values[source.index]
+            if isinstance(value, Value) and value.storage in changed:
+                return dataclasses.replace(source, copy=1)
+        return source
+
+    updates = [
+        dataclasses.replace(u, value=apart(u.value)) if isinstance(u, CopyInto) else u for u in write_back.updates
+    ]
+    return WriteBack(updates, [apart(source) for source in write_back.results])
+
+
+def _results(
+    write_back: WriteBack, new: ProgramTape, values: list[Any], attribute: Callable[[str], Value]
+) -> list[Any]:
+    """A value of the tape for each result: that which it is, or is a view of."""
+    found: list[Any] = []
+    for source in write_back.results:
+        base = source.base if isinstance(source, ViewOf) else source
+        if isinstance(base, FromGraph):
+            found.append(values[base.index])
+        elif isinstance(base, SameAs):
+            found.append(found[base.index])
+        else:
+            found.append(_outside(base, new, attribute))
+    return found
+
+
+def _outside(source: Source, new: ProgramTape, attribute: Callable[[str], Value]) -> Value:
+    if isinstance(source, StateRef):
+        return attribute(source.name)
+    assert isinstance(source, GraphInput)
+    return new.inputs[source.index]

@@ -1,0 +1,85 @@
+"""The ranges of the calls of a tape whose ops were put in another order, or are others.
+
+Data flow:
+    the call that each op asks for -> of each call, outer first, the longest stretch of its ops -> its range
+    an op that asks for a call outside of its range -> the innermost call around it
+"""
+
+from __future__ import annotations
+
+import collections
+
+from scopetrace.containers.structure import leaves
+from scopetrace.ir.tape import Call, Op, Tape, Value
+from scopetrace.program.matching import around
+
+
+def settle_ranges(tape: Tape) -> dict[Op, Op]:
+    """Set `start` and `stop` of the calls of a tape, and move ops that lie outside of the range of their call.
+
+    Returns the new op for each that moved.
+    """
+    return _Ranges(tape).run()
+
+
+class _Ranges:
+    def __init__(self, tape: Tape) -> None:
+        self.tape = tape
+        self.steps = [i for i, op in enumerate(tape.ops) if op.kind in ("call_function", "call_module")]
+        self.own = set(tape.calls)
+        self.inside = collections.defaultdict[Call, list[int]](list)
+        """By call, the positions in `steps` of the ops that ask for it or for a call in it."""
+        for number, i in enumerate(self.steps):
+            for call in around(tape.ops[i].call):
+                self.inside[call].append(number)
+        self.children = collections.defaultdict[Call | None, list[Call]](list)
+        for call in tape.calls:
+            self.children[call.parent if call.parent in self.own else None].append(call)
+        self.made_at = {v: i for i, op in enumerate(tape.ops) for v in op.values()}
+        self.innermost: list[Call | None] = [None] * len(tape.ops)
+
+    def run(self) -> dict[Op, Op]:
+        """Set all ranges, then the calls of the ops."""
+        moved: dict[Op, Op] = {}
+        first = next((i for i, op in enumerate(self.tape.ops) if op.kind != "placeholder"), len(self.tape.ops))
+        self._place_children(None, first, len(self.tape.ops))
+        for i in self.steps:
+            op = self.tape.ops[i]
+            call = self.innermost[i] or next((c for c in around(op.call) if c not in self.own), None)
+            if op.call is not call:
+                scope = call.scope if call in self.own else self.tape.root
+                moved[op] = self.tape.ops[i] = op.replace(call=call, scope=scope).take_values()
+        return moved
+
+    def _place_children(self, parent: Call | None, start: int, stop: int) -> None:
+        """Give the calls made directly in `parent` ranges in it, in their order."""
+        children = self.children[parent]
+        is_root = [child.parent for child in children] == [None]
+        runs: list[tuple[int, int] | None] = [(start, stop)] if is_root else self._runs(children, start, stop)
+        for number, child in enumerate(children):
+            child.start, child.stop = runs[number] or self._empty(child, start, runs[number + 1 :], stop)
+            self.innermost[child.start : child.stop] = [child] * (child.stop - child.start)
+            self._place_children(child, child.start, child.stop)
+            start = child.stop
+
+    def _runs(self, children: list[Call], start: int, stop: int) -> list[tuple[int, int] | None]:
+        """Of each call, the longest stretch of ops that are all in it; None without any."""
+        found: list[tuple[int, int] | None] = []
+        for child in children:
+            stretches: list[list[int]] = []
+            for number in self.inside[child]:
+                if start <= self.steps[number] < stop:
+                    if not (stretches and stretches[-1][-1] == number - 1):
+                        stretches.append([])
+                    stretches[-1].append(number)
+            longest = max(stretches, key=len, default=None)
+            found.append(None if longest is None else (self.steps[longest[0]], self.steps[longest[-1]] + 1))
+            start = start if longest is None else self.steps[longest[-1]] + 1
+        return found
+
+    def _empty(self, call: Call, start: int, later: list[tuple[int, int] | None], stop: int) -> tuple[int, int]:
+        """The range of a call without ops: after its arguments are made, before the next call with ops."""
+        limit = next((run[0] for run in later if run is not None), stop)
+        made = [self.made_at[v] + 1 for v in leaves((call.args, call.kwargs), Value) if v in self.made_at]
+        at = min(max([start, *made]), limit)
+        return at, at
