@@ -1,8 +1,8 @@
 """Which nodes of an edited graph are which of the graph that a trace made, and in which calls the new ones are.
 
 Data flow:
-    nodes as the trace made them + nodes of the edited graph -> pairs: the same node object, else the same name and call,
-        else as many of one target in one call
+    nodes as the trace made them + nodes of the edited graph
+        -> pairs: the same node object, else the same name and call, else as many of one target in one call
     a node that is gone -> its replacement: what its readers read now in its place
     new nodes -> the call of the nodes that they replace, else the innermost call around what they read and feed
 """
