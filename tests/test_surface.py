@@ -21,8 +21,8 @@ EARLIER = """
 """
 
 OF_A_TRACE = """
-    aliases calls check graph_module lint model mutations order outline print_readable range_constraints run save
-    scope scope_of specializations to_exported_program to_onnx write_back
+    aliases calls check graph_module lint model mutations order outline print_readable range_constraints run
+    save scope scope_of specializations to_exported_program to_module to_onnx with_graph write_back
 """
 
 

@@ -110,6 +110,10 @@ class StateMismatchError(InputMismatchError):
     """A trace was called in another state than it was recorded in: a flag, attribute or global that the model read."""
 
 
+class ModeError(ArgumentError):
+    """A module of a trace was asked for a mode, dtype or device that is not that of the trace."""
+
+
 class OutlineError(ArgumentError):
     """A target of `outline` matches no module call, or a call that cannot be a function."""
 

@@ -17,6 +17,7 @@ import torch
 import torch.export
 import torch.fx
 
+from scopetrace.api.module import to_module
 from scopetrace.errors import ArgumentTypeError, OutlineError, ScopetraceError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
@@ -155,6 +156,18 @@ class Trace(Runnable):
         where the write-back needs the old one, a mutating op in a functional graph, and ops without a shape function.
         """
         return Trace(self._program.with_graph(graph_module))
+
+    def to_module(self) -> torch.nn.Module:
+        """The program as an `nn.Module`, to be called, trained, deep-copied, pickled and wrapped as the model is.
+
+        It has the parameters and buffers of the model under their names, so that `state_dict` is that of the model, and
+        shares their memory: training it trains the model. `copy.deepcopy` gives one with memory of its own. Of a
+        function, and of a loaded trace, it has the tensors that the graph reads. `train()` and `eval()` are ModeErrors
+        where the mode is not that of the trace, `to()` where dtype or device are others.
+
+        Raises ModeError for a trace with leaf modules, which hold their tensors themselves.
+        """
+        return to_module(self._program)
 
     def outline(self, *targets: Target) -> OutlinedProgram:
         """The same program with chosen module calls as calls of shared functions.

@@ -1,0 +1,176 @@
+"""A trace as an `nn.Module`: `Trace.to_module`.
+
+Data flow:
+    tape of the trace -> modules that hold its parameters and buffers under the model's names
+    the same tape, whose tensors are now found in these modules -> TracedProgram, which a call runs
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+from scopetrace._compat.tensors import persistent_buffers_of
+from scopetrace.errors import ModeError
+from scopetrace.ir.tape import ProgramTape
+from scopetrace.program.boundary import held_now
+from scopetrace.program.traced import TracedProgram
+
+
+class Stored(NamedTuple):
+    """A parameter or buffer of a TracedModule."""
+
+    name: str
+    """Its fqn in the model."""
+    tensor: torch.Tensor
+    persistent: bool
+    """Whether it is in `state_dict`."""
+
+
+class TracedModule(torch.nn.Module):
+    """A traced program that is called, trained, moved and saved as any `nn.Module`; see `Trace.to_module`."""
+
+    def __init__(self, program: TracedProgram, stored: list[Stored]) -> None:
+        super().__init__()
+        for name, tensor, persistent in stored:
+            holder, leaf = self._holder(name)
+            if isinstance(tensor, torch.nn.Parameter):
+                holder.register_parameter(leaf, tensor)
+            else:
+                holder.register_buffer(leaf, tensor, persistent)
+        self._program = _bound_to(self, program, {entry.name: entry.tensor for entry in stored})
+        self._set_mode(_traced_mode(program.tape))
+
+    def _holder(self, name: str) -> tuple[torch.nn.Module, str]:
+        """The submodule that holds a tensor of this name, made if it is not there, and the tensor's name in it."""
+        *path, leaf = name.split(".")
+        holder: torch.nn.Module = self
+        for part in path:
+            if part not in dict(holder.named_children()):
+                holder.add_module(part, torch.nn.Module())
+            holder = holder.get_submodule(part)
+        return holder, leaf
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the program with the parameters and buffers that the module has now; takes what the model takes.
+
+        Raises InputMismatchError as a call of the trace does.
+        """
+        return self._program(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> TracedModule:
+        """Nothing where `mode` is that of the trace.
+
+        Raises ModeError otherwise: the program is what the model did in one mode.
+        """
+        if mode != self.training:
+            wanted, traced = ("training", "eval") if mode else ("eval", "training")
+            raise ModeError(
+                f"{self._program.tape.root.path} was traced in {traced} mode, and its program has no {wanted} mode: "
+                f"call model.{'train' if mode else 'eval'}() and trace it again"
+            )
+        return self
+
+    def _set_mode(self, mode: bool) -> None:
+        for module in self.modules():
+            module.training = mode
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> TracedModule:
+        for kind in {(t.dtype, t.device) for t in (*self.parameters(), *self.buffers())}:
+            _refuse_other(kind, fn(torch.empty(0, dtype=kind[0], device=kind[1])))
+        super()._apply(fn, recurse)
+        return self
+
+    def _stored(self) -> list[Stored]:
+        return list(_stored_in(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TracedModule:
+        found = TracedModule(self._program, copy.deepcopy(self._stored(), memo))
+        memo[id(self)] = found
+        return found
+
+    def __reduce__(self) -> Any:
+        read = {id(t): name for name, t in held_now(self._program.tape).items()}
+        entries = [(name, read.get(id(t), t), persistent) for name, t, persistent in self._stored()]
+        return _from_bytes, (self._program.to_bytes(), entries)
+
+
+def to_module(program: TracedProgram) -> TracedModule:
+    """The module of a program; see `Trace.to_module`."""
+    tape, model = program.tape, program.model
+    if tape.modules:
+        raise ModeError(
+            f"the trace runs leaf modules, {', '.join(tape.modules)}, which hold tensors of their own: "
+            "trace without leaf_modules= for a module"
+        )
+    held = {**tape.attributes, **held_now(tape)}
+    root = getattr(model, "__self__", model)
+    entries = list(_stored_in(root)) if isinstance(root, torch.nn.Module) else []
+    known = {entry.name for entry in entries}
+    entries += [Stored(n, held[n], isinstance(held[n], torch.nn.Parameter)) for n in tape.owners if n not in known]
+    own: dict[int, torch.Tensor] = {}
+    found = []
+    for name, tensor, persistent in entries:
+        now = held.get(name, tensor)
+        found.append(Stored(name, own.setdefault(id(now), _with_shared_memory(now)), persistent))
+    return TracedModule(program, found)
+
+
+def _with_shared_memory(t: torch.Tensor) -> torch.Tensor:
+    """A parameter of its own on the same memory, so that moving the module leaves the model where it is."""
+    return torch.nn.Parameter(t.detach(), t.requires_grad) if isinstance(t, torch.nn.Parameter) else t
+
+
+def _stored_in(root: torch.nn.Module) -> Iterator[Stored]:
+    for name, param in root.named_parameters(remove_duplicate=False):
+        yield Stored(name, param, True)
+    for fqn, module in root.named_modules(remove_duplicate=False):
+        kept = persistent_buffers_of(module)
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            yield Stored(f"{fqn}.{name}" if fqn else name, buffer, name in kept)
+
+
+def _bound_to(module: TracedModule, program: TracedProgram, tensors: dict[str, torch.Tensor]) -> TracedProgram:
+    """The program with the tensors of a TracedModule."""
+    tape = program.tape
+    owners: dict[str, tuple[torch.nn.Module | None, str]] = {name: module._holder(name) for name in tensors}
+    writes = [
+        dataclasses.replace(w, module=module._holder(f"{w.fqn}.{w.name}" if w.fqn else w.name)[0])
+        for w in tape.attribute_writes
+    ]
+    read = {name: tensors.get(name, t) for name, t in tape.attributes.items()}
+    return program.with_tape(
+        dataclasses.replace(
+            tape,
+            attributes=read,
+            owners={name: owner for name, owner in owners.items() if name in read},
+            attribute_writes=writes,
+        )
+    )
+
+
+def _from_bytes(data: bytes, entries: list[tuple[str, torch.Tensor | str, bool]]) -> TracedModule:
+    """The module of a pickle. A tensor that the program reads is in `data`; its name there is in `entries`."""
+    program = TracedProgram.from_bytes(data)
+    held = program.tape.attributes
+    return TracedModule(program, [Stored(n, held[t] if isinstance(t, str) else t, p) for n, t, p in entries])
+
+
+def _traced_mode(tape: ProgramTape) -> bool:
+    """Whether the program was traced in training mode: the mode of the model, or for a function that of its modules."""
+    calls = tape.calls if tape.calls[0].module_type is None else tape.calls[:1]
+    return any(call.attributes.get("training") is True for call in calls)
+
+
+def _refuse_other(kind: tuple[torch.dtype, torch.device], now: torch.Tensor) -> None:
+    """Refuse another dtype or device than the traced one, which ops of the program name."""
+    for was, became in zip(kind, (now.dtype, now.device), strict=True):
+        if was != became:
+            raise ModeError(
+                f"the program was traced with {was} and cannot run with {became}: "
+                f"call model.to({became}) and trace it again"
+            )
