@@ -22,7 +22,7 @@ EARLIER = """
 
 OF_A_TRACE = """
     aliases calls check graph_module lint model mutations order outline print_readable range_constraints run
-    save scope scope_of specializations to_exported_program to_module to_onnx with_graph write_back
+    save scope scope_of side_effects specializations to_exported_program to_module to_onnx with_graph write_back
 """
 
 
@@ -52,6 +52,9 @@ def test_a_trace_shows_what_people_use():
 def test_every_error_has_a_listed_base():
     bases = (st.TraceError, st.ArgumentError, st.VerificationError)
     classes = [c for c in vars(st.errors).values() if isinstance(c, type)]
+    warnings = [c for c in classes if issubclass(c, st.errors.ScopetraceWarning)]
+    classes = [c for c in classes if c not in warnings]
+    assert all(issubclass(c, UserWarning) and c.__doc__ for c in warnings)
     assert all(issubclass(c, st.ScopetraceError) for c in classes)
     other = {c.__name__ for c in classes if not issubclass(c, bases)}
     assert other == {"ScopetraceError", "ScopeError", "OnnxDependencyError"}

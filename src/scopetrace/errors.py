@@ -75,6 +75,10 @@ class RandomStateError(TraceError):
     """The forward seeds a random generator, which a graph cannot express."""
 
 
+class SideEffectError(TraceError):
+    """The forward writes into Python objects, or asks for what differs from call to call, and no graph carries that."""
+
+
 class UnsupportedOpError(TraceError):
     """An op that recording does not know how to handle."""
 
@@ -177,6 +181,21 @@ class OnnxDependencyError(ScopetraceError, ImportError):
 
 class OnnxVerificationError(VerificationError):
     """The ONNX model is not valid, or does not compute what the model computes."""
+
+
+# Warnings ------------------------------------------------------------------------------------------------------------
+
+
+class ScopetraceWarning(UserWarning):
+    """The base of all warnings that scopetrace itself gives."""
+
+
+class SideEffectWarning(ScopetraceWarning):
+    """The forward does what calls of the trace, or a file made from it, do not do or cannot repeat."""
+
+
+class FixedValueWarning(ScopetraceWarning):
+    """A file made from a trace has numbers baked in that a call of the trace checks, and the file cannot."""
 
 
 # Training on several devices, command line ---------------------------------------------------------------------------

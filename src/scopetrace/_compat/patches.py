@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import random
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -445,17 +444,3 @@ def _not_compiling() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
-
-
-@contextlib.contextmanager
-def python_random_state_kept() -> Iterator[None]:
-    """Restore the global generators of Python and NumPy, from which a forward may draw."""
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = numpy.random.get_state() if numpy is not None else None
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)

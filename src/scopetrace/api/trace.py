@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import os
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.export
 import torch.fx
 
 from scopetrace.api.module import to_module
-from scopetrace.errors import ArgumentTypeError, OutlineError, ScopetraceError
+from scopetrace.errors import ArgumentError, ArgumentTypeError, OutlineError, ScopetraceError, SideEffectWarning
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir import meta
 from scopetrace.ir.conditions import Specialization
+from scopetrace.ir.effects import SideEffect, refusal
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.exported.program import to_exported_program
@@ -86,6 +88,7 @@ class Runnable:
 
         Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
         those of the trace, tensors share memory in another way, or a value that the trace is specialized on differs.
+        Raises SideEffectError at a second call where the program depends on what forward wrote into Python objects.
         """
         return self._held(*args, **kwargs)
 
@@ -238,6 +241,15 @@ class Trace(Runnable):
     def specializations(self) -> list[Specialization]:
         """The values that Python read during tracing and that the trace is fixed to (`specialize=True`), in order."""
         return list(self._program.tape.specializations)
+
+    @property
+    def side_effects(self) -> list[SideEffect]:
+        """What the forward did that the graph does not carry, in the trace; the model is as it was before.
+
+        Writes to Python objects (`self.n += 1`, `self.hist.append(y)`), globals and closures; draws of `random` and
+        `numpy.random`, clocks, `print` and `open`. docs/side_effects.md says which, and what it means for calls.
+        """
+        return list(self._program.tape.side_effects)
 
     @property
     def range_constraints(self) -> dict[Any, Any]:
@@ -409,6 +421,7 @@ def trace(
     functional: bool = True,
     leaf_modules: Leaf | Iterable[Leaf] | None = None,
     specialize: bool = False,
+    side_effects: Literal["warn", "refuse"] | None = None,
     progress: Progress | None = None,
     leaves: Leaf | Iterable[Leaf] | None = None,
 ) -> Trace:
@@ -433,6 +446,10 @@ def trace(
             example inputs decide. Each decision is in `Trace.specializations` and an assertion in the graph: a call
             with inputs that decide otherwise is refused. Of the model, only the ops that such a value comes from run
             for real, on copies. Sizes and numbers that Python does not look at stay symbols.
+        side_effects: for a forward that writes into Python objects, or asks for what differs from call to call; all
+            that it did is in `Trace.side_effects`. None: a second call of the trace is refused where the program
+            depends on it. "warn": a SideEffectWarning here, and at such a call in place of the error. "refuse":
+            SideEffectError here.
         progress: called with (scope path, number of ops so far) at each module call.
         leaves: the earlier name of `leaf_modules`.
 
@@ -442,6 +459,7 @@ def trace(
         FunctionalizationError: a mutation has no functional form with the same meaning (with functional=True).
         DataDependentError: Python needs a value that depends on the inputs (`if x.sum() > 0`); with specialize=True,
             one that depends on tensors without data (on the meta device).
+        SideEffectError: the forward has side effects, and side_effects="refuse".
         TraceError: for other things that cannot be recorded; it has one subclass for each.
         ArgumentTypeError: args is no tuple, kwargs is no dict, or both leaf_modules= and leaves= are given.
         Exception: what the model itself raises.
@@ -450,6 +468,8 @@ def trace(
         if leaf_modules is not None:
             raise ArgumentTypeError("leaves= is the earlier name of leaf_modules=: give one of them")
         leaf_modules = leaves
+    if side_effects not in (None, "warn", "refuse"):
+        raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
     arguments, named = _arguments(args, kwargs)
     tape = record(
         model,
@@ -460,6 +480,12 @@ def trace(
         specialize=specialize,
         progress=progress,
     )
+    if tape.side_effects and side_effects is not None:
+        error = refusal(tape.side_effects, "the forward has a side effect, which no graph carries")
+        if side_effects == "refuse":
+            raise error
+        warnings.warn(str(error), SideEffectWarning, stacklevel=2)
+        tape.warns_of_effects = True
     return Trace(TracedProgram(tape, functionalize(tape) if functional else tape, model))
 
 

@@ -6,13 +6,13 @@ Data flow:
     Effects, in a call of the trace -> apply_effects -> the same change in the caller's containers
 
 An object may hold tensors only after the forward has run, as an empty cache does. Then its class is opened, what the
-forward did to the arguments is undone (`SavedContents`), and the forward is recorded again.
+forward did to the arguments is undone, and the forward is recorded again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set, ValuesView
 from typing import Any
 
 import torch
@@ -28,9 +28,6 @@ from scopetrace.containers.structure import (
     open_like,
 )
 from scopetrace.errors import ExportError, OpaqueOutputError
-
-_CONTAINERS = (list, dict, set)
-
 
 def tensor_holders(x: Any) -> frozenset[type]:
     """The classes of the plain objects in `x`, at any depth, that hold tensors.
@@ -97,30 +94,20 @@ def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str, object_types: Col
                 )
 
 
-class SavedContents:
-    """What the objects in `x` that are not opened hold, and the lists, dicts, sets and objects inside them."""
-
-    def __init__(self, x: Any, object_types: Collection[type]) -> None:
-        self._contents: list[tuple[Any, Any]] = []
-        self._seen: set[int] = set()
-        for _, leaf in leaves_with_path(x, "", object_types):
-            if is_plain_object(leaf):
-                self._save(leaf)
-
-    def _save(self, x: Any) -> None:
-        if id(x) in self._seen or not (type(x) in _CONTAINERS or is_plain_object(x)):
-            return
-        self._seen.add(id(x))
-        inside = vars(x) if is_plain_object(x) else x
-        self._contents.append((inside, inside.copy()))
-        for child in inside.values() if isinstance(inside, dict) else inside:
-            self._save(child)
-
-    def restore(self) -> None:
-        """Put everything back."""
-        for inside, before in self._contents:
-            inside.clear()
-            inside.extend(before) if isinstance(inside, list) else inside.update(before)
+def refuse_without_structure(result: Any, kinds: tuple[type, ...], object_types: Collection[type]) -> None:
+    """Raise OpaqueOutputError where a result has an iterator, or a collection without keys of instances of `kinds`."""
+    for path, item in leaves_with_path(result, "", object_types):
+        what = f"the result{path} is a {type(item).__name__}"
+        if isinstance(item, Iterator):
+            raise OpaqueOutputError(
+                f"{what}, which can be gone through once and computes later",
+                hint="return a list or tuple of what it gives",
+            )
+        if isinstance(item, (Set, ValuesView)) and any(isinstance(inner, kinds) for inner in item):
+            raise OpaqueOutputError(
+                f"{what} with tensors in it, which has no order or keys that a trace could keep",
+                hint="return a list, tuple or dict",
+            )
 
 
 @dataclasses.dataclass

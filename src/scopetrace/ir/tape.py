@@ -30,6 +30,7 @@ from scopetrace._compat.tensors import FakeTensorMode
 from scopetrace.containers.objects import Returned
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.conditions import SizeRules, Specialization
+from scopetrace.ir.effects import SideEffect
 from scopetrace.ir.reads import Read
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Frames as Frames
@@ -454,6 +455,10 @@ class ProgramTape(Tape):
     """The values that depend on data and are fixed, because Python looked at them."""
     reads: list[Read] = dataclasses.field(default_factory=list)
     """What the forward read from outside of the program, in order: another value at a call is another program."""
+    side_effects: list[SideEffect] = dataclasses.field(default_factory=list)
+    """What the forward did to Python objects, which the graph does not carry."""
+    warns_of_effects: bool = False
+    """Whether a call warns, rather than raises, where the program is right for one call only."""
     registered: Registered = dataclasses.field(default_factory=Registered)
     """The model's modules and parameters with all their names."""
     edited: bool = False

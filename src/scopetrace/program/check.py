@@ -25,6 +25,7 @@ from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record.model import SavedModule
+from scopetrace.record.snapshot import Snapshot
 
 
 def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -41,7 +42,7 @@ def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: di
         if differ:
             raise CheckError("on these inputs the model goes another way:\n  " + "\n  ".join(map(str, differ)))
     expected = _run(model, args, kwargs, state)
-    actual = _run(program, args, kwargs, state)
+    actual = _run(functools.partial(program.run_uncounted, program.graph_module), args, kwargs, state)
     problems = [p for key, old in expected.items() for p in _differences(key, old, actual.get(key))]
     if problems:
         raise CheckError("the trace differs from the model:\n  " + "\n  ".join(problems))
@@ -86,7 +87,8 @@ class _State:
 
     def __init__(self, tape: ProgramTape, model: Callable[..., Any]) -> None:
         modules = model.modules() if isinstance(model, torch.nn.Module) else _modules_of(tape)
-        self._modules = [SavedModule("", module) for module in modules]
+        self._objects = Snapshot()
+        self._modules = [SavedModule("", module, self._objects) for module in modules]
         written = tape.written_storages()
         read = [name for name, value in tape.attribute_reads() if value.storage in written]
         tensors = {**self._buffers(), **{f"attribute {name}": tape.attributes[name] for name in read}}
@@ -108,6 +110,7 @@ class _State:
 
     def restore(self) -> None:
         """Restore attributes, the storages of tensors, and their values."""
+        self._objects.restore()
         for saved in self._modules:
             saved.restore()
         with torch.no_grad():

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,10 +25,11 @@ from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads, loo
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.containers.structure import instantiate, leaves
-from scopetrace.errors import EditError, InputMismatchError
+from scopetrace.errors import EditError, InputMismatchError, SideEffectWarning
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
 from scopetrace.ir.conditions import Specialization, decided_by
+from scopetrace.ir.effects import refusal
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Removed, Tape, Value, bind, forward_of
 from scopetrace.ir.write_back import WriteBack
@@ -173,12 +175,14 @@ class TracedProgram:
         recorded: the ops as they ran, mutations included.
         tape: what the graph is made from: `recorded`, or the functional tape made from it.
         model: the traced module or function; None for a loaded program.
+        was_called: whether this object was called.
     """
 
     def __init__(self, recorded: RecordedTape, tape: ProgramTape, model: Callable[..., Any] | None) -> None:
         self.recorded = recorded
         self.tape = tape
         self.model = model
+        self.was_called = False
 
     @property
     def current(self) -> TracedProgram:
@@ -306,6 +310,23 @@ class TracedProgram:
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As a call, with `graph` in place of the GraphModule; see `Trace.run`."""
+        self._check_side_effects()
+        out = self.run_uncounted(graph, *args, **kwargs)
+        self.was_called = True
+        return out
+
+    def _check_side_effects(self) -> None:
+        """A program into which Python state of the example run is baked is right for one call."""
+        baked_in = [e for e in self.tape.side_effects if e.baked_in] if self.was_called else []
+        if not baked_in:
+            return
+        error = refusal(baked_in, "the trace is right for one call only, and this is another one")
+        if not self.tape.warns_of_effects:
+            raise error
+        warnings.warn(str(error), SideEffectWarning, stacklevel=5)
+
+    def run_uncounted(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `run`, for a comparison with the model: it does not count as a call."""
         inputs = self.boundary.enter(args, kwargs)
         with without_autocast(), _specialized(self.tape.specializations):
             values = graph(*inputs)

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
+from scopetrace.record.snapshot import ATOMS, MISSING, Change, Snapshot, is_memo, same
 
 _TABLES = ("_parameters", "_buffers", "_modules")
-_CONTAINERS = frozenset({list, dict, set})
-_BOOKKEEPING = frozenset(torch.nn.Module().__dict__)
+_BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
 class Model:
@@ -36,6 +37,8 @@ class Model:
         self.modules: list[torch.nn.Module] = []
         self._tensors: dict[int, tuple[str, torch.nn.Module, str]] = {}
         self._saved: dict[int, SavedModule] = {}
+        self.snapshot = Snapshot()
+        """The contents of the objects in the modules' attributes."""
         if self.root is not None:
             self._visit("", self.root, set())
         else:
@@ -48,7 +51,7 @@ class Model:
         prefix = f"{fqn}." if fqn else ""
         if len(known) == 1:
             self.modules.append(module)
-            self._saved[id(module)] = SavedModule(fqn, module)
+            self._save(fqn, module)
             tables = (module.__dict__.get("_parameters", {}), module.__dict__.get("_buffers", {}), module.__dict__)
             for table in tables:
                 for name, t in table.items():
@@ -57,6 +60,17 @@ class Model:
         for name, child in module.__dict__.get("_modules", {}).items():
             if child is not None and id(child) not in path:
                 self._visit(prefix + name, child, path | {id(child)})
+
+    def _save(self, fqn: str, module: torch.nn.Module) -> None:
+        name = fqn if self.root is None else f"self.{fqn}" if fqn else "self"
+        self._saved[id(module)] = SavedModule(fqn, module, self.snapshot, name)
+
+    def save_outside(self, name: str, module: torch.nn.Module) -> list[torch.nn.Module]:
+        """Save a module that is not in the model's tree, and those in it; `name` is that in source. Returns them."""
+        found = [(inner, m) for inner, m in module.named_modules() if id(m) not in self._saved]
+        for inner, m in found:
+            self._saved[id(m)] = SavedModule(None, m, self.snapshot, f"{name}.{inner}" if inner else name)
+        return [m for _, m in found]
 
     def owner(self, t: torch.Tensor) -> tuple[str, torch.nn.Module, str] | None:
         """(first fqn, module, name there) of a parameter, buffer or tensor attribute; None for other tensors."""
@@ -95,9 +109,19 @@ class Model:
         saved = self._saved.get(id(module))
         return saved.replaced() if saved is not None else ()
 
+    def changes(self, is_carried: Callable[[torch.Tensor], bool]) -> list[Change]:
+        """The attributes that were bound to anything but tensors that the graph carries."""
+        return [
+            change
+            for saved in self._saved.values()
+            for change in saved.changes()
+            if not (isinstance(change.new, torch.Tensor) and saved.fqn is not None and is_carried(change.new))
+        ]
+
     def restore(self) -> list[BoundTensor]:
         """Put every module back as it was before the trace, and say which attributes were bound to other tensors."""
-        return [bound for saved in self._saved.values() for bound in saved.restore()]
+        self.snapshot.restore()
+        return [bound for saved in self._saved.values() for bound in saved.restore() if saved.fqn is not None]
 
 
 def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
@@ -116,24 +140,24 @@ class BoundTensor(NamedTuple):
 
 
 class SavedModule:
-    """A copy of the attributes of one module, and of the lists, dicts and sets among them."""
+    """A copy of the attributes of one module. What their values hold is saved in a Snapshot.
 
-    __slots__ = ("containers", "fqn", "module", "tables")
+    `fqn` is the module's name in the model, None outside it; `name` is that of the module in source.
+    """
 
-    def __init__(self, fqn: str, module: torch.nn.Module) -> None:
+    __slots__ = ("fqn", "module", "name", "tables")
+
+    def __init__(self, fqn: str | None, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
         self.module = module
+        self.name = name
         self.tables = [table.copy() for table in _tables(module)]
-        self.containers: list[tuple[Any, Any]] = []
-        for name, value in module.__dict__.items():
-            if type(value) in _CONTAINERS and name not in _BOOKKEEPING:
-                self._save_container(value)
-
-    def _save_container(self, container: Any) -> None:
-        self.containers.append((container, container.copy()))
-        for item in container.values() if type(container) is dict else container:
-            if type(item) in _CONTAINERS and all(item is not known for known, _ in self.containers):
-                self._save_container(item)
+        for key, value in module.__dict__.items():
+            if type(value) not in ATOMS and key not in _BOOKKEEPING and not isinstance(value, torch.nn.Module):
+                snapshot.add(f"{name}.{key}", f".{key}", value, module)
+        for hooks in _HOOKS:
+            for hook in (module.__dict__.get(hooks) or {}).values():
+                snapshot.add(f"{name}'s hook", "", hook)
 
     def replaced(self) -> tuple[str, ...]:
         """As `Model.replaced`."""
@@ -143,18 +167,27 @@ class SavedModule:
         prefix, old = f"{self.fqn}." if self.fqn else "", self.tables[1]
         return tuple([prefix + name for name, p in old.items() if p is not None and now.get(name) is not p])
 
+    def changes(self) -> Iterator[Change]:
+        """The attributes, parameters, buffers and modules that are not what they were."""
+        for table, old in zip(_tables(self.module), self.tables, strict=False):
+            if _unchanged(table, old):
+                continue
+            for name in dict.fromkeys((*old, *table)):
+                before, now = old.get(name, MISSING), table.get(name, MISSING)
+                if name not in _BOOKKEEPING and not same(before, now) and not is_memo(self.module, name, before):
+                    yield Change(f"{self.name}.{name}", f".{name}", before, now, self.module)
+
     def restore(self) -> list[BoundTensor]:
         """Put the module back as it was, and say which of its attributes were bound to other tensors."""
         bound: list[BoundTensor] = []
-        tables = [*zip(_tables(self.module), self.tables, strict=False)]
-        for table, old in tables:
-            for name, new in [] if _unchanged(table, old) else table.items():
+        for table, old in zip(_tables(self.module), self.tables, strict=False):
+            if _unchanged(table, old):
+                continue
+            for name, new in table.items():
                 if isinstance(new, torch.Tensor) and new is not old.get(name):
-                    bound.append(BoundTensor(self.module, self.fqn, name, new))
-        for container, old in (*tables, *self.containers):
-            if not _unchanged(container, old):
-                container.clear()
-                container.extend(old) if isinstance(container, list) else container.update(old)
+                    bound.append(BoundTensor(self.module, self.fqn or "", name, new))
+            table.clear()
+            table.update(old)
         return bound
 
 
@@ -164,12 +197,9 @@ def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
     return [own, *[own[name] for name in _TABLES if isinstance(own.get(name), dict)]]
 
 
-def _unchanged(now: Any, old: Any) -> bool:
-    if isinstance(now, set):
-        return bool(now == old)
-    if len(now) != len(old) or not all(map(operator.is_, now, old)):
-        return False
-    return isinstance(now, list) or all(map(operator.is_, now.values(), old.values()))
+def _unchanged(now: dict[str, Any], old: dict[str, Any]) -> bool:
+    same_names = len(now) == len(old) and all(map(operator.is_, now, old))
+    return same_names and all(map(operator.is_, now.values(), old.values()))
 
 
 def _unwrap(fn: Callable[..., Any]) -> tuple[torch.nn.Module | None, Callable[..., Any]]:

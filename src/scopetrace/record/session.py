@@ -21,9 +21,9 @@ import torch
 import torch.fx
 
 from scopetrace._compat.dispatch import dispatching_to
-from scopetrace._compat.patches import observing, python_random_state_kept
+from scopetrace._compat.patches import observing
 from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE, FakeFactory, FakeTensor
-from scopetrace.containers.objects import Returned, SavedContents, Watch, refuse_hidden, tensor_holders
+from scopetrace.containers.objects import Returned, Watch, refuse_hidden, refuse_without_structure, tensor_holders
 from scopetrace.containers.structure import identifier, instantiate, leaves_with_path, map_structure
 from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
@@ -34,7 +34,9 @@ from scopetrace.ir.verify import verify
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, leaf_rule
 from scopetrace.record.data import DataReader, NoRealValue
+from scopetrace.record.draws import Draws
 from scopetrace.record.dynamic_shapes import DynamicShapes, read_dynamic_shapes, refuse_shared, symbolic_strides
+from scopetrace.record.effects import EffectWatch, side_effects
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.retrace import Assumptions, Retrace
@@ -160,24 +162,33 @@ class Recording:
         tape, builder, model = self.tape, self.builder, self.model
         self.object_types |= tensor_holders((args, kwargs))
         fake_args, fake_kwargs = self._add_inputs(forward, args, kwargs, dynamic_shapes)
-        saved = SavedContents((args, kwargs), self.object_types)
+        named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
+        objects = EffectWatch(fn, model, named, self.object_types)
+        draws = Draws(builder)
         watch = Watch((fake_args, fake_kwargs), self.object_types)
         calls = CallRecorder(builder, self.values, self.data, model, self.object_types, self._is_leaf, self._progress)
         try:
-            with python_random_state_kept(), self._errors_explained(), scopes.activate(builder.state):
-                with observing(calls, model.modules), dispatching_to(self.ops.mode, self.factory.mode):
+            with draws.observing(objects.reach.looked_up.values()), scopes.activate(builder.state):
+                with (
+                    self._errors_explained(),
+                    observing(calls, model.modules),
+                    dispatching_to(self.ops.mode, self.factory.mode),
+                ):
                     out = calls.run_root(self.ops.collectives.finishing(fn), fake_args, fake_kwargs)
                 missed = tensor_holders((out, fake_args, fake_kwargs)) - self.object_types
                 if missed:
-                    saved.restore()
                     raise Retrace(
                         "objects hold tensors that held none before the forward", Assumptions(object_types=missed)
                     )
                 effects = watch.effects(self.values.value_of)
                 tape.outputs = Returned(tape.calls[0].outputs, effects) if effects else tape.calls[0].outputs
+                refuse_without_structure(out, (FakeTensor,), self.object_types)
                 refuse_hidden(out, (FakeTensor,), "the result", self.object_types)
                 refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments", self.object_types)
+            changes = objects.changes(lambda t: self.values.bound_value(t) is not None)
+            tape.side_effects = side_effects(changes, draws.found, objects.reach.functions, tape.calls)
         finally:
+            objects.restore()
             bound = model.restore()
         for module, fqn, name, tensor in bound:
             value = self.values.bound_value(tensor)

@@ -1,0 +1,471 @@
+"""What a forward does to Python objects: reported, put back, and refused where a call would need it."""
+
+import collections
+import functools
+import itertools
+import random
+import time
+import types
+import warnings
+from pathlib import Path
+from time import perf_counter
+from typing import ClassVar
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import scopetrace as st
+
+X = torch.arange(8.0).reshape(2, 4)
+CALLS = 0
+SEEN = []
+TABLE = {"n": 0}
+
+
+class State:
+    """No container of tensors: a plain object."""
+
+    def __init__(self):
+        self.n = 0
+
+
+class Slotted:
+    __slots__ = ("n",)
+
+    def __init__(self):
+        self.n = 0
+
+
+class Net(nn.Module):
+    """A module with state of many kinds; `step` is its forward."""
+
+    log: ClassVar[list[int]] = []
+    total = 0
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+        self.n = 0
+        self.hist = []
+        self.stats = {"n": 0, "deep": {"k": 0}}
+        self.names = set()
+        self.last = collections.deque(maxlen=2)
+        self.counts = collections.Counter()
+        self.order = collections.OrderedDict(a=1)
+        self.config = types.SimpleNamespace(n=0)
+        self.state = State()
+        self.slots = Slotted()
+        self.array = numpy.zeros(2)
+        self.rng = random.Random(0)
+        self.generator = numpy.random.default_rng(0)
+
+    def forward(self, x):
+        return self.step(self, x)
+
+    def bump(self):
+        self.n += 1
+
+
+def counts(self, x):
+    self.n += 1
+    return x * self.n
+
+
+def only_counts(self, x):
+    self.n = self.n + 1
+    return x + 1
+
+
+def counts_in_a_method(self, x):
+    self.bump()
+    return x + 1
+
+
+def keeps_results(self, x):
+    self.hist.append(x * 2)
+    return x + 1
+
+
+def keeps_and_reads(self, x):
+    self.hist.append(x * 2)
+    return x * len(self.hist)
+
+
+def writes_a_dict(self, x):
+    self.stats["n"] += 1
+    self.stats["deep"]["k"] += 1
+    return x + 1
+
+
+def writes_a_set(self, x):
+    self.names.add("a")
+    return x + 1
+
+
+def writes_a_deque(self, x):
+    self.last.append(x.shape[0])
+    return x + 1
+
+
+def writes_a_counter(self, x):
+    self.counts["f"] += 1
+    return x + 1
+
+
+def writes_an_ordered_dict(self, x):
+    self.order["b"] = x
+    self.order.move_to_end("a")
+    return x + 1
+
+
+def writes_a_namespace(self, x):
+    self.config.n += 1
+    return x + 1
+
+
+def writes_an_object(self, x):
+    self.state.n += 1
+    return x * self.state.n
+
+
+def writes_slots(self, x):
+    self.slots.n += 1
+    return x + 1
+
+
+def writes_an_array(self, x):
+    self.array[0] = 5
+    return x + 1
+
+
+def writes_the_class(self, x):
+    type(self).total += 1
+    Net.log.append(1)
+    return x * Net.total
+
+
+def new_attribute(self, x):
+    self.sizes = tuple(x.shape)
+    return x + 1
+
+
+def removes_an_attribute(self, x):
+    del self.n
+    return x + 1
+
+
+def switches_mode(self, x):
+    self.eval()
+    return x + 1
+
+
+def draws_from_its_own(self, x):
+    return x * self.rng.random() + float(self.generator.random())
+
+
+def writes_a_global(self, x):
+    global CALLS
+    CALLS += 1
+    return x * CALLS
+
+
+def writes_a_global_by_name(self, x):
+    globals()["CALLS"] = 5
+    return x * CALLS
+
+
+def keeps_in_a_global(self, x):
+    SEEN.append(x)
+    return x + 1
+
+
+def reads_a_global_table(self, x):
+    TABLE["n"] += 1
+    return x * TABLE["n"]
+
+
+def writes_a_default(self, x, seen=[]):  # noqa: B006
+    seen.append(1)
+    return x * len(seen)
+
+
+def writes_itself(self, x):
+    writes_itself.n += 1
+    return x * writes_itself.n
+
+
+writes_itself.n = 0
+
+
+def draws(self, x):
+    return x * random.random()
+
+
+def draws_and_forgets(self, x):
+    random.random()
+    return x + 1
+
+
+def draws_from_numpy(self, x):
+    return x * float(numpy.random.rand())
+
+
+def reads_a_clock(self, x):
+    return x * time.time()
+
+
+def reads_an_imported_clock(self, x):
+    return x * perf_counter()
+
+
+def prints(self, x):
+    print("x")
+    return x + 1
+
+
+# The forward; the effects; whether the program depends on one of them, so that a second call is refused.
+CASES = [
+    (counts, ["self.n was 0 and became 1"], True),
+    (only_counts, ["self.n was 0 and became 1"], False),
+    (counts_in_a_method, ["self.n was 0 and became 1"], False),
+    (keeps_results, ["self.hist was [] and became [a tensor [2, 4]]"], False),
+    (keeps_and_reads, ["self.hist was [] and became [a tensor [2, 4]]"], True),
+    (writes_a_dict, ["self.stats['n'] was 0 and became 1", "self.stats['deep']['k'] was 0 and became 1"], False),
+    (writes_a_set, ["self.names was {} and became {'a'}"], False),
+    (writes_a_deque, ["self.last was [] and became [2]"], False),
+    (writes_a_counter, ["self.counts['f'] was missing and became 1"], False),
+    (writes_an_ordered_dict, ["self.order['b'] was missing and became a tensor [2, 4]"], True),
+    (writes_a_namespace, ["self.config.n was 0 and became 1"], False),
+    (writes_an_object, ["self.state.n was 0 and became 1"], True),
+    (writes_slots, ["self.slots.n was 0 and became 1"], False),
+    (writes_an_array, ["self.array was a ndarray and became a ndarray"], False),
+    (writes_the_class, ["Net.log was [] and became [1]", "Net.total was 0 and became 1"], True),
+    (new_attribute, ["self.sizes was missing and became (2, 4)"], False),
+    (removes_an_attribute, ["self.n was 0 and became missing"], False),
+    (switches_mode, ["self.training was True and became False"], True),
+    (draws_from_its_own, ["self.rng was in one state and became in another", "self.generator was in one state"], True),
+    (writes_a_global, ["globals()['CALLS'] was 0 and became 1"], True),
+    (writes_a_global_by_name, ["globals()['CALLS'] was 0 and became 5"], True),
+    (keeps_in_a_global, ["globals()['SEEN'] was [] and became [a tensor [2, 4]]"], False),
+    (reads_a_global_table, ["globals()['TABLE']['n'] was 0 and became 1"], True),
+    (writes_a_default, ["writes_a_default's default of seen was [] and became [1]"], True),
+    (writes_itself, ["self.step.n was 0 and became 1"], True),
+    (draws, ["random.random() gave 0."], True),
+    (draws_and_forgets, ["random.random() gave 0."], False),
+    (draws_from_numpy, ["numpy.random.rand() gave 0."], True),
+    (reads_a_clock, ["time.time() gave 1"], True),
+    (reads_an_imported_clock, ["time.perf_counter() gave "], True),
+    (prints, ["print() gave None"], False),
+]
+
+
+def contents(net):
+    """What the trace must leave as it is."""
+    own = {name: repr(value) for name, value in vars(net).items() if name not in ("rng", "generator")}
+    own["state"], own["slots"] = net.state.n, net.slots.n
+    drawn = net.rng.getstate(), str(net.generator.bit_generator.state), random.getstate(), str(numpy.random.get_state())
+    return own, drawn, CALLS, list(SEEN), dict(TABLE), list(Net.log), Net.total, writes_itself.n
+
+
+@pytest.mark.parametrize(("step", "expected", "baked_in"), CASES, ids=lambda x: getattr(x, "__name__", ""))
+def test_effects_are_reported_and_put_back(step, expected, baked_in):
+    net = Net(step)
+    before = contents(net)
+    tr = st.trace(net, (X,))
+    assert contents(net) == before
+    found = [str(effect) for effect in tr.side_effects]
+    assert len(found) == len(expected) and all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
+    assert any(effect.baked_in for effect in tr.side_effects) == baked_in
+    assert not step.__defaults__ or step.__defaults__ == ([],)
+
+
+@pytest.mark.parametrize(("step", "expected", "baked_in"), CASES, ids=lambda x: getattr(x, "__name__", ""))
+def test_a_second_call_is_refused_where_the_program_depends_on_the_first(step, expected, baked_in):
+    tr = st.trace(Net(step), (X,))
+    tr(X)
+    if baked_in:
+        with pytest.raises(st.errors.SideEffectError, match="right for one call only"):
+            tr(X)
+    else:
+        torch.testing.assert_close(tr(X), X + 1)
+
+
+def test_the_error_names_the_effect_the_line_and_the_way_out():
+    tr = st.trace(Net(counts), (X,))
+    torch.testing.assert_close(tr(X), X)
+    with pytest.raises(st.errors.SideEffectError) as error:
+        tr(X)
+    assert str(error.value).splitlines()[0] == (
+        "the trace is right for one call only, and this is another one: self.n was 0 and became 1"
+    )
+    assert error.value.module == "Net" and error.value.source.endswith("in counts: self.n += 1")
+    assert "register_buffer" in error.value.hint and "side_effects='warn'" in error.value.hint
+
+
+def test_refused_at_the_trace():
+    with pytest.raises(st.errors.SideEffectError, match=r"no graph carries: self\.hist was"):
+        st.trace(Net(keeps_results), (X,), side_effects="refuse")
+    st.trace(nn.Linear(4, 4), (X,), side_effects="refuse")
+
+
+def test_warned_of_at_the_trace_and_at_each_call_that_may_be_wrong():
+    with pytest.warns(st.errors.SideEffectWarning, match=r"self\.n was 0 and became 1"):
+        tr = st.trace(Net(counts), (X,), side_effects="warn")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tr(X)
+    with pytest.warns(st.errors.SideEffectWarning, match="right for one call only"):
+        tr(X)
+
+
+def test_another_word_for_side_effects():
+    with pytest.raises(st.errors.ArgumentError, match="must be 'warn', 'refuse' or None"):
+        st.trace(nn.Linear(4, 4), (X,), side_effects="ignore")
+
+
+def test_a_check_is_no_call():
+    tr = st.trace(Net(counts), (X,))
+    tr.check((X,))
+    tr.check((X,))
+    tr(X)
+
+
+def test_closures():
+    n, hits = 0, []
+
+    def f(x):
+        nonlocal n
+        n += 1
+        hits.append(x)
+        return x * n
+
+    tr = st.trace(f, (X,))
+    assert n == 0 and hits == []
+    assert [e.change for e in tr.side_effects] == [
+        "closure hits was [] and became [a tensor [2, 4]]",
+        "closure n was 0 and became 1",
+    ]
+
+
+def test_a_hook_that_collects_activations_keeps_no_fake_tensors():
+    hits, net = [], nn.Sequential(nn.Linear(4, 4))
+    net[0].register_forward_hook(lambda m, args, out: hits.append(out))
+    tr = st.trace(net, (X,))
+    assert hits == []
+    assert [e.change for e in tr.side_effects] == ["closure hits was [] and became [a tensor [2, 4]]"]
+    tr(X), tr(X)
+
+
+def test_objects_among_the_arguments():
+    state = State()
+
+    def f(x, state):
+        state.n += 1
+        return x * state.n
+
+    tr = st.trace(f, (X, state))
+    assert state.n == 0
+    assert [e.change for e in tr.side_effects] == ["state.n was 0 and became 1"]
+
+
+def test_a_function_that_remembers_results_forgets_those_of_the_trace():
+    @functools.lru_cache
+    def mask(n):
+        return torch.ones(n)
+
+    tr = st.trace(lambda x: x * mask(4), (X,))
+    assert type(mask(4)) is torch.Tensor
+    assert [e.change for e in tr.side_effects] == [
+        "closure mask was a memo and became a memo with tensors of the trace"
+    ]
+    tr(X), tr(X)
+
+
+def test_a_cached_property_is_none():
+    class Lazy(nn.Module):
+        @functools.cached_property
+        def scale(self):
+            return 3.0
+
+        def forward(self, x):
+            return x * self.scale
+
+    net = Lazy()
+    tr = st.trace(net, (X,))
+    assert tr.side_effects == [] and "scale" not in vars(net)
+
+
+def test_modules_outside_the_model():
+    other = Net(counts)
+    holder = State()
+    holder.nets = [other]
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.holder = holder
+
+        def forward(self, x):
+            return self.holder.nets[0](x)
+
+    tr = st.trace(Outer(), (X,))
+    assert other.n == 0
+    assert [(e.name, e.module) for e in tr.side_effects] == [("self.holder.nets[…].n", "Outer/Net")]
+
+
+def test_everything_is_put_back_when_the_forward_fails():
+    def fails(self, x):
+        self.n += 1
+        self.stats["n"] += 1
+        SEEN.append(x)
+        random.random()
+        raise RuntimeError("half-way")
+
+    net = Net(fails)
+    before = contents(net)
+    with pytest.raises(RuntimeError, match="half-way"):
+        st.trace(net, (X,))
+    assert contents(net) == before
+    assert not hasattr(time.time, "__wrapped__") and not hasattr(perf_counter, "__wrapped__")
+
+
+def test_tensors_that_the_graph_carries_are_none():
+    class Bound(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("total", torch.zeros(4))
+
+        def forward(self, x):
+            self.total = self.total + x.sum(0)
+            self.last = x * 2
+            return x + self.total
+
+    net = Bound()
+    tr = st.trace(net, (X,), side_effects="refuse")
+    tr(X), tr(X)
+    torch.testing.assert_close(net.total, 2 * X.sum(0))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: (x * i for i in range(3)),
+        lambda x: map(torch.relu, [x]),
+        lambda x: zip([x], [x], strict=True),
+        lambda x: iter([x]),
+        lambda x: {"a": itertools.chain([x])},
+        lambda x: [Path(__file__).open()],  # noqa: SIM115
+    ],
+)
+def test_an_iterator_is_no_result(make):
+    with pytest.raises(st.errors.OpaqueOutputError, match="can be gone through once") as error:
+        st.trace(make, (X,))
+    assert "return a list or tuple" in error.value.hint
+
+
+@pytest.mark.parametrize("make", [lambda x: {x}, lambda x: frozenset([x]), lambda x: {"a": x}.values()])
+def test_a_set_of_tensors_is_no_result(make):
+    with pytest.raises(st.errors.OpaqueOutputError, match="no order or keys"):
+        st.trace(make, (X,))
