@@ -29,6 +29,7 @@ from scopetrace.containers.structure import (
 )
 from scopetrace.errors import ExportError, OpaqueOutputError
 
+
 def tensor_holders(x: Any) -> frozenset[type]:
     """The classes of the plain objects in `x`, at any depth, that hold tensors.
 

@@ -1,7 +1,7 @@
 """What a forward asks of the process and that answers otherwise each time: random numbers, clocks, files, the screen.
 
 Data flow:
-    the functions of `_ASKED`, and the globals that hold one -> replaced while the forward runs
+    the functions of `_ASKED` that the forward names, and the globals that hold one -> replaced while it runs
     a call of one by the user's code -> a Draw: what was called, what it gave, and where
 
 Draws from generators that are objects (`random.Random(0)`) are seen by their state: see `record.snapshot`.
@@ -20,12 +20,12 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from scopetrace.ir.scopes import Frames
 from scopetrace.record.builder import TapeBuilder
-from scopetrace.record.reach import is_users
+from scopetrace.record.reach import Reach, is_users
 
 _RANDOM = (
     "random uniform triangular randint choice choices randrange sample shuffle normalvariate lognormvariate "
@@ -70,28 +70,26 @@ class Draws:
         self.found: list[Draw] = []
 
     @contextlib.contextmanager
-    def observing(self, looked_up: Iterable[tuple[dict[str, Any], str, Any]]) -> Iterator[None]:
-        """Inside, draws of this thread are noted. `looked_up` are the globals that the forward may read."""
+    def observing(self, reach: Reach) -> Iterator[None]:
+        """Inside, draws of this thread by the functions in `reach` are noted."""
         thread = threading.get_ident()
         replaced: dict[Any, Callable[..., Any]] = {}
-        undo: list[tuple[dict[str, Any], str, Any]] = []
-        for prefix, table, names in _functions():
-            for name in names:
-                function = table.get(name)
-                if function is not None:
-                    replaced[function] = self._noted(f"{prefix}{name}", function, thread)
-                    undo.append((table, name, function))
-        undo += [(table, name, x) for table, name, x in looked_up if _is_function(x) and x in replaced]
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        for prefix, table, names in _reached(reach):
+            for name in names & table.keys():
+                replaced[table[name]] = self._noted(prefix + name, table[name], thread)
+                places.append((table, name, table[name]))
+        if replaced:
+            places += [place for place in reach.looked_up.values() if _is_function(place[2]) and place[2] in replaced]
         try:
-            for table, name, function in undo:
+            for table, name, function in places:
                 table[name] = replaced[function]
             yield
         finally:
-            for table, name, function in undo:
+            for table, name, function in places:
                 table[name] = function
 
     def _noted(self, name: str, function: Callable[..., Any], thread: int) -> Callable[..., Any]:
-        @functools.wraps(function)
         def call(*args: Any, **kwargs: Any) -> Any:
             value = function(*args, **kwargs)
             if threading.get_ident() == thread and is_users(sys._getframe(1).f_code.co_filename):
@@ -99,15 +97,19 @@ class Draws:
                 self.found.append(Draw(f"{name}()", value, name not in _ONLY_SHOWN, module, frames))
             return value
 
-        return call
+        return functools.update_wrapper(call, function)
 
 
-def _functions() -> Iterator[tuple[str, dict[str, Any], list[str]]]:
-    for prefix, (module, names) in _ASKED.items():
-        yield f"{prefix}." if prefix else "", vars(module), names.split()
+def _reached(reach: Reach) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
+    """Of each module, the prefix of its functions in source, its table, and the names that the forward may call."""
     numpy = sys.modules.get("numpy")
+    modules = [(prefix, module, names) for prefix, (module, names) in _ASKED.items()]
     if numpy is not None:
-        yield "numpy.random.", vars(numpy.random), _NUMPY.split()
+        modules.append(("numpy.random", numpy.random, _NUMPY))
+    for prefix, module, names in modules:
+        named = frozenset(name for name in names.split() if name in reach.names)
+        if named:
+            yield f"{prefix}." if prefix else "", vars(module), named
 
 
 def _is_function(x: Any) -> bool:

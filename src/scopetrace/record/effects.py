@@ -10,6 +10,7 @@ Tensors that the graph carries are none: those that it binds to attributes of mo
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import types
@@ -45,7 +46,7 @@ class EffectWatch:
         self._follow(fn)
         self._bindings = [(t, name, t.get(name, MISSING)) for t, name in self.reach.globals.values()]
         self._cells = [(name, cell, _content(cell)) for name, cell in self.reach.cells.values()]
-        self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes]
+        self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes | self.reach.bases]
 
     def _follow(self, fn: Any) -> None:
         """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
@@ -54,66 +55,44 @@ class EffectWatch:
         snapshot.add("self" if hasattr(fn, "__self__") else "callable", "self", fn)
         for kind in {type(module): None for module in self._model.modules}:
             reach.add_class(kind)
-        functions = modules = 0
-        classes: set[type] = set()
-        while functions < len(snapshot.functions) or modules < len(snapshot.modules) or classes != snapshot.classes:
-            for name, module in snapshot.modules[modules:]:
-                modules += 1
+        while snapshot.modules or snapshot.functions or snapshot.classes:
+            functions, modules, classes = snapshot.take_found()
+            for name, module in modules:
                 for found in self._model.save_outside(name, module):
                     reach.add_class(type(found))
-            for function in snapshot.functions[functions:]:
-                functions += 1
+            for function in functions:
                 reach.add(function)
-            for kind in snapshot.classes - classes:
-                classes.add(kind)
+            for kind in classes:
                 reach.add_class(kind)
 
-    # ---------------------------------------------------------------- after the forward
-
-    def changes(self, is_carried: Callable[[torch.Tensor], bool]) -> list[Change]:
-        """What differs from before the forward, but for attributes of modules whose new tensors the graph carries."""
-        found = [*self._model.changes(is_carried), *self._snapshot.changes()]
+    def restore(self) -> list[Change]:
+        """Put everything back, and say what had changed."""
+        found = self._model.restore()
         for table, name, old in self._bindings:
             new = table.get(name, MISSING)
-            if not same(old, new):
+            if new is not old:
+                _bind(table.__setitem__, table.__delitem__, name, old)
                 found.append(Change(f"globals()[{name!r}]", name, old, new, None))
         for name, cell, old in self._cells:
-            if not same(old, _content(cell)):
-                found.append(Change(f"closure {name}", name, old, _content(cell), None))
+            new = _content(cell)
+            if new is not old:
+                _bind(functools.partial(setattr, cell), functools.partial(delattr, cell), "cell_contents", old)
+                found.append(Change(f"closure {name}", name, old, new, None))
         for kind, before in self._classes:
-            now = vars(kind)
-            for name in before.keys() | now.keys():
+            now = dict(vars(kind))
+            for name in () if now == before else before.keys() | now.keys():
                 old, new = before.get(name, MISSING), now.get(name, MISSING)
-                if not same(old, new) and name[:2] != "__":
+                if new is not old and name[:2] != "__":
+                    _bind(functools.partial(setattr, kind), functools.partial(delattr, kind), name, old)
                     found.append(Change(f"{kind.__name__}.{name}", f".{name}", old, new, kind))
-        return found
-
-    def restore(self) -> None:
-        """Put everything back, but for the attributes of the model's modules: see `Model.restore`."""
-        self._snapshot.restore()
-        for table, name, old in self._bindings:
-            if old is MISSING:
-                table.pop(name, None)
-            elif table.get(name, MISSING) is not old:
-                table[name] = old
-        for _, cell, old in self._cells:
-            if old is not MISSING:
-                cell.cell_contents = old
-            elif _content(cell) is not MISSING:
-                del cell.cell_contents
-        for kind, before in self._classes:
-            _restore_class(kind, before)
+        return [change for change in found if not same(change.old, change.new)]
 
 
-def _restore_class(kind: type, before: dict[str, Any]) -> None:
-    now = dict(vars(kind))
-    for name in before.keys() | now.keys():
-        if name[:2] == "__" or now.get(name, MISSING) is before.get(name, MISSING):
-            continue
-        if name in before:
-            setattr(kind, name, before[name])
-        else:
-            delattr(kind, name)
+def _bind(put: Callable[[str, Any], None], remove: Callable[[str], None], name: str, value: Any) -> None:
+    if value is MISSING:
+        remove(name)
+    else:
+        put(name, value)
 
 
 def _content(cell: types.CellType) -> Any:
@@ -130,6 +109,8 @@ def side_effects(
     changes: list[Change], draws: list[Draw], functions: list[types.FunctionType], calls: list[Call]
 ) -> list[SideEffect]:
     """The effects of a forward that called `calls` and may have run `functions`."""
+    if not changes and not draws:
+        return []
     at = {id(call.module): call for call in reversed(calls) if call.module is not None}
     drawn = any(draw.name.startswith(("random.", "numpy.random.")) for draw in draws)
     changes = [change for change in changes if not (drawn and _is_process_state(change))]
@@ -169,7 +150,7 @@ def _read_by_torch(kind: Any, key: str) -> bool:
     """Whether torch's own part of a module's class reads an attribute."""
     bases: list[Any] = [b for b in kind.__mro__ if issubclass(b, torch.nn.Module) and b is not torch.nn.Module]
     codes = [code for base in bases if not is_users_class(base) for code in _codes_of(base)]
-    return any(key[1:] in names_of(code) for code in codes)
+    return any(key[1:] in names_of(code).all for code in codes)
 
 
 def _caller(code: types.CodeType | None, calls: list[Call]) -> Call:

@@ -11,12 +11,13 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
-from scopetrace.record.snapshot import ATOMS, MISSING, Change, Snapshot, is_memo, same
+from scopetrace.record.reach import ATOMS
+from scopetrace.record.snapshot import MISSING, Change, Snapshot, is_memo, same
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
@@ -67,9 +68,11 @@ class Model:
 
     def save_outside(self, name: str, module: torch.nn.Module) -> list[torch.nn.Module]:
         """Save a module that is not in the model's tree, and those in it; `name` is that in source. Returns them."""
+        if id(module) in self._saved:
+            return []
         found = [(inner, m) for inner, m in module.named_modules() if id(m) not in self._saved]
         for inner, m in found:
-            self._saved[id(m)] = SavedModule(None, m, self.snapshot, f"{name}.{inner}" if inner else name)
+            self._saved[id(m)] = SavedModule("", m, self.snapshot, f"{name}.{inner}" if inner else name)
         return [m for _, m in found]
 
     def owner(self, t: torch.Tensor) -> tuple[str, torch.nn.Module, str] | None:
@@ -109,19 +112,9 @@ class Model:
         saved = self._saved.get(id(module))
         return saved.replaced() if saved is not None else ()
 
-    def changes(self, is_carried: Callable[[torch.Tensor], bool]) -> list[Change]:
-        """The attributes that were bound to anything but tensors that the graph carries."""
-        return [
-            change
-            for saved in self._saved.values()
-            for change in saved.changes()
-            if not (isinstance(change.new, torch.Tensor) and saved.fqn is not None and is_carried(change.new))
-        ]
-
-    def restore(self) -> list[BoundTensor]:
-        """Put every module back as it was before the trace, and say which attributes were bound to other tensors."""
-        self.snapshot.restore()
-        return [bound for saved in self._saved.values() for bound in saved.restore() if saved.fqn is not None]
+    def restore(self) -> list[Change]:
+        """Put every module back as it was before the trace, with what its attributes hold, and say what had changed."""
+        return [*(change for saved in self._saved.values() for change in saved.restore()), *self.snapshot.restore()]
 
 
 def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
@@ -130,33 +123,25 @@ def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
     return RegisteredModule(tuple(names), type(module).__name__, has_forward)
 
 
-class BoundTensor(NamedTuple):
-    """A tensor that an attribute of a module was bound to."""
-
-    module: torch.nn.Module
-    fqn: str
-    name: str
-    tensor: torch.Tensor
-
-
 class SavedModule:
     """A copy of the attributes of one module. What their values hold is saved in a Snapshot.
 
-    `fqn` is the module's name in the model, None outside it; `name` is that of the module in source.
+    `fqn` is the module's name in the model, and `name` that in source.
     """
 
     __slots__ = ("fqn", "module", "name", "tables")
 
-    def __init__(self, fqn: str | None, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
+    def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
         self.module = module
         self.name = name
         self.tables = [table.copy() for table in _tables(module)]
-        for key, value in module.__dict__.items():
-            if type(value) not in ATOMS and key not in _BOOKKEEPING and not isinstance(value, torch.nn.Module):
-                snapshot.add(f"{name}.{key}", f".{key}", value, module)
+        own = module.__dict__
+        for key in own:
+            if key not in _BOOKKEEPING and type(own[key]) not in ATOMS:
+                snapshot.add(f"{name}.{key}", f".{key}", own[key], module)
         for hooks in _HOOKS:
-            for hook in (module.__dict__.get(hooks) or {}).values():
+            for hook in own[hooks].values() if own.get(hooks) else ():
                 snapshot.add(f"{name}'s hook", "", hook)
 
     def replaced(self) -> tuple[str, ...]:
@@ -167,28 +152,23 @@ class SavedModule:
         prefix, old = f"{self.fqn}." if self.fqn else "", self.tables[1]
         return tuple([prefix + name for name, p in old.items() if p is not None and now.get(name) is not p])
 
-    def changes(self) -> Iterator[Change]:
-        """The attributes, parameters, buffers and modules that are not what they were."""
+    def restore(self) -> list[Change]:
+        """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
+        found: list[Change] = []
         for table, old in zip(_tables(self.module), self.tables, strict=False):
-            if _unchanged(table, old):
-                continue
-            for name in dict.fromkeys((*old, *table)):
-                before, now = old.get(name, MISSING), table.get(name, MISSING)
-                if name not in _BOOKKEEPING and not same(before, now) and not is_memo(self.module, name, before):
-                    yield Change(f"{self.name}.{name}", f".{name}", before, now, self.module)
+            if (table or old) and not _unchanged(table, old):
+                found += self._changes(table, old)
+                table.clear()
+                table.update(old)
+        return found
 
-    def restore(self) -> list[BoundTensor]:
-        """Put the module back as it was, and say which of its attributes were bound to other tensors."""
-        bound: list[BoundTensor] = []
-        for table, old in zip(_tables(self.module), self.tables, strict=False):
-            if _unchanged(table, old):
+    def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
+        for name in dict.fromkeys((*old, *table)):
+            before, now = old.get(name, MISSING), table.get(name, MISSING)
+            if name in _BOOKKEEPING or same(before, now):
                 continue
-            for name, new in table.items():
-                if isinstance(new, torch.Tensor) and new is not old.get(name):
-                    bound.append(BoundTensor(self.module, self.fqn or "", name, new))
-            table.clear()
-            table.update(old)
-        return bound
+            if isinstance(now, torch.Tensor) or not is_memo(self.module, name, before):
+                yield Change(f"{self.name}.{name}", f".{name}", before, now, self.module, name)
 
 
 def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:

@@ -12,13 +12,15 @@ Functions of torch and of the standard library are not followed.
 from __future__ import annotations
 
 import dis
+import enum
 import functools
 import sys
 import sysconfig
 import types
+import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -26,10 +28,12 @@ from scopetrace._compat.sources import NOT_THE_MODEL, prefixes
 
 _STANDARD = prefixes(Path(sysconfig.get_paths()["stdlib"]))
 _PACKAGES = prefixes(Path(sysconfig.get_paths()["purelib"])) + prefixes(Path(sysconfig.get_paths()["platlib"]))
-_NOT_CALLED = (
-    *("__init__", "__new__", "__repr__", "__str__", "__setstate__", "__getstate__", "__reduce__", "__reduce_ex__"),
-    *("__deepcopy__", "__copy__", "__init_subclass__", "__class_getitem__", "__del__", "__dir__", "__eq__", "__hash__"),
+_OPERATORS = (
+    *("__call__", "__enter__", "__exit__", "__getattr__", "__getitem__", "__setitem__", "__delitem__", "__contains__"),
+    *("__iter__", "__next__", "__len__"),
 )
+"""Methods that run without being named; those of arithmetic and comparison are taken to write nothing."""
+
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
 
@@ -41,52 +45,66 @@ def is_users(filename: str) -> bool:
     return not filename.startswith(_STANDARD) or filename.startswith(_PACKAGES)
 
 
-@functools.cache
 def is_users_class(kind: Any) -> bool:
     """Whether a class was made neither by torch nor by the standard library."""
     return str(kind.__module__).partition(".")[0] not in _LIBRARIES
 
 
-@functools.cache
-def names_of(code: types.CodeType) -> frozenset[str]:
-    """The globals and attributes that a function names, and the functions inside it."""
-    inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
-    return frozenset(code.co_names).union(*inner)
+ATOMS = frozenset(
+    {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}
+)
+"""The classes of values that have no content and run no code."""
 
 
-@functools.cache
-def globals_of(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function reads, and the functions inside it."""
-    return _operands(code, (dis.opmap["LOAD_GLOBAL"],), 1)
+class Names(NamedTuple):
+    """What the code of a function, and of the functions inside it, names."""
+
+    all: frozenset[str]
+    """Its globals and attributes."""
+    globals: frozenset[str]
+    """The globals that it reads."""
+    bound_globals: frozenset[str]
+    """The globals that it binds or deletes."""
+    bound_attributes: frozenset[str]
+    """The attributes that it binds or deletes."""
 
 
-@functools.cache
-def bound_globals(code: types.CodeType) -> frozenset[str]:
-    """The globals that a function binds or deletes, and the functions inside it."""
-    found = _operands(code, (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"]), 0)
-    if "globals" in names_of(code):  # globals()["N"] = 1
-        found |= {c for c in code.co_consts if isinstance(c, str)}
-    return found
+_names: dict[int, tuple[Names, weakref.ref[types.CodeType]]] = {}  # a cache by id; an entry goes with its code
 
 
-@functools.cache
-def bound_attributes(code: types.CodeType) -> frozenset[str]:
-    """The attributes that a function binds or deletes, and the functions inside it."""
-    return _operands(code, (dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"]), 0)
+def names_of(code: types.CodeType) -> Names:
+    """The names in a function's code."""
+    known = _names.get(id(code))
+    if known is None:
+        key = id(code)
+        known = _names[key] = _read_names(code), weakref.ref(code, lambda _: _names.pop(key, None))
+    return known[0]
 
 
-def _operands(code: types.CodeType, ops: tuple[int, ...], shift: int) -> frozenset[str]:
-    """The names that are operands of some instructions, whose low `shift` bits are flags.
-
-    `dis.get_instructions` says the same, and would take as long as the trace of a small model.
-    """
-    found, raw, extended = set[str](), code.co_code, 0
+def _read_names(code: types.CodeType) -> Names:
+    """As `dis.get_instructions` says, which would take as long as the trace of a small model."""
+    reads, binds, attributes = set[str](), set[str](), set[str]()
+    raw, extended = code.co_code, 0
     for i in range(0, len(raw), 2):
         operand = raw[i + 1] | extended
         extended = operand << 8 if raw[i] == dis.EXTENDED_ARG else 0
-        if raw[i] in ops:
-            found.add(code.co_names[operand >> shift])
-    return frozenset(found).union(*(_operands(c, ops, shift) for c in code.co_consts if isinstance(c, types.CodeType)))
+        if raw[i] == _LOAD_GLOBAL:
+            reads.add(code.co_names[operand >> 1])  # the lowest bit is a flag
+        elif raw[i] in _BIND_GLOBAL:
+            binds.add(code.co_names[operand])
+        elif raw[i] in _BIND_ATTRIBUTE:
+            attributes.add(code.co_names[operand])
+    if "globals" in reads:  # globals()["N"] = 1
+        binds |= {c for c in code.co_consts if isinstance(c, str)}
+    own = Names(frozenset(code.co_names), frozenset(reads), frozenset(binds), frozenset(attributes))
+    inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
+    return Names(*(one.union(*others) for one, *others in zip(own, *inner, strict=True))) if inner else own
+
+
+_MEMO = type(functools.cache(len))
+_LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
+_BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
+_BIND_ATTRIBUTE = (dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"])
 
 
 class Reach:
@@ -101,7 +119,9 @@ class Reach:
         self.functions: list[types.FunctionType] = []
         """The functions that may run, in the order in which they were found."""
         self.classes: dict[type, None] = {}
-        """The users' classes whose attributes they may read or write."""
+        """The users' classes whose attributes they may write to."""
+        self.bases: dict[type, None] = {}
+        """The users' classes that they name."""
         self.cells: dict[int, tuple[str, types.CellType]] = {}
         """By id, the variables of enclosing functions, with their names."""
         self.globals: dict[tuple[int, str], tuple[dict[str, Any], str]] = {}
@@ -109,7 +129,8 @@ class Reach:
         self.looked_up: dict[tuple[int, str], tuple[dict[str, Any], str, Any]] = {}
         """The globals that they name, with their values."""
         self._seen: set[int] = set()
-        self._names: set[str] = set()
+        self.names: set[str] = set()
+        """The globals and attributes that they name."""
         self._members: dict[str, list[tuple[type, Any]]] = {}
         self._pending: list[types.FunctionType] = []
 
@@ -127,19 +148,17 @@ class Reach:
                 self.add(accessor)
         elif isinstance(x, types.FunctionType):
             self._add_function(x)
-        elif isinstance(x, type):
-            self.add_class(x)
-        elif hasattr(x, "__wrapped__") and callable(x) and not isinstance(x, torch.nn.Module):
+        elif isinstance(x, _MEMO):
             self.add(x.__wrapped__)
 
     def add_class(self, kind: type) -> None:
         """Follow the methods of a class that some function names, its `forward` and its operators."""
         for base in kind.__mro__:
-            if base in self.classes or base.__module__ == "builtins" or not is_users_class(base):
+            if base in self.classes or not is_users_class(base):
                 continue
             self.classes[base] = None
             for name, member in vars(base).items():
-                if name == "forward" or name in self._names or (name[:2] == "__" and name not in _NOT_CALLED):
+                if name == "forward" or name in self.names or name in _OPERATORS:
                     self._add_member(base, name, member)
                 else:
                     self._members.setdefault(name, []).append((base, member))
@@ -165,21 +184,20 @@ class Reach:
     def _follow(self, function: types.FunctionType) -> None:
         code, table = function.__code__, function.__globals__
         names = names_of(code)
-        for name in bound_globals(code):
+        for name in names.bound_globals:
             self.globals[id(table), name] = table, name
-        for name in names - self._names:
-            self._names.add(name)
+        for name in names.all - self.names:
+            self.names.add(name)
             for base, member in self._members.pop(name, ()):
                 self._add_member(base, name, member)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._add_cell(name, cell)
-        for name in globals_of(code) & table.keys():
+        for name in names.globals & table.keys():
             if (id(table), name) not in self.looked_up:
-                self._look_up(table, name, code)
-        for name, default in _defaults(function):
-            self._visit(f"{function.__name__}'s default of {name}", f"{name}=", default)
-        if function.__dict__:
-            self._visit(function.__name__, function.__name__, function)
+                self._look_up(table, name, names)
+        for name, default in _defaults(function) if function.__defaults__ or function.__kwdefaults__ else ():
+            if type(default) not in ATOMS:
+                self._visit(f"{function.__name__}'s default of {name}", f"{name}=", default)
 
     def _add_cell(self, name: str, cell: types.CellType) -> None:
         if id(cell) in self.cells:
@@ -192,20 +210,39 @@ class Reach:
         self.add(content)
         self._visit(f"closure {name}", name, content)
 
-    def _look_up(self, table: dict[str, Any], name: str, code: types.CodeType | None) -> None:
+    def _look_up(self, table: dict[str, Any], name: str, names: Names | None) -> None:
+        """Follow a global; `names` are those of the function that reads it, None where it is in another file."""
         value = table[name]
         self.looked_up[id(table), name] = table, name, value
-        if not isinstance(value, types.ModuleType):
+        if type(value) is types.FunctionType:
+            self._add_function(value)
+            if value.__dict__:
+                self._visit(f"globals()[{name!r}]", name, value)
+        elif type(value) in ATOMS:
+            return
+        elif isinstance(value, type):
+            self._look_into_class(value, names)
+        elif not isinstance(value, types.ModuleType):
             self.add(value)
             self._visit(f"globals()[{name!r}]", name, value)
-        elif code is not None:
-            inside = vars(value)
-            for inner in bound_attributes(code):
-                self.globals[id(inside), inner] = inside, inner
-            if is_users(getattr(value, "__file__", None) or "<frozen"):
-                for inner in names_of(code) & inside.keys():
-                    if (id(inside), inner) not in self.looked_up:
-                        self._look_up(inside, inner, None)
+        elif names is not None:
+            self._look_into_module(vars(value), names, is_users(getattr(value, "__file__", None) or "<frozen"))
+
+    def _look_into_module(self, inside: dict[str, Any], names: Names, follow: bool) -> None:
+        for name in names.bound_attributes:
+            self.globals[id(inside), name] = inside, name
+        for name in names.all & inside.keys() if follow else ():
+            if (id(inside), name) not in self.looked_up:
+                self._look_up(inside, name, None)
+
+    def _look_into_class(self, kind: type, names: Names | None) -> None:
+        """What a function names of a class; instances are followed where they are found."""
+        if names is None or not is_users_class(kind) or issubclass(kind, enum.Enum):
+            return
+        self.bases.setdefault(kind)
+        for base in kind.__mro__:
+            for name in names.all & vars(base).keys() if is_users_class(base) else ():
+                self._add_member(base, name, vars(base)[name])
 
 
 def _defaults(function: types.FunctionType) -> list[tuple[str, Any]]:

@@ -34,12 +34,13 @@ from scopetrace.ir.verify import verify
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, leaf_rule
 from scopetrace.record.data import DataReader, NoRealValue
-from scopetrace.record.draws import Draws
+from scopetrace.record.draws import Draw, Draws
 from scopetrace.record.dynamic_shapes import DynamicShapes, read_dynamic_shapes, refuse_shared, symbolic_strides
 from scopetrace.record.effects import EffectWatch, side_effects
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.retrace import Assumptions, Retrace
+from scopetrace.record.snapshot import Change
 
 _one_at_a_time = threading.RLock()  # the flags and methods that a trace changes belong to the whole process
 
@@ -168,7 +169,7 @@ class Recording:
         watch = Watch((fake_args, fake_kwargs), self.object_types)
         calls = CallRecorder(builder, self.values, self.data, model, self.object_types, self._is_leaf, self._progress)
         try:
-            with draws.observing(objects.reach.looked_up.values()), scopes.activate(builder.state):
+            with draws.observing(objects.reach), scopes.activate(builder.state):
                 with (
                     self._errors_explained(),
                     observing(calls, model.modules),
@@ -185,15 +186,9 @@ class Recording:
                 refuse_without_structure(out, (FakeTensor,), self.object_types)
                 refuse_hidden(out, (FakeTensor,), "the result", self.object_types)
                 refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments", self.object_types)
-            changes = objects.changes(lambda t: self.values.bound_value(t) is not None)
-            tape.side_effects = side_effects(changes, draws.found, objects.reach.functions, tape.calls)
         finally:
-            objects.restore()
-            bound = model.restore()
-        for module, fqn, name, tensor in bound:
-            value = self.values.bound_value(tensor)
-            if value is not None:
-                tape.attribute_writes.append(AttributeWrite(module, fqn, name, value))
+            changes = objects.restore()
+        self._add_changes(changes, draws.found, objects)
         if builder.deferred:
             raise builder.deferred[0]
         if tape.sizes is not None:
@@ -201,6 +196,19 @@ class Recording:
         if checks_enabled():
             verify(tape, "recording")
         return tape
+
+    def _add_changes(self, changes: list[Change], draws: list[Draw], objects: EffectWatch) -> None:
+        """What the forward bound to attributes of the model's modules is on the tape, if it is a tensor of it."""
+        others: list[Change] = []
+        for change in changes:
+            names, value = self.model.names.get(id(change.holder)), None
+            if names and change.attribute and isinstance(change.new, torch.Tensor):
+                value = self.values.bound_value(change.new)
+            if names and value is not None:
+                self.tape.attribute_writes.append(AttributeWrite(change.holder, names[0], change.attribute, value))
+            else:
+                others.append(change)
+        self.tape.side_effects = side_effects(others, draws, objects.reach.functions, self.tape.calls)
 
     # ---------------------------------------------------------------- inputs
 

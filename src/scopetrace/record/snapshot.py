@@ -2,7 +2,7 @@
 
 Data flow:
     objects with names -> Snapshot.add, which follows items and attributes -> a copy of the content of each
-    after the forward -> changes: one for each entry that differs -> restore
+    after the forward -> restore -> a Change for each entry that differed
 
 Lists, dicts, sets and deques and their subclasses, objects with attributes, arrays of NumPy, and random generators of
 Python and NumPy have contents. Modules, tensors, classes and objects of torch and the standard library have none.
@@ -25,11 +25,8 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.tensors import FakeTensor
-from scopetrace.record.reach import is_users_class
+from scopetrace.record.reach import ATOMS, is_users_class
 
-ATOMS = frozenset(
-    {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}
-)
 _NO_CONTENT = (torch.Tensor, torch.nn.Module, type, types.ModuleType, enum.Enum, types.BuiltinFunctionType)
 
 
@@ -54,6 +51,8 @@ class Change(NamedTuple):
     new: Any
     holder: Any
     """The module, object or class whose attribute `key` is; None where `key` is a variable."""
+    attribute: str = ""
+    """The attribute of `holder` that is another one; empty where an entry in its value is."""
     is_draw: bool = False
     """Whether it is the state of a random generator."""
 
@@ -95,42 +94,42 @@ class Snapshot:
 
     def __init__(self) -> None:
         self.saved: dict[int, Saved] = {}
-        self.functions: list[types.FunctionType | types.MethodType] = []
+        self.functions: list[types.FunctionType] = []
         """The functions that were found on the way."""
         self.modules: list[tuple[str, torch.nn.Module]] = []
         """The modules that were found on the way, with their names; they are not saved."""
         self.classes: set[type] = set()
         """The classes of the objects."""
+        self._kinds: dict[type, Kind | None] = {}
+
+    def take_found(self) -> tuple[list[types.FunctionType], list[tuple[str, torch.nn.Module]], set[type]]:
+        """The functions, modules and classes that were found since the last call."""
+        found = self.functions, self.modules, self.classes
+        self.functions, self.modules, self.classes = [], [], set()
+        return found
 
     def add(self, name: str, key: str, x: Any, holder: Any = None) -> None:
         """Save what `x` holds, and what its items and attributes hold. The others are as in Change."""
         kind = type(x)
         if kind in ATOMS or id(x) in self.saved:
             return
-        if kind is tuple or isinstance(x, tuple):
-            for i, item in enumerate(x):
-                if type(item) not in ATOMS:
-                    self.add(f"{name}[{i}]", key, item, holder)
-            return
-        if isinstance(x, torch.nn.Module):
+        if isinstance(x, (tuple, functools.partial, types.MethodType)):
+            for i, item in enumerate(_parts(x)):
+                self.add(f"{name}[{i}]", key, item, holder)
+        elif isinstance(x, torch.nn.Module):
             self.modules.append((name, x))
-            return
-        if isinstance(x, (types.FunctionType, types.MethodType)):
-            self.functions.append(x)
-            self.add(name, key, getattr(x, "__self__", None))
-        elif isinstance(x, functools.partial):
-            self.add(name, key, (x.func, *x.args, *x.keywords.values()))
-        how = _kind_of(kind)  # type: ignore[arg-type]  # classes can be hashed
-        if how is None:
-            return
-        before = how.copy(x)
-        self.saved[id(x)] = Saved(name, key, holder, x, before, how)
-        if how.entries == ".":
-            self.classes.add(kind)
-        self._add_inside(self.saved[id(x)])
+        else:
+            if kind is types.FunctionType:
+                self.functions.append(x)
+            how = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, _kind_of(kind))
+            if how is not None and (kind is not types.FunctionType or x.__dict__):
+                self.saved[id(x)] = Saved(name, key, holder, x, how.copy(x), how)
+                self._add_inside(self.saved[id(x)])
 
     def _add_inside(self, saved: Saved) -> None:
         name, key, holder, x, before, how = saved
+        if how.entries == ".":
+            self.classes.add(type(x))
         if how.entries:
             attribute = how.entries == "."
             for inner, item in before.items():
@@ -145,30 +144,36 @@ class Snapshot:
                 if type(item) not in ATOMS:
                     self.add(f"{name}[…]", key, item, holder)
 
-    def changes(self) -> Iterator[Change]:
-        """The entries that differ from what was saved."""
+    def restore(self) -> list[Change]:
+        """Put everything back, and say what had changed."""
+        found: list[Change] = []
         for saved in self.saved.values():
             now = saved.kind.copy(saved.owner)
-            if saved.kind.unchanged(now, saved.before):
-                continue
-            if not saved.kind.entries:
-                old, new = saved.kind.words or (saved.before, now)
-                yield Change(saved.name, saved.key, old, new, saved.holder, saved.kind.is_draw)
-                continue
-            for entry in dict.fromkeys((*saved.before, *now)):
-                old, new = saved.before.get(entry, MISSING), now.get(entry, MISSING)
-                if same(old, new) or is_memo(saved.owner, entry, old):
-                    continue
-                if saved.kind.entries == ".":
-                    yield Change(f"{saved.name}.{entry}", f".{entry}", old, new, saved.owner)
-                else:
-                    yield Change(f"{saved.name}[{short(entry)}]", saved.key, old, new, saved.holder)
-
-    def restore(self) -> None:
-        """Put everything back that has changed."""
-        for saved in self.saved.values():
-            if not saved.kind.unchanged(saved.kind.copy(saved.owner), saved.before):
+            if not saved.kind.unchanged(now, saved.before):
+                found += _changes(saved, now)
                 saved.kind.restore(saved.owner, saved.before)
+        return found
+
+
+def _changes(saved: Saved, now: Any) -> Iterator[Change]:
+    if not saved.kind.entries:
+        old, new = saved.kind.words or (saved.before, now)
+        yield Change(saved.name, saved.key, old, new, saved.holder, is_draw=saved.kind.is_draw)
+        return
+    for entry in dict.fromkeys((*saved.before, *now)):
+        old, new = saved.before.get(entry, MISSING), now.get(entry, MISSING)
+        if same(old, new) or is_memo(saved.owner, entry, old):
+            continue
+        if saved.kind.entries == ".":
+            yield Change(f"{saved.name}.{entry}", f".{entry}", old, new, saved.owner, entry)
+        else:
+            yield Change(f"{saved.name}[{short(entry)}]", saved.key, old, new, saved.holder)
+
+
+def _parts(x: Any) -> tuple[Any, ...]:
+    if isinstance(x, functools.partial):
+        return (x.func, *x.args, *x.keywords.values())
+    return x if isinstance(x, tuple) else (x.__func__, x.__self__)
 
 
 def same(old: Any, new: Any) -> bool:
@@ -208,7 +213,6 @@ def short(x: Any) -> str:
 # Kinds of objects ----------------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def _kind_of(kind: Any) -> Kind | None:
     """How the objects of a class are saved; None for those without content."""
     for base, found in _BUILTIN.items():
@@ -223,21 +227,21 @@ def _kind_of(kind: Any) -> Kind | None:
         return _ATTRIBUTES
     if not is_users_class(kind):
         return None
-    return _ATTRIBUTES if kind.__dictoffset__ or _slots(kind) else None
+    if _slots(kind):
+        return _ATTRIBUTES._replace(copy=_attributes_and_slots)
+    return _ATTRIBUTES if kind.__dictoffset__ else None
 
 
 def _slots(kind: type) -> list[str]:
-    return [
-        n for n, member in _members(kind).items() if isinstance(member, types.MemberDescriptorType) and n[:2] != "__"
-    ]
-
-
-@functools.cache
-def _members(kind: Any) -> dict[str, Any]:
-    return {name: member for base in reversed(kind.__mro__) for name, member in vars(base).items()}
+    members = {name: member for base in kind.__mro__ for name, member in vars(base).items() if name[:2] != "__"}
+    return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
 
 
 def _attributes_of(x: Any) -> dict[str, Any]:
+    return dict(x.__dict__)
+
+
+def _attributes_and_slots(x: Any) -> dict[str, Any]:
     found = dict(getattr(x, "__dict__", ()))
     for name in _slots(type(x)):
         with contextlib.suppress(AttributeError):
@@ -246,7 +250,7 @@ def _attributes_of(x: Any) -> dict[str, Any]:
 
 
 def _restore_attributes(x: Any, before: dict[str, Any]) -> None:
-    now = _attributes_of(x)
+    now = _attributes_and_slots(x)
     for name in now.keys() - before.keys():
         object.__delattr__(x, name)
     for name, value in before.items():

@@ -78,7 +78,7 @@ def _calls(call: ast.Call, line: int, name: str) -> bool:
 
 def _mentions(code: types.CodeType, name: str) -> bool:
     variables = (*code.co_varnames, *code.co_freevars, *code.co_cellvars)
-    if name in names_of(code) or name in variables or name in code.co_consts:
+    if name in names_of(code).all or name in variables or name in code.co_consts:
         return True
     return any(_mentions(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
 
@@ -86,13 +86,9 @@ def _mentions(code: types.CodeType, name: str) -> bool:
 # Syntax trees --------------------------------------------------------------------------------------------------------
 
 
-@functools.cache
 def _tree(code: types.CodeType) -> ast.AST | None:
     """The syntax of a function; None where its source is not there, or is not that of the function."""
-    file = _file(code.co_filename)
-    kinds = (ast.Lambda,) if code.co_name == "<lambda>" else (ast.FunctionDef, ast.AsyncFunctionDef)
-    functions = [n for n in ast.walk(file) if isinstance(n, kinds)] if file is not None else []
-    found = [n for n in functions if _first_line(n) == code.co_firstlineno]
+    found = _functions(code.co_filename).get((code.co_firstlineno, code.co_name == "<lambda>"), [])
     if len(found) > 1:  # lambdas of one line
         places = {(line, column) for line, _, column, _ in code.co_positions() if column}
         found = [n for n in found if any((e.lineno, e.col_offset) in places for e in _expressions(n))]
@@ -100,12 +96,17 @@ def _tree(code: types.CodeType) -> ast.AST | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _file(name: str) -> ast.AST | None:
-    lines = linecache.getlines(name)
+def _functions(file: str) -> dict[tuple[int, bool], list[ast.AST]]:
+    """The functions of a file, by first line and whether they are lambdas."""
+    found: dict[tuple[int, bool], list[ast.AST]] = {}
     try:
-        return ast.parse("".join(lines)) if lines else None
+        tree = ast.parse("".join(linecache.getlines(file)))
     except (SyntaxError, ValueError):
-        return None
+        return found
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            found.setdefault((_first_line(node), isinstance(node, ast.Lambda)), []).append(node)
+    return found
 
 
 def _first_line(node: Any) -> int:
