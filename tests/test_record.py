@@ -1,6 +1,7 @@
 """Recording: which ops, on what, and what Python may ask of tensors."""
 
 import pickle
+import queue
 import sys
 
 import pytest
@@ -289,15 +290,15 @@ def test_errors_of_the_model_are_its_own_with_the_place_as_a_note():
 
 
 def test_a_tensor_of_another_trace_is_refused():
-    kept = []
+    kept = queue.SimpleQueue()  # in a list it would not be kept: see test_side_effects.py
 
     def keep(x):
-        kept.append(x * 2)
+        kept.put(x * 2)
         return x
 
     st.trace(keep, (torch.randn(2),))
     with pytest.raises(st.ForeignTensorError):
-        st.trace(lambda x: x + kept[0], (torch.randn(2),))
+        st.trace(lambda x: x + kept.get(), (torch.randn(2),))
 
 
 def test_seeding_inside_the_forward_is_refused():

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.fx
 
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.record.reach import ATOMS
@@ -163,9 +164,10 @@ class SavedModule:
         return found
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
+        compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
         for name in dict.fromkeys((*old, *table)):
             before, now = old.get(name, MISSING), table.get(name, MISSING)
-            if name in _BOOKKEEPING or same(before, now):
+            if name in _BOOKKEEPING or (compiles and name[0] == "_") or same(before, now):
                 continue
             if isinstance(now, torch.Tensor) or not is_memo(self.module, name, before):
                 yield Change(f"{self.name}.{name}", f".{name}", before, now, self.module, name)
