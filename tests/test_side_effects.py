@@ -469,3 +469,35 @@ def test_an_iterator_is_no_result(make):
 def test_a_set_of_tensors_is_no_result(make):
     with pytest.raises(st.errors.OpaqueOutputError, match="no order or keys"):
         st.trace(make, (X,))
+
+
+class Makers(collections.OrderedDict):
+    """A table of classes that gives instances, as transformers' table of activations."""
+
+    def __getitem__(self, key):
+        return super().__getitem__(key)()
+
+    def __setitem__(self, key, value):
+        raise TypeError("made once")
+
+
+class Chatty(list):
+    def __iter__(self):
+        raise TypeError("not now")
+
+
+MAKERS = Makers()
+collections.OrderedDict.__setitem__(MAKERS, "relu", nn.ReLU)
+CHATTY = Chatty([1])
+
+
+def test_tables_with_methods_of_their_own_are_left_alone():
+    def f(x):
+        CHATTY.append(2)
+        collections.OrderedDict.__setitem__(MAKERS, "gelu", nn.GELU)
+        return MAKERS["relu"](x)
+
+    tr = st.trace(f, (X,))
+    assert list(collections.OrderedDict.items(MAKERS)) == [("relu", nn.ReLU)]
+    assert list.__len__(CHATTY) == 1
+    assert len(tr.side_effects) == 2

@@ -258,22 +258,39 @@ def _restore_attributes(x: Any, before: dict[str, Any]) -> None:
             object.__setattr__(x, name, value)
 
 
+# The methods of the built-in class: those of a subclass may do anything, as a table that makes what is asked for.
+
+
+def _base_of(x: Any) -> Any:
+    return next(base for base in (list, collections.deque, collections.OrderedDict, dict, set) if isinstance(x, base))
+
+
+def _items_of(x: Any) -> list[Any]:
+    return list(_base_of(x).__iter__(x))
+
+
+def _members_of(x: Any) -> set[Any]:
+    return set(set.__iter__(x))
+
+
+def _entries_of(x: Any) -> dict[Any, Any]:
+    return dict(_base_of(x).items(x))
+
+
 def _restore_list(x: Any, before: list[Any]) -> None:
-    base = list if isinstance(x, list) else collections.deque  # a subclass may have methods of its own
-    base.clear(x)
-    base.extend(x, before)
+    _base_of(x).clear(x)
+    _base_of(x).extend(x, before)
 
 
 def _restore_dict(x: Any, before: dict[Any, Any]) -> None:
-    base = collections.OrderedDict if isinstance(x, collections.OrderedDict) else dict
-    base.clear(x)
+    _base_of(x).clear(x)
     for key, item in before.items():
-        base.__setitem__(x, key, item)
+        _base_of(x).__setitem__(x, key, item)
 
 
 def _restore_set(x: set[Any], before: set[Any]) -> None:
-    x.clear()
-    x.update(before)
+    set.clear(x)
+    set.update(x, before)
 
 
 def _same_items(now: Any, before: Any) -> bool:
@@ -305,12 +322,12 @@ def holds_fake(x: Any, depth: int = 5) -> bool:
 _MEMO = type(functools.cache(len))
 _STATES = Words("in one state"), Words("in another")
 _ATTRIBUTES = Kind(_attributes_of, _restore_attributes, _same_dicts, ".")
-_LIST = Kind(list, _restore_list, _same_items)
+_LIST = Kind(_items_of, _restore_list, _same_items)
 _BUILTIN: dict[type, Kind] = {
     list: _LIST,
     collections.deque: _LIST,
-    dict: Kind(dict, _restore_dict, _same_dicts, "[]"),
-    set: Kind(set, _restore_set, operator.eq),
+    dict: Kind(_entries_of, _restore_dict, _same_dicts, "[]"),
+    set: Kind(_members_of, _restore_set, operator.eq),
     bytearray: Kind(bytes, lambda x, before: x.__setitem__(slice(None), before), operator.eq),
     _MEMO: Kind(
         lambda x: (x, x.cache_info().misses),
