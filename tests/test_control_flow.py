@@ -83,10 +83,10 @@ def test_a_loop():
         "    while_loop_cond_graph_0(%arg0: Sym(u0), %arg1: f32[3, 4], %x: f32[3, 4]) -> %lt: Sym(u0 < 3)",
         "      %lt: Sym(u0 < 3) = operator.lt(%arg0, 3)",
         "    while_loop_body_graph_0(%arg0: Sym(u1), %arg1: f32[3, 4], %x: f32[3, 4]) "
-        "-> (%sym_sum: Sym(u1 + 1), %add: f32[3, 4])",
+        "-> (%add_1: Sym(u1 + 1), %add: f32[3, 4])",
         "      %mul: f32[3, 4] = aten.mul.Tensor(%arg1, 2)",
         "      %add: f32[3, 4] = aten.add.Tensor(%mul, %x)",
-        "      %sym_sum: Sym(u1 + 1) = torch.sym_sum([1, %arg0])",
+        "      %add_1: Sym(u1 + 1) = operator.add(1, %arg0)",
     ]
     assert_both_ways(f, tr)
 

@@ -549,3 +549,112 @@ def test_a_size_written_in_another_way_is_no_other_size():
 
     tr = st.trace(writes_twice, (torch.randn(4, 6),), dynamic_shapes=({0: Dim.AUTO, 1: Dim.AUTO},))
     assert_like_eager(writes_twice, tr, (torch.randn(6, 8),))
+
+
+# ---------------------------------------------------------------- dynamic_shapes and forward's signature
+
+
+class Takes(nn.Module):
+    def forward(self, x, *more, k1, k2=None, **rest):
+        return x.sum() + sum(m.sum() for m in more) + k1.sum() * k1.shape[0] + k2.sum() + sum(rest.values()).sum()
+
+
+def sizes_of(tr):
+    """The printed type of each input, by its name."""
+    return {n.name: type_text(n.meta["val"]) for n in tr.graph_module.graph.find_nodes(op="placeholder")}
+
+
+D = {0: Dim("d")}
+
+
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        (None, None, D, None, None),  # in the order of forward's parameters, as for torch.export
+        (None, (None, None), D, None, {}),
+        (None, None, None, D, None, None),  # each item of *more and **rest for itself
+        {"k1": D},
+        {"x": None, "more": (None, None), "k1": D, "k2": None, "rest": {"r": None}},
+    ],
+)
+def test_arguments_are_known_by_forwards_signature(shapes):
+    args, kwargs = (torch.randn(2), torch.randn(3), torch.randn(5)), {"r": torch.randn(6), "k2": torch.randn(7)}
+    tr = st.trace(Takes(), args, {**kwargs, "k1": torch.randn(4)}, dynamic_shapes=shapes)
+    assert sizes_of(tr) == {
+        **{"x": "f32[2]", "more_0": "f32[3]", "more_1": "f32[5]"},
+        **{"r": "f32[6]", "k2": "f32[7]", "k1": "f32[d]"},
+    }
+    tr.check(args, {**kwargs, "k1": torch.randn(9)})
+
+
+@pytest.mark.parametrize(
+    ("shapes", "dynamic"),
+    [
+        ((None, (D, None), None, None, None), "more_0"),
+        ((None, D, None, None, None, None), "more_0"),
+        ({"more": (None, D)}, "more_1"),
+        ({"more[1]": D}, "more_1"),
+        ({"rest": {"r": D}}, "r"),
+        ({"r": D}, "r"),
+        ((None, None, None, None, {"r": D}), "r"),
+    ],
+)
+def test_items_of_variadic_parameters(shapes, dynamic):
+    args, kwargs = (torch.randn(2), torch.randn(3), torch.randn(3)), {"k2": torch.randn(7), "r": torch.randn(6)}
+    tr = st.trace(Takes(), args, {**kwargs, "k1": torch.randn(4)}, dynamic_shapes=shapes)
+    assert [name for name, text in sizes_of(tr).items() if text == "f32[d]"] == [dynamic]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "message"),
+    [
+        (([D, None],), r"has \[\{0: Dim.*\}, None\] for x, a dict with \['a'\], \['b'\]: write a dict"),
+        (({1: D},), r"has keys \[1\] for x, which has \['a'\], \['b'\]"),
+        ((Dim("d"),), "for x, a dict with .*: write a dict of what is in it, or None"),
+        (([D],), "for x, a dict with"),
+    ],
+)
+def test_entries_of_a_dict_are_known_by_key(shapes, message):
+    def f(x):
+        return x["a"] + x["b"].sum()
+
+    x = {"a": torch.randn(3), "b": torch.randn(4)}
+    with pytest.raises(DynamicShapeError, match=message):
+        st.trace(f, (x,), dynamic_shapes=shapes)
+    assert sizes_of(st.trace(f, (x,), dynamic_shapes=({"b": D},))) == {"x_a": "f32[3]", "x_b": "f32[d]"}
+
+
+@dataclasses.dataclass
+class Box:
+    inner: list
+    pair: tuple
+
+
+@pytest.mark.parametrize("shapes", [{"pair": (None, D)}, [None, [None, D]], {"pair": {1: D}}])
+def test_dataclasses_by_attribute_or_position(shapes):
+    box = Box([torch.randn(3)], (torch.randn(3), torch.randn(3)))
+    tr = st.trace(lambda box: box.inner[0].sum() * box.pair[1], (box,), dynamic_shapes=(shapes,))
+    assert list(sizes_of(tr).values()) == ["f32[3]", "f32[3]", "f32[d]"]
+
+
+def test_the_range_of_a_number():
+    tr = st.trace(lambda n, x: x * n, (3, torch.ones(2)), dynamic_shapes=(Dim.DYNAMIC(min=3, max=10), None))
+    tr.check((10, torch.ones(2)))
+    for n, limit in ((2, "at least 3"), (11, "at most 10")):
+        with pytest.raises(InputMismatchError, match=f"n is {n} and must be {limit}"):
+            tr(n, torch.ones(2))
+    with pytest.raises(DynamicShapeError, match=r"n is 2 in the example, outside of \[3, \]"):
+        st.trace(lambda n, x: x * n, (2, torch.ones(2)), dynamic_shapes=(Dim.DYNAMIC(min=3), None))
+
+
+def test_two_dims_of_one_name_have_one_range():
+    shapes = ({0: Dim("C", min=3)}, {0: Dim("C", max=12)})
+    with pytest.raises(DynamicShapeError, match=r"y, dimension 0 has a Dim C of \[0, 12\], and x, .* one of \[3, \]"):
+        st.trace(lambda x, y: x.sum() + y.sum(), (torch.ones(5), torch.ones(5)), dynamic_shapes=shapes)
+
+
+def test_a_range_of_two_sizes():
+    tr = st.trace(Once(), (torch.ones(2),), dynamic_shapes=({0: Dim("d", min=1, max=2)},))
+    tr.check((torch.ones(1),))
+    with pytest.raises(InputMismatchError, match="at most 2"):
+        tr(torch.ones(3))

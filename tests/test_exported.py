@@ -12,6 +12,7 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 import scopetrace as st
+from scopetrace.errors import InputMismatchError
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -470,6 +471,114 @@ def test_unflattened_modules_equal_their_originals(model, args, kwargs):
     assert checked or signed == {""}
 
 
+class Norm(nn.Module):
+    """Casts what may be float32 already, as normalizations do."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        x = x.to(torch.float32)
+        return self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.fc = Norm(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        h = x * 2
+        return h + self.fc(self.norm(h)), h
+
+
+def test_a_cast_that_changes_nothing_leaves_the_signature():
+    model = Residual()
+    ep = exported(model, X)
+    assert signatures(ep) == {"": "() -> ()", "norm": "(mul) -> (mul_2)", "fc": "(mul_2) -> (linear)"}
+    for program in (ep, ep.run_decompositions({}), ep.run_decompositions()):
+        unflattened = torch.export.unflatten(program)
+        unflattened.set_submodule("norm", model.norm)
+        torch.testing.assert_close(unflattened(X), model(X))
+
+
+def test_the_dtype_of_what_is_cast_is_checked():
+    def f(x):
+        y = x.to(torch.float32)
+        y.add_(1)
+        return y * 2
+
+    x = torch.ones(3, dtype=torch.float64)
+    run = exported(f, torch.ones(3)).module()
+    with pytest.raises(RuntimeError, match="dtype mismatch! Expected: Float, Got: double"):
+        run(x)
+    assert x.tolist() == [1, 1, 1]
+
+
+class Pieces(nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.op = op
+
+    def forward(self, x):
+        return self.op(x)[:2]
+
+
+class UsesPieces(nn.Module):
+    def __init__(self, op):
+        super().__init__()
+        self.pieces, self.fc, self.same = Pieces(op), nn.Linear(4, 4), nn.Identity()
+
+    def forward(self, x):
+        self.op = self.pieces.op
+        a, b = self.pieces(x + 1)
+        c, d = self.pieces.op(x)[:2]
+        return self.fc(a.float()) + self.same(b).sum(), self.same(d.float()), self.fc(c.float())
+
+
+MANY = {
+    "unbind": lambda x: x.unbind(0),
+    "split": lambda x: x.split(1),
+    "split_with_sizes": lambda x: x.split([1, 1]),
+    "chunk": lambda x: x.chunk(2),
+    "unsafe_chunk": lambda x: x.unsafe_chunk(2),
+    "tensor_split": lambda x: x.tensor_split(2),
+    "hsplit": lambda x: x.hsplit(2),
+    "max": lambda x: x.max(0),
+    "topk": lambda x: x.topk(1, 0),
+    "sort": lambda x: x.sort(0),
+    "median": lambda x: x.median(0),
+    "aminmax": lambda x: x.aminmax(dim=0),
+    "var_mean": lambda x: torch.var_mean(x, 0),
+    "std_mean": lambda x: torch.std_mean(x, 0),
+    "cummax": lambda x: x.cummax(0),
+    "frexp": torch.frexp,
+    "qr": torch.linalg.qr,
+    "meshgrid": lambda x: torch.meshgrid(x[0, 0], x[0, 0], indexing="ij"),
+    "broadcast_tensors": lambda x: torch.broadcast_tensors(x, x[:1]),
+    "foreach": lambda x: torch._foreach_add([x, x], 1),
+    "identities": lambda x: (x.to(torch.float32), x.positive()),
+}
+
+
+@pytest.mark.parametrize("table", [{}, None], ids=["no decompositions", "core ATen"])
+@pytest.mark.parametrize("op", MANY.values(), ids=MANY.keys())
+def test_decompositions_keep_the_signatures_of_calls_that_take_pieces(op, table):
+    model, x = UsesPieces(op), torch.arange(32.0).reshape(2, 4, 4).sin()
+    want = model(x)
+    ep = exported(model, x)
+    for _ in range(2):
+        ep = ep.run_decompositions(table)
+        assert all(entry.signature for entry in ep.module_call_graph)
+        torch.testing.assert_close(ep.module()(x), want)
+        unflattened = torch.export.unflatten(ep)
+        torch.testing.assert_close(unflattened(x), want)
+        torch.testing.assert_close(unflattened.pieces(x), tuple(op(x)[:2]))
+        unflattened.set_submodule("fc", model.fc)
+        torch.testing.assert_close(unflattened(x), want)
+
+
 # Sizes that differ ----------------------------------------------------------------------------------------------------
 
 
@@ -499,6 +608,43 @@ def test_dynamic_sizes(route):
         run(torch.randn(2, 4), ys=[torch.randn(4)], n=5)
     with pytest.raises(AssertionError, match="Guard failed"):
         run(torch.randn(65, 4), ys=[torch.randn(130)], n=5)
+
+
+class Areas(nn.Module):
+    def forward(self, x, y):
+        return x.sum() * x.shape[0] + y.sum() * y.shape[0] + (1 if x.shape[0] * 3 < 40 else 2)
+
+
+D = Dim("d", min=3, max=20)
+
+
+@pytest.mark.parametrize("route", ["module", "decomposed", "saved"])
+@pytest.mark.parametrize(
+    ("shapes", "sizes", "right", "wrong"),
+    [
+        (({0: D}, {0: 2 * D}), (4, 8), [(5, 10), (3, 6)], [(5, 11), (2, 4), (21, 42)]),
+        (({0: D - 1}, {0: 2 * D}), (4, 10), [(5, 12), (2, 6)], [(5, 10), (1, 4)]),
+        (({0: 2 * D + 1}, {0: 3 * D}), (9, 12), [(7, 9)], [(8, 12), (5, 6), (8, 9)]),
+        (({0: D}, {0: D + 1}), (4, 5), [(13, 14)], [(14, 15), (14, 14)]),
+    ],
+)
+def test_derived_dims_are_guarded(route, shapes, sizes, right, wrong):
+    tr = st.trace(Areas(), tuple(map(torch.ones, sizes)), dynamic_shapes=shapes)
+    run = ROUTES[route](tr.to_exported_program())
+    for n, m in (sizes, *right):
+        args = torch.ones(n), torch.ones(m)
+        torch.testing.assert_close(run(*args), Areas()(*args))
+    for n, m in wrong:
+        with pytest.raises(InputMismatchError):
+            tr(torch.ones(n), torch.ones(m))
+        with pytest.raises(AssertionError, match="Guard failed"):
+            run(torch.ones(n), torch.ones(m))
+
+
+def test_a_size_of_one_for_which_the_model_goes_another_way_is_guarded():
+    tr = st.trace(lambda x: x * 2 if x.shape[0] == 1 else x * 3, (torch.ones(4),), dynamic_shapes=({0: Dim("n")},))
+    with pytest.raises(AssertionError, match=r"Guard failed: x.size\(\)\[0\] != 1"):
+        tr.to_exported_program().module()(torch.ones(1))
 
 
 def test_sizes_that_depend_on_data():

@@ -502,6 +502,40 @@ def test_dynamic_sizes_compile_again(level):
     assert len(graphs) == 3
 
 
+class Rate(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.rate = 0.5
+
+    def forward(self, x):
+        return x.sin() * self.rate
+
+
+@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(
+    "module",
+    [nn.LayerNorm(4), nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval(), nn.Dropout(0.5), nn.GroupNorm(2, 4), Rate()],
+    ids=str,
+)
+def test_floats_of_a_model_under_dynamic_sizes(module, level):
+    """Dynamo gives them as tensors, of which the graph takes `item`."""
+    eager, graphs = copy.deepcopy(module), []
+    compiled = torch.compile(module, backend=functional_backend(collect(graphs), level=level), dynamic=True)
+    for n in (3, 5, 3):
+        x = torch.randn(n, 4)
+        results = []
+        for run in (compiled, eager):
+            torch.manual_seed(0)
+            results.append(run(x))
+        torch.testing.assert_close(*results)
+    for mine, theirs in zip(module.buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert len(graphs) == 2
+    if isinstance(module, Rate):
+        module.rate = -2.0
+        torch.testing.assert_close(compiled(x), x.sin() * -2)
+
+
 def test_autocast_and_no_grad_at_torch_level():
     def fn(x, w):
         with torch.no_grad():
@@ -573,11 +607,13 @@ class _Layer(nn.Module):
 
 @pytest.mark.parametrize("level", ["aten", "torch"])
 def test_scopes_are_those_of_the_modules_that_dynamo_went_through(level):
-    graphs = []
+    graphs, stacks = [], []
 
     def backend(gm, example_inputs):
         made = functionalize(gm, example_inputs, level=level)
-        graphs.extend((meta.scope_path(n), n.name) for n in made.graph_module.graph.nodes if n.op.startswith("call"))
+        calls = [n for n in made.graph_module.graph.nodes if n.op.startswith("call")]
+        graphs.extend((meta.scope_path(n), n.name) for n in calls)
+        stacks.extend([*n.meta["nn_module_stack"].values()] for n in calls)
         return made
 
     torch.compile(nn.Sequential(_Layer(), _Layer()), backend=backend)(torch.randn(2, 3))
@@ -587,6 +623,7 @@ def test_scopes_are_those_of_the_modules_that_dynamo_went_through(level):
         "_Layer[1]/Linear[fc]",
         "_Layer[1]",
     ]
+    assert stacks[2] == [("", "Sequential"), ("1", "_Layer"), ("1.fc", "Linear")]
 
 
 @pytest.mark.parametrize("level", ["aten", "torch"])

@@ -318,8 +318,17 @@ class WatchedShapeEnv(ShapeEnv):
         small = self._other_for_small.get(expr)
         if small is not None and any(key not in self.assumed for key in small) and _asked_by_the_model():
             for symbol, value in small:
-                self.assumed.setdefault((symbol, value), Assumed(symbol, value, self.place()))
+                self._assume_not(symbol, value)
         return answer
+
+    def _assume_not(self, symbol: sympy.Symbol, value: int) -> None:
+        if (symbol, value) not in self.assumed:
+            self.assumed[symbol, value] = Assumed(symbol, value, self.place())
+            self.add_guard(sympy.Ne(symbol, value, evaluate=False))
+
+    def add_guard(self, condition: Any) -> None:
+        """Add a condition on symbols to the guards."""
+        self.guards.append(ShapeGuard(condition, SLoc("", ""), False))
 
     def _others(self, expr: Any, answer: bool) -> Iterator[tuple[sympy.Symbol, int]]:
         """The (symbol, value) pairs, with values below 2 that are allowed, for which the answer changes."""
@@ -349,7 +358,9 @@ class WatchedShapeEnv(ShapeEnv):
         for name in _SAVED:
             setattr(self, name, state[name])
         self._update_version_counter()
-        self.guards = [ShapeGuard(expr, SLoc("", ""), False) for expr in state["guards"]]
+        self.guards = []
+        for condition in state["guards"]:
+            self.add_guard(condition)
         self.deferred_runtime_asserts = {
             s: [RuntimeAssert(expr, msg, None) for expr, msg in found]  # type: ignore[arg-type]
             for s, found in state["asserts"].items()
@@ -360,7 +371,7 @@ class WatchedShapeEnv(ShapeEnv):
         expr = size.node.expr
         for symbol in expr.free_symbols:
             if self.smallest.get(symbol, 2) < 2 and self._differs(sympy.Eq(expr, 1), symbol, 1, False):
-                self.assumed.setdefault((symbol, 1), Assumed(symbol, 1, self.place()))
+                self._assume_not(symbol, 1)
 
 
 def _asked_by_the_model() -> bool:
@@ -396,11 +407,10 @@ def _source(path: str, dim: int | None = None, derive: Callable[[Any], Any] | No
     root = re.match(r"\w*", path)
     assert root is not None
     code = f"L[{root[0]!r}]{path[root.end() :]}" + ("" if dim is None else f".size()[{dim}]")
-    if derive is not None:
-        size, symbol = sympy.Symbol("size", integer=True), sympy.Symbol("root", integer=True)
-        found = try_solve(sympy.Eq(derive(symbol), size), symbol)
-        assert found is not None
-        code = str(found[1]).replace("size", f"({code})")
+    if derive is not None:  # torch.export derives by linear functions with integer coefficients
+        offset = int(derive(sympy.Integer(0)))
+        factor = int(derive(sympy.Integer(1))) - offset
+        code = f"(({code} - {offset}) // {factor})"
     return SizeSource(code)
 
 
@@ -410,7 +420,9 @@ def new_symbol(env: WatchedShapeEnv, value: int, path: str, dim: int, spec: DimS
     `value` is its value in the example inputs.
     """
     lower = spec.lower
-    limits = ValueRanges(max(2, lower), int_oo if spec.upper is None else spec.upper)
+    least = max(2, lower)
+    # torch makes a number of a symbol with one value, so the range has two where `spec` allows 2, or less, only.
+    limits = ValueRanges(least, int_oo if spec.upper is None else max(spec.upper, least + 1))
     constraint = StrictMinMaxConstraint(warn_only=False, vr=limits)
     symbol = env.create_symbol(value, _source(path, dim, spec.derive), DimDynamic.DYNAMIC, constraint)
     if lower < 2:
@@ -422,9 +434,25 @@ ANY_LOWER = -(2**63)
 """The least 64-bit integer, as a bound that is none."""
 
 
-def new_number(env: WatchedShapeEnv, value: int, path: str) -> sympy.Symbol:
+def add_derived(env: WatchedShapeEnv, expr: Any, path: str, dim: int, spec: DimSpec) -> None:
+    """Guards for a dimension that is `expr`, a function of the root of its Dim, in the form of torch.export's.
+
+    They serve the ExportedProgram; a trace checks its calls by `SizeRules`.
+    """
+    size = sympy.Symbol(f"derived_{len(env.var_to_sources)}", integer=True)
+    env.var_to_sources[size] = [_source(path, dim)]
+    (root,) = expr.free_symbols
+    env.add_guard(sympy.Eq(size, expr))
+    env.add_guard(sympy.Ge(root, spec.lower, evaluate=False))  # the root is positive for sympy, and 0 may be given
+    if spec.upper is not None:
+        env.add_guard(sympy.Le(root, spec.upper))
+
+
+def new_number(env: WatchedShapeEnv, value: int, path: str, spec: DimSpec) -> sympy.Symbol:
     """A new symbol for the integer argument at `path`, which is `value` in the example inputs."""
-    constraint = StrictMinMaxConstraint(warn_only=False, vr=ValueRanges(-int_oo, int_oo))
+    lower = -int_oo if spec.lower == ANY_LOWER else spec.lower
+    limits = ValueRanges(lower, int_oo if spec.upper is None else spec.upper)
+    constraint = StrictMinMaxConstraint(warn_only=False, vr=limits)
     return env.create_unspecified_symbol(value, _source(path), DimDynamic.DYNAMIC, constraint)
 
 
@@ -462,8 +490,8 @@ class DimSpec:
         return size if self.derive is None else solved(self.derive(root), root, size)
 
 
-def read_dim(dim: Any) -> DimSpec | int | None:
-    """One entry of `dynamic_shapes` in any of torch.export's forms.
+def read_dim(dim: Any, least: int = 0) -> DimSpec | int | None:
+    """One entry of `dynamic_shapes` in any of torch.export's forms; `least` is the lower bound where it says none.
 
     Returns a DimSpec for a dynamic dimension, an int for a size that the example must have, None for a static one.
     Raises TypeError for anything else.
@@ -478,7 +506,8 @@ def read_dim(dim: Any) -> DimSpec | int | None:
     if isinstance(dim, _DimHint):
         if dim.type is _DimHintType.STATIC:
             return None
-        return DimSpec(None, dim.min or 0, _bounded(dim.max), may_be_fixed=dim.type is _DimHintType.AUTO)
+        lower = least if dim.min is None else dim.min
+        return DimSpec(None, lower, _bounded(dim.max), may_be_fixed=dim.type is _DimHintType.AUTO)
     raise TypeError(f"{dim!r} is none of None, int, Dim, Dim.AUTO, Dim.DYNAMIC, Dim.STATIC")
 
 

@@ -25,6 +25,11 @@ Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 class _NodeArithmetic(OptimizedPythonReferenceAnalysis):
     """Evaluates sympy on graph nodes. torch's class has no conversion from float to int, which Inductor adds itself."""
 
+    @staticmethod
+    def sym_sum(args: Sequence[Any]) -> Any:
+        """With `add`: torch's takes `torch.sym_sum`, which `torch.export.save` does not know."""
+        return functools.reduce(operator.add, args)
+
 
 def _to_int(fn: Callable[[Any], Any]) -> Any:
     def convert(x: Any, dtype: torch.dtype) -> Any:

@@ -8,6 +8,7 @@ Data flow:
 from __future__ import annotations
 
 import collections
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
@@ -121,21 +122,50 @@ class _Compiled:
     def __init__(self, gm: torch.fx.GraphModule, make: Callable[..., Functionalized], compiler: Compiler) -> None:
         self._gm, self._make, self._compiler = gm, make, compiler
         self._programs: dict[Any, tuple[Functionalized, Callable[..., Any]]] = {}
+        self._numbers = _numbers(gm)
         self._uses_absolute_offset = False  # whether an op addresses an input from the start of its storage
 
     def __call__(self, *args: Any) -> Any:
-        found = self._programs.get(_kind_of(args, self._uses_absolute_offset))
+        numbers = {i: args[i].item() for i in self._numbers}
+        key = repr(numbers)  # which tells 0.0 from -0.0
+        found = self._programs.get((key, _kind_of(args, self._uses_absolute_offset)))
         if found is None:
-            found = self._compile(args)
-            self._programs[_kind_of(args, self._uses_absolute_offset)] = found
+            found = self._compile(args, numbers)
+            self._programs[key, _kind_of(args, self._uses_absolute_offset)] = found
         program, run = found
         return program.run(run, *args)
 
-    def _compile(self, args: tuple[Any, ...]) -> tuple[Functionalized, Callable[..., Any]]:
-        made = self._make(self._gm, args)
+    def _compile(self, args: tuple[Any, ...], numbers: dict[int, Any]) -> tuple[Functionalized, Callable[..., Any]]:
+        made = self._make(_with_numbers(self._gm, numbers) if numbers else self._gm, args)
         program = program_of(made)
         self._uses_absolute_offset |= any(v.storage in program.tape.uses_absolute_offset for v in program.tape.inputs)
         return made, self._compiler(made.graph_module, program.boundary.enter(args, {}))
+
+
+def _numbers(gm: torch.fx.GraphModule) -> list[int]:
+    """The positions of the inputs that are numbers: under `dynamic=True` Dynamo gives a float of the model, such as an
+    `eps`, as a tensor of which the graph takes the `item`."""
+    found = []
+    for i, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        if node.users and all(user.op == "call_method" and user.target == "item" for user in node.users):
+            found.append(i)
+    return found
+
+
+def _with_numbers(gm: torch.fx.GraphModule, numbers: dict[int, Any]) -> torch.fx.GraphModule:
+    """The graph with these numbers in place of the `item` of inputs, by their positions."""
+    graph = copy.deepcopy(gm.graph)
+    inputs = list(graph.find_nodes(op="placeholder"))
+    for i, number in numbers.items():
+        for item in list(inputs[i].users):
+            for user in list(item.users):
+                user.args, user.kwargs = _replaced((user.args, user.kwargs), item, number)
+            graph.erase_node(item)
+    return torch.fx.GraphModule(gm, graph)
+
+
+def _replaced(x: Any, old: torch.fx.Node, new: Any) -> Any:
+    return torch.fx.node.map_aggregate(x, lambda leaf: new if leaf is old else leaf)
 
 
 def _kind_of(args: tuple[Any, ...], uses_absolute_offset: bool) -> Any:

@@ -9,6 +9,7 @@ Data flow:
 from __future__ import annotations
 
 import ast
+import itertools
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -203,7 +204,7 @@ class FxLowering:
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
         meta.set_place(node, op.scope.path, op.call.position if op.call is not None else 0)
         if op.kind != "placeholder":
-            meta.set_origin(node, self._module_stack(op.call), format_stack(op.frames))
+            meta.set_origin(node, self._module_stack(op.call) | _modules_within(op), format_stack(op.frames))
 
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
@@ -257,9 +258,8 @@ class FxLowering:
             assert call is not None
             found = dict(self._module_stack(call.parent))
             if call.module is not None:
-                cls = type(call.module)
                 key = f"L__self__{call.fqn or ''}" + (f"@{call.index}" if call.index else "")
-                found[key] = (call.fqn or "", f"{cls.__module__}.{cls.__qualname__}")
+                found[key] = (call.fqn or "", _type_name(call))
             self._stacks[call] = found
         return found
 
@@ -275,6 +275,26 @@ class FxLowering:
             node = self.graph.create_node("call_function", set_grad_enabled, (enabled,), name="set_grad_enabled")
             meta.set_place(node, str(self.tape.root), 0)
             self._grad = enabled
+
+
+def _type_name(call: Call) -> str:
+    cls = type(call.module)
+    if issubclass(cls, torch.fx.GraphModule):  # each has a class of its own, which has no name in a module
+        return call.scope.type_name
+    return f"{cls.__module__}.{cls.__qualname__}"
+
+
+def _modules_within(op: Op) -> dict[str, tuple[str, str]]:
+    """The modules around an op inside its call, as `nn_module_stack` has them: those of a node of a traced graph."""
+    call = op.call
+    if call is None or op.scope is call.scope:
+        return {}
+    found, fqn = {}, call.fqn or ""
+    inner = list(itertools.takewhile(lambda s: s is not call.scope, op.scope.ancestors()))
+    for scope in reversed([s for s in inner if s.is_module]):
+        fqn = f"{fqn}.{scope.name}" if fqn else scope.name
+        found[f"L__self__{fqn}"] = fqn, scope.type_name
+    return found
 
 
 def live_ops(tape: Tape) -> set[int]:

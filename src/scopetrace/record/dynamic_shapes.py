@@ -8,8 +8,9 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import warnings
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -18,13 +19,14 @@ from scopetrace._compat.shape_env import (
     ANY_LOWER,
     DimSpec,
     WatchedShapeEnv,
+    add_derived,
     new_number,
     new_symbol,
     read_dim,
     symint,
 )
 from scopetrace._compat.tensors import storage_id
-from scopetrace.containers.structure import open_container
+from scopetrace.containers.structure import Children, open_container
 from scopetrace.errors import DynamicShapeError
 from scopetrace.ir.conditions import DynamicInput, SizeRules
 
@@ -61,8 +63,9 @@ class DynamicShapes:
         spec = self._numbers.get(path)
         if spec is None:
             return None
-        symbol = new_number(self.rules.env, value, path)
-        self.rules.specs[symbol] = dataclasses.replace(spec, lower=ANY_LOWER)
+        _check_limits(spec, value, path)
+        symbol = new_number(self.rules.env, value, path, spec)
+        self.rules.specs[symbol] = spec
         self.rules.where[symbol] = path
         self.rules.dynamic.append(DynamicInput(path, index, None, symbol))
         return symint(self.rules.env, symbol, value)
@@ -74,7 +77,11 @@ class DynamicShapes:
                 f"{path}, dimension {d} is {value} in the example, which is not of the form that it must have"
             )
         symbol = self._symbol(spec, root, path, d)
-        return symbol if symbol is None or spec.derive is None else spec.derive(symbol)
+        if symbol is None or spec.derive is None:
+            return symbol
+        expr = spec.derive(symbol)
+        add_derived(self.rules.env, expr, path, d, spec)
+        return expr
 
     def _symbol(self, spec: DimSpec, value: int, path: str, d: int) -> Any:
         symbol, where = self._named.get(spec.name or ""), f"{path}, dimension {d}"
@@ -84,6 +91,7 @@ class DynamicShapes:
                     f"{where} gives {spec.name} = {value}, and {self.rules.where[symbol]} gives "
                     f"{self._values[symbol]}: one Dim stands for one size"
                 )
+            self._refuse_other_range(symbol, spec, where)
             return symbol
         if value < 2:
             problem = f"{where} is {value} in the example, and torch fixes sizes 0 and 1 (they broadcast)"
@@ -91,8 +99,7 @@ class DynamicShapes:
                 warnings.warn(f"scopetrace: {problem}: it is static", stacklevel=2)
                 return None
             raise DynamicShapeError(problem, hint="give an example whose size there is 2 or more")
-        if value < spec.lower or (spec.upper is not None and value > spec.upper):
-            raise DynamicShapeError(f"{where} is {value} in the example, outside of [{spec.lower}, {spec.upper}]")
+        _check_limits(spec, value, where)
         symbol = new_symbol(self.rules.env, value, path, d, spec)
         self.rules.specs[symbol], self.rules.where[symbol] = dataclasses.replace(spec, derive=None), where
         self._values[symbol] = value
@@ -101,33 +108,111 @@ class DynamicShapes:
             self.rules.env.names[symbol] = spec.name
         return symbol
 
+    def _refuse_other_range(self, symbol: Any, spec: DimSpec, where: str) -> None:
+        first = self.rules.specs[symbol]
+        if (first.lower, first.upper) != (spec.lower, spec.upper):
+            raise DynamicShapeError(
+                f"{where} has a Dim {spec.name} of {_range(spec)}, "
+                f"and {self.rules.where[symbol]} one of {_range(first)}",
+                hint="use one Dim object for both, or give the Dims two names",
+            )
 
-def read_dynamic_shapes(
-    spec: Any, named: list[tuple[str, Any]], whole: Callable[[], dict[str, Any]], object_types: Collection[type]
-) -> list[Spec]:
+
+def _range(spec: DimSpec) -> str:
+    lower, upper = ("" if n in (None, ANY_LOWER) else n for n in (spec.lower, spec.upper))
+    return f"[{lower}, {upper}]"
+
+
+def _check_limits(spec: DimSpec, value: int, where: str) -> None:
+    if value < spec.lower or (spec.upper is not None and value > spec.upper):
+        raise DynamicShapeError(f"{where} is {value} in the example, outside of {_range(spec)}")
+
+
+@dataclasses.dataclass(frozen=True)
+class Argument:
+    """A parameter of forward that the example passes."""
+
+    name: str
+    items: dict[str, Any]
+    """By path, what is passed for it: one value, for `*args` and `**kwargs` as many as there are."""
+    variadic: type | None = None
+    """`tuple` for `*args`, `dict` for `**kwargs`."""
+
+
+def arguments_of(signature: inspect.Signature, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Argument]:
+    """The arguments in the order of the signature, which is that of torch.export's `dynamic_shapes`."""
+    found = []
+    for name, value in signature.bind(*args, **kwargs).arguments.items():
+        kind = signature.parameters[name].kind
+        if kind is inspect.Parameter.VAR_POSITIONAL:
+            found.append(Argument(name, {f"{name}[{i}]": x for i, x in enumerate(value)}, tuple))
+        elif kind is inspect.Parameter.VAR_KEYWORD:
+            found.append(Argument(name, dict(value), dict))
+        else:
+            found.append(Argument(name, {name: value}))
+    return found
+
+
+def read_dynamic_shapes(spec: Any, arguments: list[Argument], object_types: Collection[type]) -> list[Spec]:
     """Each tensor of the arguments with its dynamic dimensions, and the dynamic numbers.
 
-    `named` are the arguments with forward's names. `whole` gives them as forward's signature binds them, `*args` and
-    `**kwargs` under their own names.
-    Raises DynamicShapeError where the specification does not fit them.
+    `spec` is a dict by the names of forward's parameters, or a tuple in their order. It has a tuple for `*args` and a
+    dict for `**kwargs`, or says each of their items as an argument of its own.
+    Raises DynamicShapeError where the specification does not fit the arguments.
     """
     if isinstance(spec, (tuple, list)):
-        if len(spec) != len(named):
-            raise DynamicShapeError(f"dynamic_shapes has {len(spec)} items for {len(named)} arguments")
-        pairs = [(name, a, s) for (name, a), s in zip(named, spec, strict=True)]
+        items = _by_position(spec, arguments)
     elif isinstance(spec, dict):
-        table = dict(named)
-        if not spec.keys() <= table.keys():
-            table = whole()
-        for name in spec:
-            if name not in table:
-                raise DynamicShapeError(f"dynamic_shapes names {name!r}; the arguments are {', '.join(table)}")
-        pairs = [(name, table[name], s) for name, s in spec.items()]
+        items = _by_name(spec, arguments)
     else:
         raise DynamicShapeError(
             f"dynamic_shapes is a {type(spec).__name__}: pass a dict or a tuple, as to torch.export"
         )
-    return [found for name, a, s in pairs for found in _walk(a, s, name, object_types)]
+    return [found for path, x, s in items for found in _walk(x, s, path, object_types)]
+
+
+def _by_position(spec: Any, arguments: list[Argument]) -> list[Spec]:
+    if len(spec) == len(arguments) and all(_fits(a, s) for a, s in zip(arguments, spec, strict=True)):
+        return [item for a, s in zip(arguments, spec, strict=True) for item in _items(a, s)]
+    flat = [item for a in arguments for item in a.items.items()]
+    if len(spec) != len(flat):
+        raise DynamicShapeError(f"dynamic_shapes has {len(spec)} items for {len(arguments)} arguments")
+    return [(path, x, s) for (path, x), s in zip(flat, spec, strict=True)]
+
+
+def _by_name(spec: dict[str, Any], arguments: list[Argument]) -> list[Spec]:
+    named = {a.name: a for a in arguments} | {
+        path: Argument(path, {path: x}) for a in arguments if a.variadic for path, x in a.items.items()
+    }
+    for name in spec:
+        if name not in named:
+            raise DynamicShapeError(f"dynamic_shapes names {name!r}; the arguments are {', '.join(named)}")
+    return [item for name, s in spec.items() for item in _items(named[name], s)]
+
+
+def _fits(argument: Argument, spec: Any) -> bool:
+    """Whether `spec` is that of a whole argument, rather than of one item of `*args` or `**kwargs`."""
+    if argument.variadic is None or spec is None:
+        return True
+    if argument.variadic is tuple:
+        return isinstance(spec, (tuple, list)) and len(spec) == len(argument.items)
+    return isinstance(spec, dict) and spec.keys() <= argument.items.keys()
+
+
+def _items(argument: Argument, spec: Any) -> list[Spec]:
+    """What `spec` says of each item."""
+    if spec is None:
+        return []
+    if not _fits(argument, spec):
+        kind, names = ("tuple", "*") if argument.variadic is tuple else ("dict", "**")
+        raise DynamicShapeError(
+            f"dynamic_shapes has {spec!r} for {names}{argument.name}, which has {', '.join(argument.items)}: "
+            f"write a {kind} with an entry for each"
+        )
+    if argument.variadic is dict:
+        return [(name, argument.items[name], s) for name, s in spec.items()]
+    entries = spec if argument.variadic is tuple else [spec]
+    return [(path, x, s) for (path, x), s in zip(argument.items.items(), entries, strict=True)]
 
 
 def _walk(x: Any, spec: Any, path: str, object_types: Collection[type]) -> Iterator[Spec]:
@@ -145,24 +230,41 @@ def _walk(x: Any, spec: Any, path: str, object_types: Collection[type]) -> Itera
             f"dynamic_shapes has {spec!r} for {path}, which is a {type(x).__name__}: "
             "Python values are fixed in a trace; write None, or pass a tensor"
         )
-    named = vars(x) if type(x) in object_types else x
-    if isinstance(spec, dict) and isinstance(named, dict):
-        if not spec.keys() <= named.keys():
-            raise DynamicShapeError(f"dynamic_shapes has keys {list(spec)} for {path}, which has {list(named)}")
-        for key, item in spec.items():
-            yield from _walk(named[key], item, path + (f"[{key!r}]" if named is x else f".{key}"), object_types)
-        return
-    items = list(spec.values()) if isinstance(spec, dict) else list(spec)
-    if len(items) != len(inner):
-        raise DynamicShapeError(f"dynamic_shapes has {len(items)} items for {path}, which has {len(inner)}")
-    for (key, value), item in zip(inner, items, strict=True):
-        yield from _walk(value, item, path + key, object_types)
+    for key, item in _children(spec, x, inner, path, object_types).items():
+        yield from _walk(dict(inner)[key], item, path + key, object_types)
+
+
+def _children(spec: Any, x: Any, inner: Children, path: str, object_types: Collection[type]) -> dict[str, Any]:
+    """What `spec` says of the children of a container, by their paths: `[0]`, `['k']`, `.keys`.
+
+    It is a container of the same class, as torch.export has it, a dict by index, key or attribute, or a sequence; not
+    a sequence for a dict, whose order says nothing.
+    """
+    names = [key for key, _ in inner]
+    if isinstance(spec, dict):
+        paths = [next((k for k in (f"[{key!r}]", f".{key}") if k in names), "") for key in spec]
+        if "" in paths:
+            raise DynamicShapeError(f"dynamic_shapes has keys {list(spec)} for {path}, which has {_said(names)}")
+        return dict(zip(paths, spec.values(), strict=True))
+    items = [s for _, s in open_container(spec, object_types) or []]
+    if not isinstance(spec, (tuple, list, type(x))) or (isinstance(x, dict) and not isinstance(spec, dict)):
+        raise DynamicShapeError(
+            f"dynamic_shapes has {spec!r} for {path}, a {type(x).__name__} with {_said(names)}: "
+            f"write {'a dict' if isinstance(x, dict) else 'a tuple, a list or a dict'} of what is in it, or None"
+        )
+    if len(items) != len(names):
+        raise DynamicShapeError(f"dynamic_shapes has {len(items)} items for {path}, which has {len(names)}")
+    return dict(zip(names, items, strict=True))
+
+
+def _said(names: list[str]) -> str:
+    return ", ".join(name.removeprefix(".") for name in names) or "nothing"
 
 
 def _read(dim: Any, value: int, where: str, path: str) -> DimSpec | None:
     """What is said of one size or number, which is `value` in the example; None for a static one."""
     try:
-        said = read_dim(dim)
+        said = read_dim(dim, ANY_LOWER if where == path else 0)
     except TypeError as error:
         raise DynamicShapeError(f"dynamic_shapes, {where}: {error}") from None
     if isinstance(said, int):

@@ -35,7 +35,14 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, leaf_rule
 from scopetrace.record.data import DataReader, NoRealValue
 from scopetrace.record.draws import Draw, Draws
-from scopetrace.record.dynamic_shapes import DynamicShapes, read_dynamic_shapes, refuse_shared, symbolic_strides
+from scopetrace.record.dynamic_shapes import (
+    Argument,
+    DynamicShapes,
+    arguments_of,
+    read_dynamic_shapes,
+    refuse_shared,
+    symbolic_strides,
+)
 from scopetrace.record.effects import EffectWatch, side_effects
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
@@ -275,11 +282,11 @@ class Recording:
             spec = spec.dynamic_shapes(forward, args, kwargs)
         if not spec:
             return None
-
-        def bound() -> dict[str, Any]:
-            return dict(_signature(forward).bind(*args, **kwargs).arguments)
-
-        specs = read_dynamic_shapes(spec, named, bound, self.object_types)
+        try:
+            arguments = arguments_of(_signature(forward), args, kwargs)
+        except ValueError:  # built-in callables have no signature
+            arguments = [Argument(name, {name: x}) for name, x in named]
+        specs = read_dynamic_shapes(spec, arguments, self.object_types)
         refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], leaves)
         dynamic = DynamicShapes(self.factory.shape_env, specs)
         self.tape.sizes = dynamic.rules

@@ -41,6 +41,8 @@ from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
+from scopetrace.lower.exported.frames import ModuleCallFrame
+from scopetrace.lower.exported.identities import Identities, casts
 from scopetrace.ops.functional_variants import by_name, tensor_of
 from scopetrace.program.graph import has_effect, live_ops
 
@@ -50,10 +52,12 @@ Node = torch.fx.Node
 class _Passed:
     """The arguments and results of a call as torch.export's argument specs."""
 
-    def __init__(self, frame: ModuleCallFrame, lower: Callable[[Any], Any]) -> None:
+    def __init__(self, frame: ModuleCallFrame, identities: Identities, lower: Callable[[Any], Any]) -> None:
         call = frame.call
-        flat, in_spec = pytree.tree_flatten(_plain((lower(call.args), lower(call.kwargs))))
-        out, out_spec = pytree.tree_flatten(_plain(lower(call.outputs)))
+        assert frame.parent is not None
+        given = identities.seen_from(frame.parent, (call.args, call.kwargs))
+        flat, in_spec = pytree.tree_flatten(_plain(lower(given)))
+        out, out_spec = pytree.tree_flatten(_plain(lower(identities.seen_from(frame, call.outputs))))
         self.taken = {x for x in flat if isinstance(x, Node)}
         self.given = {x for x in out if isinstance(x, Node)}
         inputs, outputs = [argument_of(x) for x in flat], [argument_of(x) for x in out]
@@ -65,11 +69,17 @@ class _Passed:
 class ModuleCalls:
     """The module calls of a lifted graph, and which of them have signatures."""
 
-    def __init__(self, placement: Placement, frames: list[ModuleCallFrame], lower: Callable[[Any], Any]) -> None:
+    def __init__(
+        self,
+        placement: Placement,
+        frames: list[ModuleCallFrame],
+        identities: Identities,
+        lower: Callable[[Any], Any],
+    ) -> None:
         self._place, hidden = placement
         seen = {frame for inner in set(self._place.values()) for frame in inner.chain()}
         inside = [f for f in frames if f.parent is not None]
-        self._passed = {f: _Passed(f, lower) for f in inside if f in seen}
+        self._passed = {f: _Passed(f, identities, lower) for f in inside if f in seen}
         said = {f for f, p in self._passed.items() if p.signature and hidden.isdisjoint(p.taken | p.given)}
         self._unsigned = {f.fqn for f in inside if f not in said}
         while not self._settle():
@@ -151,65 +161,17 @@ def _can_be_repeated(node: Node) -> bool:
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
 
 
-@dataclasses.dataclass(eq=False)
-class ModuleCallFrame:
-    """A module call that `torch.export.unflatten` can tell apart from the calls around it."""
-
-    call: Call
-    fqn: str
-    index: int
-    """0 for the first call with this fqn."""
-    parent: ModuleCallFrame | None
-
-    @property
-    def name(self) -> str:
-        """The name of the call in `module_call_graph`: `a.b`, `a.b@1` for the second."""
-        return f"{self.fqn}@{self.index}" if self.index else self.fqn
-
-    def chain(self) -> Iterator[ModuleCallFrame]:
-        """This frame and those around it, inner before outer."""
-        frame: ModuleCallFrame | None = self
-        while frame is not None:
-            yield frame
-            frame = frame.parent
-
-    def module_stack(self) -> dict[str, tuple[str, str]]:
-        """The `nn_module_stack` of the nodes in it."""
-        return {f"L__self__{f.name}": (f.fqn, f.type_name) for f in reversed(list(self.chain()))}
-
-    @property
-    def type_name(self) -> str:
-        """The module's class, as torch.export writes it."""
-        kind = self.call.module_type or torch.nn.Module
-        return f"{kind.__module__}.{kind.__qualname__}"
-
-
-def frames_of(tape: FunctionalTape) -> dict[Call, ModuleCallFrame]:
-    """The frame of each call of the tape: its own, or that of a call around it."""
-    count: collections.Counter[str] = collections.Counter()
-    found: dict[Call, ModuleCallFrame] = {}
-    for call in sorted(tape.calls, key=lambda c: c.position):
-        if call.parent is None:
-            found[call] = ModuleCallFrame(call, "", 0, None)
-            continue
-        around = found[call.parent]
-        prefix = f"{around.fqn}." if around.fqn else ""
-        if call.fqn and call.fqn.startswith(prefix) and call.module_type is not None and call.raised is None:
-            found[call] = ModuleCallFrame(call, call.fqn, count[call.fqn], around)
-            count[call.fqn] += 1
-        else:
-            found[call] = around
-    return found
-
-
 def with_marks(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> FunctionalTape:
-    """The tape with a no-op check in each call without ops, and of each dead argument or result of a call.
+    """The tape with a check before each cast, in each call without ops, of each dead argument or result of a call.
 
     `torch.export.unflatten` fails on a signature of a call without nodes (`nn.Identity`), and `run_decompositions`
     refuses a signature whose values it removed as dead. The check is `_assert_tensor_metadata` of the dtype, which
-    torch.export itself writes for casts: torch's passes keep it, and ONNX drops it.
+    torch.export itself writes before casts: torch's passes keep it, and ONNX drops it.
     """
     marks: dict[int, list[Op]] = collections.defaultdict(list)  # by the place before which they stand
+    for i, value in casts(tape):
+        op = tape.ops[i]
+        marks[i].append(_mark(value, op.call, op.scope, op.frames))
     _mark_idle_calls(tape, frames, marks)
     _mark_dead_values(tape, marks)
     if not marks:

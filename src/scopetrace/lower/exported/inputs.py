@@ -24,7 +24,8 @@ from scopetrace.containers.structure import container_type, identifier, map_stru
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import Call, FunctionalTape, Value
-from scopetrace.lower.exported.calls import PLAIN, ModuleCallFrame, argument_of, is_erased
+from scopetrace.lower.exported.calls import PLAIN, argument_of, is_erased
+from scopetrace.lower.exported.frames import ModuleCallFrame
 from scopetrace.program.graph import FxLowering
 
 _PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_"}

@@ -22,7 +22,10 @@ from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import FunctionalTape, Value, flat, garbage_collection_paused
-from scopetrace.lower.exported.calls import ModuleCalls, frames_of, place_nodes, with_marks
+from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
+from scopetrace.lower.exported.decompositions import TracedExportedProgram
+from scopetrace.lower.exported.frames import frames_of
+from scopetrace.lower.exported.identities import Identities
 from scopetrace.lower.exported.inputs import Lifted, states
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.program.graph import FxLowering
@@ -43,14 +46,15 @@ def to_exported_program(program: TracedProgram) -> ExportedProgram:
 def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> ExportedProgram:
     _refuse(tape)
     frames = frames_of(tape)
-    marked = with_marks(tape, frames)
+    identities = Identities(tape, frames)
+    marked = with_marks(identities.applied(tape), frames)
     program = FxLowering(marked)
     names = argument_names(forward, len(tape.args[0]))
     lifted = Lifted(program, marked, states(tape, frames), names)
     outputs = Outputs(program, marked, lifted)
     _fill_values(program.graph)
     place = place_nodes(program.graph, frames)
-    calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], lifted.lower)
+    calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], identities, lifted.lower)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
     bodies: dict[str, torch.fx.GraphModule] = {name: body.graph_module() for name, body in program.bodies.items()}
     with torch.set_grad_enabled(tape.ops[0].grad if tape.ops else True):
@@ -59,7 +63,7 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> Exported
     taken: set[str] = set()
     argument_identifiers = [*(identifier(name, taken) for name in names), *tape.args[1]]
     root = ModuleCallSignature([], [], lifted.spec, outputs.spec, argument_identifiers)
-    return ExportedProgram(
+    return TracedExportedProgram(
         holder,
         graph,
         signature,

@@ -1,0 +1,77 @@
+"""Values that are an argument of their op itself, as `x.to(torch.float32)` is of a float32 tensor.
+
+The recorder knows the tensor by the op that returned it last, so that a caller who goes on with `x` seems to read a
+value of the module that cast it. The program is right; the signature of that module is lost.
+
+Data flow:
+    ops whose result is their argument -> the argument of each (`Identities`)
+    reads of such a result outside of the call that made it, and not through its results -> reads of the argument
+    casts -> a check of the dtype before each, since with another one a cast returns, or writes, something else
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from scopetrace._compat.schema import is_op, schema_of
+from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.ir.tape import Call, FunctionalTape, Op, Value, renamed
+from scopetrace.lower.exported.frames import ModuleCallFrame
+
+_CASTS = ("aten::to", "aten::type_as")
+
+
+class Identities:
+    """The values that are an argument of their op, and from where they are read as that argument."""
+
+    def __init__(self, tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> None:
+        self._frames = frames
+        self._argument = dict(_identities(tape))
+        self._given = {
+            frames[call]: set(leaves(call.outputs, Value)) for call in tape.calls if frames[call].call is call
+        }
+
+    def seen_from(self, frame: ModuleCallFrame, x: Any) -> Any:
+        """What ops in `frame` read for the values in a structure."""
+        return map_structure(lambda v: self._value(frame, v), x, Value) if self._argument else x
+
+    def _value(self, frame: ModuleCallFrame, value: Value) -> Value:
+        around = set(frame.chain())
+        while value in self._argument and value.op.call is not None:
+            left = [f for f in self._frames[value.op.call].chain() if f not in around]
+            if not left or any(value in self._given[f] for f in left):
+                break
+            value = self._argument[value]
+        return value
+
+    def applied(self, tape: FunctionalTape) -> FunctionalTape:
+        """The tape with all ops, and the outputs, reading what they see."""
+        if not self._argument:
+            return tape
+        root = self._frames[tape.calls[0]]
+        ops = [self._applied_to(op) for op in tape.ops]
+        return dataclasses.replace(tape, ops=ops, returned=self.seen_from(root, tape.graph_outputs()))
+
+    def _applied_to(self, op: Op) -> Op:
+        read = [v for v in op.inputs() if v in self._argument]
+        if not read or op.call is None:
+            return op
+        values = {v: self._value(self._frames[op.call], v) for v in read}
+        return op.replace(args=renamed(op.args, values), kwargs=renamed(op.kwargs, values))
+
+
+def _identities(tape: FunctionalTape) -> Iterator[tuple[Value, Value]]:
+    for op in tape.ops:
+        if op.kind == "call_function" and type(op.outputs) is Value:
+            for value in op.inputs()[:1]:
+                if op.outputs.fake is value.fake:
+                    yield op.outputs, value
+
+
+def casts(tape: FunctionalTape) -> Iterator[tuple[int, Value]]:
+    """The place of each cast among the ops, and the tensor that it takes."""
+    for i, op in enumerate(tape.ops):
+        if op.kind == "call_function" and is_op(op.target) and schema_of(op.target).name in _CASTS:
+            yield i, op.tensor(0)
