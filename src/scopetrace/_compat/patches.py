@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
@@ -65,6 +66,9 @@ class Observer(HookListener, Protocol):
 
     def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
         """The forward assigns to `t.data`; told when paused too. Returns whether the observer did that."""
+
+    def on_reduce(self) -> None:
+        """Python copies or pickles a tensor that was made in the trace, or an input."""
 
     def on_number(self, x: Any) -> Any:
         """A tensor of one element, or a symbolic number, becomes text or a dictionary key.
@@ -251,9 +255,15 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
 def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
     """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward seeds them."""
 
-    for name in ("manual_seed", "seed"):
-        for module in (torch, torch.random):
-            replace(module, name, _reported(getattr(module, name), lambda *_, **__: observer.on_seed(), mine))
+    report = functools.partial(_on_seed, observer)
+    for module in (torch, torch.random, torch.cuda):
+        for name in ("manual_seed", "seed", "manual_seed_all", "seed_all"):
+            if hasattr(module, name):
+                replace(module, name, _reported(getattr(module, name), report, mine))
+
+
+def _on_seed(observer: Observer, *_: Any, **__: Any) -> None:
+    observer.on_seed()
 
 
 def _report_object_collectives(replace: Replace, observer: Observer, mine: Mine) -> None:
@@ -324,11 +334,24 @@ def _report_values(replace: Replace, observer: Observer, mine: Mine) -> None:
         found = observer.on_number(self) if mine() and self.dim() == 0 else NotImplemented
         return to_text(self, spec) if found is NotImplemented else format(found, spec)
 
+    for name in ("__reduce_ex__", "__deepcopy__"):
+        replace(torch.Tensor, name, _of_plain(getattr(torch.Tensor, name), observer, mine))
     replace(torch.Tensor, "numpy", numpy)
     replace(torch.Tensor, "__format__", __format__)
     for cls in (torch.SymInt, torch.SymFloat):
         for name in ("__hash__", "__str__"):
             replace(cls, name, _of_the_number(getattr(cls, name), observer, mine))
+
+
+def _of_plain(outer: Callable[..., Any], observer: Observer, mine: Mine) -> Callable[..., Any]:
+    """A way by which Python copies tensors, which fake ones do not go."""
+
+    def copied(self: torch.Tensor, *args: Any) -> Any:
+        if mine() and isinstance(self, FakeTensor):
+            observer.on_reduce()
+        return outer(self, *args)
+
+    return copied
 
 
 def _of_the_number(outer: Callable[[Any], Any], observer: Observer, mine: Mine) -> Callable[[Any], Any]:

@@ -232,6 +232,8 @@ class ValueTable:
         geometry = geometry_key(t)
         for value in reversed(same_memory):
             if geometry_key(value.fake) == geometry:
+                if t.requires_grad and not value.op.inputs() and value.op.kind == "call_function":
+                    value.fake.requires_grad_()  # torch.ones(2, requires_grad=True), of which the op knows nothing
                 # `.data` of a tensor that requires grad is another tensor for autograd
                 shared = t.requires_grad or not value.fake.requires_grad
                 return value if shared else self.append_op(_aten.detach.default, (value,), t)

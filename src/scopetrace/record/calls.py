@@ -29,6 +29,7 @@ from scopetrace.ir.tape import Call, Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.data import DataReader
 from scopetrace.record.model import Model
+from scopetrace.record.module_paths import HasOtherPath, other_path
 from scopetrace.record.retrace import Assumptions, Retrace
 
 Progress = Callable[[str, int], None]
@@ -81,6 +82,8 @@ class CallRecorder:
     def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called, or its forward: by the call that is open, or by the user in place of a call."""
         call = self._builder.call
+        if isinstance(module, HasOtherPath):
+            self._refuse_other_path(module, args, kwargs)
         if call is not None and call.module is module and method not in self._entered[-1]:
             self._entered[-1] |= {"call", method}
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
@@ -92,6 +95,12 @@ class CallRecorder:
         if self._is_leaf(module, fqn or ""):
             return self._run_leaf(call, run, args, kwargs)
         return self.run(call, {"call", method}, run, (module, *args), kwargs)
+
+    def _refuse_other_path(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        found = other_path(module, args, kwargs)
+        if found is not None and not self._is_leaf(module, self._place(module)[0] or ""):
+            problem, hint = found
+            raise UnsupportedOpError(problem, op=type(module).__qualname__, **self._builder.where(), hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
         """The name of a module in the model, and its scope, named as in the module around it."""
@@ -300,6 +309,16 @@ class CallRecorder:
             with torch.no_grad():
                 t.set_(new.detach())  # type: ignore[call-overload]
         return True
+
+    def on_reduce(self) -> None:
+        """Python takes a tensor apart, to copy or pickle it."""
+        raise UnsupportedOpError(
+            "the forward copies or pickles a tensor by Python (copy.copy, copy.deepcopy, pickle, torch.save), "
+            "which runs no op",
+            op="Tensor.__reduce_ex__",
+            **self._builder.where(),
+            hint="write tensor.clone()",
+        )
 
     def on_number(self, x: Any) -> Any:
         """A tensor with one element, or a symbolic number, becomes text or a key: perhaps the name of a module."""

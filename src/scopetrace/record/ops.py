@@ -32,7 +32,7 @@ from scopetrace._compat.tensors import (
     storage_id,
     version_of,
 )
-from scopetrace.errors import ForeignTensorError, UnsupportedOpError
+from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
 from scopetrace.ir.tape import Value, flat
@@ -283,6 +283,13 @@ class OpRecorder:
     def _append(self, call: OpCall, outputs: Any, *rest: Any) -> None:
         """Put the op on the tape; `rest` are the further fields of Op."""
         kwargs = call.kwargs
+        if isinstance(kwargs.get("generator"), torch.Generator):
+            raise RandomStateError(
+                "an op draws from a random generator of its own, which no graph can hold",
+                op=str(call.facts.func),
+                **self._builder.where(),
+                hint="draw from torch's default generator, or outside of the model",
+            )
         if call.facts.has_dtype and not call.inputs and isinstance(outputs, Value):
             kwargs = {**kwargs, "dtype": outputs.fake.dtype}  # the default is that of the trace
         self._builder.append("call_function", call.facts.func, call.args, kwargs, outputs, *rest)
@@ -425,6 +432,7 @@ def _collective(func: Any, ops: OpRecorder, *args: Any) -> Any:
 
 _REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.lift_fresh.default: lambda ops, t: ops.values.lift_fresh(t),
+    _aten.is_set_to.default: lambda ops, a, b: ops.values.are_one_view(a, b),
     _aten.tensor_split.tensor_indices_or_sections: _split,
     _aten.narrow.Tensor: _narrow,
     _END_OF_PROFILED: lambda ops, handle: _END_OF_PROFILED(handle),

@@ -24,8 +24,8 @@ from scopetrace._compat.dispatch import dispatching_to
 from scopetrace._compat.patches import observing
 from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE, FakeFactory, FakeTensor
 from scopetrace.containers.objects import Returned, Watch, refuse_hidden, refuse_without_structure, tensor_holders
-from scopetrace.containers.structure import identifier, instantiate, leaves_with_path, map_structure
-from scopetrace.errors import DataDependentError, ScopetraceError, TraceError, UnsupportedOpError
+from scopetrace.containers.structure import identifier, instantiate, leaves, leaves_with_path, map_structure
+from scopetrace.errors import DataDependentError, RandomStateError, ScopetraceError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.scopes import frames_of_traceback, user_line
@@ -44,6 +44,7 @@ from scopetrace.record.dynamic_shapes import (
     symbolic_strides,
 )
 from scopetrace.record.effects import EffectWatch, side_effects
+from scopetrace.record.gradients import refuse_lost_gradients
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.retrace import Assumptions, Retrace
@@ -77,6 +78,7 @@ def record(
     def attempt(assumptions: Assumptions) -> RecordedTape:
         model = Model(fn)
         _refuse_sharded(model)
+        _refuse_lazy(model)
         root = scopes.Scope("", model.type_name)
         recording = Recording(
             model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
@@ -97,6 +99,18 @@ def _refuse_sharded(model: Model) -> None:
                 "the model is sharded by fully_shard",
                 module=f"{model.type_name}, {model.names[id(module)][0] or 'the root'}",
                 hint="trace it before it is sharded; a model of the same config on the meta device does as well",
+            )
+
+
+def _refuse_lazy(model: Model) -> None:
+    """A lazy module makes its parameters when it first runs, of sizes that a trace would have to write into it."""
+    for name, module in ((model.names[id(m)][0], m) for m in model.modules):
+        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
+        if any(torch.nn.parameter.is_lazy(t) for t in own):
+            raise UnsupportedOpError(
+                "a lazy module has no parameters yet",
+                module=f"{model.type_name}, {name or 'the root'}",
+                hint="run the model once before it is traced",
             )
 
 
@@ -179,6 +193,7 @@ class Recording:
             with draws.observing(objects.reach), scopes.activate(builder.state):
                 with (
                     self._errors_explained(),
+                    self._unseeded(),
                     observing(calls, model.modules),
                     dispatching_to(self.ops.mode, self.factory.mode),
                 ):
@@ -198,6 +213,7 @@ class Recording:
         self._add_changes(changes, draws.found, objects)
         if builder.deferred:
             raise builder.deferred[0]
+        refuse_lost_gradients(tape, leaves(tape.outputs, Value), self.data.examples)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
         if checks_enabled():
@@ -263,6 +279,12 @@ class Recording:
         return faked
 
     def _fake_input(self, real: torch.Tensor, path: str, dynamic: DynamicShapes | None) -> torch.Tensor:
+        if real.is_nested or real.is_quantized or real.layout not in _LAYOUTS:
+            kind = "nested" if real.is_nested else "quantized" if real.is_quantized else str(real.layout)
+            raise UnsupportedOpError(
+                f"the argument {path} is a {kind} tensor, for which torch has no fake tensor",
+                hint="give a plain tensor: nested.to_padded_tensor(0.0) and a mask, or dequantize(), or to_dense()",
+            )
         sizes = None if dynamic is None else dynamic.sizes_of(real, path, len(self.tape.inputs))
         if sizes is None:
             return self.factory.from_real(real)
@@ -292,6 +314,19 @@ class Recording:
         self.tape.sizes = dynamic.rules
         return dynamic
 
+    @contextlib.contextmanager
+    def _unseeded(self) -> Iterator[None]:
+        """Refuse a forward that sets the state of torch's generator: fake tensors draw no numbers from it."""
+        before = torch.get_rng_state()
+        yield
+        if not torch.equal(before, torch.get_rng_state()):
+            torch.set_rng_state(before)
+            raise RandomStateError(
+                "the forward sets the state of torch's random generator, which no graph can repeat",
+                module=self.model.type_name,
+                hint="seed outside the model",
+            )
+
     # ---------------------------------------------------------------- errors
 
     @contextlib.contextmanager
@@ -312,7 +347,8 @@ class Recording:
     def _explained(self, error: Exception, place: dict[str, str | None]) -> TraceError | None:
         failed = self.builder.failed
         running = failed[1] if failed is not None and failed[0] is error else None
-        if isinstance(error, DATA_DEPENDENT) or any(text in str(error) for text in _NO_DATA):
+        chain = (error, error.__cause__)  # torch.testing wraps what it catches
+        if any(isinstance(e, DATA_DEPENDENT) or any(text in str(e) for text in _NO_DATA) for e in chain):
             return DataDependentError(
                 "Python needs the value of a tensor that depends on the inputs or the model's state",
                 op=self.data.reader(getattr(error, "cond", None), running),
@@ -322,7 +358,7 @@ class Recording:
         if isinstance(error, NoRealValue):
             problem = f"Python needs a value, and there is none: {error}"
             return DataDependentError(problem, op=self.data.reader(None, running), **place)
-        if "is not supported under torch.compile" in str(error):  # torch.distributed.nn.functional
+        if any(text in str(error) for text in _NO_FAKE):
             return UnsupportedOpError(str(error), op=None if running is None else str(running), **place)
         if isinstance(error, NO_SHAPE_RULE):
             first = (str(error).splitlines() or [""])[0]
@@ -351,6 +387,15 @@ _NO_DATA = (
     "doesn't have data",
     "data is not allocated yet",
     "unallocated storage",
+    "Not available for 'meta' device type",
+    "unsupported format string passed to FakeTensor",
+)
+
+_NO_FAKE = (
+    "is not supported under torch.compile",  # torch.distributed.nn.functional
+    "OpaqueTensorImpl",  # MKL-DNN
+    "quantized nyi in meta tensors",
+    "raw Tensor object is already associated",  # a lazy module that the forward makes
 )
 
 _BRANCH = (
@@ -358,6 +403,9 @@ _BRANCH = (
     "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
     "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
 )
+
+
+_LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
 
 
 def _may_vary(leaf: Any) -> bool:
