@@ -506,3 +506,41 @@ def test_refused(edit, message, tmp_path):
     edit(gm)
     with pytest.raises(EditError, match=message):
         st.trace(model, inputs()).with_graph(gm)
+
+
+@pytest.mark.parametrize("edit", [drop_output, other_shape])
+def test_a_call_is_refused_too(edit):
+    trace = st.trace(Model(), inputs())
+    edit(trace.graph_module)
+    trace.graph_module.recompile()
+    with pytest.raises(EditError, match=r"returns \d+ values|y\.copy_.*gives \[\] for \[5, 3\]"):
+        trace(*inputs())
+
+
+def test_the_text_of_an_edit_that_cannot_be_followed():
+    trace = st.trace(nn.ReLU(), (torch.randn(2),))
+    write(trace.graph_module)
+    assert "aten.relu_(" in str(trace)
+    assert repr(trace) == "<Trace of ReLU: 1 ops, 1 module calls>"
+
+
+def test_a_compiled_form_of_an_edited_graph():
+    """`run` compares what the compiled graph returns with the graph as it is now."""
+    trace = st.trace(nn.ReLU(), (torch.randn(2, 3),))
+    replace_with(
+        trace.graph_module,
+        nodes(trace.graph_module, aten.relu.default)[0],
+        lambda graph, n: graph.call_function(aten.sum.dim_IntList, (n, [1])),
+    )
+    trace.graph_module.recompile()
+    x = torch.randn(2, 3)
+    torch.testing.assert_close(trace.run(lambda x: (torch.relu(x).sum(1),), x), torch.relu(x).sum(1))
+
+
+def test_an_edited_outlined_program_has_no_flat_form():
+    _, trace = edited(lambda gm: None)
+    outlined = trace.outline(Block)
+    assert outlined.inline() is trace
+    change_target(outlined.functions[0].graph_module)
+    with pytest.raises(EditError, match="edit the trace, and outline it then"):
+        outlined.inline()

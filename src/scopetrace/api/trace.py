@@ -19,7 +19,14 @@ import torch.export
 import torch.fx
 
 from scopetrace.api.module import to_module
-from scopetrace.errors import ArgumentError, ArgumentTypeError, OutlineError, ScopetraceError, SideEffectWarning
+from scopetrace.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    EditError,
+    OutlineError,
+    ScopetraceError,
+    SideEffectWarning,
+)
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir import meta
@@ -101,7 +108,7 @@ class Runnable:
 
         Raises InputMismatchError as a call does, CompiledGraphError for values of other shapes or dtypes.
         """
-        return self._held.run(graph, *args, **kwargs)
+        return self._program.run(graph, *args, **kwargs)
 
 
 class Trace(Runnable):
@@ -293,7 +300,7 @@ class Trace(Runnable):
             scope: an fnmatch pattern of scope paths; only calls that match are shown.
             print_output: False to return the text only.
         """
-        text = render(self._program, depth, scope)
+        text = render(self._shown, depth, scope)
         if print_output:
             print(text)
         return text
@@ -315,7 +322,15 @@ class Trace(Runnable):
         return Trace(self._program.with_tape(self._program.tape))
 
     def __str__(self) -> str:
-        return render(self._program)
+        return render(self._shown)
+
+    @property
+    def _shown(self) -> TracedProgram:
+        """For text: an edit that cannot be followed is shown all the same, with the nodes as they are."""
+        try:
+            return self._program
+        except EditError:
+            return self._held
 
     def __repr__(self) -> str:
         tapes = list(self._held.tape.walk())
@@ -357,7 +372,13 @@ class OutlinedProgram(Runnable):
         return self._program.calls
 
     def inline(self) -> Trace:
-        """The flat program: the trace that this one was made from."""
+        """The flat program: the trace that this one was made from. Raises EditError for a graph edited since."""
+        if self._program.tape.edited and not program_of(self._source).tape.edited:
+            raise EditError(
+                "the graph of this outlined program was edited, and the trace that it was made from was not",
+                module=self._program.tape.root.path,
+                hint="edit the trace, and outline it then",
+            )
         return self._source
 
     def lint(self) -> None:

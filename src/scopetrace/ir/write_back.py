@@ -18,6 +18,7 @@ import torch
 from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import map_structure
+from scopetrace.errors import EditError
 
 T = TypeVar("T")
 Number = Callable[[Any], Any]
@@ -217,8 +218,12 @@ class WriteBack:
                 with torch.no_grad():
                     target.set_(resolver.get(update.value))  # type: ignore[call-overload]
             else:
+                value = resolver.get(update.value)
+                if value.size() != target.size():  # copy_ would repeat it
+                    problem = f"{update}: the edited graph gives {list(value.size())} for {list(target.size())}"
+                    raise EditError(problem, hint="keep the sizes of what is written back; or trace another model")
                 with torch.set_grad_enabled(update.grad and torch.is_grad_enabled()):
-                    target.copy_(resolver.get(update.value))
+                    target.copy_(value)
         for source in self.results:
             resolver.results.append(resolver.get(source))
         return resolver.results

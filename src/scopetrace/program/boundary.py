@@ -23,7 +23,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id
 from scopetrace.containers.objects import Returned, apply_effects, effect_targets
 from scopetrace.containers.structure import instantiate, match
-from scopetrace.errors import CompiledGraphError, InputMismatchError
+from scopetrace.errors import CompiledGraphError, EditError, InputMismatchError
 from scopetrace.ir.tape import Output, ProgramTape, Tape, Value, bind
 from scopetrace.record import argument_names
 
@@ -148,6 +148,13 @@ class CallBoundary:
     def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
         """Write back the new values among the graph's outputs, and return what the model would return."""
         count = len(self.tape.graph_outputs())
+        if len(values) != count + len(self.tape.attribute_writes):
+            raise EditError(
+                f"node output: the edited graph returns {len(values)} values, and that of the trace "
+                f"{count + len(self.tape.attribute_writes)}",
+                module=self.tape.root.path,
+                hint="keep the outputs in number and order; trace a model that returns something else",
+            )
         program = self.tape.write_back
         found = values[:count]
         results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))

@@ -15,7 +15,7 @@ import dataclasses
 import itertools
 import math
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -45,10 +45,10 @@ from scopetrace.ir.tape import (
     values_in,
 )
 from scopetrace.ir.verify import verify
-from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_writes
 from scopetrace.ops.higher_order import FORMS
 from scopetrace.program.graph import FxLowering
-from scopetrace.program.matching import Matching, Place
+from scopetrace.program.matching import Matching, Place, around
+from scopetrace.program.operands import are_alike, fakes_of, layout_of, written_by
 from scopetrace.program.outputs import outputs_of_edit
 from scopetrace.program.ranges import settle_ranges
 from scopetrace.program.state import HeldTensors
@@ -77,6 +77,10 @@ class Reading:
         for call in sorted(calls.values(), key=lambda call: call.position):
             copies[call] = call.replace(parent=None if call.parent is None else copies[call.parent])
         self.calls = copies
+        self.stops: dict[Call, int] = {}
+        """By old call, the position after that of the last call in it."""
+        for call in copies:
+            self.stops |= dict.fromkeys(around(call), call.position + 1)
         self.by_position = {call.position: copies[call] for call in calls.values()}
         self.scopes = {scope.path: scope for scope in old.tape.root.walk()}
         self.held = held
@@ -92,8 +96,8 @@ class Reading:
 
     def call_around(self, tape: Tape) -> Call:
         """The call that ops of a tape are in which are in no call of it: that of the callable, or around a body."""
-        around = tape.ops[0].call if isinstance(tape, BodyTape) and tape.ops else None
-        return self.by_position[min(self.by_position)] if around is None else self.calls[around]
+        outer = tape.ops[0].call if isinstance(tape, BodyTape) and tape.ops else None
+        return self.by_position[min(self.by_position)] if outer is None else self.calls[outer]
 
     def describe(self) -> None:
         """Write value, scope and call of each node into its meta."""
@@ -173,7 +177,7 @@ class _GraphReader:
                 scope, call = (place.scope, place.call) if op is None else (op.scope, op.call)
                 meta.set_place(node, scope.path, 0 if call is None else call.position)
             if result is None or leaves(result, (Value, *Symbolic)):
-                meta.set_value(node, _fakes(result))
+                meta.set_value(node, fakes_of(result))
         for reader in self.readers.values():
             reader.describe()
 
@@ -238,7 +242,7 @@ class _GraphReader:
             if _is_on_numbers(node.target, args):
                 return _call(node.target, args)
         if is_op(node.target) and schema_of(node.target).name.startswith("aten::sym_"):
-            return node.target(*_fakes(args))
+            return node.target(*fakes_of(args))
         if node.target is _aten._assert_scalar.default and to_expr(args[0]) in self._facts:
             return None  # lowering writes it again
         return self._op(node, args, kwargs)
@@ -250,7 +254,7 @@ class _GraphReader:
         origin = self._origin(node, old)
         if old is not None and old.kind == node.op and old.target == node.target and self._keeps_module(old):
             storages: dict[int, int] = {}
-            if _alike((old.args, old.kwargs), (args, kwargs), storages):
+            if are_alike((old.args, old.kwargs), (args, kwargs), storages):
                 return self._noted(node, self._copied(old, args, kwargs, origin, storages))
         if isinstance(old, Op) and old.unbacked:
             self._refuse(node, "it makes a number that depends on data, and its inputs or target were changed")
@@ -305,7 +309,7 @@ class _GraphReader:
         writes: list[Value] = []
         tracked: tuple[Value, ...] = ()
         if is_op(func):
-            writes = _written(func, args, kwargs)
+            writes = written_by(func, args, kwargs)
             if writes and self.reading.is_pure:
                 self._refuse(
                     node, f"{func} writes to a tensor, and the graph is free of mutation: use its functional variant"
@@ -329,7 +333,7 @@ class _GraphReader:
         form = FORMS[node.target]
         if not all(isinstance(args[position], BodyTape) for position, _, _ in form.bodies):
             self._refuse(node, "its body is a GraphModule that the trace did not make")
-        fakes = form.gathered(_fakes(args))
+        fakes = form.gathered(fakes_of(args))
         for position, _, _ in form.bodies:
             fakes[position] = self._results_of(form.gathered(args)[position])
         out = tuple(fake_results(self.tape.fake_mode, node.target, form.spread(fakes)))
@@ -368,7 +372,7 @@ class _GraphReader:
         def on_op(func: Any, given: Any, named: Any) -> Any:
             args, kwargs = self._lifted((given, named))
             at = origin.replace(grad=torch.is_grad_enabled())
-            return _fakes(self._inferred(node, at, func, args, kwargs))
+            return fakes_of(self._inferred(node, at, func, args, kwargs))
 
         def on_higher_order(hop: Any, given: Any, named: Any) -> Any:
             self._refuse(node, f"it calls {hop}")
@@ -379,7 +383,7 @@ class _GraphReader:
         assert self.tape.fake_mode is not None
         mode = PreDispatchMode(on_op, on_higher_order)
         with dispatching_to(mode, self.tape.fake_mode), torch.set_grad_enabled(origin.grad):
-            out = fn(*_fakes(args), **_fakes(kwargs))
+            out = fn(*fakes_of(args), **fakes_of(kwargs))
         return self._lifted(out)
 
     def _lifted(self, x: Any) -> Any:
@@ -393,7 +397,7 @@ class _GraphReader:
         if found is None and isinstance(t, FakeTensor):
             where = storage_id(t)
             same = (v for v in reversed(self._by_fake.values()) if storage_id(v.fake) == where)
-            return next(v for v in same if _layout(v.fake) == _layout(t))
+            return next(v for v in same if layout_of(v.fake) == layout_of(t))
         return found
 
     # ---------------------------------------------------------------- attributes and bodies
@@ -461,7 +465,7 @@ class _GraphReader:
 
     def _fill(self, old: Call, new: Call) -> None:
         """Give the copy of a call the values of the new tape."""
-        stop = max([old.position, *(c.position for c in self.reading.calls if old in _around(c))]) + 1
+        stop = self.reading.stops[old]
         new.args, new.kwargs = map_structure(
             lambda v: self._argument(v, old.position, stop), (old.args, old.kwargs), Value
         )
@@ -495,13 +499,6 @@ class _GraphReader:
     def _one(self, node: Node) -> Any:
         found = self.results[node]
         return found if isinstance(found, (Value, *Symbolic)) else Removed(node.name)
-
-
-def _around(call: Call) -> Iterator[Call]:
-    found: Call | None = call
-    while found is not None:
-        yield found
-        found = found.parent
 
 
 def _empty(old: Tape) -> Any:
@@ -544,57 +541,3 @@ def _is_on_numbers(target: Any, args: Any) -> bool:
         and bool(args)
         and all(isinstance(a, (bool, int, float, *Symbolic)) for a in args)
     )
-
-
-def _fakes(x: Any) -> Any:
-    return map_structure(lambda v: v.fake, x, Value)
-
-
-def _written(func: Any, args: Any, kwargs: Any) -> list[Value]:
-    """The values that an op writes."""
-    schema = schema_of(func)
-    names = {a.name for a in schema.arguments if a.is_written}
-    if any(name in UNDECLARED_WRITTEN for name in schema.names):
-        names |= set(undeclared_writes(func, args, kwargs))
-    given = {**dict(zip(schema.names, args, strict=False)), **kwargs}
-    return values_in([given[name] for name in schema.names if name in names and name in given])
-
-
-def _alike(old: Any, new: Any, storages: dict[int, int]) -> bool:
-    """Whether arguments have the same metadata as others, and share memory among them in the same way.
-
-    `storages` gets the new storage of each old one.
-    """
-    if isinstance(old, Value):
-        if not isinstance(new, Value) or storages.setdefault(old.storage, new.storage) != new.storage:
-            return False
-        return len(set(storages.values())) == len(storages) and _facts_of(old) == _facts_of(new)
-    if isinstance(old, BodyTape):
-        return isinstance(new, BodyTape) and _alike(
-            list(leaves(old.outputs, (Value, *Symbolic))), list(leaves(new.outputs, (Value, *Symbolic))), {}
-        )
-    if isinstance(old, Symbolic):
-        return isinstance(new, type(old)) and bool(to_expr(old) == to_expr(new))
-    if isinstance(old, (list, tuple)):
-        return (
-            isinstance(new, (list, tuple))
-            and len(old) == len(new)
-            and all(_alike(a, b, storages) for a, b in zip(old, new, strict=True))
-        )
-    if isinstance(old, dict):
-        return (
-            isinstance(new, dict)
-            and old.keys() == new.keys()
-            and all(_alike(a, new[k], storages) for k, a in old.items())
-        )
-    return type(old) is type(new) and (old is new or bool(old == new))
-
-
-def _facts_of(v: Value) -> tuple[Any, ...]:
-    t = v.fake
-    return *_layout(t), t.device, t.layout, t.requires_grad, v.requires_grad
-
-
-def _layout(t: torch.Tensor) -> tuple[Any, ...]:
-    place = (to_expr(t.stride()), to_expr(t.storage_offset())) if t.layout is torch.strided else ()
-    return to_expr(tuple(t.size())), place, t.dtype
