@@ -440,7 +440,7 @@ class _GraphReader:
         return found
 
     def _body(self, node: Node, name: str, body: torch.fx.GraphModule) -> Any:
-        lowering = self.old.bodies.get(name)
+        lowering = self.old.bodies.get(name) or self.old.bodies.get(name.rpartition(".")[2])  # `split_module` moves it
         if lowering is None:
             return body
         if name not in self.lowered:
