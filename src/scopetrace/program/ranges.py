@@ -8,9 +8,10 @@ Data flow:
 from __future__ import annotations
 
 import collections
+from typing import Any
 
-from scopetrace.containers.structure import leaves
-from scopetrace.ir.tape import Call, Op, Tape, Value
+from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.ir.tape import Call, Op, Removed, Tape, Value
 from scopetrace.program.matching import around
 
 
@@ -43,13 +44,27 @@ class _Ranges:
         moved: dict[Op, Op] = {}
         first = next((i for i, op in enumerate(self.tape.ops) if op.kind != "placeholder"), len(self.tape.ops))
         self._place_children(None, first, len(self.tape.ops))
+        for call in self.tape.calls:
+            self._drop_late_values(call)
         for i in self.steps:
             op = self.tape.ops[i]
-            call = self.innermost[i] or next((c for c in around(op.call) if c not in self.own), None)
-            if op.call is not call:
-                scope = call.scope if call in self.own else self.tape.root
-                moved[op] = self.tape.ops[i] = op.replace(call=call, scope=scope).take_values()
+            inside = self.innermost[i] or next((c for c in around(op.call) if c not in self.own), None)
+            if op.call is not inside:
+                scope = inside.scope if inside in self.own else self.tape.root
+                moved[op] = self.tape.ops[i] = op.replace(call=inside, scope=scope).take_values()
         return moved
+
+    def _drop_late_values(self, call: Call) -> None:
+        """What is made after a call begins is no argument of it any more, and what is made after it no result."""
+        call.args, call.kwargs = self._made_before(call.start, (call.args, call.kwargs))
+        call.outputs, call.mutated = self._made_before(call.stop, (call.outputs, call.mutated))
+
+    def _made_before(self, limit: int, template: Any) -> Any:
+        def in_time(v: Value) -> Value | Removed:
+            is_late = v.op.kind in ("call_function", "call_module") and self.made_at.get(v, -1) >= limit
+            return Removed(str(v.op.target)) if is_late else v
+
+        return map_structure(in_time, template, Value)
 
     def _place_children(self, parent: Call | None, start: int, stop: int) -> None:
         """Give the calls made directly in `parent` ranges in it, in their order."""
