@@ -755,3 +755,49 @@ def test_aot_inductor(tmp_path):
         ep = exported(model, X)
         package = torch._inductor.aoti_compile_and_package(ep, package_path=str(tmp_path / "model.pt2"))
         torch.testing.assert_close(torch._inductor.aoti_load_package(package)(X), model(X))
+
+
+# Kinds of models ------------------------------------------------------------------------------------------------------
+
+
+def test_a_parameter_that_is_not_the_models():
+    class Listed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = [nn.Linear(4, 4)]  # a plain list, so that its layers are no submodules
+
+        def forward(self, x):
+            return self.layers[0](x)
+
+    model = Listed()
+    ep = exported(model, X)
+    for program in (ep, ep.run_decompositions(), through_file(ep)):
+        torch.testing.assert_close(program.module()(X), model(X))
+
+
+def test_a_check_in_a_branch():
+    def f(n, x):
+        def some(n, x):
+            k = n.item()
+            torch._check(k >= 0)
+            torch._check(k < 8)
+            return x + x[k]
+
+        return torch.cond(x.sum() > 0, some, lambda n, x: x * 1, (n, x))
+
+    args = torch.tensor(3), torch.ones(10)
+    torch.testing.assert_close(exported(f, *args).module()(*args), f(*args))
+
+
+def test_a_size_divided_to_a_float():
+    def f(x):
+        return x * (x.shape[0] / 2)
+
+    tr = st.trace(f, (torch.ones(4),), dynamic_shapes=({0: Dim("n")},))
+    for run in (tr, tr.to_exported_program().module()):
+        torch.testing.assert_close(run(torch.ones(5)), f(torch.ones(5)))
+
+
+def test_scripted_modules_are_refused():
+    with pytest.raises(st.ExportError, match=r"a scripted module[^$]*instead: trace the module that was"):
+        exported(nn.Sequential(torch.jit.script(nn.Linear(4, 4))), X)

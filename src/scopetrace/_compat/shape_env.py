@@ -461,9 +461,16 @@ def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:
     return env.create_symintnode(sympy.sympify(expr), hint=value)
 
 
+class _NumberArithmetic(PythonReferenceAnalysis):
+    """Evaluates sympy on numbers. torch's class takes no sympy integers for `min` and `max`."""
+
+    minimum = staticmethod(min)
+    maximum = staticmethod(max)
+
+
 def evaluated(expr: Any, values: dict[Any, int]) -> Any:
     """The value of an expression for values of its symbols."""
-    return sympy_interp(PythonReferenceAnalysis, values, expr)
+    return sympy_interp(_NumberArithmetic, values, expr)
 
 
 def solved(expr: Any, symbol: sympy.Symbol, value: int) -> int | None:

@@ -25,6 +25,8 @@ Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 class _NodeArithmetic(OptimizedPythonReferenceAnalysis):
     """Evaluates sympy on graph nodes. torch's class has no conversion from float to int, which Inductor adds itself."""
 
+    int_truediv = staticmethod(operator.truediv)
+
     @staticmethod
     def sym_sum(args: Sequence[Any]) -> Any:
         """With `add`: torch's takes `torch.sym_sum`, which `torch.export.save` does not know."""

@@ -88,6 +88,12 @@ def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str, object_types: Col
         for name, value in vars(item).items():
             if _Search(kinds).holds(value):
                 kind = type(item)
+                if isinstance(item, torch.Tensor):
+                    raise OpaqueOutputError(
+                        f"{where}{path} is a {kind.__name__}, a tensor subclass, whose parts (.{name}) a trace does "
+                        "not follow",
+                        hint="pass and return the tensors in it",
+                    )
                 raise OpaqueOutputError(
                     f"{where}{path} is a {kind.__module__}.{kind.__qualname__} with tensors in it (.{name}), "
                     "and scopetrace cannot see inside objects of this type",

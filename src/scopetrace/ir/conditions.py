@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 
 from scopetrace._compat.shape_env import ANY_LOWER, DimSpec, WatchedShapeEnv, evaluated, ranges, solved
@@ -129,10 +130,20 @@ class SizeRules:
     def _say(self, expr: Any) -> str:
         return expression_text(expr, {s: self.name(s) for s in expr.free_symbols})
 
+    def _only_value(self, symbol: Any) -> Any:
+        """The number that a guard such as `2*d - 12 == d` leaves for a symbol; None where there is no such guard."""
+        for guard in self.env.guards:
+            if guard.expr.is_Relational and guard.expr.rel_op == "==" and guard.expr.free_symbols == {symbol}:
+                value = solved(guard.expr.lhs - guard.expr.rhs, symbol, 0)
+                if value is not None:
+                    return sympy.Integer(value)
+        return None
+
     def refuse_fixed(self) -> None:
         """Raise DynamicShapeError where the model fixed a size that `dynamic_shapes` says is dynamic."""
         for symbol, spec in self.specs.items():
-            now = self.env.replace(symbol)
+            only = self._only_value(symbol)
+            now = self.env.replace(symbol) if only is None else only
             if now == symbol or spec.may_be_fixed:
                 continue
             fixed = next((f for f in self.env.fixed if f.symbol == symbol), None)

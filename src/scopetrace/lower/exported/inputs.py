@@ -105,6 +105,8 @@ def _readers(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[
 
 def _beside(tape: FunctionalTape, name: str, tensor: torch.Tensor, readers: list[str]) -> State:
     """The record of a tensor that is not in the state of a traced module."""
+    if name not in tape.owners and isinstance(tensor, torch.nn.Parameter):
+        return State(InputKind.PARAMETER, f"lifted_{name.lstrip('_')}", tensor)
     if name not in tape.owners:
         leaf = f"lifted_tensor_{list(tape.constants).index(name)}"
         fqn, *others = [f"{reader}.{leaf}" if reader else leaf for reader in readers or [""]]

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature
 
 from scopetrace._compat import export as compat
+from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
@@ -26,7 +27,7 @@ from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
 from scopetrace.lower.exported.decompositions import TracedExportedProgram
 from scopetrace.lower.exported.frames import frames_of
 from scopetrace.lower.exported.identities import Identities
-from scopetrace.lower.exported.inputs import Lifted, states
+from scopetrace.lower.exported.inputs import Lifted, State, states
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import TracedProgram
@@ -50,9 +51,12 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> Exported
     marked = with_marks(identities.applied(tape), frames)
     program = FxLowering(marked)
     names = argument_names(forward, len(tape.args[0]))
-    lifted = Lifted(program, marked, states(tape, frames), names)
+    held_state = states(tape, frames)
+    _refuse_subclasses(tape, held_state)
+    lifted = Lifted(program, marked, held_state, names)
     outputs = Outputs(program, marked, lifted)
-    _fill_values(program.graph)
+    for lowered in program.walk():
+        _fill_values(lowered.graph)
     place = place_nodes(program.graph, frames)
     calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], identities, lifted.lower)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
@@ -92,6 +96,14 @@ def _refuse(tape: FunctionalTape) -> None:
             module=takes_object.scope.path,
             hint="trace the model before it is quantized",
         )
+    root = tape.calls[0].module if tape.calls else None
+    script = next((m for m in root.modules() if isinstance(m, torch.jit.ScriptModule)), None) if root else None
+    if script is not None:
+        raise ExportError(
+            f"the model has a scripted module, a {type(script).__name__}, whose state an ExportedProgram cannot name",
+            module=tape.root.path,
+            hint="trace the module that was scripted",
+        )
     seen: dict[int, str] = {}
     for path, value in zip(tape.input_paths, tape.inputs, strict=True):
         other = seen.setdefault(id(value.fake), path)
@@ -100,6 +112,16 @@ def _refuse(tape: FunctionalTape) -> None:
                 f"{other} and {path} were one tensor when traced, and the trace holds for such only",
                 module=tape.root.path,
                 hint="clone() one of them for the trace: the program then takes any two",
+            )
+
+
+def _refuse_subclasses(tape: FunctionalTape, held: dict[str, State]) -> None:
+    for state in held.values():
+        if isinstance(state.tensor, FakeTensor) or hasattr(state.tensor, "__tensor_flatten__"):
+            raise ExportError(
+                f"{state.fqn} is a {type(state.tensor).__name__}, a tensor subclass",
+                module=tape.root.path,
+                hint="an ExportedProgram holds plain tensors: give the model such, on the meta device if without data",
             )
 
 
