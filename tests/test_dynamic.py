@@ -662,7 +662,5 @@ def test_a_range_of_two_sizes():
 
 def test_a_derived_dim_that_fits_one_size_only():
     d, args = Dim("d", min=6), (torch.randn(6, 2), torch.randn(12))
-    with pytest.raises(
-        DynamicShapeError, match=r"dimension 0 \(d\) was said to be dynamic, and .* at 12"
-    ):
+    with pytest.raises(DynamicShapeError, match=r"dimension 0 \(d\) was said to be dynamic, and .* at 12"):
         st.trace(lambda x, y: x.reshape([-1]) + y, args, dynamic_shapes={"x": (d - 6, 2), "y": (d,)})
