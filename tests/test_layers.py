@@ -19,6 +19,7 @@ LAYERS = {
     "containers": "arguments and results as trees: pytree, dataclasses, objects that hold tensors",
     "ir": "the program as data: values, ops, calls, scopes, tapes, write-back, node.meta",
     "ops": "what torch's ops are: schema facts, functional variants, view inverses, higher-order forms",
+    "files": "traces as files: a zip archive of JSON and tensors",
     "infer": "the result of an op without running it",
     "record": "running the callable: RecordedTape",
     "functionalization": "no op writes: FunctionalTape and the write-back beside it",

@@ -118,6 +118,10 @@ class ModeError(ArgumentError):
     """A module of a trace was asked for a mode, dtype or device that is not that of the trace."""
 
 
+class TraceFileError(ScopetraceError):
+    """A file that is no trace, is damaged, or is of another version; or a trace that a file cannot hold."""
+
+
 class OutlineError(ArgumentError):
     """A target of `outline` matches no module call, or a call that cannot be a function."""
 

@@ -1,6 +1,6 @@
 """The GraphModule of a trace, compiled when it first runs, and pickles of what torch cannot pickle.
 
-Fake tensors are pickled as their metadata, ops and code objects as their names.
+Fake tensors are pickled as their metadata, ops as their names.
 """
 
 from __future__ import annotations
@@ -9,8 +9,7 @@ import io
 import operator
 import pickle
 from collections.abc import Callable
-from types import CodeType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.fx
@@ -22,7 +21,7 @@ from torch.nn.utils import parametrize
 from torch.utils._pytree import tree_map_only
 
 from scopetrace._compat.shape_env import WatchedShapeEnv, sym_node
-from scopetrace._compat.tensors import FakeFactory, FakeTensor, FakeTensorMode, without_dispatch
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 
 set_grad_enabled = torch._C._set_grad_enabled
 """The function that torch.export uses as a node target where autograd is switched on or off."""
@@ -119,63 +118,41 @@ def look_up(module: torch.nn.Module, name: str) -> Any:
 class _Pickler(pickle.Pickler):
     def __init__(self, file: Any) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self._factory = _Factory()
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, OpOverload):
             return _op, (obj._schema.name, obj._overloadname)
-        if isinstance(obj, CodeType):
-            return Code, (obj.co_filename, obj.co_name)
         if isinstance(obj, HigherOrderOperator):
             return _higher_order_op, (obj._name,)
         if isinstance(obj, FakeTensor):
-            return _Fakes.make, (
-                tuple(obj.size()),
-                tuple(obj.stride()),
-                obj.dtype,
-                obj.device,
-                obj.requires_grad,
-            )
+            layout = tuple(obj.size()), tuple(obj.stride())
+            return _fake, (self._factory, *layout, obj.dtype, obj.device, obj.requires_grad)
         if isinstance(obj, (torch.SymInt, torch.SymFloat, torch.SymBool)):
             node = obj.node
             return _number, (type(obj), node.shape_env, node.expr, node.pytype, node.hint)
         if isinstance(obj, WatchedShapeEnv):
-            return _Fakes.environment, (obj.saved(),)
-        if isinstance(obj, FakeTensorMode):
-            return _Fakes.mode, ()
+            return _environment, (self._factory, obj.saved())
         if isinstance(obj, type) and obj.__module__ == parametrize.__name__ and not hasattr(parametrize, obj.__name__):
             return _parametrized, (obj.__name__, obj.__base__)
         return NotImplemented
 
 
-class Code(NamedTuple):
-    """What is pickled of a code object: what the text of a stack frame needs."""
+class _Factory:
+    """Stands for a FakeFactory in a pickle: the fake tensors of one pickle share a fake mode and an environment."""
 
-    co_filename: str
-    co_name: str
+    def __reduce__(self) -> Any:
+        return FakeFactory, ()
 
 
-class _Fakes:
-    """The fake tensors of one `loads` share a fake mode and a shape environment."""
+def _fake(factory: FakeFactory, size: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool) -> torch.Tensor:
+    with without_dispatch(), torch.no_grad():
+        return factory.fresh(size, stride, dtype, device, requires_grad)
 
-    factory: FakeFactory | None = None
 
-    @classmethod
-    def environment(cls, state: dict[str, Any]) -> WatchedShapeEnv:
-        """The shape environment of this `loads`, with the pickled state."""
-        assert cls.factory is not None
-        cls.factory.shape_env.restore(state)
-        return cls.factory.shape_env
-
-    @classmethod
-    def mode(cls) -> FakeTensorMode:
-        assert cls.factory is not None
-        return cls.factory.mode
-
-    @classmethod
-    def make(cls, size: Any, stride: Any, dtype: Any, device: Any, requires_grad: bool) -> torch.Tensor:
-        assert cls.factory is not None
-        with without_dispatch(), torch.no_grad():
-            return cls.factory.fresh(size, stride, dtype, device, requires_grad)
+def _environment(factory: FakeFactory, state: dict[str, Any]) -> WatchedShapeEnv:
+    factory.shape_env.restore(state)
+    return factory.shape_env
 
 
 def _number(kind: type, env: WatchedShapeEnv, expr: Any, pytype: type, hint: Any) -> Any:
@@ -208,8 +185,4 @@ def dumps(x: Any) -> bytes:
 
 def loads(data: bytes) -> Any:
     """Unpickle what `dumps` returned. Like any pickle, it can run code: load only what you trust."""
-    outer, _Fakes.factory = _Fakes.factory, FakeFactory()
-    try:
-        return pickle.loads(data)
-    finally:
-        _Fakes.factory = outer
+    return pickle.loads(data)

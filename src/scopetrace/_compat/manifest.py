@@ -59,8 +59,8 @@ NAMES = {
     "torch.fx.experimental.sym_node": "_NO_HINT SymNode",
     "torch.fx.experimental.sym_node:SymNode": "expect_true expr guard_bool guard_or_false has_hint hint maybe_as_int",
     "torch.fx.experimental.symbolic_shapes": """
-        ConvertIntKey DimDynamic GuardOnDataDependentSymNode RuntimeAssert SLoc ShapeEnv ShapeGuard
-        StrictMinMaxConstraint compute_unbacked_bindings""",
+        CallMethodKey ConvertIntKey DimDynamic DivideByKey GuardOnDataDependentSymNode RuntimeAssert SLoc ShapeEnv
+        ShapeGuard StrictMinMaxConstraint compute_unbacked_bindings""",
     "torch.fx.experimental.symbolic_shapes:DimDynamic": "DYNAMIC",
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": """
         _get_user_frame _set_replacement _suppress_guards_tls _update_version_counter create_symbol create_symintnode

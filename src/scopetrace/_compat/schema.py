@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-from torch._ops import OpOverload
+from torch._ops import HigherOrderOperator, OpOverload
 
 
 class Argument(NamedTuple):
@@ -102,3 +102,34 @@ def op_overloads(namespace: str, name: str) -> list[OpOverload]:
     """All overloads of an op; empty when there is no such op."""
     packet = getattr(getattr(torch.ops, namespace), name, None)
     return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+
+
+OPS = (OpOverload, HigherOrderOperator)
+"""The classes of ops."""
+
+
+def is_higher_order(target: Any) -> TypeGuard[HigherOrderOperator]:
+    """Whether `target` is an op that takes callables, such as `torch.cond`."""
+    return isinstance(target, HigherOrderOperator)
+
+
+def name_of(op: HigherOrderOperator) -> str:
+    """The name by which `find_higher_order` finds it."""
+    return str(op._name)
+
+
+def find_op(name: str, overload: str) -> OpOverload | None:
+    """The op of a schema's name and overload; None where this torch, with the libraries that are imported, has none."""
+    namespace, _, op = name.partition("::")
+    found: Any = torch.ops
+    for part in (namespace, op, overload or "default"):
+        if not part.isidentifier():
+            return None
+        found = getattr(found, part, None)
+    return found if isinstance(found, OpOverload) else None
+
+
+def find_higher_order(name: str) -> HigherOrderOperator | None:
+    """The higher-order op of this name; None where this torch has none."""
+    found = getattr(torch.ops.higher_order, name, None) if name.isidentifier() else None
+    return found if isinstance(found, HigherOrderOperator) else None

@@ -11,14 +11,18 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 import torch.fx
-from torch.fx.experimental.symbolic_shapes import ConvertIntKey
+from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, DivideByKey
 from torch.fx.proxy import GraphAppendingTracer
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 from torch.utils._sympy.functions import FloorDiv, Max
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
 _UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
+BINDING_KEYS = (SequenceKey, MappingKey, GetAttrKey, CallMethodKey, ConvertIntKey, DivideByKey)
+"""The classes of the keys that say where an unbacked symbol stands in the result of an op."""
+
 Symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
 
 
@@ -285,3 +289,9 @@ def _is_linear(expr: Any, symbol: sympy.Symbol) -> bool:
     """Whether an expression is `a * symbol + b` with integers a and b."""
     found = expr.as_poly(symbol) if expr.free_symbols == {symbol} else None  # None for a floor division
     return found is not None and found.degree() == 1 and all(c.is_Integer for c in found.all_coeffs())
+
+
+def number_parts(number: Any) -> tuple[Any, type, bool | int | float | None]:
+    """Expression, Python type and example value of a symbolic number; None for a value that depends on data."""
+    node = number.node
+    return node.expr, node.pytype, None if node.hint is None else node.pytype(node.hint)

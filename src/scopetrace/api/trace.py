@@ -7,8 +7,8 @@ Data flow:
 
 from __future__ import annotations
 
+import io
 import os
-import pickle
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -18,13 +18,13 @@ import torch
 import torch.export
 import torch.fx
 
+from scopetrace._compat.graph_module import dumps, loads
 from scopetrace.api.module import to_module
 from scopetrace.errors import (
     ArgumentError,
     ArgumentTypeError,
     EditError,
     OutlineError,
-    ScopetraceError,
     SideEffectWarning,
 )
 from scopetrace.functionalization.functionalizer import functionalize
@@ -308,15 +308,24 @@ class Trace(Runnable):
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the trace to a file, with the parameters and buffers that it reads, without the model's code.
 
-        The classes of modules, arguments and results are stored by name: `load` imports them.
+        The file is data: `load` runs nothing in it. It has the names of classes of modules, arguments and results.
 
-        Raises pickle.PicklingError for what pickle refuses: some objects among the arguments, and classes that are
-        defined inside a function. OSError where the file cannot be written.
+        Raises TraceFileError for what is no data: leaf modules, packed weights of quantized layers, tensors of other
+        classes, objects of kinds such as arrays among the arguments. OSError where the file cannot be written.
         """
-        Path(path).write_bytes(self._program.to_bytes())
+        target = Path(path)
+        part = target.with_name(f"{target.name}.part")
+        try:
+            with part.open("wb") as file:
+                self._program.write(file)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
 
     def __reduce__(self) -> Any:
-        return _from_bytes, (self._program.to_bytes(),)
+        file, foreign = io.BytesIO(), list[Any]()
+        self._program.write(file, foreign)
+        return _from_bytes, (file.getvalue(), dumps(foreign))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
         return Trace(self._program.with_tape(self._program.tape))
@@ -405,8 +414,8 @@ def program_of(traced: Runnable) -> TracedProgram:
     return traced._program
 
 
-def _from_bytes(data: bytes) -> Trace:
-    return Trace(TracedProgram.from_bytes(data))
+def _from_bytes(data: bytes, foreign: bytes) -> Trace:
+    return Trace(TracedProgram.read(io.BytesIO(data), loads(foreign)))
 
 
 def save(traced: Trace, path: str | os.PathLike[str]) -> None:
@@ -415,22 +424,17 @@ def save(traced: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str]) -> Trace:
-    """Read a trace that `save` wrote. A pickle: load files only from sources that you trust.
+    """Read a trace that `save` wrote. Nothing in the file is run, and nothing is imported.
 
-    `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file.
+    `ModuleCall.module` is None in it, and `Trace.check` is not possible: the model is not in the file. Classes whose
+    modules are imported are the real ones; for others there are classes of the same names. A call imports those of
+    its arguments and results.
 
-    Raises ScopetraceError for a file that is no trace, or that names classes which cannot be imported here; OSError
-    where it cannot be read.
+    Raises TraceFileError for a file that is no trace, is damaged, is of a newer version, or uses an op that this torch
+    does not have; OSError where it cannot be read.
     """
-    try:
-        return _from_bytes(Path(path).read_bytes())
-    except (AttributeError, ImportError) as error:
-        raise ScopetraceError(
-            f"{path} names a class or function that cannot be imported here ({error}): "
-            "make the module that defines it importable under the same name"
-        ) from error
-    except (pickle.UnpicklingError, EOFError, TypeError, ValueError) as error:
-        raise ScopetraceError(f"{path} was not written by Trace.save") from error
+    with Path(path).open("rb") as file:
+        return Trace(TracedProgram.read(file))
 
 
 def trace(

@@ -248,6 +248,42 @@ def _close_opaque(kind: type, context: Any, keys: list[str], items: list[Any]) -
     return made if same else OpaqueContainer(kind, context, keys, items)
 
 
+def taken_apart(x: Any) -> tuple[type, Any, Children] | None:
+    """Class, context and children of a container that is neither list, tuple, dict nor Size; None for all else.
+
+    The context is what an instance has beside its children.
+    """
+    children = open_container(x)
+    if children is None or type(x) in (list, tuple, dict, torch.Size):
+        return None
+    kind = container_type(x)
+    if isinstance(x, OpaqueContainer):
+        return kind, x.context, children
+    if pytree.is_namedtuple_class(kind):
+        return kind, None, [(f".{name}", item) for name, (_, item) in zip(x._fields, children, strict=True)]
+    node = _pytree_node(kind)
+    if node is not None:
+        return kind, node.flatten_fn(x)[1], children
+    names = {key[1:] for key, _ in children}
+    return kind, {name: value for name, value in getattr(x, "__dict__", {}).items() if name not in names}, children
+
+
+def rebuilt(kind: type, context: Any, children: Children) -> Any:
+    """A template's container from what `taken_apart` gave."""
+    keys, items = [key for key, _ in children], [item for _, item in children]
+    if pytree.is_namedtuple_class(kind):
+        return tuple.__new__(kind, items)
+    if _pytree_node(kind) is None and dataclasses.is_dataclass(kind):
+        new = object.__new__(kind)
+        for name, item in [*((key[1:], item) for key, item in children), *context.items()]:
+            object.__setattr__(new, name, item)
+        return new
+    try:
+        return _close_opaque(kind, context, keys, items)
+    except Exception:  # a foreign class may raise anything for what an older version of it gave
+        return OpaqueContainer(kind, context, keys, items)
+
+
 def _pytree_node(kind: type) -> Any:
     node = pytree.SUPPORTED_NODES.get(kind)
     if node is None and pytree.is_namedtuple_class(kind):

@@ -21,7 +21,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from scopetrace._compat.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, prefixes
 from scopetrace.errors import ScopeError
@@ -244,7 +244,15 @@ def _caller() -> str:
 
 # Frames --------------------------------------------------------------------------------------------------------------
 
-Frame = tuple[CodeType, int]
+
+class Code(NamedTuple):
+    """What is needed of a code object for the text of a frame; those of a loaded trace are such."""
+
+    co_filename: str
+    co_name: str
+
+
+Frame = tuple[CodeType | Code, int]
 """The code that runs, and the line in it."""
 
 Frames = tuple[()] | tuple["Frames", tuple[Frame, ...]] | str
@@ -350,7 +358,7 @@ def user_line(frames: list[Frame]) -> str | None:
 
 def frames_of_traceback(tb: TracebackType | None) -> list[Frame]:
     """The frames of an exception, outermost first."""
-    frames = []
+    frames: list[Frame] = []
     while tb is not None:
         frames.append((tb.tb_frame.f_code, tb.tb_lineno))
         tb = tb.tb_next

@@ -102,14 +102,6 @@ class Value:
         new.autograd_placeholder = self.autograd_placeholder
         return new
 
-    def __getstate__(self) -> tuple[Any, ...]:
-        # Without the op, which has its values: pickle would recurse along the whole program.
-        return self.fake, self.slot, self.storage, self.real, self.offset
-
-    def __setstate__(self, state: tuple[Any, ...]) -> None:
-        self.fake, self.slot, self.storage, self.real, self.offset = state
-        self.key, self.autograd_placeholder, self.requires_grad = None, False, self.fake.requires_grad
-
     def __repr__(self) -> str:
         return f"Value({self.op.kind} {self.op.target}, {self.slot})"
 
@@ -268,11 +260,6 @@ class Call:
         """A copy with other fields, as of `dataclasses.replace`, which takes ten times as long."""
         return Call(**{**self.__dict__, **changed})
 
-    def __getstate__(self) -> dict[str, Any]:
-        kept = {name: a for name, a in self.attributes.items() if _is_plain(a)}
-        raised = self.raised and RuntimeError(f"{type(self.raised).__name__}: {self.raised}")
-        return {**self.__dict__, "module": None, "attributes": kept, "raised": raised}
-
 
 def forward_of(call: Call, root: Any) -> Any:
     """The function that a call ran, for its signature; `root` is that of the root call, None where it is not known."""
@@ -336,9 +323,6 @@ class AttributeWrite:
     name: str
     """The attribute's name in the module."""
     value: Value
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "module": None}
 
 
 class OpInference(Protocol):
@@ -411,15 +395,6 @@ class Tape:
         self.attributes[name] = real
         return name
 
-    def __getstate__(self) -> dict[str, Any]:
-        owners = {name: (None, attribute) for name, (_, attribute) in self.owners.items()}
-        return {**self.__dict__, "owners": owners, "inference": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        for op in self.ops:
-            op.take_values()
-
 
 @dataclasses.dataclass(eq=False)
 class BodyTape(Tape):
@@ -466,9 +441,6 @@ class ProgramTape(Tape):
     write_back: WriteBack | None = None
     """What makes the results and effects of the recorded program from what the graph gives; None where the graph's
     outputs are the results, and there are no effects."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "reads": [read for read in self.reads if read.place.stays]}
 
     @property
     def result(self) -> Template:
@@ -518,9 +490,10 @@ class FunctionalTape(ProgramTape):
 _T = TypeVar("_T", bound=Tape)
 
 
-def _is_plain(x: Any) -> bool:
+def is_plain(x: Any) -> bool:
+    """Whether `x` is text, a number, None, a dtype or a device, or a list or tuple of these."""
     if isinstance(x, (tuple, list)):
-        return all(map(_is_plain, x))
+        return all(map(is_plain, x))
     return x is None or isinstance(x, (bool, int, float, str, torch.dtype, torch.device))
 
 

@@ -16,16 +16,18 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import IO, Any, TypeVar
 
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads, look_up, was_erased
+from scopetrace import files
+from scopetrace._compat.graph_module import TracedGraphModule, look_up, was_erased
 from scopetrace._compat.symbols import Symbolic
+from scopetrace.containers.classes import with_imports
 from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.containers.structure import instantiate, leaves
-from scopetrace.errors import EditError, InputMismatchError, SideEffectWarning
+from scopetrace.errors import EditError, InputMismatchError, SideEffectWarning, TraceFileError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
 from scopetrace.ir.conditions import Specialization, decided_by
@@ -39,6 +41,8 @@ from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.inline import inlined
 from scopetrace.program.state import HeldTensors
+
+Program = TypeVar("Program", bound=ProgramTape)
 
 
 class ModuleCall:
@@ -252,7 +256,8 @@ class TracedProgram:
     @functools.cached_property
     def boundary(self) -> CallBoundary:
         """What a call does before and after the graph: the check of the arguments, and the write-back."""
-        return CallBoundary(self.tape, self.graph_module, self.forward)
+        tape = self.tape if self.model is not None else with_imported_classes(self.tape)
+        return CallBoundary(tape, self.graph_module, self.forward)
 
     @property
     def forward(self) -> Callable[..., Any] | None:
@@ -355,19 +360,28 @@ class TracedProgram:
         recorded = dataclasses.replace(self.recorded, outputs=outputs)
         return TracedProgram(recorded, recorded, self.model).functional()
 
-    def to_bytes(self) -> bytes:
-        """Both tapes as a pickle, with the tensors that the model has now. Raises pickle.PicklingError."""
-        for tape in (self.tape, self.recorded):
-            tape.attributes.update(held_now(tape))
-        return dumps((self.tape, self.recorded))
+    def write(self, file: IO[bytes], foreign: list[Any] | None = None) -> None:
+        """Write both tapes, with the tensors that the model has now; see `files.write`."""
+        recorded = _with_present_tensors(self.recorded)
+        tape = recorded if self.tape is self.recorded else _with_present_tensors(self.tape)
+        files.write(recorded, tape, file, foreign)
 
     @classmethod
-    def from_bytes(cls, data: bytes) -> TracedProgram:
-        """What `to_bytes` wrote. Raises TypeError for another pickle."""
-        tapes = loads(data)
-        if not (isinstance(tapes, tuple) and all(isinstance(t, ProgramTape) for t in tapes)):
-            raise TypeError("these are not the tapes of a trace")
-        return cls(tapes[1], tapes[0], None)
+    def read(cls, file: IO[bytes], foreign: Sequence[Any] = ()) -> TracedProgram:
+        """What `write` wrote. Raises TraceFileError for anything else."""
+        recorded, tape = files.read(file, foreign)
+        if not isinstance(recorded, RecordedTape):
+            raise TraceFileError("the file is damaged: it has no recording")
+        return cls(recorded, tape, None)
+
+
+def with_imported_classes(tape: Program) -> Program:
+    """A tape of a loaded trace with the real classes of its arguments and results. Raises TraceFileError."""
+    return dataclasses.replace(tape, args=with_imports(tape.args), outputs=with_imports(tape.outputs))
+
+
+def _with_present_tensors(tape: Program) -> Program:
+    return dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)})
 
 
 def _graphs(lowering: FxLowering, graph_module: Any) -> Iterator[tuple[FxLowering, torch.fx.Graph | None]]:

@@ -379,7 +379,7 @@ class _Names:
         tensor = self._constants.get(str(node.target)) if node.op == "get_attr" else None
         if tensor is None or tensor.numel() > _SMALL:
             return ""
-        return "" if tensor.is_meta else str(tensor.tolist())
+        return "" if tensor.is_meta or tensor.layout is not torch.strided else str(tensor.tolist())
 
 
 def module_prefix(section: Section) -> str | None:

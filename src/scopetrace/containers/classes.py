@@ -1,0 +1,116 @@
+"""Classes and other Python objects by name, for traces that are read from a file.
+
+Data flow:
+    class -> module and qualified name -> the class, where its module is imported; else a `NotImported` of its name
+    a template with these -> `with_imports`, before a call of the trace -> the same with real classes and objects
+
+So reading a file imports nothing, and a trace prints without the model's code.
+"""
+
+from __future__ import annotations
+
+import enum
+import importlib
+import sys
+from typing import Any
+
+from scopetrace.containers.structure import OpaqueContainer, close_container, instantiate, open_container, rebuilt
+from scopetrace.errors import TraceFileError
+
+
+class NotImported(type):
+    """The class of classes that stand for those whose module is not imported; they have their names."""
+
+
+def class_of_name(module: str, qualname: str, bases: tuple[type, ...] = (), members: Any = None) -> type:
+    """The class of this name, where its module is imported and it derives from `bases`; else a `NotImported`."""
+    found = look_up(module, qualname)
+    if isinstance(found, type) and all(issubclass(found, base) for base in bases):
+        return found
+    names = {"__module__": module, "__qualname__": qualname}
+    return NotImported(qualname.rpartition(".")[2], bases, {**(members or {}), **names})
+
+
+def look_up(module: str, qualname: str) -> Any:
+    """The object of this name; None where its module is not imported."""
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+class NamedObject:
+    """In a template of a loaded trace, an object that is neither tensor nor container: it is made before a call.
+
+    Attributes:
+        kind: its class; `object` where it has a name.
+        attributes: those of a plain object; None of one of which the file has only the class and text.
+        text: what is shown of it.
+        module, name: of a function, class or member of an enum, where it is found; name is None of other objects.
+    """
+
+    def __init__(
+        self, kind: type, attributes: dict[str, Any] | None, text: str, module: str = "", name: str | None = None
+    ) -> None:
+        self.kind, self.attributes, self.text, self.module, self.name = kind, attributes, text, module, name
+
+    def imported(self) -> Any:
+        """The object. Raises TraceFileError where it cannot be made."""
+        if self.name is not None:
+            found = imported_object(self.module, self.name)
+            if isinstance(found, type(sys)) or not isinstance(found, (type, enum.Enum, *_FUNCTIONS)):
+                raise TraceFileError(f"{self.module}.{self.name} is no function, class or member of an enum")
+            return found
+        kind = imported_class(self.kind)
+        if self.attributes is None:
+            raise TraceFileError(f"the file does not have this {kind.__qualname__}; trace the model again for it")
+        attributes = [with_imports(value) for value in self.attributes.values()]
+        plain = OpaqueContainer(kind, None, [f".{name}" for name in self.attributes], attributes)
+        return instantiate(lambda leaf: leaf, plain, ())
+
+    def __repr__(self) -> str:
+        return self.text
+
+
+_FUNCTIONS = (type(len), type(lambda: None))
+
+
+def imported_object(module: str, qualname: str) -> Any:
+    """The object of this name. Imports its module; raises TraceFileError where there is none."""
+    try:
+        importlib.import_module(module)
+        found = sys.modules[module]
+        for part in qualname.split("."):
+            found = getattr(found, part)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise TraceFileError(
+            f"a call of this trace needs {module}.{qualname}, which cannot be imported here: {error}; "
+            "make the module that defines it importable under the same name"
+        ) from error
+    return found
+
+
+def imported_class(kind: type) -> type:
+    """The real class of a `NotImported`; others as they are."""
+    if not isinstance(kind, NotImported):
+        return kind
+    found = imported_object(kind.__module__, kind.__qualname__)
+    if not isinstance(found, type):
+        raise TraceFileError(f"{kind.__module__}.{kind.__qualname__} is no class")
+    return found
+
+
+def with_imports(template: Any) -> Any:
+    """A template of a loaded trace with real classes and objects, for a call.
+
+    Raises TraceFileError where one cannot be imported.
+    """
+    if isinstance(template, NamedObject):
+        return template.imported()
+    children = open_container(template)
+    if children is None:
+        return template
+    inside = [(key, with_imports(item)) for key, item in children]
+    if isinstance(template, OpaqueContainer):
+        return rebuilt(imported_class(template.kind), with_imports(template.context), inside)
+    return close_container(template, [item for _, item in inside])

@@ -1,0 +1,149 @@
+"""Traces as files: a zip archive with a header, the tapes as JSON, and the tensors' memory.
+
+archive   entries of the zip file
+tensors   parameters, buffers and constants, over shared storages
+records   the classes that a file may have
+encoder   tapes -> tables of rows
+decoder   tables of rows -> tapes
+
+    scopetrace/header.json     {"format": "scopetrace trace", "version": 1, "scopetrace": "0.1.0", "torch": "2.13.0"}
+    scopetrace/program.json    {"tables": {...}, "environment": ..., "recorded": row, "program": row}
+    scopetrace/storages/0      raw bytes, in the byte order of the machine
+    scopetrace/tensors/0.pt    torch.save of a tensor that is not strided
+
+Reading runs no code of the file: it imports nothing and calls nothing that the file names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import IO, Any
+
+import torch
+
+from scopetrace._compat.expressions import encode_environment
+from scopetrace.containers.structure import leaves_with_path
+from scopetrace.errors import InvalidTapeError, TraceFileError
+from scopetrace.files.archive import ArchiveReader, ArchiveWriter
+from scopetrace.files.decoder import Decoder
+from scopetrace.files.encoder import Encoder, NoForm
+from scopetrace.files.tensors import TensorReader, TensorWriter
+from scopetrace.ir.tape import ProgramTape, garbage_collection_paused
+from scopetrace.ir.verify import verify
+
+FORMAT = "scopetrace trace"
+VERSION = 1
+"""Goes up when a file can no longer be read by the version before."""
+
+
+def write(recorded: ProgramTape, tape: ProgramTape, file: IO[bytes], foreign: list[Any] | None) -> None:
+    """Write a program: its tape, and that of the recording, which may be the same.
+
+    `foreign` takes what has no form as data, for a pickle; None: it is refused.
+
+    Raises TraceFileError for what a file cannot hold.
+    """
+    with contextlib.closing(ArchiveWriter(file)) as archive:
+        _write(archive, recorded, tape, foreign)
+
+
+def _write(archive: ArchiveWriter, recorded: ProgramTape, tape: ProgramTape, foreign: list[Any] | None) -> None:
+    versions = {"scopetrace": sys.modules["scopetrace"].__version__, "torch": torch.__version__}
+    archive.add_json("header.json", {"format": FORMAT, "version": VERSION, **versions, "byteorder": sys.byteorder})
+    encoder = Encoder(TensorWriter(archive), foreign)
+    try:
+        rows = {"recorded": encoder.row_of(recorded), "program": encoder.row_of(tape)}
+        environment = None if tape.shape_env is None else encode_environment(tape.shape_env)
+    except NoForm as error:
+        raise _refusal(error.args[0], recorded) from None
+    except ValueError as error:
+        raise TraceFileError(f"a size of the trace has no form in a file: {error}") from error
+    archive.add_json("program.json", {"tables": encoder.tables, "environment": environment, **rows})
+
+
+def _refusal(x: Any, recorded: ProgramTape) -> TraceFileError:
+    """The error for an object that has no form as data; it says where the object is."""
+    name = f"a {type(x).__module__}.{type(x).__qualname__}"
+    for fqn, module in recorded.modules.items():
+        if module is x:
+            way_out = f"trace without leaf_modules=, or {_PICKLE}"
+            return TraceFileError(f"{fqn} is a leaf module, {name}, whose code cannot be in a file; {way_out}")
+    where = next(_places(x, recorded), "a constant of the program")
+    return TraceFileError(f"{where} is {name}, which is no data that a file can hold; {_PICKLE}")
+
+
+_PICKLE = "pickle.dumps(trace) keeps it, where pickle can"
+
+
+def _places(x: Any, recorded: ProgramTape) -> Iterator[str]:
+    def paths(template: Any) -> Iterator[str]:
+        return (path for path, leaf in leaves_with_path(template) if leaf is x)
+
+    args, kwargs = recorded.args
+    for i, arg in enumerate(args):
+        yield from (f"argument {i}{path}" for path in paths(arg))
+    for name, arg in kwargs.items():
+        yield from (f"{name}{path}" for path in paths(arg))
+    yield from (f"the result{path}" for path in paths(recorded.result))
+    for tape in recorded.walk():
+        for op in tape.ops:
+            yield from (f"an argument of {op.target} in {op.scope.path}" for _ in paths((op.args, op.kwargs)))
+
+
+def read(file: IO[bytes], foreign: Sequence[Any] = ()) -> tuple[ProgramTape, ProgramTape]:
+    """The tapes that `write` wrote: that of the recording, and that of the program.
+
+    Raises TraceFileError for anything else.
+    """
+    try:
+        with garbage_collection_paused():
+            return _read(file, list(foreign))
+    except TraceFileError:
+        raise
+    except InvalidTapeError as error:
+        raise TraceFileError(f"the file is damaged: {error}") from error
+    except Exception as error:  # a damaged file may be wrong in any way
+        raise TraceFileError(f"the file is no trace, or damaged: {type(error).__name__}: {error}") from error
+
+
+def _read(file: IO[bytes], foreign: list[Any]) -> tuple[ProgramTape, ProgramTape]:
+    _refuse_pickle(file)
+    archive = ArchiveReader(file)
+    if not archive.has("header.json"):
+        raise TraceFileError("this zip file is no trace: Trace.save did not write it")
+    _check_header(archive.json("header.json"))
+    data = archive.json("program.json")
+    decoder = Decoder(data["tables"], data["environment"], TensorReader(archive), foreign)
+    recorded, tape = (decoder.row("tapes", data[name]) for name in ("recorded", "program"))
+    for found in (recorded, tape):
+        if not isinstance(found, ProgramTape):
+            raise TypeError("a tape is no program")
+        verify(found, "the file")
+    return recorded, tape
+
+
+def _refuse_pickle(file: IO[bytes]) -> None:
+    start = file.read(2)
+    file.seek(0)
+    if start[:1] == b"\x80":
+        raise TraceFileError(
+            "this is a pickle, not a trace of this version: scopetrace 0.1.0 before 2026-12 wrote traces as pickles, "
+            "which can run any code. Load it there and save the model's trace again with this version"
+        )
+
+
+def _check_header(header: Any) -> None:
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise TraceFileError("this zip file is no trace: Trace.save did not write it")
+    version, by = header.get("version"), header.get("scopetrace")
+    if type(version) is not int or not isinstance(by, str):
+        raise TraceFileError("the header of the trace is damaged")
+    if version > VERSION:
+        raise TraceFileError(
+            f"the trace was written by scopetrace {by} in version {version} of the format, and this one reads up to "
+            f"{VERSION}: install scopetrace {by} or newer"
+        )
+    if header.get("byteorder") != sys.byteorder:
+        raise TraceFileError(f"the trace was written on a machine of another byte order, {header.get('byteorder')}")

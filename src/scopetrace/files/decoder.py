@@ -1,0 +1,302 @@
+"""Tapes from the data that `Encoder` gave.
+
+Data flow:
+    tables of rows -> scopes, frames, fakes, values, calls, ops, tapes, each made once, when it is first referred to
+    `{tag: data}` -> the object: one of torch's or of ours, a container of the user's, or a `NamedObject` for it
+
+Nothing is imported, and nothing is called by a name in the data but what stands in the tables of this file. Whatever is
+wrong raises; `read` makes one error of it.
+"""
+
+from __future__ import annotations
+
+import base64
+import enum
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn.utils import parametrize
+
+from scopetrace._compat.expressions import decode_expression, restore_environment
+from scopetrace._compat.schema import OPS, find_higher_order, find_op
+from scopetrace._compat.shape_env import sym_node
+from scopetrace._compat.tensors import FakeFactory, without_dispatch
+from scopetrace.containers.classes import NamedObject, class_of_name, look_up
+from scopetrace.containers.structure import rebuilt
+from scopetrace.errors import TraceFileError
+from scopetrace.files.records import LEFT_OUT, RECORDS
+from scopetrace.files.tensors import TensorReader, dtype_of
+from scopetrace.ir.conditions import SizeRules
+from scopetrace.ir.scopes import Code, Scope
+from scopetrace.ir.tape import Call, Op, Removed, Tape, Value, flat
+
+_NUMBERS = {"SymInt": torch.SymInt, "SymFloat": torch.SymFloat, "SymBool": torch.SymBool}
+_PYTHON_NUMBERS: dict[str, type] = {"int": int, "float": float, "bool": bool}
+_BUSY = object()
+
+
+class Decoder:
+    """Makes objects of the rows of `tables`. All fake tensors belong to one fake mode, all sizes to one environment."""
+
+    def __init__(
+        self, tables: dict[str, list[Any]], environment: Any, tensors: TensorReader, foreign: list[Any]
+    ) -> None:
+        self._tables = tables
+        self._tensors = tensors
+        self._foreign = foreign
+        self._made: dict[str, list[Any]] = {name: [None] * len(rows) for name, rows in tables.items()}
+        self._factory = FakeFactory()
+        if environment is not None:
+            restore_environment(self._factory.shape_env, environment)
+        for table in ("scopes", "frames", "values", "calls"):  # outer ones first, so that no recursion is deep
+            for number in range(len(tables.get(table, ()))):
+                self.row(table, number)
+
+    def row(self, table: str, number: Any) -> Any:
+        """What a row of a table stands for."""
+        made = self._made[table]
+        if type(number) is not int or not 0 <= number < len(made):
+            raise ValueError(f"there is no row {number} of {table}")
+        if made[number] is _BUSY:
+            raise ValueError(f"row {number} of {table} leads to itself")
+        if made[number] is None:
+            made[number] = _BUSY
+            made[number] = _ROWS[table](self, self._tables[table][number])
+        return made[number]
+
+    def data(self, x: Any) -> Any:
+        """The object of what `Encoder.data` gave."""
+        if isinstance(x, list):
+            return [self.data(item) for item in x]
+        if not isinstance(x, dict):
+            return x
+        ((tag, inside),) = x.items()
+        return self.row(tag, inside) if tag in _ROWS else _FORMS[tag](self, inside)
+
+    # ---------------------------------------------------------------- the program
+
+    def fields(self, kind: type, row: dict[str, Any]) -> dict[str, Any]:
+        """The fields of an instance of `kind`."""
+        found = {name: self._frames(x) if name == "frames" else self.data(x) for name, x in row.items()}
+        left_out = LEFT_OUT.get(kind, ())
+        if any(name in left_out for name in found):
+            raise ValueError(f"a {kind.__name__} has {', '.join(found)}")
+        return {**dict.fromkeys(left_out), **found}
+
+    def _scope(self, row: Any) -> Scope:
+        parent, name, type_name = row
+        _expect(str, name, type_name)
+        return Scope(name, type_name) if parent is None else self.row("scopes", parent).child(name, type_name)
+
+    def _frames(self, x: Any) -> Any:
+        return () if x is None else x if isinstance(x, str) else self.row("frames", x)
+
+    def _linked_frames(self, row: Any) -> Any:
+        outer, inner = row
+        for file, name, line in inner:
+            _expect(str, file, name)
+            _expect(int, line)
+        return self._frames(outer), tuple((Code(file, name), line) for file, name, line in inner)
+
+    def _fake(self, row: Any) -> torch.Tensor:
+        size, layout, dtype, device, requires_grad = row
+        what = dtype_of(dtype), torch.device(device)
+        if isinstance(layout, str):  # sparse
+            with self._factory.mode, torch.no_grad():
+                kind = _torch_object(torch.layout)(self, layout)
+                fake = torch.empty(self.data(size), layout=kind, dtype=what[0], device=what[1])
+                return fake.requires_grad_(bool(requires_grad))
+        with without_dispatch(), torch.no_grad():
+            return self._factory.fresh(self.data(size), self.data(layout), *what, bool(requires_grad))
+
+    def _value(self, row: Any) -> Value:
+        fake, slot, storage, offset, real, requires_grad, autograd_placeholder = row
+        _expect(int, slot, storage)
+        _expect(bool, requires_grad, autograd_placeholder)
+        value = Value(self.row("fakes", fake), slot, storage, None)
+        value.offset, value.real = self.data(offset), self.data(real)
+        value.requires_grad, value.autograd_placeholder = requires_grad, autograd_placeholder
+        return value
+
+    def _op(self, row: Any) -> Op:
+        op = Op(**self.fields(Op, row))
+        if op.kind == "call_function":
+            _expect(OPS, op.target)
+        elif op.kind not in ("placeholder", "get_attr", "call_module") or not op.name:
+            raise ValueError(f"an op of kind {op.kind!r}")
+        _expect(tuple, op.args, op.writes, op.tracked)
+        _expect(dict, op.kwargs)
+        if op.kind == "call_function" and any(isinstance(x, NamedObject) for x in flat((op.args, op.kwargs))):
+            raise TypeError(f"an argument of {op.target} is an object")
+        _expect(Scope, op.scope)
+        _expect((Call, type(None)), op.call)
+        return op
+
+    def _call(self, row: Any) -> Call:
+        row = dict(row)
+        kind = row.pop("module_type", None)
+        call = Call(**self.fields(Call, row), module_type=None if kind is None else self.row("classes", kind))
+        _expect(int, call.start, call.stop, call.position, call.index)
+        _expect((str, type(None)), call.fqn, call.raised)
+        _expect((Call, type(None)), call.parent)
+        _expect(Scope, call.scope)
+        _expect(tuple, call.args)
+        _expect(dict, call.kwargs, call.attributes)
+        return call if call.raised is None else call.replace(raised=RuntimeError(call.raised))
+
+    def _tape(self, row: Any) -> Tape:
+        name, fields = row
+        kind = RECORDS[name]
+        tape: Any = kind(**self.fields(kind, fields))
+        _expect(Scope, tape.root)
+        _expect(Op, *tape.ops)
+        _expect(Call, *tape.calls)
+        tape.shape_env, tape.fake_mode = self._factory.shape_env, self._factory.mode
+        for sets in ("uses_absolute_offset", "written"):
+            if hasattr(tape, sets):
+                setattr(tape, sets, type(getattr(type(tape)(tape.root), sets))(getattr(tape, sets)))
+        return tape
+
+    def _record(self, data: Any) -> Any:
+        name, row = data
+        kind = RECORDS[name]
+        fields = self.fields(kind, row)
+        if kind is SizeRules:
+            fields["env"] = self._factory.shape_env
+        return kind(**fields)
+
+    def _number(self, row: Any) -> Any:
+        kind, expr, pytype, hint = row
+        _expect((int, float, type(None)), hint)
+        return _NUMBERS[kind](sym_node(self._factory.shape_env, decode_expression(expr), _PYTHON_NUMBERS[pytype], hint))
+
+    # ---------------------------------------------------------------- objects of users
+
+    def _class(self, row: Any) -> type:
+        module, qualname, base, signature = row
+        _expect(str, module, qualname)
+        if base is not None:  # torch makes the class of a parametrized module, which no Python module has
+            return type(qualname, (self.row("classes", base),), {"__module__": parametrize.__name__})
+        if signature is None:
+            return class_of_name(module, qualname)
+        return class_of_name(module, qualname, (torch.nn.Module,), {"forward": self._forward(signature)})
+
+    def _forward(self, rows: Any) -> Callable[..., Any]:
+        """Stands for the forward of a class that is not imported: only its signature is asked for."""
+
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            raise TraceFileError("the forward of a module is not in the file of a trace")
+
+        parameters = [
+            inspect.Parameter(name, _kind(kind), default=self.data(default[0]) if default else inspect.Parameter.empty)
+            for name, kind, *default in rows
+        ]
+        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        return forward
+
+    def _container(self, data: Any) -> Any:
+        kind, context, children = data
+        for key, _ in children:
+            _expect(str, key)
+        inside = [(key, self.data(item)) for key, item in children]
+        return rebuilt(self.row("classes", kind), self.data(context), inside)
+
+    def _named(self, data: Any) -> Any:
+        module, qualname, text = data
+        _expect(str, module, qualname, text)
+        found = look_up(module, qualname)
+        if isinstance(found, (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType)):
+            return found
+        return NamedObject(object, None, text, module, qualname)
+
+    def _object(self, data: Any) -> NamedObject:
+        kind, attributes, text = data
+        _expect(str, text)
+        inside = self.data(attributes)
+        _expect((dict, type(None)), inside)
+        return NamedObject(self.row("classes", kind), inside, text)
+
+
+def _expect(kind: Any, *values: Any) -> None:
+    """Raise TypeError for values of another class."""
+    for value in values:
+        if not isinstance(value, kind):
+            raise TypeError(f"{value!r} is no {kind}")
+
+
+def _kind(number: int) -> Any:
+    return list(inspect._ParameterKind)[number]
+
+
+def _op_of(decoder: Decoder, data: Any) -> Any:
+    name, overload = data
+    _expect(str, name, overload)
+    found = find_op(name, overload)
+    if found is None:
+        full = f"{name.replace('::', '.')}.{overload or 'default'}"
+        raise TraceFileError(
+            f"the trace uses {full}, which torch {torch.__version__} does not have; "
+            "import the library that registers it before the trace is loaded"
+        )
+    return found
+
+
+def _higher_order(decoder: Decoder, name: Any) -> Any:
+    found = find_higher_order(name)
+    if found is None:
+        raise TraceFileError(f"the trace uses {name}, which torch {torch.__version__} does not have")
+    return found
+
+
+def _torch_object(kind: type) -> Callable[[Decoder, Any], Any]:
+    def of(decoder: Decoder, name: Any) -> Any:
+        found = getattr(torch, name)
+        _expect(kind, found)
+        return found
+
+    return of
+
+
+_ROWS: dict[str, Callable[[Decoder, Any], Any]] = {
+    "scopes": Decoder._scope,
+    "frames": Decoder._linked_frames,
+    "fakes": Decoder._fake,
+    "values": Decoder._value,
+    "calls": Decoder._call,
+    "ops": Decoder._op,
+    "tapes": Decoder._tape,
+    "tensors": lambda decoder, row: decoder._tensors.tensor(row),
+    "numbers": Decoder._number,
+    "classes": Decoder._class,
+}
+"""How the rows of each table are read."""
+
+_FORMS: dict[str, Callable[[Decoder, Any], Any]] = {
+    "record": Decoder._record,
+    "container": Decoder._container,
+    "named": Decoder._named,
+    "object": Decoder._object,
+    "op": _op_of,
+    "higher_order": _higher_order,
+    "expression": lambda decoder, data: decode_expression(data),
+    "foreign": lambda decoder, number: decoder._foreign[number],
+    "float": lambda decoder, text: {"inf": float("inf"), "-inf": float("-inf"), "nan": float("nan")}[text],
+    "complex": lambda decoder, parts: complex(*decoder.data(parts)),
+    "bytes": lambda decoder, text: base64.b64decode(text, validate=True),
+    "tuple": lambda decoder, items: tuple(map(decoder.data, items)),
+    "dict": lambda decoder, items: {decoder.data(key): decoder.data(item) for key, item in items},
+    "set": lambda decoder, items: set(map(decoder.data, items)),
+    "frozenset": lambda decoder, items: frozenset(map(decoder.data, items)),
+    "slice": lambda decoder, parts: slice(*map(decoder.data, parts)),
+    "size": lambda decoder, items: torch.Size(map(decoder.data, items)),
+    "dtype": lambda decoder, name: dtype_of(name),
+    "device": lambda decoder, text: torch.device(text),
+    "layout": _torch_object(torch.layout),
+    "memory_format": _torch_object(torch.memory_format),
+    "removed": lambda decoder, name: Removed(str(name)),
+    "ellipsis": lambda decoder, data: ...,
+}
+"""How each tag is read."""

@@ -1,0 +1,287 @@
+"""Tapes as data for JSON.
+
+Data flow:
+    tape -> rows of fields, in tables: values, ops, calls, tapes, scopes, frames, fakes, numbers, tensors, classes
+    anything in a field -> itself (text, number, list) or `{tag: data}`; a reference to a row is `{table: number}`
+
+What has no form as data is foreign: an error for a file, a number in a list for a pickle.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import enum
+import math
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.nn.utils import parametrize
+
+from scopetrace._compat.expressions import encode_expression
+from scopetrace._compat.schema import OPS, is_higher_order, name_of, schema_of
+from scopetrace._compat.symbols import Symbolic, number_parts
+from scopetrace._compat.tensors import FakeTensor
+from scopetrace.containers.classes import NamedObject, look_up
+from scopetrace.containers.structure import is_plain_object, taken_apart
+from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
+from scopetrace.files.tensors import TensorWriter, can_hold
+from scopetrace.ir.scopes import Frames, Scope
+from scopetrace.ir.tape import Call, ProgramTape, Removed, Tape, Value, is_plain, signature_of
+
+_ITSELF = (type(None), bool, int, str)
+
+
+class NoForm(Exception):
+    """An object that is no data, in its only argument."""
+
+
+class Encoder:
+    """Writes objects into tables, and real tensors by `tensors`.
+
+    `foreign` takes what has no form as data; None: such objects raise NoForm, but for those that are only shown.
+    """
+
+    def __init__(self, tensors: TensorWriter, foreign: list[Any] | None) -> None:
+        self.tables: dict[str, list[Any]] = {}
+        self._tensors = tensors
+        self._foreign = foreign
+        self._only_shown = False
+        self._rows: dict[tuple[str, Any], int] = {}
+        self._keep: list[Any] = []  # ids must not be used again
+        self._storages: dict[int, int] = {}
+
+    def data(self, x: Any) -> Any:
+        """An object as data."""
+        kind = type(x)
+        if kind in _ITSELF:
+            return x
+        if kind is list:
+            return [self.data(item) for item in x]
+        if kind in _FORMS:
+            return _FORMS[kind](self, x)
+        if kind in TABLES:
+            return {TABLES[kind]: self.row_of(x)}
+        if kind in NAMES:
+            return {"record": [NAMES[kind], self._fields(x)]}
+        for base, form in _BASES:
+            if isinstance(x, base):
+                return form(self, x)
+        parts = taken_apart(x)
+        if parts is not None:
+            owner, context, children = parts
+            return {"container": [self.class_row(owner), self.data(context), [[k, self.data(c)] for k, c in children]]}
+        return self._object(x)
+
+    def _row(self, table: str, x: Any, key: Any, make: Callable[[], Any]) -> int:
+        """The number of the row of `x`, which is known by `key`."""
+        if (table, key) not in self._rows:
+            row = make()  # which may make rows before it
+            rows = self.tables.setdefault(table, [])
+            self._rows[table, key] = len(rows)
+            rows.append(row)
+            self._keep.append(x)
+        return self._rows[table, key]
+
+    # ---------------------------------------------------------------- the program
+
+    def row_of(self, x: Any) -> int:
+        """The row of a value, op, call, tape or scope."""
+        if isinstance(x, Value):
+            return self._row("values", x, id(x), lambda: self._value(x))
+        if isinstance(x, Scope):
+            return self._row("scopes", x, id(x), lambda: [x.parent and self.row_of(x.parent), x.name, x.type_name])
+        if isinstance(x, Call):
+            if x.parent is not None:
+                self.row_of(x.parent)  # outer calls first, so that reading needs no deep recursion
+            return self._row("calls", x, id(x), lambda: self._call(x))
+        if isinstance(x, Tape):
+            return self._row("tapes", x, id(x), lambda: self._tape(x))
+        return self._row("ops", x, id(x), lambda: self._fields(x))
+
+    def _fields(self, x: Any, **given: Any) -> dict[str, Any]:
+        """The fields that differ from their defaults; those that are given have another value in the file."""
+        row = {}
+        for name, field in fields_of(type(x)).items():
+            value = given.get(name, getattr(x, name))
+            if not is_default(field, value):
+                row[name] = self._frames(value) if name == "frames" else self.data(value)
+        return row
+
+    def _tape(self, tape: Tape) -> list[Any]:
+        for scope in tape.root.walk():
+            self.row_of(scope)
+        for call in tape.calls:
+            self.row_of(call)
+        given: dict[str, Any] = {"owners": {name: (None, at) for name, (_, at) in tape.owners.items()}}
+        if isinstance(tape, ProgramTape):
+            given["reads"] = [read for read in tape.reads if read.place.stays]
+        for name in ("uses_absolute_offset", "written"):
+            if hasattr(tape, name):
+                given[name] = sorted(map(self._storage, getattr(tape, name)))
+        return [NAMES[type(tape)], self._fields(tape, **given)]
+
+    def _call(self, call: Call) -> dict[str, Any]:
+        raised = call.raised and f"{type(call.raised).__name__}: {call.raised}"
+        plain = {name: value for name, value in call.attributes.items() if is_plain(value)}
+        kind = call.module_type
+        with self._to_show():
+            row = self._fields(call, raised=raised, attributes=plain, module_type=None)
+            return row if kind is None else {**row, "module_type": self.class_row(kind)}
+
+    @contextlib.contextmanager
+    def _to_show(self) -> Iterator[None]:
+        """What has no form as data is written as its text, inside: it is shown, and the program does not use it."""
+        outer, self._only_shown = self._only_shown, self._foreign is None
+        try:
+            yield
+        finally:
+            self._only_shown = outer
+
+    def _value(self, value: Value) -> list[Any]:
+        real = None if value.real is None else self._tensor(value.real)
+        flags = [value.requires_grad, value.autograd_placeholder]
+        return [self._fake(value.fake), value.slot, self._storage(value.storage), self.data(value.offset), real, *flags]
+
+    def _storage(self, storage: int) -> int:
+        """A number from 1 on: passes number the storages that they add from -1 downwards."""
+        return self._storages.setdefault(storage, len(self._storages) + 1)
+
+    def _fake(self, fake: torch.Tensor) -> int:
+        def make() -> list[Any]:
+            if fake.layout not in (torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc):
+                raise NoForm(fake)
+            strided = fake.layout is torch.strided
+            layout = self.data(list(fake.stride())) if strided else _name(fake.layout)
+            return [self.data(list(fake.size())), layout, _name(fake.dtype), str(fake.device), fake.requires_grad]
+
+        return self._row("fakes", fake, id(fake), make)
+
+    def _tensor(self, t: torch.Tensor) -> dict[str, Any]:
+        if isinstance(t, FakeTensor):
+            return {"fakes": self._fake(t)}
+        if not can_hold(t):
+            return self._no_form(t)
+        return {"tensors": self._row("tensors", t, id(t), lambda: self._tensors.row(t))}
+
+    def _number(self, number: Any) -> dict[str, int]:
+        expr, pytype, hint = number_parts(number)
+        row = [type(number).__name__, encode_expression(expr), pytype.__name__, hint]
+        return {"numbers": self._row("numbers", number, repr(row), lambda: row)}
+
+    def _frames(self, frames: Frames) -> Any:
+        """Text, None, or a row: that of the frames outside, and the frames inside."""
+        if isinstance(frames, str) or not frames:
+            return frames or None
+        outer = self._frames(frames[0])
+        inner: Any = frames[1]
+        rows = [[code.co_filename, code.co_name, line] for code, line in inner]
+        return self._row("frames", frames, id(frames), lambda: [outer, rows])
+
+    # ---------------------------------------------------------------- objects of users
+
+    def class_row(self, kind: type) -> int:
+        """The row of a class: its name and, of a module's class, the signature of forward."""
+
+        def make() -> list[Any]:
+            forward = kind.forward if issubclass(kind, torch.nn.Module) else None
+            made = kind.__module__ == parametrize.__name__ and not hasattr(parametrize, kind.__name__)
+            base = self.class_row(kind.__base__) if made and kind.__base__ else None
+            return [kind.__module__, kind.__qualname__, base, forward and self._signature(forward)]
+
+        return self._row("classes", kind, kind, make)
+
+    def _signature(self, forward: Any) -> list[Any] | None:
+        try:
+            parameters = list(signature_of(forward).parameters.values())
+        except (TypeError, ValueError):  # scripted modules
+            return None
+        with self._to_show():
+            defaults = [[] if p.default is p.empty else [self.data(p.default)] for p in parameters]
+        return [[p.name, int(p.kind), *default] for p, default in zip(parameters, defaults, strict=True)]
+
+    def _object(self, x: Any) -> dict[str, Any]:
+        """A function, class, member of an enum, or an object that consists of its attributes."""
+        if isinstance(x, (type, enum.Enum, types.FunctionType, types.BuiltinFunctionType)):
+            kind = type(x)
+            named = (x.__module__, x.__qualname__) if not isinstance(x, enum.Enum) else _member(x)
+            if look_up(*named) is x:
+                return {"named": [*named, kind.__name__]}
+        elif is_plain_object(x) and not self._only_shown and self._is_describable(vars(x)):
+            return {"object": [self.class_row(type(x)), self.data(vars(x)), text_of(x)]}
+        return self._no_form(x)
+
+    def _is_describable(self, attributes: dict[str, Any]) -> bool:
+        return all(is_plain(value) or isinstance(value, (list, dict, tuple)) for value in attributes.values())
+
+    def _saved_object(self, x: NamedObject) -> dict[str, Any]:
+        """An object of a trace that was itself loaded."""
+        if x.name is not None:
+            return {"named": [x.module, x.name, x.text]}
+        return {"object": [self.class_row(x.kind), self.data(x.attributes), x.text]}
+
+    def _no_form(self, x: Any) -> dict[str, Any]:
+        if self._only_shown:
+            return {"object": [self.class_row(type(x)), None, text_of(x)]}
+        if self._foreign is None:
+            raise NoForm(x)
+        self._foreign.append(x)
+        return {"foreign": len(self._foreign) - 1}
+
+
+def text_of(x: Any) -> str:
+    """What is shown of an object: its repr where that is short and has no address, else its class."""
+    try:
+        text = repr(x)
+    except Exception:  # any class may break its own repr
+        text = ""
+    return text if text and len(text) < 60 and "\n" not in text and " at 0x" not in text else f"<{type(x).__name__}>"
+
+
+def _member(x: enum.Enum) -> tuple[str, str]:
+    return type(x).__module__, f"{type(x).__qualname__}.{x.name}"
+
+
+def _name(x: Any) -> str:
+    """`float32` of torch.float32."""
+    return str(x).removeprefix("torch.")
+
+
+def _float(encoder: Encoder, x: float) -> Any:
+    return x if math.isfinite(x) else {"float": str(x)}
+
+
+def _target(encoder: Encoder, x: Any) -> dict[str, Any]:
+    return {"higher_order": name_of(x)} if is_higher_order(x) else {"op": [schema_of(x).name, schema_of(x).overload]}
+
+
+_FORMS: dict[type, Callable[[Encoder, Any], Any]] = {
+    float: _float,
+    complex: lambda encoder, x: {"complex": [encoder.data(x.real), encoder.data(x.imag)]},
+    bytes: lambda encoder, x: {"bytes": base64.b64encode(x).decode()},
+    tuple: lambda encoder, x: {"tuple": [encoder.data(item) for item in x]},
+    dict: lambda encoder, x: {"dict": [[encoder.data(key), encoder.data(item)] for key, item in x.items()]},
+    set: lambda encoder, x: {"set": [encoder.data(item) for item in x]},
+    frozenset: lambda encoder, x: {"frozenset": [encoder.data(item) for item in x]},
+    slice: lambda encoder, x: {"slice": encoder.data([x.start, x.stop, x.step])},
+    torch.Size: lambda encoder, x: {"size": encoder.data(list(x))},
+    torch.dtype: lambda encoder, x: {"dtype": _name(x)},
+    torch.device: lambda encoder, x: {"device": str(x)},
+    torch.layout: lambda encoder, x: {"layout": _name(x)},
+    torch.memory_format: lambda encoder, x: {"memory_format": _name(x)},
+    type(...): lambda encoder, x: {"ellipsis": None},
+    NamedObject: Encoder._saved_object,
+    Removed: lambda encoder, x: {"removed": x.name},
+}
+"""By class, the form of an object."""
+
+_BASES: tuple[tuple[Any, Callable[[Encoder, Any], Any]], ...] = (
+    (torch.Tensor, Encoder._tensor),
+    (Symbolic, Encoder._number),
+    (OPS, _target),
+    (sympy.Basic, lambda encoder, x: {"expression": encode_expression(x)}),
+)
+"""The same for classes of which there are subclasses."""

@@ -1,0 +1,64 @@
+"""The classes of which a file has instances, by name, with the fields that a file does not have.
+
+An instance is written as the fields that differ from their defaults, so that a file of an older version is read where
+new fields have defaults.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from scopetrace._compat.shape_env import DimSpec
+from scopetrace._compat.symbols import BINDING_KEYS
+from scopetrace.containers.objects import Effect, Returned
+from scopetrace.ir import conditions, reads, registered, tape, write_back
+from scopetrace.ir.scopes import Scope
+
+_TAPES = (tape.RecordedTape, tape.FunctionalTape, tape.BodyTape)
+
+TABLES: dict[type, str] = {
+    **{tape.Value: "values", tape.Op: "ops", tape.Call: "calls", Scope: "scopes"},
+    **dict.fromkeys(_TAPES, "tapes"),
+}
+"""The tables of what a program refers to from several places. Each is written once, as a row."""
+
+_INLINE: tuple[type, ...] = (
+    *(Effect, Returned, DimSpec, tape.AttributeWrite),
+    *(conditions.SizeRules, conditions.DynamicInput, conditions.Specialization),
+    *(registered.Registered, registered.RegisteredModule, registered.RegisteredParam),
+    *(write_back.WriteBack, write_back.GraphInput, write_back.StateRef, write_back.FromGraph, write_back.ViewStep),
+    *(write_back.StridedStep, write_back.ViewOf, write_back.SameAs, write_back.CopyInto, write_back.ChangeShape),
+    write_back.SetTo,
+    reads.Read,
+    *BINDING_KEYS,
+)
+
+RECORDS = {kind.__name__: kind for kind in (*_TAPES, *_INLINE)}
+"""By name, the data classes that a file may have, beside those of the tables."""
+
+NAMES = {kind: name for name, kind in RECORDS.items()}
+
+LEFT_OUT: dict[type, tuple[str, ...]] = {
+    tape.Call: ("module",),
+    tape.AttributeWrite: ("module",),
+    conditions.SizeRules: ("env",),
+    DimSpec: ("derive",),  # used only where the trace is made
+    **{kind: ("shape_env", "fake_mode", "inference") for kind in _TAPES},
+}
+"""The fields that a file does not have: the model's modules, and what is made anew for all tapes of a file."""
+
+
+def fields_of(kind: type) -> dict[str, dataclasses.Field[Any]]:
+    """The fields that are written of a class, by name."""
+    left_out = LEFT_OUT.get(kind, ())
+    return {f.name: f for f in dataclasses.fields(kind) if f.name not in left_out}
+
+
+def is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Whether a field has the value that it has without being given."""
+    if field.default is not dataclasses.MISSING:
+        return value is field.default
+    if field.default_factory is not dataclasses.MISSING and type(value) in (list, dict, set):
+        return not value
+    return False
