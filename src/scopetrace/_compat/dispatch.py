@@ -268,11 +268,6 @@ def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:
         return hop.python_key_table[FakeTensorMode](mode, *args)
 
 
-def is_higher_order(target: Any) -> bool:
-    """Whether the target of a node is a higher-order op."""
-    return isinstance(target, HigherOrderOperator)
-
-
 def auto_functionalized() -> Any:
     """The higher-order op that runs a mutable op on copies of what it writes, and returns these copies."""
     from torch._higher_order_ops.auto_functionalize import auto_functionalized as op

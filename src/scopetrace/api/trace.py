@@ -275,7 +275,7 @@ class Trace(Runnable):
         Raises ExportError for what else it cannot express: changes of an input's shape or storage, changes of tensors
         that are neither parameters nor buffers, leaf modules, one tensor passed for two inputs.
         """
-        return to_exported_program(self._program.without_argument_mutation())
+        return to_exported_program(self._program.without_argument_mutation().with_real_classes())
 
     def lint(self) -> None:
         """Check that graph, scopes and calls agree. Raises LintError that lists all that is wrong."""

@@ -129,8 +129,8 @@ def _refuse_pickle(file: IO[bytes]) -> None:
     file.seek(0)
     if start[:1] == b"\x80":
         raise TraceFileError(
-            "this is a pickle, not a trace of this version: scopetrace 0.1.0 before 2026-12 wrote traces as pickles, "
-            "which can run any code. Load it there and save the model's trace again with this version"
+            "this is a pickle, as earlier development versions of scopetrace 0.1.0 wrote traces; a pickle can run any "
+            "code, so it is not read. Trace the model again and save that"
         )
 
 

@@ -10,6 +10,7 @@ Python's zipfile checks the CRC of each entry. As nothing is compressed, no file
 from __future__ import annotations
 
 import ctypes
+import io
 import json
 import os
 import zipfile
@@ -53,14 +54,7 @@ class ArchiveReader:
 
     def __init__(self, file: IO[bytes]) -> None:
         self._zip = zipfile.ZipFile(file)
-        self._entries = {entry.filename: entry for entry in self._zip.infolist()}
-        if len(self._entries) != len(self._zip.infolist()):
-            raise ValueError("two entries have one name")
-        for entry in self._entries.values():
-            if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
-                raise ValueError(f"the entry {entry.filename} is compressed")
-        if sum(entry.file_size for entry in self._entries.values()) > file.seek(0, os.SEEK_END):
-            raise ValueError("the entries are larger than the file")
+        self._entries = _checked_entries(self._zip, file.seek(0, os.SEEK_END))
 
     def json(self, name: str) -> Any:
         """An entry of JSON. Raises ValueError for one that is not."""
@@ -85,6 +79,23 @@ class ArchiveReader:
             if file.read(1):
                 raise ValueError(f"the entry {name} is too long")
         return storage
+
+
+def check_archive(data: bytes) -> None:
+    """Raise ValueError for a zip file inside an archive that would be larger in memory than it is."""
+    _checked_entries(zipfile.ZipFile(io.BytesIO(data)), len(data))
+
+
+def _checked_entries(archive: zipfile.ZipFile, size: int) -> dict[str, zipfile.ZipInfo]:
+    entries = {entry.filename: entry for entry in archive.infolist()}
+    if len(entries) != len(archive.infolist()):
+        raise ValueError("two entries have one name")
+    for entry in entries.values():
+        if entry.compress_type != zipfile.ZIP_STORED or entry.compress_size != entry.file_size:
+            raise ValueError(f"the entry {entry.filename} is compressed")
+    if sum(entry.file_size for entry in entries.values()) > size:
+        raise ValueError("the entries are larger than the file")
+    return entries
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> memoryview:

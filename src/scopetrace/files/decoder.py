@@ -227,8 +227,8 @@ def _expect(kind: Any, *values: Any) -> None:
             raise TypeError(f"{value!r} is no {kind}")
 
 
-def _kind(number: int) -> Any:
-    return list(inspect._ParameterKind)[number]
+_kind: Callable[[int], Any] = type(inspect.Parameter.VAR_KEYWORD)
+"""The kind of a parameter, by its number."""
 
 
 def _op_of(decoder: Decoder, data: Any) -> Any:

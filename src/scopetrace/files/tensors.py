@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.tensors import id_of_storage
-from scopetrace.files.archive import ArchiveReader, ArchiveWriter
+from scopetrace.files.archive import ArchiveReader, ArchiveWriter, check_archive
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -83,7 +83,9 @@ class TensorReader:
         return t.requires_grad_(requires_grad)
 
     def _load(self, name: str) -> torch.Tensor:
-        found = torch.load(io.BytesIO(self._archive.read(name)), weights_only=True)
+        data = self._archive.read(name)
+        check_archive(data)
+        found = torch.load(io.BytesIO(data), weights_only=True)
         if not isinstance(found, torch.Tensor):
             raise TypeError(f"{name} is no tensor")
         return found

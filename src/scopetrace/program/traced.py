@@ -243,6 +243,15 @@ class TracedProgram:
         """The same trace with another tape to make the graph from."""
         return TracedProgram(self.recorded, tape, self.model)
 
+    def with_real_classes(self) -> TracedProgram:
+        """The same, where it was loaded with the real classes of arguments and results. Raises TraceFileError."""
+        if self.model is not None:
+            return self
+        tape = self.tape
+        return self.with_tape(
+            dataclasses.replace(tape, args=with_imports(tape.args), outputs=with_imports(tape.outputs))
+        )
+
     @functools.cached_property
     def lowering(self) -> FxLowering:
         """The torch.fx graph, and the node of each value of the tape."""
@@ -256,8 +265,7 @@ class TracedProgram:
     @functools.cached_property
     def boundary(self) -> CallBoundary:
         """What a call does before and after the graph: the check of the arguments, and the write-back."""
-        tape = self.tape if self.model is not None else with_imported_classes(self.tape)
-        return CallBoundary(tape, self.graph_module, self.forward)
+        return CallBoundary(self.with_real_classes().tape, self.graph_module, self.forward)
 
     @property
     def forward(self) -> Callable[..., Any] | None:
@@ -373,11 +381,6 @@ class TracedProgram:
         if not isinstance(recorded, RecordedTape):
             raise TraceFileError("the file is damaged: it has no recording")
         return cls(recorded, tape, None)
-
-
-def with_imported_classes(tape: Program) -> Program:
-    """A tape of a loaded trace with the real classes of its arguments and results. Raises TraceFileError."""
-    return dataclasses.replace(tape, args=with_imports(tape.args), outputs=with_imports(tape.outputs))
 
 
 def _with_present_tensors(tape: Program) -> Program:
