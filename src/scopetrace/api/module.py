@@ -96,7 +96,7 @@ class TracedModule(torch.nn.Module):
     def __reduce__(self) -> Any:
         read = {id(t): name for name, t in held_now(self._program.tape).items()}
         entries = [(name, read.get(id(t), t), persistent) for name, t, persistent in self._stored()]
-        return _from_bytes, (self._program.to_bytes(), entries)
+        return _from_pickle, (self._program, entries)
 
 
 def to_module(program: TracedProgram) -> TracedModule:
@@ -153,9 +153,8 @@ def _bound_to(module: TracedModule, program: TracedProgram, tensors: dict[str, t
     )
 
 
-def _from_bytes(data: bytes, entries: list[tuple[str, torch.Tensor | str, bool]]) -> TracedModule:
-    """The module of a pickle. A tensor that the program reads is in `data`; its name there is in `entries`."""
-    program = TracedProgram.from_bytes(data)
+def _from_pickle(program: TracedProgram, entries: list[tuple[str, torch.Tensor | str, bool]]) -> TracedModule:
+    """The module of a pickle. For a tensor that the program reads, `entries` has its name there."""
     held = program.tape.attributes
     return TracedModule(program, [Stored(n, held[t] if isinstance(t, str) else t, p) for n, t, p in entries])
 

@@ -7,7 +7,6 @@ Data flow:
 
 from __future__ import annotations
 
-import io
 import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,7 +17,6 @@ import torch
 import torch.export
 import torch.fx
 
-from scopetrace._compat.graph_module import dumps, loads
 from scopetrace.api.module import to_module
 from scopetrace.errors import (
     ArgumentError,
@@ -323,9 +321,7 @@ class Trace(Runnable):
             part.unlink(missing_ok=True)
 
     def __reduce__(self) -> Any:
-        file, foreign = io.BytesIO(), list[Any]()
-        self._program.write(file, foreign)
-        return _from_bytes, (file.getvalue(), dumps(foreign))
+        return Trace, (self._program,)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Trace:
         return Trace(self._program.with_tape(self._program.tape))
@@ -412,10 +408,6 @@ class OutlinedProgram(Runnable):
 def program_of(traced: Runnable) -> TracedProgram:
     """The program that a trace holds, for `distributed` and `cli`, which read tapes."""
     return traced._program
-
-
-def _from_bytes(data: bytes, foreign: bytes) -> Trace:
-    return Trace(TracedProgram.read(io.BytesIO(data), loads(foreign)))
 
 
 def save(traced: Trace, path: str | os.PathLike[str]) -> None:

@@ -13,6 +13,7 @@ from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import BINDING_KEYS
 from scopetrace.containers.objects import Effect, Returned
 from scopetrace.ir import conditions, reads, registered, tape, write_back
+from scopetrace.ir.effects import SideEffect
 from scopetrace.ir.scopes import Scope
 
 _TAPES = (tape.RecordedTape, tape.FunctionalTape, tape.BodyTape)
@@ -30,7 +31,7 @@ _INLINE: tuple[type, ...] = (
     *(write_back.WriteBack, write_back.GraphInput, write_back.StateRef, write_back.FromGraph, write_back.ViewStep),
     *(write_back.StridedStep, write_back.ViewOf, write_back.SameAs, write_back.CopyInto, write_back.ChangeShape),
     write_back.SetTo,
-    reads.Read,
+    *(reads.Read, SideEffect),
     *BINDING_KEYS,
 )
 

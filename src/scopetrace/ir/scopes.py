@@ -252,8 +252,8 @@ class Code(NamedTuple):
     co_name: str
 
 
-Frame = tuple[CodeType | Code, int]
-"""The code that runs, and the line in it."""
+Frame = tuple[CodeType, int]
+"""The code that runs, and the line in it. In a loaded trace, a `Code` in place of the code."""
 
 Frames = tuple[()] | tuple["Frames", tuple[Frame, ...]] | str
 """A linked list, so that ops of one call share the outer part: the frames outside, then those inside, outermost first.

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, TypeVar
@@ -22,7 +23,7 @@ import torch
 import torch.fx
 
 from scopetrace import files
-from scopetrace._compat.graph_module import TracedGraphModule, look_up, was_erased
+from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads, look_up, was_erased
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
 from scopetrace.containers.objects import without_argument_mutation
@@ -374,6 +375,11 @@ class TracedProgram:
         tape = recorded if self.tape is self.recorded else _with_present_tensors(self.tape)
         files.write(recorded, tape, file, foreign)
 
+    def __reduce__(self) -> Any:
+        file, foreign = io.BytesIO(), list[Any]()
+        self.write(file, foreign)
+        return _from_pickle, (file.getvalue(), dumps(foreign))
+
     @classmethod
     def read(cls, file: IO[bytes], foreign: Sequence[Any] = ()) -> TracedProgram:
         """What `write` wrote. Raises TraceFileError for anything else."""
@@ -381,6 +387,10 @@ class TracedProgram:
         if not isinstance(recorded, RecordedTape):
             raise TraceFileError("the file is damaged: it has no recording")
         return cls(recorded, tape, None)
+
+
+def _from_pickle(data: bytes, foreign: bytes) -> TracedProgram:
+    return TracedProgram.read(io.BytesIO(data), loads(foreign))
 
 
 def _with_present_tensors(tape: Program) -> Program:
