@@ -501,3 +501,35 @@ def test_tables_with_methods_of_their_own_are_left_alone():
     assert list(collections.OrderedDict.items(MAKERS)) == [("relu", nn.ReLU)]
     assert list.__len__(CHATTY) == 1
     assert len(tr.side_effects) == 2
+
+
+class Remembering(nn.Module):
+    """A table of tensors that are made once."""
+
+    def __init__(self, make):
+        super().__init__()
+        self.make = make
+        self.made = {}
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        if "a" not in self.made:
+            self.made["a"] = self.make(self, x)
+        return x * self.made["a"]
+
+
+def test_a_tensor_that_is_remembered_may_be_computed_again():
+    tr = st.trace(Remembering(lambda m, x: m.weight * 2), (X,))
+    assert [(e.change, e.baked_in) for e in tr.side_effects] == [
+        ("self.made['a'] was missing and became a tensor [4]", False)
+    ]
+    for _ in range(2):
+        torch.testing.assert_close(tr(X), X * 2)
+
+
+@pytest.mark.parametrize("make", [lambda m, x: x.sum(0), lambda m, x: torch.rand(4)])
+def test_one_that_differs_from_call_to_call_may_not(make):
+    tr = st.trace(Remembering(make), (X,))
+    tr(X)
+    with pytest.raises(st.errors.SideEffectError, match=r"self\.made"):
+        tr(X)

@@ -28,6 +28,7 @@ from scopetrace.errors import (
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir import meta
+from scopetrace.ir.argument_numbers import warn_of_numbers
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.effects import SideEffect, refusal
 from scopetrace.ir.scopes import Scope
@@ -226,10 +227,13 @@ class Trace(Runnable):
             OnnxOpError: ops have no ONNX form; the error has all of them, with module and source line.
             OnnxExportError: the trace has no form as an ONNX model for another reason.
             OnnxVerificationError: with verify=True.
+
+        Warns as `to_exported_program`.
         """
         require_packages()
         from scopetrace.lower.onnx.export import Options, write
 
+        self._warn_of_a_form("the ONNX model")
         names, table = (input_names, output_names), custom_translation_table
         options = Options(functions, plugins, opset_version, *names, optimize, attributes, table)
         return write(self._program.without_argument_mutation(), path, options, external_data, verify, progress).model
@@ -244,8 +248,15 @@ class Trace(Runnable):
 
     @property
     def specializations(self) -> list[Specialization]:
-        """The values that Python read during tracing and that the trace is fixed to (`specialize=True`), in order."""
-        return list(self._program.tape.specializations)
+        """The values that Python read during tracing and that the trace is fixed to, in order.
+
+        Those that depend on data (`specialize=True`), then the numbers in objects among the arguments, such as a
+        cache's `cumulative_length`. A call with others is refused.
+        """
+        tape = self._program.tape
+        root = tape.root.path
+        numbers = [Specialization(n.name, n.value, "argument", root, "", None) for n in tape.argument_numbers]
+        return [*tape.specializations, *numbers]
 
     @property
     def side_effects(self) -> list[SideEffect]:
@@ -272,8 +283,19 @@ class Trace(Runnable):
 
         Raises ExportError for what else it cannot express: changes of an input's shape or storage, changes of tensors
         that are neither parameters nor buffers, leaf modules, one tensor passed for two inputs.
+
+        Warns where the program cannot check what a call of the trace does: FixedValueWarning for numbers in objects
+        among the arguments, SideEffectWarning where it depends on Python state that forward writes.
         """
+        self._warn_of_a_form("the ExportedProgram")
         return to_exported_program(self._program.without_argument_mutation().with_real_classes())
+
+    def _warn_of_a_form(self, what: str) -> None:
+        tape = self._program.tape
+        warn_of_numbers(tape.argument_numbers, what)
+        baked_in = [effect for effect in tape.side_effects if effect.baked_in]
+        if baked_in:
+            warnings.warn(str(refusal(baked_in, f"{what} is right for one call only")), SideEffectWarning, stacklevel=3)
 
     def lint(self) -> None:
         """Check that graph, scopes and calls agree. Raises LintError that lists all that is wrong."""

@@ -12,8 +12,8 @@ forward did to the arguments is undone, and the forward is recorded again.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Iterator, Set, ValuesView
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Sequence, Set, ValuesView
+from typing import Any, Protocol
 
 import torch
 
@@ -185,7 +185,15 @@ def _same(now: Any, before: Any) -> bool:
     return now is before or (type(now) is type(before) and isinstance(now, (bool, int, float, str)) and now == before)
 
 
-def effect_targets(effects: list[Effect], template: Any, arguments: Any) -> list[Any]:
+class InArguments(Protocol):
+    """Something with a place in the arguments."""
+
+    @property
+    def path(self) -> tuple[str, ...]:
+        """The keys, as text, that lead to it from (args, kwargs)."""
+
+
+def effect_targets(effects: Sequence[InArguments], template: Any, arguments: Any) -> list[Any]:
     """The caller's containers, found before any of them changes; `template` is that of the arguments."""
     found = []
     for effect in effects:

@@ -82,6 +82,15 @@ def is_object(x: Any) -> bool:
     return isinstance(x, OpaqueContainer) or _pytree_node(kind) is not None or dataclasses.is_dataclass(kind)
 
 
+def object_classes(x: Any, object_types: Collection[type] = ()) -> set[type]:
+    """The classes of the containers in a value of the user that are objects."""
+    children = open_container(x, object_types)
+    if children is None:
+        return set()
+    inner = set[type]().union(*(object_classes(child, object_types) for _, child in children))
+    return inner if isinstance(x, (list, tuple, dict)) else inner | {type(x)}
+
+
 def map_structure(fn: Callable[[Any], Any], x: Any, leaf: Leaf, object_types: Collection[type] = ()) -> Any:
     """A template of `x` in which each instance of `leaf` is replaced by `fn` of it.
 

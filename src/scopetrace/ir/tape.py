@@ -29,6 +29,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode
 from scopetrace.containers.objects import Returned
 from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.ir.argument_numbers import ArgumentNumber
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.effects import SideEffect
 from scopetrace.ir.reads import Read
@@ -430,6 +431,8 @@ class ProgramTape(Tape):
     """The values that depend on data and are fixed, because Python looked at them."""
     reads: list[Read] = dataclasses.field(default_factory=list)
     """What the forward read from outside of the program, in order: another value at a call is another program."""
+    argument_numbers: list[ArgumentNumber] = dataclasses.field(default_factory=list)
+    """The numbers in objects among the arguments that the forward may have read, and that are fixed."""
     side_effects: list[SideEffect] = dataclasses.field(default_factory=list)
     """What the forward did to Python objects, which the graph does not carry."""
     warns_of_effects: bool = False

@@ -24,6 +24,7 @@ from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, s
 from scopetrace.containers.objects import Returned, apply_effects, effect_targets
 from scopetrace.containers.structure import instantiate, match
 from scopetrace.errors import CompiledGraphError, EditError, InputMismatchError
+from scopetrace.ir.argument_numbers import check_numbers
 from scopetrace.ir.tape import Output, ProgramTape, Tape, Value, bind
 from scopetrace.record import argument_names
 
@@ -60,6 +61,8 @@ def match_inputs(tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any
     if tape.sizes is not None:
         tape.sizes.check(tensors, numbers)
     _check_sharing(tape, tensors)
+    if tape.argument_numbers:
+        check_numbers(tape.argument_numbers, tape.args, (args, kwargs))
     return [*tensors, *numbers]
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from scopetrace.containers.structure import leaves_with_path
+from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.ir.effects import SideEffect
 from scopetrace.ir.scopes import user_line, walk_frames
 from scopetrace.ir.tape import Call
@@ -40,6 +40,8 @@ class EffectWatch:
         for name, argument in arguments:
             for path, leaf in leaves_with_path(argument, name, object_types):
                 self._snapshot.add(path, f"{name}=", leaf)
+            for kind in object_classes(argument, object_types):
+                self.reach.add_class(kind)
         for name, module in (("random", random), ("numpy.random", getattr(sys.modules.get("numpy"), "random", None))):
             if module is not None:
                 self._snapshot.add(name, name, module.random.__self__)
@@ -136,7 +138,7 @@ def _of_change(
         reads = reads or use.reads
         if line is None and use.lines:
             line, writer = user_line([(function.__code__, use.lines[0])]), function.__code__
-    is_memo = isinstance(change.new, Words) and not change.is_draw
+    is_memo = change.is_memo or (isinstance(change.new, Words) and not change.is_draw)
     call = at.get(id(change.holder)) or _caller(writer, calls)
     return SideEffect(change.name, short(change.old), short(change.new), call.scope.path, line, reads and not is_memo)
 

@@ -22,12 +22,14 @@ import torch.fx
 
 from scopetrace._compat.dispatch import dispatching_to
 from scopetrace._compat.patches import observing
+from scopetrace._compat.schema import is_op
 from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE, FakeFactory, FakeTensor
 from scopetrace.containers.objects import Returned, Watch, refuse_hidden, refuse_without_structure, tensor_holders
 from scopetrace.containers.structure import identifier, instantiate, leaves, leaves_with_path, map_structure
 from scopetrace.errors import DataDependentError, RandomStateError, ScopetraceError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
+from scopetrace.ir.argument_numbers import numbers_read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
 from scopetrace.ir.verify import verify
@@ -48,7 +50,7 @@ from scopetrace.record.gradients import refuse_lost_gradients
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.retrace import Assumptions, Retrace
-from scopetrace.record.snapshot import Change
+from scopetrace.record.snapshot import MISSING, Change
 
 _one_at_a_time = threading.RLock()  # the flags and methods that a trace changes belong to the whole process
 
@@ -211,6 +213,9 @@ class Recording:
         finally:
             changes = objects.restore()
         self._add_changes(changes, draws.found, objects)
+        found = numbers_read(args, kwargs, argument_names(forward, len(args)), self.object_types, objects.reach.names)
+        dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
+        tape.argument_numbers = [n for n in found if n.name not in dynamic]
         if builder.deferred:
             raise builder.deferred[0]
         refuse_lost_gradients(tape, leaves(tape.outputs, Value), self.data.examples)
@@ -229,9 +234,23 @@ class Recording:
                 value = self.values.bound_value(change.new)
             if names and value is not None:
                 self.tape.attribute_writes.append(AttributeWrite(change.holder, names[0], change.attribute, value))
+            elif (change.old is None or change.old is MISSING) and self._is_same_in_each_call(change.new):
+                others.append(change._replace(is_memo=True))
             else:
                 others.append(change)
         self.tape.side_effects = side_effects(others, draws, objects.reach.functions, self.tape.calls)
+
+    def _is_same_in_each_call(self, x: Any) -> bool:
+        """Whether `x` is a tensor that neither inputs, random numbers nor state that the forward writes decide."""
+        value = self.values.bound_value(x) if isinstance(x, torch.Tensor) else None
+        if value is None:
+            return False
+        differs = {v.storage for v in self.tape.inputs} | self.tape.written_storages()
+        for op in self.tape.ops:
+            drawn = is_op(op.target) and torch.Tag.nondeterministic_seeded in op.target.tags
+            if drawn or any(v.storage in differs for v in op.inputs()):
+                differs |= {v.storage for v in op.values()}
+        return value.storage not in differs
 
     # ---------------------------------------------------------------- inputs
 

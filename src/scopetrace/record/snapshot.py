@@ -55,6 +55,8 @@ class Change(NamedTuple):
     """The attribute of `holder` that is another one; empty where an entry in its value is."""
     is_draw: bool = False
     """Whether it is the state of a random generator."""
+    is_memo: bool = False
+    """Whether it is a tensor that each call would compute again, to the same values."""
 
 
 class Saved(NamedTuple):

@@ -41,7 +41,11 @@ def to_exported_program(program: TracedProgram) -> ExportedProgram:
     """
     with garbage_collection_paused():
         assert isinstance(program.tape, FunctionalTape)
-        return _build(program.tape, program.forward)
+        exported = _build(program.tape, program.forward)
+        if program.tape.argument_numbers:
+            numbers = {n.name: n.value for n in program.tape.argument_numbers}
+            exported.graph_module.meta["scopetrace.fixed_numbers"] = numbers
+        return exported
 
 
 def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> ExportedProgram:

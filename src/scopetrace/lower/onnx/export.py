@@ -8,6 +8,7 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import re
 from collections import Counter
@@ -150,6 +151,10 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         is_plugin,
     )
     model = assembler.model(input_names, output_names)
+    if main.tape.argument_numbers:
+        model.metadata_props["scopetrace.fixed_numbers"] = json.dumps(
+            {n.name: n.value for n in main.tape.argument_numbers}
+        )
     attach(model.graph, {name: combined.main.tensor(name) for name in combined.main.held}, results.state())
     return Exported(
         model,
