@@ -25,16 +25,19 @@ def refuse_lost_gradients(tape: RecordedTape, results: Iterable[Value], examples
 
     `examples` are the inputs themselves, as they were given.
     """
+    leaves = {v for op in tape.ops if not op.writes for v in op.values() if _is_leaf(v, examples)}
+    if not leaves:
+        return
     kept, made = _Reach(), _Reach()
     parameters = {v.storage for op in tape.ops if op.kind == "get_attr" for v in op.values() if v.fake.requires_grad}
     for op in tape.ops:
         if op.kind in ("placeholder", "get_attr"):
             for v in op.values():
-                (kept if _given(v, examples) else made).start(v)
-        elif not kept.follow(op) and not made.follow(op) and not op.writes:
-            for v in op.values():
-                if v.fake.is_leaf and not v.autograd_placeholder and v.storage not in parameters:
-                    made.start(v)  # Module.to makes parameters of the same memory anew
+                (made if v in leaves else kept).start(v)
+        elif not kept.follow(op) and not made.follow(op):
+            for v in leaves.intersection(op.values()):
+                if v.storage not in parameters:  # Module.to makes parameters of the same memory anew
+                    made.start(v)
     for value in results:
         if made.has(value) and not kept.has(value):
             raise UnsupportedOpError(
@@ -75,6 +78,9 @@ class _Reach:
         return True
 
 
-def _given(value: Value, examples: Mapping[Value, torch.Tensor]) -> bool:
-    real = value.real if value.real is not None else examples.get(value)
-    return real is None or real.requires_grad
+def _is_leaf(v: Value, examples: Mapping[Value, torch.Tensor]) -> bool:
+    """Whether the forward made this tensor require grad; inputs and attributes that did before are none."""
+    if v.autograd_placeholder or not v.fake.requires_grad or not v.fake.is_leaf:
+        return False
+    real = v.real if v.real is not None else examples.get(v)
+    return not real.requires_grad if real is not None else v.op.kind == "call_function"
