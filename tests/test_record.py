@@ -133,9 +133,11 @@ def test_autocast_is_recorded_as_casts():
     assert "aten.linear.default" in targets(tr) and "aten.to.dtype" in targets(tr)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         ambient = st.trace(net, (x,))
-        expected = net(x)
-    assert ambient(x).dtype == expected.dtype
-    torch.testing.assert_close(ambient(x), expected)
+        expected, actual = net(x), ambient(x)
+    assert actual.dtype == expected.dtype
+    torch.testing.assert_close(actual, expected)
+    with pytest.raises(st.errors.StateMismatchError, match=r"torch.autocast.*bfloat16"):
+        ambient(x)  # the model gives float32 here
 
 
 def test_training_mode_batch_norm_updates_the_models_buffers():

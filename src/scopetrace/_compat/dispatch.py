@@ -208,6 +208,16 @@ _AUTOCAST_KEYS = {
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
+@functools.cache
+def autocast_may_change(func: OpOverload) -> bool:
+    """Whether autocast, if it is on, casts the inputs of an op or of the ops that it is composed of."""
+    if func.namespace == "prim":  # questions about metadata, which C++ does not know
+        return False
+    if any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _AUTOCAST_KEYS.values()):
+        return True
+    return func._can_decompose() and not func.is_view
+
+
 def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
     """Apply autocast's rule for `func` with the recorder on, so that the casts are recorded as ops.
 

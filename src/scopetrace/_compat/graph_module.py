@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import operator
 import pickle
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -64,6 +65,23 @@ class BodyGraphModule(TracedGraphModule):
     def recompile(self) -> Any:  # type: ignore[override]
         """Generate the Python code."""
         return self._real_recompile()
+
+
+def switches_grad(graph_module: torch.fx.GraphModule) -> bool:
+    """Whether a node switches autograd on or off."""
+    return bool(graph_module.graph.find_nodes(op="call_function", target=set_grad_enabled))
+
+
+def without_grad_switches(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """A function that runs a graph without the nodes that switch autograd on or off, on the GraphModule's tensors."""
+    graph = torch.fx.Graph()
+    graph.output(graph.graph_copy(graph_module.graph, {}))
+    for node in graph.find_nodes(op="call_function", target=set_grad_enabled):
+        graph.erase_node(node)
+    code = graph.python_code("self")
+    namespace = dict(code.globals)
+    exec(code.src, namespace)
+    return types.MethodType(namespace["forward"], graph_module)
 
 
 def make_graph_module(

@@ -26,9 +26,10 @@ NAMES = {
         _DisableTorchDispatch _TorchDispatchModeKey _dispatch_has_kernel_for_dispatch_key
         _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_included _functorch _get_dispatch_mode
         _is_any_autocast_enabled _set_grad_enabled _set_throw_on_mutable_data_ptr""",
+    "torch._C._autograd": "_unsafe_set_version_counter",
     "torch._C:DispatchKey": "AutocastCPU AutocastCUDA AutocastHPU AutocastMPS AutocastXPU PreDispatch Python",
     "torch._C:_TorchDispatchModeKey": "PROXY",
-    "torch._C:TensorBase": "data",
+    "torch._C:TensorBase": "data requires_grad storage_offset stride",
     "torch._C._functorch": "get_unwrapped is_functorch_wrapped_tensor peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",

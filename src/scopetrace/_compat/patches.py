@@ -85,8 +85,8 @@ _FRAMES_PER_CALL = 3
 
 
 @contextlib.contextmanager
-def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Tell `observer` what this thread does inside, and tell models that they are being exported.
+def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
+    """Tell `observer` what this thread does inside, and tell models that they are being exported. Gives `mine`.
 
     Args:
         observer: is told, unless it is paused.
@@ -128,7 +128,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         for module in modules:
             if getattr(module, "_compiled_call_impl", None) is not None:
                 module._compiled_call_impl = None  # put back with the other attributes of the module
-        yield
+        yield mine
 
 
 def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -192,6 +192,12 @@ def _forward(cls: type, observer: Observer, mine: Mine) -> Callable[..., Any]:
 def _original(fn: Callable[..., Any]) -> Callable[..., Any]:
     """The function itself, if `fn` is its replacement by an outer trace."""
     return getattr(fn, "_scopetrace_original", fn)
+
+
+def forward_of_class(cls: type) -> Any:
+    """The `forward` that a class has outside of a trace; None if it has none that can be replaced."""
+    owner = _owner(cls)
+    return None if owner is None else _original(owner.__dict__["forward"])
 
 
 def _is_compiled(module: torch.nn.Module) -> bool:

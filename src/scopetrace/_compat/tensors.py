@@ -51,6 +51,20 @@ _forbid_data_ptr = torch._C._set_throw_on_mutable_data_ptr
 version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
 """How often the storage of a tensor was written in place. Raises RuntimeError for an inference tensor."""
 
+
+def with_version(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """`t`, with the version counter of `like`."""
+    if not (t.is_inference() or like.is_inference()) and like._version:
+        torch._C._autograd._unsafe_set_version_counter((t,), (like._version,))
+    return t
+
+
+stride_of: Callable[[torch.Tensor], Any] = torch._C.TensorBase.stride
+offset_of: Callable[[torch.Tensor], Any] = torch._C.TensorBase.storage_offset
+_requires_grad: Any = torch._C.TensorBase.requires_grad
+requires_grad_of: Callable[[torch.Tensor], bool] = _requires_grad.__get__
+"""What `x.stride()`, `x.storage_offset()` and `x.requires_grad` call: in a trace these report who asks."""
+
 is_symbolic: Callable[[torch.Tensor], bool] = operator.attrgetter("_has_symbolic_sizes_strides")
 """Whether a size, a stride or the storage offset is symbolic."""
 
@@ -241,7 +255,7 @@ class FakeFactory(FakeMaker):
                 converter = FakeTensorConverter()
                 return converter.from_real_tensor(self.mode, real, shape_env=self.shape_env)
         with without_dispatch():
-            fake = self._wrap(self._meta_of(real), real.device, real.requires_grad)
+            fake = self._wrap(self._meta_of(real), real.device, requires_grad_of(real))
         if isinstance(real, torch.nn.Parameter):
             fake._is_param = True
         if not real.is_leaf:
@@ -254,9 +268,9 @@ class FakeFactory(FakeMaker):
         known = self._storages.get(storage._cdata)
         if known is None:
             self._keep.append(storage)
-            meta = torch.empty_strided(real.size(), real.stride(), dtype=real.dtype, device="meta")
+            meta = torch.empty_strided(real.size(), stride_of(real), dtype=real.dtype, device="meta")
             known = meta.untyped_storage()
-            if real.storage_offset() == 0 and known.nbytes() == storage.nbytes():
+            if offset_of(real) == 0 and known.nbytes() == storage.nbytes():
                 self._storages[storage._cdata] = known
                 return meta
             known = self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")

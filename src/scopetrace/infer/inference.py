@@ -15,9 +15,20 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.questions import default_dtype, grad_enabled
 from scopetrace._compat.schema import is_op, schema_of
 from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
-from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, run_fake, storage_id, without_dispatch
+from scopetrace._compat.tensors import (
+    FakeMaker,
+    FakeTensor,
+    is_symbolic,
+    offset_of,
+    requires_grad_of,
+    run_fake,
+    storage_id,
+    stride_of,
+    without_dispatch,
+)
 from scopetrace.infer import check, rules, strides
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.tape import Value, checks_enabled, values_in
@@ -57,11 +68,11 @@ class Inference:
         """
         if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg() or type(fake) is not FakeTensor:
             return None
-        size, stride, offset = fake.size(), fake.stride(), fake.storage_offset()
+        size, stride, offset = fake.size(), stride_of(fake), offset_of(fake)
         if is_symbolic(fake):
             size, stride, offset = to_expr(size), to_expr(stride), to_expr(offset)
         nbytes = fake.untyped_storage().nbytes()  # may be symbolic where the tensor itself is not
-        facts = (size, stride, offset, fake.dtype, fake.device, fake.requires_grad, self._expanded(to_expr(nbytes)))
+        facts = (size, stride, offset, fake.dtype, fake.device, requires_grad_of(fake), self._expanded(to_expr(nbytes)))
         found = self._keys.get(facts)
         if found is None and not any(has_unbacked(n) for n in (*size, *stride, offset)):
             found = self._keys[facts] = len(self._keys)
@@ -98,7 +109,7 @@ class Inference:
 
         None where the metadata of the arguments does not say it.
         """
-        key = [func, torch.is_grad_enabled(), torch.get_default_dtype()]
+        key = [func, grad_enabled(), default_dtype()]
         if not self._describe(args, key):
             return None
         if kwargs:

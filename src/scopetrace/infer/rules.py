@@ -27,7 +27,15 @@ import torch
 
 from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import example, is_static, surely_equal, to_expr
-from scopetrace._compat.tensors import FakeMaker, FakeTensor, is_symbolic, run_fake, storage_id, without_dispatch
+from scopetrace._compat.tensors import (
+    FakeMaker,
+    FakeTensor,
+    is_symbolic,
+    offset_of,
+    run_fake,
+    storage_id,
+    without_dispatch,
+)
 from scopetrace.infer import strides
 from scopetrace.ir.tape import Value, flat
 from scopetrace.ops.views import Int, Sizes, ViewArguments
@@ -60,7 +68,7 @@ class OutputMeta(NamedTuple):
             place = self.nbytes, self.size, self.stride, self.offset
             return maker.placed(place, self.dtype, self.device, self.requires_grad)
         base = inputs[self.base]
-        offset = base.storage_offset() + self.offset
+        offset = offset_of(base) + self.offset
         return maker.view(base, self.size, self.stride, offset, self.device, self.requires_grad)
 
 

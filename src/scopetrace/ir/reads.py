@@ -10,17 +10,18 @@ Tensors and arguments are no reads: they are the inputs of the program. Nor are 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from types import CellType, MappingProxyType
-from typing import Any, Protocol
+import os
+from collections.abc import Sequence
+from types import CellType
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from scopetrace._compat.questions import fact_of, flag
 from scopetrace.ir.scopes import Frames, source_of
 
-Table = Mapping[Any, Any] | MappingProxyType[str, Any]
 
-
+@dataclasses.dataclass(frozen=True, repr=False)
 class Missing:
     """Stands for the value of a name that is not there."""
 
@@ -44,30 +45,28 @@ class CallInputs:
 class Place(Protocol):
     """Where a read can be asked again. Equal for two reads of one thing."""
 
-    stays: bool
-    """Whether it exists in another process too: it belongs to the call or to torch, and not to the model's objects."""
+    @property
+    def stays(self) -> bool:
+        """Whether it exists in another process too: it belongs to the call or to torch, not to the model's objects."""
 
     def now(self, call: CallInputs) -> Any:
         """What is there at a call; MISSING where there is nothing."""
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class InTable:
+class InTable(NamedTuple):
     """An entry of the `__dict__` of a module, an object, a class or a Python file."""
 
-    table: Table
+    table: Any
     key: str
-    stays = False
+
+    @property
+    def stays(self) -> bool:
+        """As `Place.stays`."""
+        return False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
         return self.table.get(self.key, MISSING)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, InTable) and other.table is self.table and other.key == self.key
-
-    def __hash__(self) -> int:
-        return hash((id(self.table), self.key))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +82,73 @@ class InClosure:
             return self.cell.cell_contents
         except ValueError:
             return MISSING
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class OfContents:
+    """All attributes of an object whose class cannot tell which are read, such as a `types.SimpleNamespace`."""
+
+    owner: Any
+    stays = False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return vars(self.owner)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfInput:
+    """What an input tensor answers to a question: `x.stride(0)`."""
+
+    index: int
+    """Its position among `ProgramTape.inputs`."""
+    fact: str
+    args: tuple[Any, ...] = ()
+    stays = True
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return fact_of(call.tensors[self.index], self.fact, self.args)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfTensor:
+    """What a parameter, buffer or other tensor of the model answers to a question without arguments."""
+
+    module: torch.nn.Module
+    name: str
+    fact: str
+    stays = False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        tensor = getattr(self.module, self.name, None)
+        return fact_of(tensor, self.fact, ()) if isinstance(tensor, torch.Tensor) else MISSING
+
+
+@dataclasses.dataclass(frozen=True)
+class Flag:
+    """The state of the process, as a function of torch tells it; `torch.autocast` stands for `autocast_state()`."""
+
+    function: str
+    args: tuple[Any, ...] = ()
+    stays = True
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return flag(self.function, self.args)
+
+
+@dataclasses.dataclass(frozen=True)
+class OfEnvironment:
+    """An environment variable."""
+
+    key: str
+    stays = True
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return os.environ.get(self.key, MISSING)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ import torch
 
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
-from scopetrace._compat.tensors import FakeTensorMode
+from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
 from scopetrace.containers.objects import Returned
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.argument_numbers import ArgumentNumber
@@ -91,8 +91,8 @@ class Value:
         self.slot = slot
         self.storage = storage
         self.key = key
-        self.requires_grad = fake.requires_grad
-        self.offset = fake.storage_offset() if fake.layout is torch.strided else 0
+        self.requires_grad = requires_grad_of(fake)
+        self.offset = offset_of(fake) if fake.layout is torch.strided else 0
         self.real = None
         self.autograd_placeholder = False
 
@@ -429,6 +429,8 @@ class ProgramTape(Tape):
     """The storages that `as_strided` reads at an offset from their start, so that the offset of an input matters."""
     specializations: list[Specialization] = dataclasses.field(default_factory=list)
     """The values that depend on data and are fixed, because Python looked at them."""
+    grad: bool = True
+    """Whether autograd was on when the forward began."""
     reads: list[Read] = dataclasses.field(default_factory=list)
     """What the forward read from outside of the program, in order: another value at a call is another program."""
     argument_numbers: list[ArgumentNumber] = dataclasses.field(default_factory=list)

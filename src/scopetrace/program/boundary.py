@@ -25,7 +25,9 @@ from scopetrace.containers.objects import Returned, apply_effects, effect_target
 from scopetrace.containers.structure import instantiate, match
 from scopetrace.errors import CompiledGraphError, EditError, InputMismatchError
 from scopetrace.ir.argument_numbers import check_numbers
+from scopetrace.ir.reads import CallInputs
 from scopetrace.ir.tape import Output, ProgramTape, Tape, Value, bind
+from scopetrace.program.reads import StateCheck
 from scopetrace.record import argument_names
 
 Forward = Callable[..., Any] | None
@@ -138,11 +140,13 @@ class CallBoundary:
         self.tape = tape
         self.forward = forward
         self.state = LiveState(tape, graph_module)
+        self.check = StateCheck(tape.reads)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
         args, kwargs = _in_traced_form(self.tape, args, kwargs, self.forward)
         inputs = Entered(match_inputs(self.tape, args, kwargs))
+        self.check.run(CallInputs(args, kwargs, inputs), self._number(inputs))
         if isinstance(self.tape.outputs, Returned):
             inputs.containers = effect_targets(self.tape.outputs.effects, self.tape.args, (args, kwargs))
         self.state.refresh()

@@ -23,12 +23,20 @@ import torch
 import torch.fx
 
 from scopetrace import files
-from scopetrace._compat.graph_module import TracedGraphModule, dumps, loads, look_up, was_erased
+from scopetrace._compat.graph_module import (
+    TracedGraphModule,
+    dumps,
+    loads,
+    look_up,
+    switches_grad,
+    was_erased,
+    without_grad_switches,
+)
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
 from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.containers.structure import instantiate, leaves
-from scopetrace.errors import EditError, InputMismatchError, SideEffectWarning, TraceFileError
+from scopetrace.errors import EditError, InputMismatchError, SideEffectWarning, StateMismatchError, TraceFileError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
 from scopetrace.ir.conditions import Specialization, decided_by
@@ -188,6 +196,7 @@ class TracedProgram:
         self.tape = tape
         self.model = model
         self.was_called = False
+        self._without_switches: tuple[str | None, Callable[..., Any]] = (None, recorded.graph_outputs)
 
     @property
     def current(self) -> TracedProgram:
@@ -342,13 +351,34 @@ class TracedProgram:
     def run_uncounted(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `run`, for a comparison with the model: it does not count as a call."""
         inputs = self.boundary.enter(args, kwargs)
-        with without_autocast(), _specialized(self.tape.specializations):
-            values = graph(*inputs)
+        runnable = graph if torch.is_grad_enabled() == self.tape.grad else self._in_other_grad_mode(graph)
+        with without_autocast(), _grad_mode_kept(), _specialized(self.tape.specializations):
+            values = runnable(*inputs)
         if graph is not self.graph_module:
             values = (values,) if isinstance(values, torch.Tensor) else values
             promised = [*self.tape.graph_outputs(), *(w.value for w in self.tape.attribute_writes)]
             values = as_the_graph_returns(self.tape, promised, inputs, values)
         return self.boundary.leave(inputs, values)
+
+    def _in_other_grad_mode(self, graph: Callable[..., Any]) -> Callable[..., Any]:
+        """What runs `graph` where autograd is on and was off when traced, or the other way round.
+
+        The check at `enter` let the call pass, so each block of the forward sets the mode that the call has anyway.
+        Raises StateMismatchError where the graph has such blocks and is not this program's own.
+        """
+        parts = [m for m in self.graph_module.modules() if isinstance(m, torch.fx.GraphModule) and switches_grad(m)]
+        if not parts:
+            return graph
+        if graph is not self.graph_module or parts != [self.graph_module]:
+            raise StateMismatchError(
+                f"torch.is_grad_enabled(): {self.tape.grad} when traced and {not self.tape.grad} now, and functions, "
+                "branches or compiled code of the graph switch it; trace again in this state"
+            )
+        code, run = self._without_switches
+        if code is not self.graph_module.code:
+            run = without_grad_switches(self.graph_module)
+            self._without_switches = self.graph_module.code, run
+        return run
 
     def functional(self) -> TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""
@@ -411,6 +441,17 @@ def _without_effects(tape: ProgramTape) -> ProgramTape:
     if isinstance(tape, FunctionalTape) and tape.write_back is None:
         return dataclasses.replace(tape, outputs=tape.result, returned=tape.graph_outputs()[:count])
     return dataclasses.replace(tape, outputs=tape.result, write_back=write_back)
+
+
+@contextlib.contextmanager
+def _grad_mode_kept() -> Iterator[None]:
+    """A graph that raises half-way may have switched autograd."""
+    grad = torch.is_grad_enabled()
+    try:
+        yield
+    finally:
+        if torch.is_grad_enabled() != grad:
+            torch.set_grad_enabled(grad)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from scopetrace._compat.dispatch import unwrapped
+from scopetrace._compat.questions import grad_enabled
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id, without_dispatch
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
@@ -65,7 +66,7 @@ class TapeBuilder:
         if self._origin is not None:
             root, inner, stack_trace = self._origin
             scope, frames = inner if scope is root else scope, stack_trace or frames
-        grad, call = torch.is_grad_enabled(), self.call
+        grad, call = grad_enabled(), self.call
         op = Op(kind, target, args, kwargs, outputs, scope, call, frames, grad, writes, unbacked, tracked)
         self.tape.ops.append(op)
         return op

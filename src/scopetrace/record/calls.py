@@ -30,6 +30,7 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.data import DataReader
 from scopetrace.record.model import Model
 from scopetrace.record.module_paths import HasOtherPath, other_path
+from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
 
 Progress = Callable[[str, int], None]
@@ -50,11 +51,13 @@ class CallRecorder:
         builder: TapeBuilder,
         values: ValueTable,
         data: DataReader,
+        reads: ReadRecorder,
         model: Model,
         object_types: frozenset[type],
         is_leaf: LeafRule,
         progress: Progress | None,
     ) -> None:
+        self._reads = reads
         self._builder = builder
         self._values = values
         self._data = data
@@ -87,6 +90,7 @@ class CallRecorder:
         if call is not None and call.module is module and method not in self._entered[-1]:
             self._entered[-1] |= {"call", method}
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
+        self._reads.on_forward(module)
         fqn, scope = self._place(module)
         call = self._open(module, fqn, scope, args, kwargs)
         call.direct = method == "forward"

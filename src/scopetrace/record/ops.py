@@ -22,6 +22,8 @@ import torch
 import torch.fx
 
 from scopetrace._compat import dispatch
+from scopetrace._compat.questions import default_dtype
+from scopetrace._compat.questions import grad_enabled as _grad_enabled
 from scopetrace._compat.schema import can_decompose, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
@@ -42,12 +44,12 @@ from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
 from scopetrace.record.collectives import CollectiveRecorder
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.higher_order import BodyRecorder
+from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
 
 _aten = torch.ops.aten
 _END_OF_PROFILED = torch.ops.profiler._record_function_exit._RecordFunction
 _Parameter = torch.nn.Parameter
-_grad_enabled = torch.is_grad_enabled
 
 RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
 
@@ -69,6 +71,7 @@ class OpFacts:
         self.in_place = torch.Tag.inplace in func.tags and is_elementwise(func)
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         self.squeezes = schema.name.startswith("aten::squeeze")
+        self.may_be_cast = dispatch.autocast_may_change(func)
         self.may_write_undeclared = any(name in UNDECLARED_WRITTEN for name in schema.names)
 
 
@@ -102,6 +105,7 @@ class OpRecorder:
         builder: TapeBuilder,
         values: ValueTable,
         data: DataReader,
+        reads: ReadRecorder,
         factory: FakeFactory,
         inference: Inference,
         run_graph: RunGraph,
@@ -111,6 +115,7 @@ class OpRecorder:
         self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
         self.data = data
         self.values = values
+        self.reads = reads
         self._builder = builder
         self._by_id = values.by_id
         self._factory = factory
@@ -164,6 +169,8 @@ class OpRecorder:
         facts = self._facts.get(id(func))
         if facts is None:
             facts = self._facts[id(func)] = OpFacts(func)
+        if facts.may_be_cast and self.reads.awaits_cast:
+            self.reads.on_cast_op()
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
         if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
@@ -292,6 +299,8 @@ class OpRecorder:
             )
         if call.facts.has_dtype and not call.inputs and isinstance(outputs, Value):
             kwargs = {**kwargs, "dtype": outputs.fake.dtype}  # the default is that of the trace
+        if self.reads.awaits_default_dtype and _has_default_dtype(call, outputs):
+            self.reads.on_default_dtype()
         self._builder.append("call_function", call.facts.func, call.args, kwargs, outputs, *rest)
 
     # ---------------------------------------------------------------- results of torch
@@ -418,6 +427,12 @@ class _BeforeWrite:
         return tuple(dict.fromkeys(found))
 
 
+def _lift_fresh(ops: OpRecorder, t: torch.Tensor) -> torch.Tensor:
+    if t.dtype == default_dtype():
+        ops.reads.on_default_dtype()
+    return ops.values.lift_fresh(t)
+
+
 def _split(ops: OpRecorder, x: torch.Tensor, at: torch.Tensor, dim: int = 0) -> Any:
     return ops.recorded(lambda: torch.tensor_split(x, at.tolist(), dim))
 
@@ -431,8 +446,8 @@ def _collective(func: Any, ops: OpRecorder, *args: Any) -> Any:
 
 
 _REWRITES: dict[Any, Callable[..., Any]] = {
-    _aten.lift_fresh.default: lambda ops, t: ops.values.lift_fresh(t),
     _aten.is_set_to.default: lambda ops, a, b: ops.values.are_one_view(a, b),
+    _aten.lift_fresh.default: _lift_fresh,
     _aten.tensor_split.tensor_indices_or_sections: _split,
     _aten.narrow.Tensor: _narrow,
     _END_OF_PROFILED: lambda ops, handle: _END_OF_PROFILED(handle),
@@ -442,6 +457,17 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
 Two of them read numbers from a tensor: that is an op for each number. `torch.profiler.record_function` marks a stretch
 of time for the profiler: it runs, and is no part of the program.
 """
+
+
+def _has_default_dtype(call: OpCall, outputs: Any) -> bool:
+    """Whether the result is floating and neither an input nor an argument says so."""
+    for v in call.inputs:
+        if v.fake.dtype.is_floating_point:
+            return False
+    if type(outputs) is not Value:
+        return False
+    given = (*call.args, *call.given[1].values())
+    return outputs.fake.dtype.is_floating_point and not any(type(a) is torch.dtype for a in given)
 
 
 def _version(t: torch.Tensor) -> int:

@@ -23,7 +23,7 @@ import torch.fx
 from scopetrace._compat.dispatch import dispatching_to
 from scopetrace._compat.patches import observing
 from scopetrace._compat.schema import is_op
-from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE, FakeFactory, FakeTensor
+from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE, FakeFactory, FakeTensor, with_version
 from scopetrace.containers.objects import Returned, Watch, refuse_hidden, refuse_without_structure, tensor_holders
 from scopetrace.containers.structure import identifier, instantiate, leaves, leaves_with_path, map_structure
 from scopetrace.errors import DataDependentError, RandomStateError, ScopetraceError, TraceError, UnsupportedOpError
@@ -49,6 +49,7 @@ from scopetrace.record.effects import EffectWatch, side_effects
 from scopetrace.record.gradients import refuse_lost_gradients
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
+from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
 from scopetrace.record.snapshot import MISSING, Change
 
@@ -157,15 +158,18 @@ class Recording:
             inference=inference,
             exact_autograd=assumptions.exact_autograd,
             registered=model.registered(),
+            grad=torch.is_grad_enabled(),
         )
         self.builder = TapeBuilder(self.tape, CallRecorder.run.__code__)
         self.values = ValueTable(self.builder, self.factory, inference, model)
         self.data = DataReader(self.builder, self.values, self.factory, specialize=specialize)
         self.factory.shape_env.watch(self.builder, self.data if specialize else None)
+        self.reads = ReadRecorder(self.builder, self.values, model)
         self.ops = OpRecorder(
             self.builder,
             self.values,
             self.data,
+            self.reads,
             self.factory,
             inference,
             run_graph,
@@ -190,15 +194,18 @@ class Recording:
         objects = EffectWatch(fn, model, named, self.object_types)
         draws = Draws(builder)
         watch = Watch((fake_args, fake_kwargs), self.object_types)
-        calls = CallRecorder(builder, self.values, self.data, model, self.object_types, self._is_leaf, self._progress)
+        rules = self.object_types, self._is_leaf, self._progress
+        calls = CallRecorder(builder, self.values, self.data, self.reads, model, *rules)
         try:
             with draws.observing(objects.reach), scopes.activate(builder.state):
                 with (
                     self._errors_explained(),
                     self._unseeded(),
-                    observing(calls, model.modules),
+                    observing(calls, model.modules) as mine,
+                    self.reads.watching(mine),
                     dispatching_to(self.ops.mode, self.factory.mode),
                 ):
+                    self.reads.on_function(fn)
                     out = calls.run_root(self.ops.collectives.finishing(fn), fake_args, fake_kwargs)
                 missed = tensor_holders((out, fake_args, fake_kwargs)) - self.object_types
                 if missed:
@@ -306,8 +313,8 @@ class Recording:
             )
         sizes = None if dynamic is None else dynamic.sizes_of(real, path, len(self.tape.inputs))
         if sizes is None:
-            return self.factory.from_real(real)
-        return self.factory.symbolic(real, sizes, symbolic_strides(real, sizes))
+            return with_version(self.factory.from_real(real), real)
+        return with_version(self.factory.symbolic(real, sizes, symbolic_strides(real, sizes)), real)
 
     def _dynamic_shapes(
         self,

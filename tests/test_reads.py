@@ -1,0 +1,465 @@
+"""A trace holds for what its forward read: a call that would read something else is refused, and no other call is."""
+
+import contextlib
+import dataclasses
+import functools
+import os
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+from nets import Net
+from torch import nn
+
+import scopetrace as st
+from scopetrace.errors import InputMismatchError, StateMismatchError
+
+X = torch.randn(2, 4)
+
+
+def agrees(tr, model, *args):
+    """Whether a call of the trace has eager's values and `requires_grad`; raises what the call raises."""
+    torch.manual_seed(0)
+    actual = tr(*args)
+    torch.manual_seed(0)
+    expected = model(*args)
+    torch.testing.assert_close(actual, expected)
+    assert actual.requires_grad == expected.requires_grad
+    return True
+
+
+# Attributes ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Config:
+    scale: float = 2.0
+    unused: int = 1
+    nested: object = None
+
+    @property
+    def double(self):
+        return self.scale * 2
+
+
+class Base(nn.Module):
+    factor = 2.0
+    other = 3.0
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.k = 2.0
+        self.unread = 1.0
+        self.config = Config(nested=Config())
+        self.space = types.SimpleNamespace(scale=2.0)
+        self.sizes = [1, 2]
+        self.table = {"k": 2.0}
+        self.act = F.relu
+        self._private = 5.0
+
+    def helper(self, x):
+        return x * self.k
+
+
+def set_to(path, value):
+    """A change of `m.path`."""
+
+    def change(m):
+        *owners, name = path.split(".")
+        setattr(functools.reduce(getattr, owners, m), name, value)
+
+    return change
+
+
+READ = {
+    "attribute": (lambda m, x: x * m.k, set_to("k", 3.0), "k: 2.0 when traced and 3.0 now"),
+    "in_method": (lambda m, x: m.helper(x), set_to("k", 3.0), "k: "),
+    "private": (lambda m, x: x * m._private, set_to("_private", 3.0), "_private: "),
+    "getattr": (lambda m, x: x * getattr(m, "k", 1), set_to("k", 3.0), "k: "),
+    "type": (lambda m, x: x * m.k, set_to("k", 2), "k: 2.0 when traced and 2 now"),
+    "config": (lambda m, x: x * m.config.scale, set_to("config.scale", 3.0), "config.scale: "),
+    "nested": (lambda m, x: x * m.config.nested.scale, set_to("config.nested.scale", 3.0), "config.nested.scale: "),
+    "property": (lambda m, x: x * m.config.double, set_to("config.scale", 3.0), "config.scale: "),
+    "whole_config": (lambda m, x: x * m.config.scale, set_to("config", Config(3.0)), "config: "),
+    "namespace": (lambda m, x: x * m.space.scale, set_to("space.scale", 3.0), "vars(space): "),
+    "list": (lambda m, x: x * m.sizes[1], lambda m: m.sizes.append(3), "sizes: [1, 2] when traced"),
+    "dict": (lambda m, x: x * m.table["k"], lambda m: m.table.update(k=3.0), "table: "),
+    "function": (lambda m, x: m.act(x), set_to("act", torch.tanh), "act: "),
+    "class": (lambda m, x: x * m.factor, lambda m: setattr(type(m), "factor", 4.0), "factor: "),
+    "shadowed": (lambda m, x: x * m.factor, set_to("factor", 4.0), "factor: "),
+    "of_child": (lambda m, x: m.fc(x) * m.fc.in_features, set_to("fc.in_features", 5), "fc.in_features: 4 when"),
+    "training": (lambda m, x: F.dropout(x, 0.5, m.training), lambda m: m.eval(), "training: True when"),
+    "deleted": (lambda m, x: x * getattr(m, "k", 1), lambda m: delattr(m, "k"), "k: 2.0 when traced and missing now"),
+}
+
+
+def net(forward):
+    """A module of a class of its own with this forward."""
+    return type("Model", (Base,), {"forward": lambda self, x: forward(self, x), "factor": 2.0})()
+
+
+@pytest.mark.parametrize("name", READ)
+def test_an_attribute_that_was_read_and_has_changed_is_refused(name):
+    forward, change, text = READ[name]
+    m = net(forward)
+    tr = st.trace(m, (X,))
+    assert agrees(tr, m, X)
+    change(m)
+    with pytest.raises(StateMismatchError) as error:
+        tr(X)
+    assert text.split(": ")[0] in str(error.value)
+    assert text in str(error.value).replace(f", which the model reads at {tr_source(tr, text)}", "")
+
+
+def tr_source(tr, text):
+    reads = tr._program.tape.reads
+    return next((r.source for r in reads if r.name == text.split(": ")[0]), "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_to("unread", 3.0),
+        set_to("config.unused", 3),
+        set_to("other", 3),
+        set_to("new", 3),
+        lambda m: m.eval(),
+        lambda m: m.sizes.append(1),
+        set_to("k", float("2.0")),
+        set_to("fc.weight", nn.Parameter(torch.randn(4, 4))),
+    ],
+)
+def test_a_change_of_what_nobody_read_is_not_refused(change):
+    m = net(lambda m, x: m.fc(x) * m.k * m.config.scale)
+    tr = st.trace(m, (X,))
+    change(m)
+    assert agrees(tr, m, X)
+
+
+def test_what_the_forward_wrote_itself_is_no_read():
+    def forward(m, x):
+        m.k = 5.0
+        return x * m.k
+
+    m = net(forward)
+    tr = st.trace(m, (X,))
+    m.k = 7.0
+    assert agrees(tr, m, X)
+
+
+@pytest.mark.parametrize(
+    "layer, dims",
+    [
+        (nn.Dropout(0.5), 2),
+        (nn.BatchNorm1d(4), 2),
+        (nn.TransformerEncoderLayer(4, 2, 8), 3),
+        (nn.LSTM(4, 4, 2, dropout=0.5), 3),
+        (nn.RReLU(), 2),
+        (nn.GRU(4, 4), 3),
+    ],
+)
+def test_eval_and_train_after_the_trace(layer, dims):
+    x = torch.randn(*(2,) * (dims - 1), 4)
+    model = Net(lambda m, x: m.layer(x)[0] if isinstance(layer, nn.RNNBase) else m.layer(x), layer=layer)
+    for mode in (True, False):
+        tr = st.trace(model.train(mode), (x,))
+        model.train(not mode)
+        with pytest.raises(StateMismatchError, match=r"training.*: (True|False) when traced"):
+            tr(x)
+        model.train(mode)
+        tr(x)
+
+
+def test_eval_after_the_trace_of_layers_without_a_mode():
+    m = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4))
+    tr = st.trace(m, (X,))
+    m.eval()
+    assert agrees(tr, m, X)
+
+
+# Globals and closures ------------------------------------------------------------------------------------------------
+
+SCALE, UNREAD, OPTIONS = 2.0, 1.0, {"k": 2.0}
+CONFIG = Config()
+THIS = __import__("sys").modules[__name__]
+
+
+def scaled(x):
+    return x * SCALE
+
+
+def scaling(x):
+    return x * factor()
+
+
+def factor():
+    return SCALE
+
+
+GLOBALS = {
+    "global": (lambda x: x * SCALE, lambda: set_global("SCALE", 3.0)),
+    "in_helper": (lambda x: scaled(x), lambda: set_global("SCALE", 3.0)),
+    "in_helper_without_ops": (lambda x: scaling(x), lambda: set_global("SCALE", 3.0)),
+    "dict": (lambda x: x * OPTIONS["k"], lambda: set_global("OPTIONS", {"k": 3.0})),
+    "object": (lambda x: x * CONFIG.scale, lambda: set_global("CONFIG", Config(3.0))),
+    "module": (lambda x: x * THIS.SCALE, lambda: set_global("SCALE", 3.0)),
+    "helper": (lambda x: scaled(x), lambda: set_global("scaled", lambda x: x * 3)),
+    "comprehension": (lambda x: sum(x * SCALE for _ in range(2)), lambda: set_global("SCALE", 3.0)),
+    "no_grad": (torch.no_grad()(lambda x: x * SCALE), lambda: set_global("SCALE", 3.0)),
+    "partial": (functools.partial(lambda k, x: x * SCALE * k, 2), lambda: set_global("SCALE", 3.0)),
+}
+
+
+def set_global(name, value):
+    globals()[name] = value
+
+
+@pytest.fixture
+def kept_globals():
+    saved = dict(globals())
+    yield
+    globals().update(saved)
+
+
+@pytest.mark.parametrize("name", GLOBALS)
+def test_a_global_that_was_read_and_has_changed_is_refused(name, kept_globals):
+    fn, change = GLOBALS[name]
+    tr = st.trace(fn, (X,))
+    set_global("UNREAD", 5.0)
+    assert agrees(tr, fn, X)
+    change()
+    with pytest.raises(StateMismatchError, match="when traced and"):
+        tr(X)
+
+
+def test_a_variable_of_an_enclosing_function():
+    k, unread = 2.0, 1.0
+
+    def helper(x):
+        return x * k
+
+    def fn(x):
+        return helper(x), unread * 0 if x.dim() == 7 else None
+
+    def model(x):
+        return helper(x)
+
+    tr = st.trace(model, (X,))
+    unread = 2.0
+    assert agrees(tr, model, X) and fn
+    k = 3.0
+    with pytest.raises(StateMismatchError, match=r"k: 2.0 when traced and 3.0 now"):
+        tr(X)
+
+
+def test_an_environment_variable(monkeypatch):
+    monkeypatch.setenv("SCALE", "2")
+    for read in (lambda: os.environ["SCALE"], lambda: os.environ.get("SCALE", "1"), lambda: os.getenv("SCALE")):
+        monkeypatch.setenv("SCALE", "2")
+        tr = st.trace(lambda x, read=read: x * float(read()), (X,))
+        monkeypatch.setenv("OTHER", "3")
+        tr(X)
+        monkeypatch.setenv("SCALE", "3")
+        with pytest.raises(StateMismatchError, match=r"os.environ\['SCALE'\].*'2' when traced and '3' now"):
+            tr(X)
+
+
+def test_an_environment_variable_that_was_not_set(monkeypatch):
+    monkeypatch.delenv("SCALE", raising=False)
+    tr = st.trace(lambda x: x * float(os.environ.get("SCALE", "1")), (X,))
+    tr(X)
+    monkeypatch.setenv("SCALE", "3")
+    with pytest.raises(StateMismatchError, match="missing when traced and '3' now"):
+        tr(X)
+
+
+# Facts of inputs -----------------------------------------------------------------------------------------------------
+
+
+def written(x):
+    x = x.clone()
+    x.add_(1)
+    return x
+
+
+FACTS = {
+    "stride": (lambda x: x * x.stride(0), lambda x: x.t().contiguous().t()),
+    "strides": (lambda x: x * x.stride()[1], lambda x: x.t().contiguous().t()),
+    "is_contiguous": (lambda x: x * (2 if x.is_contiguous() else 3), lambda x: x.t().contiguous().t()),
+    "storage_offset": (lambda x: x * (x.storage_offset() + 1), lambda x: torch.cat([x, x])[2:]),
+    "requires_grad": (lambda x: x * (2 if x.requires_grad else 3), lambda x: x.clone().requires_grad_()),
+    "is_leaf": (lambda x: x * (2 if x.is_leaf else 3), lambda x: x.clone().requires_grad_() * 1),
+    "grad_fn": (lambda x: x * (2 if x.grad_fn is None else 3), lambda x: x.clone().requires_grad_() * 1),
+    "_version": (lambda x: x * (x._version + 1), written),
+    "of_result": (lambda x: (y := x * 2) * y.stride(0), lambda x: x.t().contiguous().t()),
+    "grad_of_result": (lambda x: x * (2 if (x * 2).requires_grad else 3), lambda x: x.clone().requires_grad_()),
+    "is_inference": (lambda x: x * (2 if x.is_inference() else 3), torch.inference_mode()(torch.clone)),
+}
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_fact_of_an_input_that_was_read_and_differs_is_refused(name):
+    fn, other = FACTS[name]
+    for first, second in ((X.clone(), other(X)), (other(X), X.clone())):
+        tr = st.trace(fn, (first,))
+        assert agrees(tr, fn, first)
+        with pytest.raises((InputMismatchError, StateMismatchError)):
+            tr(second)
+
+
+@pytest.mark.parametrize("name", FACTS)
+def test_a_fact_of_an_input_that_nobody_read_does_not_matter(name):
+    m = nn.Linear(4, 4)
+    tr = st.trace(m, (X.clone(),))
+    with torch.set_grad_enabled(name != "is_inference"):
+        assert agrees(tr, m, FACTS[name][1](X))
+
+
+def test_a_parameter_that_is_frozen_after_its_requires_grad_was_read():
+    m = Net(lambda m, x: m.fc(x) * (2 if m.fc.weight.requires_grad else 3), fc=nn.Linear(4, 4))
+    tr = st.trace(m, (X,))
+    m.requires_grad_(False)
+    with pytest.raises(StateMismatchError, match=r"fc.weight.requires_grad.*: True when traced and False now"):
+        tr(X)
+
+
+# State of torch ------------------------------------------------------------------------------------------------------
+
+
+class Blocks(nn.Module):
+    """A block with another grad mode inside."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+        self._block = block
+
+    def forward(self, x):
+        y = self.a(x)
+        with self._block():
+            z = self.b(y)
+        return z + y if self._block is torch.inference_mode else z + self.a(z)
+
+
+BLOCKS = [contextlib.nullcontext, torch.no_grad, torch.enable_grad, torch.inference_mode]
+
+
+@pytest.mark.parametrize("call", BLOCKS[:3])
+@pytest.mark.parametrize("trace", BLOCKS[:3])
+@pytest.mark.parametrize("inner", BLOCKS)
+def test_grad_mode_of_trace_and_call(inner, trace, call):
+    m = Blocks(inner)
+    with trace():
+        tr = st.trace(m, (X,))
+    with call():
+        try:
+            assert agrees(tr, m, X)
+            assert torch.is_grad_enabled() == (call is not torch.no_grad)
+        except StateMismatchError as error:
+            assert inner is not contextlib.nullcontext and (trace is torch.no_grad) != (call is torch.no_grad)
+            assert "torch.is_grad_enabled()" in str(error)
+
+
+def test_a_model_that_asks_for_the_grad_mode():
+    def fn(x):
+        return x * (2 if torch.is_grad_enabled() else 3)
+
+    tr = st.trace(fn, (X,))
+    with torch.no_grad(), pytest.raises(StateMismatchError, match=r"torch.is_grad_enabled\(\).*True when traced"):
+        tr(X)
+
+
+@pytest.mark.parametrize("traced", [False, True])
+def test_autocast_at_the_call(traced):
+    m = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    with torch.autocast("cpu", enabled=traced):
+        tr = st.trace(m, (X,))
+        tr(X)
+    with (
+        torch.autocast("cpu", enabled=not traced),
+        pytest.raises(StateMismatchError, match=r"torch.autocast.*bfloat16"),
+    ):
+        tr(X)
+
+
+def test_autocast_where_no_op_depends_on_it():
+    def fixed(m, x):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return m.fc(x)
+
+    for fn in (lambda x: x.relu() + 1, Net(fixed, fc=nn.Linear(4, 4))):
+        tr = st.trace(fn, (X,))
+        with torch.autocast("cpu"):
+            assert agrees(tr, fn, X)
+
+
+@pytest.fixture
+def double():
+    def switch():
+        torch.set_default_dtype(torch.float64)
+
+    yield switch
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: torch.zeros(3),
+        lambda x: x.long() * 2.5,
+        lambda x: x.long() / 2,
+        lambda x: torch.arange(3.0),
+        lambda x: x * torch.tensor([1.5, 2.5, 3.5, 4.5]),
+        lambda x: x * (2 if torch.get_default_dtype() == torch.float32 else 3),
+    ],
+)
+def test_default_dtype_at_the_call(fn, double):
+    tr = st.trace(fn, (X,))
+    double()
+    with pytest.raises(StateMismatchError, match=r"torch.get_default_dtype\(\).*torch.float32 when traced"):
+        tr(X)
+
+
+def test_default_dtype_where_nothing_depends_on_it(double):
+    def fn(x):
+        return x * 2.0 + torch.zeros(4, dtype=torch.float32) + x.long().to(torch.float32)
+
+    tr = st.trace(fn, (X,))
+    double()
+    assert agrees(tr, fn, X)
+
+
+def test_a_flag_that_the_model_asks_for():
+    def fn(x):
+        return x * (2 if torch.are_deterministic_algorithms_enabled() else 3)
+
+    tr = st.trace(fn, (X,))
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(StateMismatchError, match="are_deterministic_algorithms_enabled"):
+            tr(X)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# All ways to run a trace ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda tr, x: tr(x),
+        lambda tr, x: tr.run(tr.graph_module, x),
+        lambda tr, x: tr.outline(nn.Linear)(x),
+        lambda tr, x: __import__("copy").deepcopy(tr)(x),
+        lambda tr, x: __import__("pickle").loads(__import__("pickle").dumps(tr))(x),
+    ],
+)
+def test_every_way_to_run_a_trace_checks(run):
+    m = Net(lambda m, x: m.fc(x) * x.stride(0), fc=nn.Linear(4, 4))
+    tr = st.trace(m, (X,))
+    torch.testing.assert_close(run(tr, X), m(X))
+    with pytest.raises(InputMismatchError, match=r"args\[0\].stride\(0\).*: 4 when traced and 1 now"):
+        run(tr, X.t().contiguous().t())
