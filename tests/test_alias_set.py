@@ -150,14 +150,6 @@ def test_what_is_current_is_read_without_an_op():
     assert memory.ops.count == before
 
 
-def test_the_written_aliases_are_known_with_their_last_op():
-    memory = grid()
-    base = memory.aliases.roots[0]
-    row = memory.view(base, aten.select.int, (0, 1))
-    memory.write(row, 100)
-    assert list(memory.aliases.written) == [row]
-
-
 def test_another_name_of_one_tensor_is_that_tensor():
     memory = grid()
     base = memory.aliases.roots[0]

@@ -6,6 +6,8 @@ wraps a meta tensor of known sizes and strides, which is much faster.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import operator
 import weakref
 from collections.abc import Callable
@@ -44,6 +46,8 @@ NO_SHAPE_RULE = (DynamicOutputShapeException, UnsupportedOperatorException)
 _make_subclass = torch.Tensor._make_subclass
 _resize_storage = torch.ops.inductor.resize_storage_bytes_.default
 _forbid_data_ptr = torch._C._set_throw_on_mutable_data_ptr
+_has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 # Attributes. Most are read for every op: attrgetter costs less than a Python function. -------------------------------
@@ -64,6 +68,9 @@ offset_of: Callable[[torch.Tensor], Any] = torch._C.TensorBase.storage_offset
 _requires_grad: Any = torch._C.TensorBase.requires_grad
 requires_grad_of: Callable[[torch.Tensor], bool] = _requires_grad.__get__
 """What `x.stride()`, `x.storage_offset()` and `x.requires_grad` call: in a trace these report who asks."""
+
+is_view: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_view")
+"""Whether autograd holds a tensor to be a view of another."""
 
 is_symbolic: Callable[[torch.Tensor], bool] = operator.attrgetter("_has_symbolic_sizes_strides")
 """Whether a size, a stride or the storage offset is symbolic."""
@@ -161,6 +168,18 @@ class FakeMaker:
         requires_grad: bool,
     ) -> torch.Tensor:
         """A fake over the storage of `base`, with its version counter."""
+        with _normal_tensors() if not base.is_inference() else contextlib.nullcontext():
+            return self._view(base, size, stride, offset, device, requires_grad)
+
+    def _view(
+        self,
+        base: torch.Tensor,
+        size: Any,
+        stride: Any,
+        offset: int | torch.SymInt,
+        device: torch.device,
+        requires_grad: bool,
+    ) -> torch.Tensor:
         numbers = (*size, *stride, offset, base.untyped_storage().nbytes())
         if not is_symbolic(base) and not any(isinstance(n, torch.SymInt) for n in numbers):
             return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
@@ -175,11 +194,11 @@ class FakeMaker:
         """
 
         def fake(meta: torch.Tensor) -> torch.Tensor:
-            requires_grad = base.requires_grad and (grad or storage_id(meta) == storage_id(base))
+            requires_grad = base.requires_grad and (grad or (not inference and storage_id(meta) == storage_id(base)))
             return base if meta is base else self._wrap(meta, base.device, requires_grad)
 
-        grad = torch.is_grad_enabled()
-        with without_dispatch():
+        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        with without_dispatch(), _normal_tensors() if not base.is_inference() else contextlib.nullcontext():
             with in_kernel_invocation_manager(self.mode):
                 out = func(base, *args)
             return fake(out) if isinstance(out, torch.Tensor) else type(out)(map(fake, out))
@@ -214,7 +233,8 @@ class FakeFactory(FakeMaker):
         """The fake of `real`: same metadata, same `requires_grad`, and a leaf of autograd if `real` is one."""
         found = self._fakes.get(id(real))
         if found is None:
-            found = self._fakes[id(real)] = self._make(real)
+            with _normal_tensors():  # a tensor of the model is none of the block in which it is first used
+                found = self._fakes[id(real)] = self._make(real)
             self._keep.append(real)
             self._real_of.setdefault(storage_id(found), real)
         return found
@@ -278,6 +298,16 @@ class FakeFactory(FakeMaker):
         return meta.set_(known, real.storage_offset(), real.size(), real.stride())
 
 
+def _normal_tensors() -> contextlib.AbstractContextManager[Any]:
+    """Inside, tensors are made that are no inference tensors, as views of normal ones are in inference mode too."""
+    if not torch.is_inference_mode_enabled():
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack
+
+
 class _Converter(FakeTensorConverter):
     """Gives the fakes of the trace to real tensors that the fake mode meets below the recorder (`parameter.data`)."""
 
@@ -317,8 +347,11 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 
     In a trace with symbolic sizes torch's cache of results is off (see `FakeFactory.symbolic`), and the Python
     dispatcher decomposes composite ops. Ops without symbolic arguments need neither, and the parts of a composite op
-    may alias otherwise than the op: those of `dropout` in eval mode return a copy.
+    may alias otherwise than the op: those of `dropout` in eval mode return a copy. Inference mode skips autograd's
+    dispatch keys, where a composite op runs as its parts in C++; without them torch would take its Python parts.
     """
+    if torch.is_inference_mode_enabled() and _has_kernel(func.name(), _COMPOSITE):
+        func = functools.partial(run_parts, func)
     if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
         return func(*args, **kwargs)
     before, mode.cache_enabled = mode.cache_enabled, torch._dynamo.config.fake_tensor_cache_enabled
@@ -327,6 +360,13 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
             return func(*args, **kwargs)
     finally:
         mode.cache_enabled = before
+
+
+def run_parts(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run the parts of a composite op: in C++ as in eager, or in Python for symbolic sizes."""
+    if not _has_kernel(func.name(), _COMPOSITE) or any(map(_is_symbolic, tree_leaves((args, kwargs)))):
+        return func.decompose(*args, **kwargs)
+    return func._op_dk(_COMPOSITE, *args, **kwargs)
 
 
 def _is_symbolic(x: Any) -> bool:

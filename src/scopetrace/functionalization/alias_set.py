@@ -74,8 +74,8 @@ class AliasSet:
         self.views: dict[Value, ViewMeta] = {}
         self.version = 0
         """How many writes there were."""
-        self.written: dict[Value, Op] = {}
-        """The aliases written to, with the last op that did."""
+        self.is_seen = False
+        """Whether autograd sees one of the writes and has a part in it."""
         self.reshaped: dict[Value, tuple[Value, Op]] = {}
         """By `transpose_` and its kind: what became of an alias, and the op."""
         self._emitter = emitter
@@ -130,7 +130,6 @@ class AliasSet:
         if may_lose and not bases:
             new = self._with_history(self.read(old, writer), new, writer)
         self.version += 1
-        self.written[old] = writer
         self._present[old] = (new, self.version)
         for view, parent, base in zip(chain, chain[1:], bases, strict=False):
             new = self._function(view, parent, writer).inverse(self._emitter.simplifying(writer), base, new)
@@ -142,7 +141,8 @@ class AliasSet:
         if may_lose and bases and new.requires_grad:
             del self._present[old]  # stale: it gets its history from the base
         if self._row is not None:
-            self._row = self._of_row(chain[-1], writer).inverse(self._emitter.simplifying(writer), self._row, new)
+            row = self._of_row(chain[-1], writer).inverse(self._emitter.simplifying(writer), self._row, new)
+            self._row = self.overwritten(self._row, row, writer) if hidden else row
 
     def replace(self, old: Value, new: Value, writer: Op) -> None:
         """Give the whole storage a new value of another size. `old` becomes its only root."""
@@ -155,7 +155,6 @@ class AliasSet:
         self._first.clear()
         self.version += 1
         self._present = {old: (new, self.version)}
-        self.written[old] = writer
 
     def _is_base(self, old: Value) -> bool:
         """Whether it is the base: each write reaches it, so that it is never stale."""
@@ -169,7 +168,8 @@ class AliasSet:
 
     def _read_root(self, old: Value, reader: Op) -> Value:
         assert self._row is not None, "a root has a value once its op ran"
-        new: Value = self._of_row(old, reader).forward(self._emitter.simplifying(reader), self._row)
+        emit = self._emitter.simplifying(reader, grad=reader.grad or old.requires_grad)
+        new: Value = self._of_row(old, reader).forward(emit, self._row)
         self._present[old] = (new, self.version)
         return new
 
@@ -250,12 +250,14 @@ class AliasSet:
         """Put all elements of the roots in one row, each once."""
         if len({r.fake.dtype for r in self.roots}) > 1:
             raise refusal("inputs of different dtypes share the memory that is written", writer)
+        if len({r.requires_grad for r in self.roots}) > 1:
+            raise refusal("inputs share the memory that is written, and autograd tracks only some of them", writer)
         if not all(geometry_of(r).exact for r in self.roots):
             raise refusal("tensors with symbolic sizes share the memory that is written", writer)
         for root in self.roots:
             if root not in self._present:
                 self._bring(root, writer)
-        emit = self._emitter.simplifying(writer)
+        emit = self._emitter.simplifying(writer, grad=writer.grad or self.roots[0].requires_grad)
         rows = [emit(_aten.reshape.default, self._present[r][0], [-1]) for r in self.roots]
         positions = torch.cat([geometry_of(r).positions() for r in self.roots])
         self._row_positions = torch.unique(positions)

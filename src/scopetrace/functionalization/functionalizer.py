@@ -121,21 +121,39 @@ class Functionalizer(TapeCopier):
             self._write_opaque(op)
             return
         args, kwargs = self.present(op.args, op), self.present(op.kwargs, op)
-        if any(v.fake.requires_grad for v in op.inputs()) and not schema_of(op.target).is_mutable:
-            args, kwargs = self._apart(op, args), self._apart(op, kwargs)
+        kept = self._kept_for_backward(op)
+        if kept:
+            args, kwargs = self._apart(op, args, kept), self._apart(op, kwargs, kept)
         args, kwargs = call_variant(variant, func, args, kwargs)
         if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
             variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
         out = self.emitter.run(self.moved(op), variant.op, tuple(args), kwargs)
         self._store(op, variant, out)
 
-    def _apart(self, op: Op, x: Any) -> Any:
-        """Copies of the statistics that batch_norm writes: its backward keeps them, and the write-back changes them."""
-        kept = {id(self.read(v, op)) for v in op.writes}
+    def _kept_for_backward(self, op: Op) -> set[Value]:
+        """The present values of what an op writes that its backward keeps, while the write-back changes them.
+
+        They are the statistics of batch_norm, and memory of the caller's or the model's of which eager keeps a copy.
+        """
+        if not op.grad or not any(v.fake.requires_grad for v in op.inputs()):
+            return set()
+        schema, now = schema_of(op.target), {self.read(v, self.moved(op)) for v in op.writes}
+        if not schema.is_mutable:
+            return now
+        others = any(v.requires_grad for v in op.inputs() if v not in op.writes)
+        if schema.op_name in _KEEPS_NOTHING or (schema.op_name in ("mul_", "div_") and not others):
+            return set()
+        outside = {v.storage for v in self.originals.values()}
+        return {v for v in now if v.storage in outside}
+
+    def _apart(self, op: Op, x: Any, kept: set[Value]) -> Any:
+        """The arguments with copies of the values `kept`."""
         if isinstance(x, Value):
-            return self.emitter.run(self.moved(op), _aten.clone.default, (x,), {}) if id(x) in kept else x
+            return self.emitter.run(self.moved(op), _aten.clone.default, (x,), {}) if x in kept else x
+        if isinstance(x, dict):
+            return {name: self._apart(op, item, kept) for name, item in x.items()}
         if isinstance(x, (list, tuple)):
-            return type(x)([self._apart(op, item) for item in x])
+            return type(x)([self._apart(op, item, kept) for item in x])
         return x
 
     def _store(self, op: Op, variant: FunctionalVariant, out: Any) -> None:
@@ -177,11 +195,13 @@ class Functionalizer(TapeCopier):
             for value in returned:
                 aliases.link(value, ViewMeta(aliases.same(target)))
             aliases.replace(aliases.same(target), new, origin)
+            aliases.is_seen = aliases.is_seen or _is_seen(target, op)
             return
         hidden = self._is_hidden(op, target)
         if hidden:
             new = aliases.overwritten(aliases.read(target, origin), new, origin)
         aliases.write(target, new, origin, hidden=hidden)
+        aliases.is_seen = aliases.is_seen or _is_seen(target, op)
 
     def _is_hidden(self, op: Op, target: Value) -> bool:
         """Whether autograd does not see a write, though values in this memory may carry gradients."""
@@ -350,6 +370,14 @@ class Functionalizer(TapeCopier):
         return any(r.op.kind in ("placeholder", "get_attr") for r in aliases.roots)
 
 
+_KEEPS_NOTHING = frozenset(
+    {
+        *("add_", "sub_", "neg_", "fill_", "zero_", "masked_fill_", "index_put_", "index_copy_", "index_add_"),
+        *("index_fill_", "scatter_", "scatter_add_", "relu_", "exp_", "tanh_", "sigmoid_"),
+    }
+)
+"""Ops in place whose backward does not need what they overwrite."""
+
 _OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {
     "set_": Functionalizer._set,
     "resize_": Functionalizer._resize,
@@ -363,3 +391,8 @@ def written_values(op: Op) -> dict[str, Any]:
     arguments = schema_of(op.target).arguments
     named = dict(zip([a.name for a in arguments], op.args, strict=False)) | op.kwargs
     return {name: a for name, a in named.items() if isinstance(a, (Value, list, tuple))}
+
+
+def _is_seen(written: Value, op: Op) -> bool:
+    """Whether autograd sees a write and has a part in it."""
+    return op.grad and (written.fake.requires_grad or any(v.fake.requires_grad for v in op.inputs()))

@@ -81,9 +81,9 @@ class _Builder:
             found += [self._change(target, op, after) for op, after in self._changes(value)]
             aliases = self.sets.get(last.storage)
             if aliases is not None and aliases.version and last.storage == value.storage:
-                grad = any(_is_seen(v, op) for v, op in aliases.written.items())
                 new = self.read(last)
-                found.append(CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, last))), grad))
+                given = self._give(new, copy=int(self._is_overwritten(new, last)))
+                found.append(CopyInto(target, given, aliases.is_seen))
         return found
 
     def _change(self, target: Target, op: Op, after: Value) -> ChangeShape | SetTo:
@@ -220,8 +220,3 @@ class _Builder:
 
 def _view_of(base: Target, steps: tuple[ViewStep | StridedStep, ...]) -> ViewOf:
     return ViewOf(base.base, base.steps + steps) if isinstance(base, ViewOf) else ViewOf(base, steps)
-
-
-def _is_seen(written: Value, op: Op) -> bool:
-    """Whether autograd sees a write and has a part in it."""
-    return op.grad and (written.fake.requires_grad or any(v.fake.requires_grad for v in op.inputs()))

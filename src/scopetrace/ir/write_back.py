@@ -223,6 +223,7 @@ class WriteBack:
                     problem = f"{update}: the edited graph gives {list(value.size())} for {list(target.size())}"
                     raise EditError(problem, hint="keep the sizes of what is written back; or trace another model")
                 with torch.set_grad_enabled(update.grad and torch.is_grad_enabled()):
+                    _ = target.grad_fn  # brings up to date what autograd knows of a view whose base was written
                     target.copy_(value)
         for source in self.results:
             resolver.results.append(resolver.get(source))

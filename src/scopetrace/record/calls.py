@@ -231,8 +231,11 @@ class CallRecorder:
             )
 
     def on_hook(self, t: torch.Tensor, method: str) -> None:
-        """The forward hangs a hook on a tensor. On a tensor that does not require grad, torch raises itself."""
-        if t.requires_grad and not (method == "retain_grad" and self._values.is_outside(t)):
+        """The forward hangs a hook on a tensor. On a tensor that does not require grad, torch raises itself.
+
+        A leaf from outside keeps its gradient anyway.
+        """
+        if t.requires_grad and not (method == "retain_grad" and self._values.is_outside(t) and t.is_leaf):
             self._refuse_hook("a hook on the gradient of a tensor", f"Tensor.{method}")
 
     def on_graph(self, t: torch.Tensor) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
+from scopetrace._compat.tensors import is_view
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, RecordedTape, Value
@@ -69,7 +70,11 @@ class _Reach:
 
     def follow(self, op: Op) -> bool:
         """Go on to the results of an op. A leaf module has parameters of its own."""
-        if op.target in _CUT or not op.grad:
+        if op.target in _CUT:
+            return False
+        if not op.grad:  # views of what requires grad are tied to it all the same
+            storages = {v.storage for v in op.inputs() if v in self._values}
+            self._values.update(v for v in op.values() if v.storage in storages)
             return False
         if op.kind != "call_module" and not any(map(self.has, op.inputs())):
             return False
@@ -80,7 +85,7 @@ class _Reach:
 
 def _is_leaf(v: Value, examples: Mapping[Value, torch.Tensor]) -> bool:
     """Whether the forward made this tensor require grad; inputs and attributes that did before are none."""
-    if v.autograd_placeholder or not v.fake.requires_grad or not v.fake.is_leaf:
+    if v.autograd_placeholder or not v.fake.requires_grad or is_view(v.fake) or not v.fake.is_leaf:
         return False
     real = v.real if v.real is not None else examples.get(v)
     return not real.requires_grad if real is not None else v.op.kind == "call_function"

@@ -31,6 +31,7 @@ from scopetrace._compat.tensors import (
     FakeTensor,
     is_symbolic,
     run_op,
+    run_parts,
     storage_id,
     version_of,
 )
@@ -174,7 +175,7 @@ class OpRecorder:
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
         if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
-            return self.recorded(lambda: func.decompose(*args, **kwargs))
+            return self.recorded(lambda: run_parts(func, *args, **kwargs))
         if facts.reshapes:
             self._set_apart_reshaped(facts, args, kwargs)
         call = self._lifted(facts, args, kwargs)
@@ -285,7 +286,7 @@ class OpRecorder:
             self._append(call, container(made))
             return container(fakes)
         self._append(call, made[0])
-        return fakes[0]
+        return _given(fakes[0], call) if isinstance(metas[0], Identity) else fakes[0]
 
     def _append(self, call: OpCall, outputs: Any, *rest: Any) -> None:
         """Put the op on the tape; `rest` are the further fields of Op."""
@@ -332,7 +333,7 @@ class OpRecorder:
         self._append(call, self.values.new_results(out), written, unbacked, before.tracked)
         if moved:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
-        return out
+        return _given(out, call) if any(out is t for t in before.fakes) else out
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
         """What torch returns for fake tensors."""
@@ -468,6 +469,12 @@ def _has_default_dtype(call: OpCall, outputs: Any) -> bool:
         return False
     given = (*call.args, *call.given[1].values())
     return outputs.fake.dtype.is_floating_point and not any(type(a) is torch.dtype for a in given)
+
+
+def _given(fake: torch.Tensor, call: OpCall) -> torch.Tensor:
+    """The tensor of the model that was given to an op and is what it returned, as `weight.to(weight.dtype)` is."""
+    pairs = zip(_tensors(call.given), call.inputs, strict=True)
+    return next((t for t, value in pairs if value.fake is fake and isinstance(t, torch.nn.Parameter)), fake)
 
 
 def _version(t: torch.Tensor) -> int:
