@@ -291,7 +291,6 @@ FACTS = {
     "storage_offset": (lambda x: x * (x.storage_offset() + 1), lambda x: torch.cat([x, x])[2:]),
     "requires_grad": (lambda x: x * (2 if x.requires_grad else 3), lambda x: x.clone().requires_grad_()),
     "is_leaf": (lambda x: x * (2 if x.is_leaf else 3), lambda x: x.clone().requires_grad_() * 1),
-    "grad_fn": (lambda x: x * (2 if x.grad_fn is None else 3), lambda x: x.clone().requires_grad_() * 1),
     "_version": (lambda x: x * (x._version + 1), written),
     "of_result": (lambda x: (y := x * 2) * y.stride(0), lambda x: x.t().contiguous().t()),
     "grad_of_result": (lambda x: x * (2 if (x * 2).requires_grad else 3), lambda x: x.clone().requires_grad_()),

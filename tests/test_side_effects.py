@@ -1,4 +1,7 @@
-"""What a forward does to Python objects: reported, put back, and refused where a call would need it."""
+"""What a forward does to Python objects: reported, and refused where a call would need it.
+
+The model and its arguments are put back. Globals, closures and classes keep what the forward wrote, fake tensors aside.
+"""
 
 import collections
 import functools
@@ -22,6 +25,19 @@ X = torch.arange(8.0).reshape(2, 4)
 CALLS = 0
 SEEN = []
 TABLE = {"n": 0}
+
+
+@pytest.fixture(autouse=True)
+def _globals_as_before():
+    calls, total, n, defaults = CALLS, Net.total, writes_itself.n, writes_a_default.__defaults__
+    kept = [(SEEN, list(SEEN)), (Net.log, list(Net.log)), (defaults[0], list(defaults[0]))]
+    table = dict(TABLE)
+    yield
+    globals()["CALLS"], Net.total, writes_itself.n = calls, total, n
+    for held, before in kept:
+        held[:] = before
+    TABLE.clear()
+    TABLE.update(table)
 
 
 class State:
@@ -266,11 +282,11 @@ def contents(net):
     own = {name: repr(value) for name, value in vars(net).items() if name not in ("rng", "generator")}
     own["state"], own["slots"] = net.state.n, net.slots.n
     drawn = net.rng.getstate(), str(net.generator.bit_generator.state), random.getstate(), str(numpy.random.get_state())
-    return own, drawn, CALLS, list(SEEN), dict(TABLE), list(Net.log), Net.total, writes_itself.n
+    return own, drawn
 
 
 @pytest.mark.parametrize(("step", "expected", "baked_in"), CASES, ids=lambda x: getattr(x, "__name__", ""))
-def test_effects_are_reported_and_put_back(step, expected, baked_in):
+def test_effects_are_reported_and_the_model_is_put_back(step, expected, baked_in):
     net = Net(step)
     before = contents(net)
     tr = st.trace(net, (X,))
@@ -278,7 +294,6 @@ def test_effects_are_reported_and_put_back(step, expected, baked_in):
     found = [str(effect) for effect in tr.side_effects]
     assert len(found) == len(expected) and all(a.startswith(b) for a, b in zip(found, expected, strict=True)), found
     assert any(effect.baked_in for effect in tr.side_effects) == baked_in
-    assert not step.__defaults__ or step.__defaults__ == ([],)
 
 
 @pytest.mark.parametrize(("step", "expected", "baked_in"), CASES, ids=lambda x: getattr(x, "__name__", ""))
@@ -342,7 +357,7 @@ def test_closures():
         return x * n
 
     tr = st.trace(f, (X,))
-    assert n == 0 and hits == []
+    assert n == 1 and hits == []  # which would hold a fake tensor
     assert [e.change for e in tr.side_effects] == [
         "closure hits was [] and became [a tensor [2, 4]]",
         "closure n was 0 and became 1",
@@ -498,8 +513,6 @@ def test_tables_with_methods_of_their_own_are_left_alone():
         return MAKERS["relu"](x)
 
     tr = st.trace(f, (X,))
-    assert list(collections.OrderedDict.items(MAKERS)) == [("relu", nn.ReLU)]
-    assert list.__len__(CHATTY) == 1
     assert len(tr.side_effects) == 2
 
 

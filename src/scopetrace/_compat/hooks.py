@@ -18,13 +18,14 @@ import torch.autograd.graph
 from torch.nn.modules._functions import BackwardHookFunction
 
 from scopetrace._compat.dispatch import is_recording
-from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, prefixes
 
 Mine = Callable[[], bool]
 Replace = Callable[[Any, str, Any], None]
 _saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _HANGS_HOOKS = prefixes(TORCH_DIRECTORY, "autograd/graph.py", "nn/modules/module.py")
+_REPORTING = ("_compat/questions.py", "_compat/hooks.py")
 
 
 class HookListener(Protocol):
@@ -81,15 +82,24 @@ def _property(name: str, listener: HookListener, mine: Mine) -> property:
     own = getattr(torch.Tensor, name)
 
     def get(self: torch.Tensor) -> Any:
-        asked = is_recording() and mine()
+        asker = _asker() if is_recording() and mine() else ""
+        asked = bool(asker) and not asker.startswith(SCOPETRACE)  # a trace inside this one
         if asked and self.requires_grad:
             listener.on_graph(self)
         found = own.__get__(self)
-        if asked and name == "grad_fn" and found is not None and _takes_graph(sys._getframe(1).f_code.co_filename):
+        if asked and name == "grad_fn" and found is not None and _takes_graph(asker):
             listener.on_grad_fn()
         return found
 
     return property(get, getattr(own, "__set__", None))
+
+
+def _asker() -> str:
+    """The file that reads a property, past others that report it."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.endswith(_REPORTING):
+        frame = frame.f_back
+    return frame.f_code.co_filename
 
 
 def _takes_graph(file: str) -> bool:

@@ -27,13 +27,14 @@ Mine = Callable[[], bool]
 Replace = Callable[[Any, str, Any], None]
 
 _slots = mode_stack_state_for_pre_dispatch()
+# Code that asks to restore what was, or to choose between kernels that compute the same.
 _KEEPING_STATE = (
     *SCOPETRACE,
     *prefixes(
         TORCH_DIRECTORY,
         *("autograd/grad_mode.py", "amp/autocast_mode.py", "utils/checkpoint.py", "utils/_device.py", "_tensor.py"),
         *("utils/_contextlib.py", "_dynamo/", "_compile.py", "fx/", "_subclasses/", "_library/", "_ops.py"),
-        "nn/modules/module.py",
+        *("nn/modules/module.py", "nn/modules/transformer.py", "nn/modules/activation.py", "nn/functional.py"),
     ),
 )
 _FAKE_TENSORS = prefixes(TORCH_DIRECTORY, "_subclasses/")
@@ -166,10 +167,10 @@ def _method(name: str, listener: Listener, asked: Mine) -> Callable[..., Any]:
 
 
 def _property(name: str, listener: Listener, asked: Mine) -> property:
-    ask, own = _properties[name], getattr(torch.Tensor, name)
+    own = getattr(torch.Tensor, name)
 
     def get(self: torch.Tensor) -> Any:
-        answer = ask(self)
+        answer = own.__get__(self)
         if _slots._schema_check_mode is not None and asked():
             listener.on_fact(self, name, (), answer is not None if name == "grad_fn" else answer)
         return answer

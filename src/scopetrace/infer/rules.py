@@ -528,7 +528,9 @@ _UNTAGGED = frozenset(
 def is_elementwise(func: Any) -> bool:
     """Whether each element of the one result, or of the target, follows from the elements at its place alone."""
     tagged = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
-    return (tagged or func in _UNTAGGED) and not func.is_view and len(schema_of(func).returns) == 1
+    schema = schema_of(func)
+    special = schema.name.startswith("aten::special_")  # some have no gradient, which no tag says
+    return (tagged or func in _UNTAGGED) and not special and not func.is_view and len(schema.returns) == 1
 
 
 RULES: dict[Any, Rule] = {

@@ -1,8 +1,8 @@
-"""Finds what a forward writes into Python objects, and puts it back.
+"""Finds what a forward writes into Python objects.
 
 Data flow:
     the modules, functions, globals, closures and arguments of a forward -> their contents, saved before it runs
-    after it -> what differs -> everything put back -> a SideEffect each, with the line that wrote it
+    after it -> what differs -> model and arguments put back -> a SideEffect each, with the line that wrote it
     a SideEffect whose name the forward reads elsewhere, and each draw -> baked into the program
 
 Tensors that the graph carries are none: those that it binds to attributes of modules.
@@ -26,7 +26,7 @@ from scopetrace.ir.tape import Call
 from scopetrace.record.draws import Draw
 from scopetrace.record.model import Model
 from scopetrace.record.reach import Reach, is_users_class, names_of
-from scopetrace.record.snapshot import MISSING, Change, Words, same, short
+from scopetrace.record.snapshot import MISSING, Change, Words, holds_fake, same, short
 from scopetrace.record.syntax import is_discarded, uses
 
 
@@ -36,7 +36,7 @@ class EffectWatch:
     def __init__(self, fn: Any, model: Model, arguments: list[tuple[str, Any]], object_types: Collection[type]) -> None:
         self._model = model
         self._snapshot = model.snapshot
-        self.reach = Reach(self._snapshot.add)
+        self.reach = Reach(self._add_outside)
         for name, argument in arguments:
             for path, leaf in leaves_with_path(argument, name, object_types):
                 self._snapshot.add(path, f"{name}=", leaf)
@@ -49,6 +49,11 @@ class EffectWatch:
         self._bindings = [(t, name, t.get(name, MISSING)) for t, name in self.reach.globals.values()]
         self._cells = [(name, cell, _content(cell)) for name, cell in self.reach.cells.values()]
         self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes | self.reach.bases]
+
+    def _add_outside(self, name: str, key: str, x: Any) -> None:
+        self._snapshot.outside = True
+        self._snapshot.add(name, key, x)
+        self._snapshot.outside = False
 
     def _follow(self, fn: Any) -> None:
         """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
@@ -68,17 +73,19 @@ class EffectWatch:
                 reach.add_class(kind)
 
     def restore(self) -> list[Change]:
-        """Put everything back, and say what had changed."""
+        """Put the model and its arguments back, and say what had changed; elsewhere fake tensors are removed."""
         found = self._model.restore()
         for table, name, old in self._bindings:
             new = table.get(name, MISSING)
             if new is not old:
-                _bind(table.__setitem__, table.__delitem__, name, old)
+                if holds_fake(new):
+                    _bind(table.__setitem__, table.__delitem__, name, old)
                 found.append(Change(f"globals()[{name!r}]", name, old, new, None))
         for name, cell, old in self._cells:
             new = _content(cell)
             if new is not old:
-                _bind(functools.partial(setattr, cell), functools.partial(delattr, cell), "cell_contents", old)
+                if holds_fake(new):
+                    _bind(functools.partial(setattr, cell), functools.partial(delattr, cell), "cell_contents", old)
                 found.append(Change(f"closure {name}", name, old, new, None))
         for kind, before in self._classes:
             now = dict(vars(kind))

@@ -30,6 +30,7 @@ from scopetrace.errors import DataDependentError, RandomStateError, ScopetraceEr
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.argument_numbers import numbers_read
+from scopetrace.ir.reads import InClosure, InTable, Read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
 from scopetrace.ir.verify import verify
@@ -220,6 +221,7 @@ class Recording:
         finally:
             changes = objects.restore()
         self._add_changes(changes, draws.found, objects)
+        tape.reads = [read for read in tape.reads if not _was_written(read, changes)]
         found = numbers_read(args, kwargs, argument_names(forward, len(args)), self.object_types, objects.reach.names)
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
         tape.argument_numbers = [n for n in found if n.name not in dynamic]
@@ -342,10 +344,13 @@ class Recording:
 
     @contextlib.contextmanager
     def _unseeded(self) -> Iterator[None]:
-        """Refuse a forward that sets the state of torch's generator: fake tensors draw no numbers from it."""
+        """Refuse a forward that sets the state of torch's generator: fake tensors draw no numbers from it.
+
+        Where there are other threads, they may have drawn from it.
+        """
         before = torch.get_rng_state()
         yield
-        if not torch.equal(before, torch.get_rng_state()):
+        if threading.active_count() == 1 and not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             raise RandomStateError(
                 "the forward sets the state of torch's random generator, which no graph can repeat",
@@ -432,6 +437,17 @@ _BRANCH = (
 
 
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
+
+
+def _was_written(read: Read, changes: list[Change]) -> bool:
+    """Whether the forward itself wrote what it read, which is a side effect."""
+    place = read.place
+    if isinstance(place, InClosure):
+        return any(change.name == f"closure {read.name}" for change in changes)
+    if not isinstance(place, InTable):
+        return False
+    owners = [c.holder for c in changes if c.attribute == place.key or c.name == f"globals()[{place.key!r}]"]
+    return any(owner is None or getattr(owner, "__dict__", None) is place.table for owner in owners)
 
 
 def _may_vary(leaf: Any) -> bool:

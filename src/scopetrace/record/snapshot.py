@@ -68,6 +68,8 @@ class Saved(NamedTuple):
     owner: Any
     before: Any
     kind: Kind
+    outside: bool
+    """Whether it belongs neither to the model nor to its arguments: a global, or in a closure."""
 
 
 class Words(str):
@@ -100,6 +102,8 @@ class Snapshot:
         """The functions that were found on the way."""
         self.modules: list[tuple[str, torch.nn.Module]] = []
         """The modules that were found on the way, with their names; they are not saved."""
+        self.outside = False
+        """Whether what is added belongs neither to the model nor to its arguments."""
         self.classes: set[type] = set()
         """The classes of the objects."""
         self._kinds: dict[type, Kind | None] = {}
@@ -125,11 +129,11 @@ class Snapshot:
                 self.functions.append(x)
             how = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, _kind_of(kind))
             if how is not None and (kind is not types.FunctionType or x.__dict__):
-                self.saved[id(x)] = Saved(name, key, holder, x, how.copy(x), how)
+                self.saved[id(x)] = Saved(name, key, holder, x, how.copy(x), how, self.outside)
                 self._add_inside(self.saved[id(x)])
 
     def _add_inside(self, saved: Saved) -> None:
-        name, key, holder, x, before, how = saved
+        name, key, holder, x, before, how, _ = saved
         if how.entries == ".":
             self.classes.add(type(x))
         if how.entries:
@@ -147,13 +151,17 @@ class Snapshot:
                     self.add(f"{name}[…]", key, item, holder)
 
     def restore(self) -> list[Change]:
-        """Put everything back, and say what had changed."""
+        """Put everything back that belongs to the model or its arguments, and say what had changed.
+
+        Globals and closures keep what the forward wrote, but for fake tensors.
+        """
         found: list[Change] = []
         for saved in self.saved.values():
             now = saved.kind.copy(saved.owner)
             if not saved.kind.unchanged(now, saved.before):
                 found += _changes(saved, now)
-                saved.kind.restore(saved.owner, saved.before)
+                if not saved.outside or saved.kind.words is not None or holds_fake(now):
+                    saved.kind.restore(saved.owner, saved.before)
         return found
 
 
