@@ -110,7 +110,10 @@ class Listener(Protocol):
         """An environment variable is read; None where it is not set."""
 
     def on_grad_mode(self, enabled: bool) -> None:
-        """The forward switches autograd on or off; not told of the way back at the end of a block."""
+        """The forward switches autograd on or off, as at the beginning of a block."""
+
+    def on_grad_block_end(self) -> None:
+        """A block ends, and autograd is as before it."""
 
     def on_autocast(self, entered: bool) -> None:
         """A block under `torch.autocast` begins or ends."""
@@ -206,16 +209,23 @@ def _asker() -> str:
     return frame.f_code.co_filename
 
 
+def _tell_grad_mode(listener: Listener, enabled: bool, frame: FrameType) -> None:
+    """Tell of a call of `torch._C._set_grad_enabled` in `frame`."""
+    while frame.f_code.co_name == "__init__" and frame.f_back is not None:
+        frame = frame.f_back
+    if frame.f_code.co_name == "__exit__":
+        listener.on_grad_block_end()
+    else:
+        listener.on_grad_mode(enabled)
+
+
 def _report_switches(replace: Replace, listener: Listener, mine: Mine) -> None:
     switch, autocast = torch._C._set_grad_enabled, torch.amp.autocast_mode.autocast
     enter, leave, infer = autocast.__enter__, autocast.__exit__, torch.inference_mode.__enter__
 
     def set_grad_enabled(enabled: bool) -> None:
-        frame = sys._getframe(1)
-        while frame.f_code.co_name == "__init__" and frame.f_back is not None:
-            frame = frame.f_back
-        if _slots._schema_check_mode is not None and mine() and frame.f_code.co_name != "__exit__":
-            listener.on_grad_mode(enabled)
+        if _slots._schema_check_mode is not None and mine():
+            _tell_grad_mode(listener, enabled, sys._getframe(1))
         switch(enabled)
 
     def enter_inference(self: Any) -> Any:

@@ -71,6 +71,10 @@ class ReadRecorder:
         self._keep: list[Any] = []  # ids must not be used again while the trace runs
         self._variables = Variables(self._read_global, self._read_cell, self._watch_object)
         self._grad = questions.grad_enabled()
+        self._blocks: list[int | None] = []
+        """Of each open block that switches autograd, its first op where it sets what is set anyway; else None."""
+        self._hidden: list[range] = []
+        """The ops of such blocks that have ended."""
         self._autocast = questions.autocast_state()
         self._autocast_depth = 0
         self.awaits_cast = True
@@ -94,6 +98,7 @@ class ReadRecorder:
                 self._watch(type(module), module.__dict__.keys())
             questions.report_questions(replace, self, mine)
             yield
+            self._note_hidden_blocks()
         self._reads[:] = [r for r in self._reads if not _is_changed(r)]
 
     # ---------------------------------------------------------------- attributes
@@ -205,8 +210,30 @@ class ReadRecorder:
 
     def on_grad_mode(self, enabled: bool) -> None:
         """As `Listener.on_grad_mode`. A block that sets what is set anyway leaves no trace in the ops."""
-        if enabled == self._grad:
-            self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
+        self._blocks.append(len(self._builder.tape.ops) if enabled == self._grad else None)
+
+    def on_grad_block_end(self) -> None:
+        """As `Listener.on_grad_block_end`."""
+        start = self._blocks.pop() if self._blocks else None
+        if start is not None:
+            self._hidden.append(range(start, len(self._builder.tape.ops)))
+
+    def _note_hidden_blocks(self) -> None:
+        """Autograd matters in a block where an op takes what a parameter or an input may give a gradient."""
+        ops = self._builder.tape.ops
+        self._hidden += [range(start, len(ops)) for start in self._blocks if start is not None]
+        carriers: set[Value] = set()
+        for i, op in enumerate(ops if self._hidden else ()):
+            if op.kind == "placeholder":
+                carries = True
+            elif op.kind == "get_attr":
+                carries = any(v.real is not None and v.real.requires_grad for v in op.values())
+            else:
+                carries = any(v in carriers for v in op.inputs())
+                if carries and any(i in hidden for hidden in self._hidden):
+                    self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
+                    return
+            carriers.update(v for v in op.values() if carries and v.fake.dtype.is_floating_point)
 
     def on_autocast(self, entered: bool) -> None:
         """As `Listener.on_autocast`."""
