@@ -347,6 +347,17 @@ def test_a_check_is_no_call():
     tr(X)
 
 
+def test_a_forward_that_runs_twice_writes_to_its_closure_once():
+    hits = []
+
+    def f(x):
+        hits.append(1)
+        return torch.vmap(torch.sin)(x)
+
+    st.trace(f, (X,))
+    assert hits == [1]
+
+
 def test_closures():
     n, hits = 0, []
 

@@ -72,19 +72,22 @@ class EffectWatch:
             for kind in classes:
                 reach.add_class(kind)
 
-    def restore(self) -> list[Change]:
-        """Put the model and its arguments back, and say what had changed; elsewhere fake tensors are removed."""
-        found = self._model.restore()
+    def restore(self, *, outside: bool = False) -> list[Change]:
+        """Put the model and its arguments back, and say what had changed; elsewhere fake tensors are removed.
+
+        With `outside`, all else is put back too.
+        """
+        found = self._model.restore(outside=outside)
         for table, name, old in self._bindings:
             new = table.get(name, MISSING)
             if new is not old:
-                if holds_fake(new):
+                if outside or holds_fake(new):
                     _bind(table.__setitem__, table.__delitem__, name, old)
                 found.append(Change(f"globals()[{name!r}]", name, old, new, None))
         for name, cell, old in self._cells:
             new = _content(cell)
             if new is not old:
-                if holds_fake(new):
+                if outside or holds_fake(new):
                     _bind(functools.partial(setattr, cell), functools.partial(delattr, cell), "cell_contents", old)
                 found.append(Change(f"closure {name}", name, old, new, None))
         for kind, before in self._classes:

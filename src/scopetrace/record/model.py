@@ -113,9 +113,13 @@ class Model:
         saved = self._saved.get(id(module))
         return saved.replaced() if saved is not None else ()
 
-    def restore(self) -> list[Change]:
-        """Put every module back as it was before the trace, with what its attributes hold, and say what had changed."""
-        return [*(change for saved in self._saved.values() for change in saved.restore()), *self.snapshot.restore()]
+    def restore(self, *, outside: bool = False) -> list[Change]:
+        """Put every module back as it was before the trace, with what its attributes hold, and say what had changed.
+
+        `outside` is as for `Snapshot.restore`.
+        """
+        found = [change for saved in self._saved.values() for change in saved.restore()]
+        return [*found, *self.snapshot.restore(outside=outside)]
 
 
 def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:

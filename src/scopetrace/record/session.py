@@ -218,6 +218,9 @@ class Recording:
                 refuse_without_structure(out, (FakeTensor,), self.object_types)
                 refuse_hidden(out, (FakeTensor,), "the result", self.object_types)
                 refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments", self.object_types)
+        except Retrace:
+            objects.restore(outside=True)
+            raise
         finally:
             changes = objects.restore()
         self._add_changes(changes, draws.found, objects)

@@ -150,17 +150,17 @@ class Snapshot:
                 if type(item) not in ATOMS:
                     self.add(f"{name}[…]", key, item, holder)
 
-    def restore(self) -> list[Change]:
+    def restore(self, *, outside: bool = False) -> list[Change]:
         """Put everything back that belongs to the model or its arguments, and say what had changed.
 
-        Globals and closures keep what the forward wrote, but for fake tensors.
+        Globals and closures keep what the forward wrote, but for fake tensors; with `outside` they are put back too.
         """
         found: list[Change] = []
         for saved in self.saved.values():
             now = saved.kind.copy(saved.owner)
             if not saved.kind.unchanged(now, saved.before):
                 found += _changes(saved, now)
-                if not saved.outside or saved.kind.words is not None or holds_fake(now):
+                if outside or not saved.outside or saved.kind.words is not None or holds_fake(now):
                     saved.kind.restore(saved.owner, saved.before)
         return found
 
