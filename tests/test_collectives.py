@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,11 @@ RANKS = Path(__file__).with_name("collectives.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_rank():
-    with tempfile.NamedTemporaryFile() as file:
-        dist.init_process_group("gloo", init_method=f"file://{file.name}", rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
+def one_rank(tmp_path_factory):
+    file = tmp_path_factory.mktemp("ranks") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
 
 def ops(tr):

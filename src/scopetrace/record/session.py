@@ -349,11 +349,12 @@ class Recording:
     def _unseeded(self) -> Iterator[None]:
         """Refuse a forward that sets the state of torch's generator: fake tensors draw no numbers from it.
 
-        Where there are other threads, they may have drawn from it.
+        Other threads may draw from it meanwhile, which changes its state, but not its seed.
         """
-        before = torch.get_rng_state()
+        before, seed = torch.get_rng_state(), torch.initial_seed()
         yield
-        if threading.active_count() == 1 and not torch.equal(before, torch.get_rng_state()):
+        alone = threading.active_count() == 1
+        if torch.initial_seed() != seed or (alone and not torch.equal(before, torch.get_rng_state())):
             torch.set_rng_state(before)
             raise RandomStateError(
                 "the forward sets the state of torch's random generator, which no graph can repeat",
