@@ -144,3 +144,10 @@ def test_a_value_that_needs_other_ranks_is_no_constant_and_no_example():
         st.trace(f, (X,))
     with pytest.raises(st.errors.DataDependentError, match="other processes"):
         st.trace(f, (X,), specialize=True)
+
+
+def test_a_model_in_ddp_is_traced_by_its_module():
+    ddp = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 4))
+    with pytest.raises(st.errors.UnsupportedOpError, match=r"instead: trace the module inside, ddp\.module"):
+        st.trace(ddp, (X,))
+    torch.testing.assert_close(st.trace(ddp.module, (X,))(X), ddp(X))

@@ -93,7 +93,14 @@ def record(
 
 
 def _refuse_sharded(model: Model) -> None:
-    """FSDP2's hooks would gather in the trace, for real and into its own tensors."""
+    """DistributedDataParallel reads Dynamo's state; FSDP2's hooks would gather for real, into tensors of the trace."""
+    for module in model.modules:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            raise UnsupportedOpError(
+                "the model is wrapped by DistributedDataParallel",
+                module=f"{model.type_name}, {model.names[id(module)][0] or 'the root'}",
+                hint="trace the module inside, ddp.module",
+            )
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:  # where it was never imported, nothing is sharded
         return
