@@ -81,7 +81,7 @@ def record(
 
     def attempt(assumptions: Assumptions) -> RecordedTape:
         model = Model(fn)
-        _refuse_sharded(model)
+        _refuse_wrapped(model)
         _refuse_lazy(model)
         root = scopes.Scope("", model.type_name)
         recording = Recording(
@@ -92,7 +92,7 @@ def record(
     return retraced(attempt)
 
 
-def _refuse_sharded(model: Model) -> None:
+def _refuse_wrapped(model: Model) -> None:
     """DistributedDataParallel reads Dynamo's state; FSDP2's hooks would gather for real, into tensors of the trace."""
     for module in model.modules:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
