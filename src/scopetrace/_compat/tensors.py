@@ -168,24 +168,14 @@ class FakeMaker:
         requires_grad: bool,
     ) -> torch.Tensor:
         """A fake over the storage of `base`, with its version counter."""
-        with _normal_tensors() if not base.is_inference() else contextlib.nullcontext():
-            return self._view(base, size, stride, offset, device, requires_grad)
-
-    def _view(
-        self,
-        base: torch.Tensor,
-        size: Any,
-        stride: Any,
-        offset: int | torch.SymInt,
-        device: torch.device,
-        requires_grad: bool,
-    ) -> torch.Tensor:
         numbers = (*size, *stride, offset, base.untyped_storage().nbytes())
-        if not is_symbolic(base) and not any(isinstance(n, torch.SymInt) for n in numbers):
-            return self._wrap(torch.as_strided(base, size, stride, offset), device, requires_grad)
-        with in_kernel_invocation_manager(self.mode):  # as a meta tensor: kernels of other devices take no symbols
-            meta = torch.as_strided(base, size, stride, offset)
-        return self._wrap(meta, device, requires_grad)
+        symbolic = is_symbolic(base) or any(isinstance(n, torch.SymInt) for n in numbers)
+        # as a meta tensor: kernels of other devices take no symbols
+        as_meta = in_kernel_invocation_manager(self.mode) if symbolic else contextlib.nullcontext()
+        with _normal_tensors() if not base.is_inference() else contextlib.nullcontext():
+            with as_meta:
+                view = torch.as_strided(base, size, stride, offset)
+            return self._wrap(view, device, requires_grad)
 
     def run_view(self, func: Any, base: torch.Tensor, args: Any) -> Any:
         """What a view op returns for the fake `base`, which may be a copy, by torch's kernel and without the mode.
