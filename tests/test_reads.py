@@ -14,6 +14,7 @@ from torch import nn
 
 import scopetrace as st
 from scopetrace.errors import InputMismatchError, StateMismatchError
+from scopetrace.ir.reads import MISSING
 
 X = torch.randn(2, 4)
 
@@ -462,3 +463,60 @@ def test_every_way_to_run_a_trace_checks(run):
     torch.testing.assert_close(run(tr, X), m(X))
     with pytest.raises(InputMismatchError, match=r"args\[0\].stride\(0\).*: 4 when traced and 1 now"):
         run(tr, X.t().contiguous().t())
+
+
+# What was read ---------------------------------------------------------------------------------------------------
+
+FACTOR = 2.0
+
+
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = 3.0
+        self.drop = nn.Dropout()
+
+    def forward(self, x):
+        if x.is_contiguous() and os.environ.get("READER") is None:
+            x = x * FACTOR
+        return self.drop(x) * self.scale
+
+
+def test_what_the_model_read_is_among_the_specializations():
+    tr = st.trace(nn.Sequential(Reader()), (X,))
+    assert [(s.expression, s.value, s.op, s.module, s.fqn) for s in tr.specializations if s.value is not MISSING] == [
+        ("FACTOR", 2.0, "global", "Sequential", ""),
+        ("input.is_contiguous()", True, "input", "Sequential/Reader[0]", "0"),
+        ("0.scale", 3.0, "attribute", "Sequential/Reader[0]", "0"),
+    ]
+    assert "test_reads.py:" in tr.specializations[2].source
+    assert [s.expression for s in tr.specializations if s.value is MISSING] == ["os.environ['READER']"]
+
+
+def test_a_global_that_the_root_module_reads(monkeypatch):
+    model = Reader().eval()
+    tr = st.trace(model, (X,))
+    monkeypatch.setitem(globals(), "FACTOR", 5.0)
+    with pytest.raises(StateMismatchError, match=r"FACTOR: 2\.0 when traced and 5\.0 now"):
+        tr(X)
+
+
+def test_sources_are_those_of_the_model():
+    model = nn.Sequential(nn.BatchNorm1d(4))
+    tr = st.trace(model, (X,))
+    model.eval()
+    with pytest.raises(StateMismatchError) as error:
+        tr(X)
+    assert "scopetrace" not in str(error.value)
+
+
+def test_what_an_import_reads_is_not_read_by_the_forward(tmp_path, monkeypatch):
+    (tmp_path / "reads_a_variable.py").write_text("import os\nVALUE = os.environ.get('READS_A_VARIABLE')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def model(x):
+        import reads_a_variable
+
+        return x + bool(reads_a_variable.VALUE)
+
+    assert st.trace(model, (X,)).specializations == []

@@ -21,7 +21,7 @@ import torch
 import torch.amp.autocast_mode
 from torch._ops import mode_stack_state_for_pre_dispatch
 
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, is_of_python, prefixes
 
 Mine = Callable[[], bool]
 Replace = Callable[[Any, str, Any], None]
@@ -195,18 +195,28 @@ def _report_environment(replace: Replace, listener: Listener, mine: Mine) -> Non
             found = ask(self, key)
             return found
         finally:
-            if self is os.environ and mine() and not _asker().startswith(NOT_THE_MODEL):
+            if self is os.environ and mine() and not (_asker().startswith(NOT_THE_MODEL) or _is_importing()):
                 listener.on_environment(key, found)
 
     replace(environment, "__getitem__", __getitem__)
 
 
 def _asker() -> str:
-    """The file of the nearest frame outside of this file and of Python's own mapping classes."""
+    """The file of the nearest frame outside of this file and of Python's own library."""
     frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(("<frozen", os.__file__)):
+    while frame.f_back is not None and is_of_python(frame.f_code.co_filename):
         frame = frame.f_back
     return frame.f_code.co_filename
+
+
+def _is_importing() -> bool:
+    """Whether a module is imported, which happens once, rather than a call of the forward."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and not frame.f_code.co_filename.startswith(SCOPETRACE):
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _tell_grad_mode(listener: Listener, enabled: bool, frame: FrameType) -> None:

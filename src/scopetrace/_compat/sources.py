@@ -6,6 +6,7 @@ path, so each directory is here in both forms. All are prefixes for `str.startsw
 
 from __future__ import annotations
 
+import sysconfig
 from pathlib import Path
 
 import sympy  # type: ignore[import-untyped]
@@ -25,3 +26,11 @@ SYMPY = prefixes(Path(sympy.__file__).parent)
 SCOPETRACE = prefixes(Path(__file__).parents[1])
 
 NOT_THE_MODEL = (*TORCH, *SYMPY, *SCOPETRACE)
+
+_PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
+_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+
+
+def is_of_python(path: str) -> bool:
+    """Whether a file is of Python's own library, in which other packages may be installed too."""
+    return path.startswith(_PYTHON) and not path.startswith(_PACKAGES)

@@ -248,15 +248,21 @@ class Trace(Runnable):
 
     @property
     def specializations(self) -> list[Specialization]:
-        """The values that Python read during tracing and that the trace is fixed to, in order.
+        """What Python read during tracing and the trace is fixed to: a call in which it differs is refused.
 
-        Those that depend on data (`specialize=True`), then the numbers in objects among the arguments, such as a
-        cache's `cumulative_length`. A call with others is refused.
+        In this order: values that depend on data (`specialize=True`), numbers in objects among the arguments, such as a
+        cache's `cumulative_length`, and what else the model's code read: facts of inputs (`x.stride(0)`), attributes,
+        globals, variables of enclosing functions, environment, state of torch.
         """
         tape = self._program.tape
-        root = tape.root.path
+        root, fqns = tape.root.path, {call.scope.path: call.fqn for call in tape.calls}
         numbers = [Specialization(n.name, n.value, "argument", root, "", None) for n in tape.argument_numbers]
-        return [*tape.specializations, *numbers]
+        reads = [
+            Specialization(r.name, r.value, r.place.kind, r.module, fqns.get(r.module), r.source)
+            for r in tape.reads
+            if r.is_of_model
+        ]
+        return [*tape.specializations, *numbers, *reads]
 
     @property
     def side_effects(self) -> list[SideEffect]:

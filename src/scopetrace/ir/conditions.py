@@ -164,14 +164,15 @@ class SizeRules:
 
 @dataclasses.dataclass(frozen=True)
 class Specialization:
-    """Something that a trace fixes, because Python looked at a value that depends on data."""
+    """Something that a trace fixes, because Python looked at it."""
 
     expression: str
-    """What Python asked for, in the symbols of the graph: `u0 > 3`, or `u0` where it took the number itself."""
-    value: bool | int | float
-    """The answer that the example inputs gave."""
+    """What Python asked for: of data, `u0 > 3` in the symbols of the graph; else as in source, `x.stride(0)`."""
+    value: Any
+    """The answer in the trace: a number or bool for data."""
     op: str
-    """The op that read the value: `aten.item.default`."""
+    """The op that read the data, `aten.item.default`; of other things where they are: `argument`, `input`, `attribute`,
+    `tensor`, `global`, `closure`, `state` (of torch), `environment`."""
     module: str
     """The scope path in which Python asked: `Net/Linear[fc]`."""
     fqn: str | None

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from scopetrace._compat.questions import fact_of, flag
-from scopetrace.ir.scopes import Frames, source_of
+from scopetrace._compat.sources import NOT_THE_MODEL
+from scopetrace.ir.scopes import Frames, source_of, walk_frames
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -46,6 +47,10 @@ class Place(Protocol):
     """Where a read can be asked again. Equal for two reads of one thing."""
 
     @property
+    def kind(self) -> str:
+        """What it belongs to: `attribute`, `closure`, `input`, `tensor`, `state` or `environment`."""
+
+    @property
     def stays(self) -> bool:
         """Whether it exists in another process too: it belongs to the call or to torch, not to the model's objects."""
 
@@ -58,6 +63,11 @@ class InTable(NamedTuple):
 
     table: Any
     key: str
+
+    @property
+    def kind(self) -> str:
+        """As `Place.kind`."""
+        return "global" if "__name__" in self.table else "attribute"
 
     @property
     def stays(self) -> bool:
@@ -74,7 +84,7 @@ class InClosure:
     """A variable of a function around the one that read it."""
 
     cell: CellType
-    stays = False
+    kind, stays = "closure", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
@@ -89,7 +99,7 @@ class OfContents:
     """All attributes of an object whose class cannot tell which are read, such as a `types.SimpleNamespace`."""
 
     owner: Any
-    stays = False
+    kind, stays = "attribute", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
@@ -104,7 +114,7 @@ class OfInput:
     """Its position among `ProgramTape.inputs`."""
     fact: str
     args: tuple[Any, ...] = ()
-    stays = True
+    kind, stays = "input", True
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
@@ -118,7 +128,7 @@ class OfTensor:
     module: torch.nn.Module
     name: str
     fact: str
-    stays = False
+    kind, stays = "tensor", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
@@ -132,7 +142,7 @@ class Flag:
 
     function: str
     args: tuple[Any, ...] = ()
-    stays = True
+    kind, stays = "state", True
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
@@ -144,7 +154,7 @@ class OfEnvironment:
     """An environment variable."""
 
     key: str
-    stays = True
+    kind, stays = "environment", True
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
@@ -162,6 +172,18 @@ class Read:
     place: Place
     frames: Frames = ()
     """The Python frames of the first read."""
+    module: str = ""
+    """The path of the scope in which it was read first."""
+
+    @property
+    def is_of_model(self) -> bool:
+        """Whether it is data, rather than an object or function, that the model's own code read, not torch's code."""
+        if not isinstance(self.value, _DATA):
+            return False
+        if self.place.kind in ("global", "closure"):
+            return True  # only those in the model's code are looked for
+        frames = walk_frames(self.frames)
+        return self.name not in _READ_BY_OPS and not (frames and frames[-1][0].co_filename.startswith(NOT_THE_MODEL))
 
     @property
     def source(self) -> str | None:
@@ -171,6 +193,10 @@ class Read:
     def __str__(self) -> str:
         at = f", at {self.source}" if self.source else ""
         return f"{self.name} was {self.value!r}{at}"
+
+
+_DATA = (bool, int, float, str, type(None), torch.dtype, torch.device, list, tuple, dict, set, Missing)
+_READ_BY_OPS = ("torch.autocast", "torch.get_default_dtype()")
 
 
 def snapshot(value: Any) -> Any:

@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from scopetrace._compat.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.sources import SCOPETRACE, TORCH, TORCH_DIRECTORY, is_of_python, prefixes
 from scopetrace.errors import ScopeError
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -350,8 +350,9 @@ def user_line(frames: list[Frame]) -> str | None:
     """
     if not frames:
         return None
-    users = [f for f in frames if not (is_hidden(f[0].co_filename) or f[0].co_filename.startswith(TORCH))]
-    code, line = (users or frames)[-1]
+    shown = [f for f in frames if not is_hidden(f[0].co_filename)]
+    users = [f for f in shown if not f[0].co_filename.startswith(TORCH) and not is_of_python(f[0].co_filename)]
+    code, line = (users or shown or frames)[-1]
     source = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {source}" if source else "")
 

@@ -167,18 +167,22 @@ class ReadRecorder:
         call = self._builder.call
         outer = call.frames if call is not None else ()
         frames = (outer, ((frame.f_code, frame.f_lineno),)) if frame is not None else outer
-        self._reads.append(Read(name, value if type(value) in _PLAIN else snapshot(value), place, frames))
+        value = value if type(value) in _PLAIN else snapshot(value)
+        self._reads.append(Read(name, value, place, frames, self._builder.state.current_scope.path))
 
     def _note_once(self, name: str, value: Any, place: Place) -> None:
         if place not in self._known:
             self._known.add(place)
-            self._reads.append(Read(name, value, place, self._builder.frames()))
+            self._reads.append(Read(name, value, place, self._builder.frames(), self._builder.state.current_scope.path))
 
     # ---------------------------------------------------------------- variables
 
     def on_function(self, fn: Any, cls: type | None = None) -> None:
-        """A function of the model is about to run; `cls` is the class of its `self`."""
-        self._variables.of_callable(fn, cls)
+        """The traced callable, or a function of the model, is about to run; `cls` is the class of its `self`."""
+        if isinstance(fn, torch.nn.Module):
+            self.on_forward(fn)
+        else:
+            self._variables.of_callable(fn, cls)
 
     def on_forward(self, module: torch.nn.Module) -> None:
         """A module is called."""

@@ -12,16 +12,13 @@ from __future__ import annotations
 import dis
 import functools
 import inspect
-import sysconfig
 import types
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from scopetrace._compat.sources import NOT_THE_MODEL
+from scopetrace._compat.sources import NOT_THE_MODEL, is_of_python
 from scopetrace.ir.reads import MISSING
 
-_STANDARD_LIBRARY = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
-_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
 _GLOBALS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
 _ATTRIBUTES = frozenset({"LOAD_ATTR", "LOAD_METHOD"})
 
@@ -64,9 +61,7 @@ def names_in(code: types.CodeType) -> Names:
 
 def is_of_model(path: str) -> bool:
     """Whether a file belongs to the user or to a library, and not to torch, this package or Python."""
-    if path.startswith(NOT_THE_MODEL):
-        return False
-    return not path.startswith(_STANDARD_LIBRARY) or path.startswith(_PACKAGES)
+    return not path.startswith(NOT_THE_MODEL) and not is_of_python(path)
 
 
 def class_attribute(cls: type, name: str) -> tuple[Any, Any]:
