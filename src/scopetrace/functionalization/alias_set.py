@@ -24,6 +24,7 @@ import torch
 from scopetrace._compat.symbols import to_expr
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
+from scopetrace.infer.strides import is_contiguous
 from scopetrace.ir.tape import Op, Value
 from scopetrace.ops.overwrite import OVERWRITE
 from scopetrace.ops.view_inverses import (
@@ -35,7 +36,6 @@ from scopetrace.ops.view_inverses import (
     by_own_inverse,
     geometry_of,
     index_in,
-    is_row_major,
 )
 
 _aten = torch.ops.aten
@@ -235,7 +235,7 @@ class AliasSet:
                     shift = view.offset - parent.offset
                     if is_nearest:
                         found = by_op(meta.func, meta.args, meta.slot, parent.fake, view.fake)
-                    if found is None and is_row_major(parent.fake):
+                    if found is None and is_contiguous(parent.fake):
                         found = Strided(parent.fake.size(), view.fake.size(), view.fake.stride(), shift)
             if found is not None:
                 self._functions[view, parent] = found

@@ -26,10 +26,22 @@ from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_o
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import Boundary, schedule
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, RecordedTape, Target, Value, flat, values_in
+from scopetrace.infer.strides import is_contiguous
+from scopetrace.ir.tape import (
+    BodyTape,
+    Call,
+    FunctionalTape,
+    Op,
+    RecordedTape,
+    Target,
+    Value,
+    flat,
+    map_argument,
+    values_in,
+)
 from scopetrace.ops.effects import is_random
 from scopetrace.ops.higher_order import with_more_operands, written_inputs
-from scopetrace.ops.view_inverses import by_geometry, geometry_of, is_row_major
+from scopetrace.ops.view_inverses import by_geometry, geometry_of
 
 _aten = torch.ops.aten
 _SIZED_BY_OTHER: dict[Target, Any] = {
@@ -253,7 +265,7 @@ class TapeCopier(abc.ABC):
         """An op that writes nothing."""
         if op.target is _aten.as_strided.default and self._read_by_position(op):
             return
-        args, kwargs = self.present(op.args, op), self.present(op.kwargs, op)
+        args, kwargs = self.present((op.args, op.kwargs), op)
         if op.args and isinstance(op.outputs, Value) and op.outputs.storage in self.sets and not kwargs:
             found = self.emitter.simplified(self.moved(op), op.target, args)
             if isinstance(found, Value):
@@ -337,16 +349,16 @@ class TapeCopier(abc.ABC):
 
     def present(self, x: Any, op: Op) -> Any:
         """The arguments of an op with present values."""
-        if type(x) is Value:
-            new = self.values[x] if x.storage not in self.sets else self.read(x, self.moved(op))
-            return in_order_of(self.emitter.bound(self.moved(op)), new, x.fake) if is_random(op.target) else new
         if op.kind == "call_module":
             return map_structure(lambda v: self.read(v, self.moved(op)), x, Value)
-        if isinstance(x, (list, tuple)):
-            return type(x)([self.present(item, op) for item in x])
-        if isinstance(x, dict):
-            return {name: self.present(item, op) for name, item in x.items()}
-        return x
+
+        def now(leaf: Any) -> Any:
+            if type(leaf) is not Value:
+                return leaf
+            new = self.read(leaf, self.moved(op))
+            return in_order_of(self.emitter.bound(self.moved(op)), new, leaf.fake) if is_random(op.target) else new
+
+        return map_argument(now, x)
 
     def define(self, op: Op, old: Any, new: Any) -> None:
         """Bind what an op made: views in alias sets get their `ViewMeta`, new tensors are roots."""
@@ -427,7 +439,7 @@ def _holds(base: Value, view: Value) -> bool:
     if a.exact and b.exact:
         return by_geometry(a, b) is not None
     (first, last), (start, end) = a.span(), b.span()
-    return is_row_major(base.fake) and first <= start and end <= last
+    return is_contiguous(base.fake) and first <= start and end <= last
 
 
 def _alike(old: Value, new: Value) -> bool:

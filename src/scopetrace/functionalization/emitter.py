@@ -15,7 +15,7 @@ from scopetrace._compat.tensors import FakeMaker, storage_id
 from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
-from scopetrace.ir.tape import BodyTape, Op, ProgramTape, Value, values_in
+from scopetrace.ir.tape import BodyTape, Op, ProgramTape, Value, map_argument, values_in
 
 _aten = torch.ops.aten
 
@@ -35,7 +35,7 @@ class Emitter:
 
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
-        args, kwargs = self._lift(origin, args), self._lift(origin, kwargs)
+        args, kwargs = self._lift(origin, (args, kwargs))
         out = self._inference.run(func, args, kwargs)
         inputs = values_in((args, kwargs))
         carries = origin.grad and func is not _aten.detach.default and any(v.requires_grad for v in inputs)
@@ -158,10 +158,4 @@ class Emitter:
 
     def _lift(self, origin: Op, x: Any) -> Any:
         """Constants among the arguments become attributes."""
-        if isinstance(x, torch.Tensor):
-            return self.constant(origin, x)
-        if isinstance(x, (list, tuple)):
-            return type(x)([self._lift(origin, item) for item in x])
-        if isinstance(x, dict):
-            return {name: self._lift(origin, item) for name, item in x.items()}
-        return x
+        return map_argument(lambda leaf: self.constant(origin, leaf) if isinstance(leaf, torch.Tensor) else leaf, x)

@@ -32,6 +32,7 @@ from scopetrace.ir.tape import (
     Value,
     checks_enabled,
     garbage_collection_paused,
+    map_argument,
 )
 from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import (
@@ -120,10 +121,10 @@ class Functionalizer(TapeCopier):
         if variant is None:
             self._write_opaque(op)
             return
-        args, kwargs = self.present(op.args, op), self.present(op.kwargs, op)
+        args, kwargs = self.present((op.args, op.kwargs), op)
         kept = self._kept_for_backward(op)
         if kept:
-            args, kwargs = self._apart(op, args, kept), self._apart(op, kwargs, kept)
+            args, kwargs = self._apart(op, (args, kwargs), kept)
         args, kwargs = call_variant(variant, func, args, kwargs)
         if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
             variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
@@ -148,13 +149,8 @@ class Functionalizer(TapeCopier):
 
     def _apart(self, op: Op, x: Any, kept: set[Value]) -> Any:
         """The arguments with copies of the values `kept`."""
-        if isinstance(x, Value):
-            return self.emitter.run(self.moved(op), _aten.clone.default, (x,), {}) if x in kept else x
-        if isinstance(x, dict):
-            return {name: self._apart(op, item, kept) for name, item in x.items()}
-        if isinstance(x, (list, tuple)):
-            return type(x)([self._apart(op, item, kept) for item in x])
-        return x
+        clone = self.emitter.bound(self.moved(op))
+        return map_argument(lambda v: clone(_aten.clone.default, v) if isinstance(v, Value) and v in kept else v, x)
 
     def _store(self, op: Op, variant: FunctionalVariant, out: Any) -> None:
         """Write the variant's results where they belong, and bind what the op returned."""

@@ -25,7 +25,7 @@ from scopetrace.ops.functional_variants import (
     undeclared_writes,
     written_arguments,
 )
-from scopetrace.ops.view_inverses import geometry_of
+from scopetrace.ops.view_inverses import Geometry, geometry_of, spans_meet
 
 _aten = torch.ops.aten
 _VISITS_IN_ORDER = ("index_", "scatter", "masked_scatter", "put", "_index_put")
@@ -120,23 +120,20 @@ def _same_elements(a: Value, b: Value) -> bool:
 
 def _meet(a: Value, b: Value) -> bool:
     """Whether two values of one storage share an element."""
-    x, y = geometry_of(a), geometry_of(b)
-    if not x.numel or not y.numel:
+    if not spans_meet(a, b):
         return False
-    (a0, a1), (b0, b1) = x.span(), y.span()
-    m, n = a.fake.dtype.itemsize, b.fake.dtype.itemsize
-    if (a1 + 1) * m <= b0 * n or (b1 + 1) * n <= a0 * m:
-        return False
-    return m != n or _same_elements(a, b) or bool(torch.isin(x.positions(), y.positions()).any())
+    if a.fake.dtype.itemsize != b.fake.dtype.itemsize or _same_elements(a, b):
+        return True
+    return bool(torch.isin(geometry_of(a).positions(), geometry_of(b).positions()).any())
 
 
 _VECTORIZED = 16  # with fewer elements normal_ draws one number after the other, whatever the layout
 
 
 def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether the twin of this random op may give its elements other random numbers than eager does, from one seed.
+    """Whether a random op and its functional variant may draw other numbers for an element from one seed.
 
-    A twin fills a fresh tensor in its memory order; `func` fills what is there, in its order and dtype.
+    A variant fills a fresh tensor in its memory order; `func` fills what is there, in its order and dtype.
     """
     if torch.Tag.nondeterministic_seeded not in func.tags:
         return False
@@ -154,15 +151,5 @@ def draws_differ(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool
         return not out.is_contiguous() or any(isinstance(t, torch.Tensor) and t.dtype != out.dtype for t in tensors)
     # `bernoulli` does not keep the strides of its input. The others do where they can; the vectorized way to draw
     # normal numbers, for contiguous tensors only, is another stream.
-    keeps = schema_of(func).name != "aten::bernoulli_"
-    return not (keeps and (schema_of(func).name != "aten::normal_" or _is_dense(out)))
-
-
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill a stretch of memory without holes and overlaps, in whatever order."""
-    expected = 1
-    for stride, size in sorted((s, n) for s, n in zip(tensor.stride(), tensor.shape, strict=True) if n != 1):
-        if stride != expected:
-            return False
-        expected *= size
-    return True
+    name = schema_of(func).name
+    return name == "aten::bernoulli_" or (name == "aten::normal_" and not Geometry.of(out, 0).is_dense())

@@ -10,6 +10,7 @@ from scopetrace._compat.schema import is_op, schema_of
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, ProgramTape, Value
+from scopetrace.ops.view_inverses import spans_meet
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +59,7 @@ def mutations(tape: ProgramTape) -> list[Mutation]:
         seen: set[str] = set()
         for value in op.writes:
             for name, kind, owner in outside.get(value.storage, ()):
-                if name not in seen and _meet(owner, value):
+                if name not in seen and spans_meet(owner, value):
                     seen.add(name)
                     found.append(_mutation(name, kind, _what(op), op))
     for write in tape.attribute_writes:
@@ -93,19 +94,6 @@ def _what(op: Op) -> str:
     if torch.Tag.inplace_view in op.target.tags:
         return "metadata"
     return "storage" if schema_of(op.target).name in ("aten::set_", "aten::resize_", "aten::resize_as_") else "data"
-
-
-def _meet(a: Value, b: Value) -> bool:
-    """Whether the memory of two values of one storage may overlap, by first and last position."""
-    (a0, a1), (b0, b1) = _span(a), _span(b)
-    return a0 <= b1 and b0 <= a1
-
-
-def _span(v: Value) -> tuple[int, int]:
-    size = v.fake.element_size()
-    reach = sum((n - 1) * s for n, s in zip(v.fake.size(), v.fake.stride(), strict=True))
-    start = int(v.offset) * size
-    return start, start + (int(reach) + 1) * size - 1
 
 
 def aliases(tape: ProgramTape) -> list[Alias]:

@@ -49,9 +49,8 @@ class _Builder:
         self.returned: list[Any] = []
         self._outputs = leaves(old.outputs, (Value, *Symbolic))
         self._first: dict[int, int] = {}
-        self._storages: dict[
-            int, list[int]
-        ] = {}  # new storage of results -> the old ones: each but the first gets a copy
+        self._storages: dict[int, list[int]] = {}
+        """By new storage of results, the old ones: each but the first gets a copy."""
         self.outside: dict[Value, Target] = {}
         for before, after in zip(old.attribute_writes, new.attribute_writes, strict=True):
             self._storages.setdefault(after.value.storage, [before.value.storage])
@@ -111,10 +110,7 @@ class _Builder:
 
     def results(self) -> list[Source]:
         """One source for each tensor and symbolic number of the model's result."""
-        found: list[Source] = []
-        for i, leaf in enumerate(self._outputs):
-            found.append(self._result(i, leaf))
-        return found
+        return [self._result(i, leaf) for i, leaf in enumerate(self._outputs)]
 
     def _count_objects(self) -> dict[int, int]:
         seen: dict[int, set[int]] = {}
@@ -211,11 +207,10 @@ class _Builder:
         return root, tuple(reversed(steps))
 
     def _give(self, value: Any, stride: tuple[int, ...] | None = None, copy: int = 0) -> FromGraph:
-        for i, known in enumerate(self.returned):
-            if known is value:
-                return FromGraph(i, stride, copy)
-        self.returned.append(value)
-        return FromGraph(len(self.returned) - 1, stride, copy)
+        index = next((i for i, known in enumerate(self.returned) if known is value), len(self.returned))
+        if index == len(self.returned):
+            self.returned.append(value)
+        return FromGraph(index, stride, copy)
 
 
 def _view_of(base: Target, steps: tuple[ViewStep | StridedStep, ...]) -> ViewOf:

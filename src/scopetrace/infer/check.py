@@ -61,20 +61,14 @@ def compare(
     for number in _assignments(maker, [*fakes, *tensors], (args, kwargs)):
         examples = _instances(maker, inputs, number)
         try:
-            out = run_fake(
-                maker.mode,
-                func,
-                replaced(args, examples, number),
-                replaced(kwargs, examples, number),
-                grad=torch.is_grad_enabled(),
-            )
+            given = replaced((args, kwargs), examples, number)
+            out = run_fake(maker.mode, func, *given, grad=torch.is_grad_enabled())
         except Exception as error:
             if number is example:
                 raise _difference(func, args, kwargs, f"{tensors}", f"{type(error).__name__}: {error}") from error
             continue  # no call has these sizes
         theirs = [out] if isinstance(out, torch.Tensor) else list(out)
-        given = [examples[id(v)] for v in inputs]
-        wanted = [_describe(t, given, int) for t in theirs]
+        wanted = [_describe(t, [examples[id(v)] for v in inputs], int) for t in theirs]
         found = [_describe(t, fakes, number) for t in tensors]
         if found != wanted or (None if isinstance(out, torch.Tensor) else type(out)) is not container:
             raise _difference(func, args, kwargs, _text(container, found), _text(type(out), wanted))

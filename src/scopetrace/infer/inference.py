@@ -31,7 +31,7 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.infer import check, rules, strides
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
-from scopetrace.ir.tape import Value, checks_enabled, values_in
+from scopetrace.ir.tape import Value, checks_enabled, map_argument, values_in
 from scopetrace.ops.views import Int, view_arguments
 
 _ATOMS = frozenset(
@@ -99,7 +99,8 @@ class Inference:
         if found is not None:
             outputs, tensors = found
             return tensors[0] if outputs.container is None else outputs.container(tensors)
-        out = run_fake(self._maker.mode, func, _fakes(args), _fakes(kwargs))
+        given = map_argument(lambda x: x.fake if isinstance(x, Value) else x, (args, kwargs))
+        out = run_fake(self._maker.mode, func, *given)
         if key is not None:
             self.learn(key, inputs, out)
         return out
@@ -191,16 +192,6 @@ class Inference:
         """A fake tensor of the same size, strides, dtype and device in memory of its own, without gradient."""
         with without_dispatch(), torch.no_grad():
             return self._maker.fresh(fake.size(), fake.stride(), fake.dtype, fake.device, False)
-
-
-def _fakes(x: Any) -> Any:
-    if isinstance(x, Value):
-        return x.fake
-    if isinstance(x, (list, tuple)):
-        return type(x)([_fakes(item) for item in x])
-    if isinstance(x, dict):
-        return {name: _fakes(item) for name, item in x.items()}
-    return x
 
 
 def _outputs_of(inference: Inference, inputs: list[Value], out: Any) -> Outputs | None:

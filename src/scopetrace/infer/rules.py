@@ -37,7 +37,7 @@ from scopetrace._compat.tensors import (
     without_dispatch,
 )
 from scopetrace.infer import strides
-from scopetrace.ir.tape import Value, flat
+from scopetrace.ir.tape import Value, flat, map_argument
 from scopetrace.ops.views import Int, Sizes, ViewArguments
 
 _aten = torch.ops.aten
@@ -214,7 +214,7 @@ def _from_example(
         return None
     examples = {id(v): _example_fake(maker, v.fake) for v in inputs}
     try:
-        out = run_fake(maker.mode, func, replaced(args, examples, example), replaced(kwargs, examples, example))
+        out = run_fake(maker.mode, func, *replaced((args, kwargs), examples, example))
     except Exception:  # the run with the tensors themselves raises it for the user
         return None
     if type(out) is not FakeTensor or list(out.size()) != [example(n) for n in size]:
@@ -239,15 +239,11 @@ def _example_fake(maker: FakeMaker, t: torch.Tensor) -> torch.Tensor:
 
 def replaced(x: Any, fakes: dict[int, torch.Tensor], number: Callable[[Any], int]) -> Any:
     """Op arguments with `fakes` (by the id of the value) for values, and plain numbers for symbolic ones."""
-    if isinstance(x, Value):
-        return fakes[id(x)]
-    if isinstance(x, torch.SymInt):
-        return number(x)
-    if isinstance(x, (list, tuple)):
-        return type(x)([replaced(item, fakes, number) for item in x])
-    if isinstance(x, dict):
-        return {name: replaced(item, fakes, number) for name, item in x.items()}
-    return x
+
+    def plain(leaf: Any) -> Any:
+        return fakes[id(leaf)] if isinstance(leaf, Value) else number(leaf) if isinstance(leaf, torch.SymInt) else leaf
+
+    return map_argument(plain, x)
 
 
 # ---------------------------------------------------------------- dtypes of results

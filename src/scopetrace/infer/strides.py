@@ -69,6 +69,16 @@ def dense_strides(t: torch.Tensor) -> tuple[Int, ...] | None:
     return tuple(strides)
 
 
+def is_contiguous(t: torch.Tensor) -> bool:
+    """Whether the elements lie in row-major order, without gaps."""
+    found, reach = dense_strides(t), 1
+    for n, stride in zip(reversed(t.size()), reversed(found or ()), strict=False):
+        if not surely_equal(stride, reach) and not _is_one(n):
+            return False
+        reach = reach * n
+    return found is not None
+
+
 def has_fixed_order(t: torch.Tensor) -> bool:
     """Whether the dimensions lie in memory in one order for all sizes, and none reaches into the next."""
     if is_static(t.stride()) or dense_strides(t) is not None:
@@ -115,7 +125,7 @@ def reshape_strides(t: torch.Tensor, size: Sizes) -> tuple[Int, ...] | Literal[F
     wanted = _example_strides(t, size)
     if is_static((*t.size(), *t.stride(), *size)):
         return wanted
-    found = row_major_strides(size) if _is_contiguous(t) else _Regrouping(t, size).strides()
+    found = row_major_strides(size) if is_contiguous(t) else _Regrouping(t, size).strides()
     if found is None or found is False:
         return False if found is False and wanted is False else None
     return found if wanted == tuple([example(n) for n in found]) else None
@@ -300,15 +310,6 @@ def _strides(t: torch.Tensor) -> list[Any]:
     """The strides as expressions, without the `Max(1, n)` by which torch counts empty dimensions as one element."""
     sizes = [to_expr(n) for n in t.size()]
     return [without_floor(s, sizes) if isinstance(s, torch.SymInt) else s for s in t.stride()]
-
-
-def _is_contiguous(t: torch.Tensor) -> bool:
-    found, reach = dense_strides(t), 1
-    for n, stride in zip(reversed(t.size()), reversed(found or ()), strict=False):
-        if not surely_equal(stride, reach) and not _is_one(n):
-            return False
-        reach = reach * n
-    return found is not None
 
 
 def _differ(a: Any, b: Any) -> bool:

@@ -511,6 +511,15 @@ def flat(x: Argument | Output) -> list[Any]:
     return [x]
 
 
+def map_argument(fn: Callable[[Any], Any], x: Any) -> Any:
+    """An op's argument or output with `fn` of each leaf in its place."""
+    if isinstance(x, (list, tuple)):
+        return type(x)([map_argument(fn, item) for item in x])
+    if isinstance(x, dict):
+        return {name: map_argument(fn, item) for name, item in x.items()}
+    return fn(x)
+
+
 def values_in(x: Any) -> list[Value]:
     """The values among the leaves of an op's arguments or outputs, in order. Of a template, use `leaves`."""
     found: list[Value] = []

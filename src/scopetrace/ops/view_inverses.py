@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.symbols import example, surely_equal, to_expr
+from scopetrace._compat.symbols import example, to_expr
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.ir.tape import Value
 from scopetrace.ops import views
@@ -93,6 +93,13 @@ class Geometry:
 def geometry_of(value: Value) -> Geometry:
     """The positions of the elements of a recorded value in its storage."""
     return Geometry.of(value.fake, value.offset)
+
+
+def spans_meet(a: Value, b: Value) -> bool:
+    """Whether the memory between first and last element is shared by two values of one storage."""
+    (a0, a1), (b0, b1) = geometry_of(a).span(), geometry_of(b).span()
+    m, n = a.fake.dtype.itemsize, b.fake.dtype.itemsize
+    return a0 * m < (b1 + 1) * n and b0 * n < (a1 + 1) * m
 
 
 class ViewFunction(abc.ABC):
@@ -465,16 +472,6 @@ def _moved_dims(func: Any, args: tuple[Any, ...], rank: int) -> tuple[int, ...]:
     """What the op does to dimensions that can be told apart by their size."""
     probe = torch.empty(tuple(range(2, rank + 2)), device="meta")
     return tuple([n - 2 for n in func(probe, *args).shape])
-
-
-def is_row_major(base: torch.Tensor) -> bool:
-    """Whether the elements lie in row-major order, without gaps, for all values of symbolic sizes."""
-    row_major: Any = 1
-    for n, s in zip(reversed(base.size()), reversed(base.stride()), strict=True):
-        if not surely_equal(s, row_major) and to_expr(n) != 1:
-            return False
-        row_major = row_major * n
-    return True
 
 
 def _part(
