@@ -295,13 +295,16 @@ class Values:
 
     def __init__(self) -> None:
         self.factory = FakeFactory()
+        self._known: dict[int, Any] = {}
         self._symbols: dict[int, Any] = {}
 
     def make_symbolic(self, *sizes: int) -> None:
-        """Have dimensions of these sizes symbolic: one symbol for each number."""
+        """From here on, have dimensions of these sizes symbolic, and no others: one symbol for each number."""
         env = self.factory.shape_env
         for n in sizes:
-            self._symbols[n] = symint(env, new_symbol(env, n, f"x{n}", 0, DimSpec(f"s{n}", 2, None)), n)
+            if n not in self._known:
+                self._known[n] = symint(env, new_symbol(env, n, f"x{n}", 0, DimSpec(f"s{n}", 2, None)), n)
+        self._symbols = {n: self._known[n] for n in sizes}
 
     def value(self, real: torch.Tensor) -> Value:
         fake = self.factory.from_real(real)
@@ -376,10 +379,10 @@ def test_a_rule_gives_what_eager_gives(func):
 @pytest.mark.parametrize("func", [*rules.RULES, *ELEMENTWISE, *WHERE], ids=str)
 def test_a_rule_holds_at_all_sizes(func):
     answers: Counter[bool] = Counter()
+    values = Values()
     for seed in range(60):
         draw = Draw(seed)
         args = case(draw, func)
-        values = Values()
         values.make_symbolic(*draw.some((2,), (3,), (4,), (5,), (6,), (2, 3), (3, 4)))
         lifted, inputs = values.lifted(args)
         found = values.outputs(func, lifted, inputs)
@@ -394,9 +397,9 @@ def test_a_rule_holds_at_all_sizes(func):
 def test_a_rule_holds_on_a_device(device):
     """Against torch's fake tensors of that device."""
     answers: Counter[Any] = Counter()
+    values = Values()
     for func in ANSWERED:
         for seed in range(8):
-            values = Values()
             args = case(Draw(seed), func)
             lifted, inputs = values.lifted(args)
             for v in inputs:
@@ -433,9 +436,9 @@ WRITES = sorted(
 @pytest.mark.parametrize("func", WRITES, ids=str)
 def test_a_write_in_place_changes_values_alone(func):
     answers = 0
+    values = Values()
     for seed in range(40):
         args = elementwise(Draw(seed), func)
-        values = Values()
         lifted, inputs = values.lifted(args)
         if overlaps_itself(args[0]) or Inference(values.factory).infer(None, func, lifted, {}, inputs) is None:
             continue  # the recorder refuses to write to what overlaps itself before it asks
