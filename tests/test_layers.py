@@ -14,7 +14,7 @@ from scopetrace._compat import manifest
 # cycles, and from those before it. Imports in functions and for type checking count.
 LAYERS = {
     "errors": "one exception class for each kind of mistake",
-    "formatting": "aligned columns and quantities as text",
+    "formatting": "aligned columns, quantities and objects as text",
     "_compat": "all private torch, one file for each concern, and a manifest of the names",
     "containers": "arguments and results as trees: pytree, dataclasses, objects that hold tensors",
     "ir": "the program as data: values, ops, calls, scopes, tapes, write-back, node.meta",

@@ -1,9 +1,13 @@
-"""Aligned columns, and quantities with three digits, as text."""
+"""Aligned columns, quantities with three digits, and objects as text."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
+
+LONGEST = 60
+"""Characters of a value that are shown."""
 
 
 def columns(rows: Sequence[Sequence[str]], widest: int | None = None) -> str:
@@ -27,3 +31,13 @@ def amount(count: float, unit: str) -> str:
 def duration(seconds: float) -> str:
     """Seconds with three digits: `12.3 ms`."""
     return f"{seconds:.3g} s" if seconds >= 1 else f"{seconds * 1e3:.3g} ms"
+
+
+def short_repr(x: Any) -> str:
+    """The repr of an object where it is short and has no address, else its class: `<Cache>`."""
+    try:
+        text = repr(x)
+    except Exception:  # any class may break its own repr
+        text = ""
+    is_short = 0 < len(text) <= LONGEST and "\n" not in text and " at 0x" not in text
+    return text if is_short else f"<{type(x).__name__}>"

@@ -20,7 +20,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
 from scopetrace.errors import PlanError
 from scopetrace.formatting import columns
-from scopetrace.ir.tape import Call, ProgramTape, Value
+from scopetrace.ir.tape import ProgramTape, Value
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import SplitPoint
@@ -195,12 +195,8 @@ def _places(tape: ProgramTape) -> dict[int, tuple[str, int]]:
     outermost: dict[int, tuple[str, int]] = {}
     for call, name in zip(tape.calls, names, strict=True):
         if name and counts[name] == 1 and first < call.start < call.stop:
-            outermost.setdefault(call.start, (name, _depth(call)))
+            outermost.setdefault(call.start, (name, len([*call.ancestors()]) - 1))
     return outermost
-
-
-def _depth(call: Call) -> int:
-    return 0 if call.parent is None else 1 + _depth(call.parent)
 
 
 def _alive(tape: ProgramTape) -> Alive:

@@ -29,6 +29,7 @@ from scopetrace.containers.classes import NamedObject, look_up
 from scopetrace.containers.structure import is_plain_object, taken_apart
 from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
 from scopetrace.files.tensors import TensorWriter, can_hold
+from scopetrace.formatting import short_repr
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.tape import Call, ProgramTape, Removed, Tape, Value, is_plain, signature_of
 
@@ -211,7 +212,7 @@ class Encoder:
             if look_up(*named) is x:
                 return {"named": [*named, kind.__name__]}
         elif is_plain_object(x) and not self._only_shown and self._is_describable(vars(x)):
-            return {"object": [self.class_row(type(x)), self.data(vars(x)), text_of(x)]}
+            return {"object": [self.class_row(type(x)), self.data(vars(x)), short_repr(x)]}
         return self._no_form(x)
 
     def _is_describable(self, attributes: dict[str, Any]) -> bool:
@@ -225,20 +226,11 @@ class Encoder:
 
     def _no_form(self, x: Any) -> dict[str, Any]:
         if self._only_shown:
-            return {"object": [self.class_row(type(x)), None, text_of(x)]}
+            return {"object": [self.class_row(type(x)), None, short_repr(x)]}
         if self._foreign is None:
             raise NoForm(x)
         self._foreign.append(x)
         return {"foreign": len(self._foreign) - 1}
-
-
-def text_of(x: Any) -> str:
-    """What is shown of an object: its repr where that is short and has no address, else its class."""
-    try:
-        text = repr(x)
-    except Exception:  # any class may break its own repr
-        text = ""
-    return text if text and len(text) < 60 and "\n" not in text and " at 0x" not in text else f"<{type(x).__name__}>"
 
 
 def _member(x: enum.Enum) -> tuple[str, str]:

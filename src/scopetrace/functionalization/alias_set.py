@@ -144,7 +144,7 @@ class AliasSet:
             row = self._of_row(chain[-1], writer).inverse(self._emitter.simplifying(writer), self._row, new)
             self._row = self.overwritten(self._row, row, writer) if hidden else row
 
-    def replace(self, old: Value, new: Value, writer: Op) -> None:
+    def replace(self, old: Value, new: Value) -> None:
         """Give the whole storage a new value of another size. `old` becomes its only root."""
         for root in self.roots:
             if root is not old:

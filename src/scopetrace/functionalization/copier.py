@@ -178,9 +178,8 @@ class TapeCopier(abc.ABC):
             return last and self._read_at_edge(last, op, self._calls[call])
 
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
-        prefix = f"{call.fqn}." if call.fqn else ""
-        held = [v for s in written for v in self._held.get(s, ()) if v.op.name.startswith(prefix)]
-        return args, kwargs, {v.op.name.removeprefix(prefix): new for v in held if (new := changed(v)) is not None}
+        held = [v for s in written for v in self._held.get(s, ()) if v.op.name.startswith(call.prefix)]
+        return args, kwargs, {v.op.name.removeprefix(call.prefix): new for v in held if (new := changed(v)) is not None}
 
     # ---------------------------------------------------------------- ops
 

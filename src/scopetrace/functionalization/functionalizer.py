@@ -163,12 +163,12 @@ class Functionalizer(TapeCopier):
         returned = op.outputs if isinstance(op.outputs, (list, tuple)) and len(variant.results) > 1 else [op.outputs]
         for old, source in zip(returned, variant.results, strict=False):
             if isinstance(source, str):
-                self._rename(op, written.get(source), old)
+                self._rename(written.get(source), old)
             elif isinstance(old, Value):
                 single = isinstance(out, Value)
                 self.define(op.replace(args=(), kwargs={}), old, out if single else out[source])
 
-    def _rename(self, op: Op, targets: Any, returned: Any) -> None:
+    def _rename(self, targets: Any, returned: Any) -> None:
         """What an in-place op returned is the tensor that it wrote to."""
         pairs = zip(targets, returned, strict=True) if isinstance(returned, (list, tuple)) else [(targets, returned)]
         for target, value in pairs:
@@ -190,7 +190,7 @@ class Functionalizer(TapeCopier):
                 raise refusal("out= resizes a tensor that others share memory with", op)
             for value in returned:
                 aliases.link(value, ViewMeta(aliases.same(target)))
-            aliases.replace(aliases.same(target), new, origin)
+            aliases.replace(aliases.same(target), new)
             aliases.is_seen = aliases.is_seen or _is_seen(target, op)
             return
         hidden = self._is_hidden(op, target)
@@ -260,7 +260,7 @@ class Functionalizer(TapeCopier):
         if to_expr(new.fake.size()) != to_expr(size):
             new = self.emitter.run(origin, _aten.expand.default, (new, size), {})
         self.assign(op, target, new)
-        self._rename(op, target, op.outputs)
+        self._rename(target, op.outputs)
 
     def _fill_diagonal(self, op: Op) -> None:
         """Where the diagonal is, with `wrap` or without, is known from the shape."""
@@ -271,7 +271,7 @@ class Functionalizer(TapeCopier):
         now = self.read(target, origin)
         new = self.emitter.run(origin, _aten.masked_fill.Scalar, (now, mask.to(target.fake.device), value), {})
         self.assign(op, target, new)
-        self._rename(op, target, op.outputs)
+        self._rename(target, op.outputs)
 
     def _write_opaque(self, op: Op) -> None:
         """A mutating op without a pure variant, as custom ops are: run on copies by `auto_functionalized`."""
@@ -346,7 +346,7 @@ class Functionalizer(TapeCopier):
         more = self.emitter.run(origin, _aten.new_zeros.default, (row, [new.numel - old.numel]), {})
         joined = self.emitter.run(origin, _aten.cat.default, ([row, more],), {})
         grown = self.emitter.run(origin, _aten.reshape.default, (joined, list(new.size)), {})
-        aliases.replace(after, grown, origin)
+        aliases.replace(after, grown)
 
     def _resize_storage(self, op: Op) -> None:
         """Memory that no one reads afterwards needs not be freed in a graph."""

@@ -63,8 +63,7 @@ def mutations(tape: ProgramTape) -> list[Mutation]:
                     seen.add(name)
                     found.append(_mutation(name, kind, _what(op), op))
     for write in tape.attribute_writes:
-        name = f"{write.fqn}.{write.name}" if write.fqn else write.name
-        found.append(_mutation(name, "buffer", "binding", write.value.op))
+        found.append(_mutation(write.path, "buffer", "binding", write.value.op))
     return found
 
 

@@ -257,6 +257,18 @@ class Call:
     replaced: tuple[str, ...] = ()
     """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
 
+    @property
+    def prefix(self) -> str:
+        """What the names of the module's tensors begin with in the model: `"fc."`, or nothing for the root."""
+        return f"{self.fqn}." if self.fqn else ""
+
+    def ancestors(self) -> Iterator[Call]:
+        """This call, then those around it up to the root."""
+        call: Call | None = self
+        while call is not None:
+            yield call
+            call = call.parent
+
     def replace(self, **changed: Any) -> Call:
         """A copy with other fields, as of `dataclasses.replace`, which takes ten times as long."""
         return Call(**{**self.__dict__, **changed})
@@ -324,6 +336,11 @@ class AttributeWrite:
     name: str
     """The attribute's name in the module."""
     value: Value
+
+    @property
+    def path(self) -> str:
+        """The attribute's name in the model: `"norm.running_mean"`."""
+        return f"{self.fqn}.{self.name}" if self.fqn else self.name
 
 
 class OpInference(Protocol):

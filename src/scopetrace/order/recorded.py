@@ -27,11 +27,9 @@ def _writers(tape: ProgramTape) -> set[Call]:
     found: set[Call] = set()
     for op in [op for part in tape.walk() for op in part.ops if op.writes]:
         storages = {v.storage for v in op.writes}
-        call = op.call
-        while call is not None:
+        for call in op.call.ancestors() if op.call is not None else ():
             if any(v.requires_grad and v.storage in storages for v in values_in((call.args, call.kwargs))):
                 found.add(call)
-            call = call.parent
     return found
 
 

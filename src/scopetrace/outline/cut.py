@@ -177,9 +177,7 @@ class _Outliner:
 
     def _owner(self, call: Call | None) -> Call | None:
         """The innermost chosen call around `call`, or `call` itself; None in the main program."""
-        while call is not None and call not in self._chosen:
-            call = call.parent
-        return call
+        return next((c for c in call.ancestors() if c in self._chosen), None) if call is not None else None
 
     def _copy(self, call: Call) -> Call:
         found = self._copies.get(call)
@@ -314,12 +312,11 @@ class _Outliner:
     def _name_of(self, v: Value, old: Call) -> str:
         """The name of a value outside of a call: of an attribute or input, or of an argument of a call around it."""
         if v.op.kind in ("get_attr", "placeholder"):
-            around = f"{old.parent.fqn}." if old.parent is not None and old.parent.fqn else ""
+            around = old.parent.prefix if old.parent is not None else ""
             return str(v.op.target).removeprefix(around).removeprefix("_")
-        while old.parent is not None:
-            old = old.parent
-            now = self._copy(old)
-            for path, leaf in values_with_path(bind(forward_of(old, self.forward), now.args, now.kwargs)):
+        for outer in [*old.ancestors()][1:]:
+            now = self._copy(outer)
+            for path, leaf in values_with_path(bind(forward_of(outer, self.forward), now.args, now.kwargs)):
                 if leaf is v:
                     return path
         return "captured"

@@ -71,7 +71,7 @@ class Readers:
             return False
         if value in self._results or self._last.get(value, -1) >= call.stop:
             return True
-        return not all(_is_inside(reader, call) for reader in self._calls.get(value, ()))
+        return not all(call in reader.ancestors() for reader in self._calls.get(value, ()))
 
 
 class Captured:
@@ -85,7 +85,7 @@ class Captured:
         self._readers = readers
         self._wanted = wanted
         self._attributes = tape.attributes.keys()
-        self._bound = {w.value: f"{w.fqn}.{w.name}" if w.fqn else w.name for w in tape.attribute_writes}
+        self._bound = {w.value: w.path for w in tape.attribute_writes}
         self._groups: dict[Any, dict[Call, dict[Place, Bound]]] = collections.defaultdict(dict)
 
     def of(self, call: Call, own: list[Value]) -> dict[Value, Bound]:
@@ -110,13 +110,7 @@ class Captured:
         return found
 
     def _name(self, call: Call, value: Value) -> Bound:
-        name, prefix = self._bound.get(value, ""), f"{call.fqn}." if call.fqn else ""
-        if not name.startswith(prefix) or not name:
+        name = self._bound.get(value, "")
+        if not name.startswith(call.prefix) or not name:
             return None
-        return name.removeprefix(prefix), "mutated" if name in self._attributes else "captured"
-
-
-def _is_inside(call: Call | None, outer: Call) -> bool:
-    while call is not None and call is not outer:
-        call = call.parent
-    return call is outer
+        return name.removeprefix(call.prefix), "mutated" if name in self._attributes else "captured"

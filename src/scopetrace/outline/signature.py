@@ -143,13 +143,12 @@ def without_unused(x: Template, used: set[Value]) -> Template:
 
 def own_tensors(tape: Tape, call: Call) -> dict[int, tuple[int, str, str]]:
     """By id of a tensor of the call's module: its position among these, `parameter` or `buffer`, and its name."""
-    prefix = f"{call.fqn}." if call.fqn else ""
     if call.module is not None:
         tensors = itertools.chain(call.module.named_parameters(), call.module.named_buffers())
         named = [(_kind(t), n, t) for n, t in tensors]
     else:  # in a loaded trace, which has no modules
-        held = [(n, t) for n, t in tape.attributes.items() if n.startswith(prefix) and n in tape.owners]
-        named = [(_kind(t), n.removeprefix(prefix), t) for n, t in held]
+        held = [(n, t) for n, t in tape.attributes.items() if n.startswith(call.prefix) and n in tape.owners]
+        named = [(_kind(t), n.removeprefix(call.prefix), t) for n, t in held]
     found: dict[int, tuple[int, str, str]] = {}
     for i, (kind, name, t) in enumerate(named):
         found.setdefault(id(t), (i, kind, name))

@@ -79,7 +79,7 @@ class _TorchLevel(Functionalizer):
                 raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
         target, new = op.tensor(0), op.tensor(1)
         self.assign(op, target, self.read(new, self.moved(op)))
-        self._rename(op, target, op.outputs)
+        self._rename(target, op.outputs)
 
     def _run(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(func, Step) and func.kind == "call_method" and func.target == "view":

@@ -11,13 +11,13 @@ import torch.fx
 
 from scopetrace._compat.symbols import Symbolic, number_text
 from scopetrace.containers.structure import container_type, open_container
+from scopetrace.formatting import LONGEST, short_repr
 from scopetrace.ir import meta
 
 Namer = Callable[[torch.fx.Node], str]
 """Gives the text of a node where it is an argument or result."""
 
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
-_LONGEST = 60
 
 
 def type_text(value: Any) -> str:
@@ -53,7 +53,7 @@ def value_text(x: Any, name: Namer, limit: int | None = None) -> str:
     if isinstance(x, torch.fx.Node):
         return name(x)
     if isinstance(x, _PLAIN):
-        return repr(f"{x[:_LONGEST]}…" if isinstance(x, str) and len(x) > _LONGEST else x)
+        return repr(f"{x[:LONGEST]}…" if isinstance(x, str) and len(x) > LONGEST else x)
     if isinstance(x, torch.device):
         return repr(str(x))
     if type(x) is slice:
@@ -93,14 +93,7 @@ def _object_text(x: Any) -> str:
         return number_text(x)
     if isinstance(x, type) or hasattr(x, "__qualname__"):
         return str(x.__qualname__)
-    if not isinstance(x, torch.nn.Module):
-        try:
-            text = repr(x)
-        except Exception:  # any class may break its own repr
-            text = ""
-        if text and len(text) <= _LONGEST and "\n" not in text and " at 0x" not in text:
-            return text
-    return f"<{type(x).__name__}>"
+    return f"<{type(x).__name__}>" if isinstance(x, torch.nn.Module) else short_repr(x)
 
 
 def target_text(node: torch.fx.Node) -> str:
