@@ -5,10 +5,11 @@
     python -m benchmarks.bench --only speed,profile --models bert-base
 
 Parts: `speed` (BERT-base, ViT-B/16, ResNet-152: every runner in turn in one process, best of the rounds, with
-grad mode on and off), `dynamic` (the same models with a dynamic batch, beside a static trace), `profile` (where a trace
-spends its time), `functional` (the functional pass's share of a trace, its cost by write, `st.functionalize` beside
-AOTAutograd and torch.export), `llama` (the shape of Llama-70B on the meta device: time, memory), `ops` (cost by op from
-1,000 to 100,000 ops, each in a fresh process), `plan` (FSDP2 plans of a Llama-405B and of 10^12 parameters).
+grad mode on and off), `dynamic` (the same models with a dynamic batch, beside a static trace), `decompositions` (the
+same models in core ATen), `profile` (where a trace spends its time), `functional` (the functional pass's share of a
+trace, its cost by write, `st.functionalize` beside AOTAutograd and torch.export), `llama` (the shape of Llama-70B on
+the meta device: time, memory), `ops` (cost by op from 1,000 to 100,000 ops, each in a fresh process), `plan` (FSDP2
+plans of a Llama-405B and of 10^12 parameters).
 """
 
 import argparse
@@ -21,7 +22,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Result = dict[str, Any]
 
-PARTS = ("speed", "dynamic", "profile", "functional", "llama", "ops", "plan")
+PARTS = ("speed", "dynamic", "decompositions", "profile", "functional", "llama", "ops", "plan")
 MODELS = ("bert-base", "vit-b16", "resnet152")
 RUNNERS = ("trace", "trace+graph_module")
 SLOW = "export+run_decompositions"
@@ -95,6 +96,22 @@ def run_dynamic(options: argparse.Namespace) -> None:
         for name, value in best.items():
             others = ("", "") if name.startswith("trace") else (over(value, best.get(r)) for r in RUNNERS)
             say(name, f"{value * 1e3:.1f}", over(value, best.get("trace, static")), *others)
+        for name, reason in result.get("failed", {}).items():
+            say(name, "failed: " + reason)
+
+
+def run_decompositions(options: argparse.Namespace) -> None:
+    """What core ATen costs."""
+    for model in options.models:
+        rounds = options.rounds or (2 if options.quick else 5)
+        result = job("decompositions", model=model, rounds=rounds)
+        print(f"\n{model} in core ATen, torch.no_grad(), best of {rounds} rounds in turn")
+        best: dict[str, float] = result.get("best", {})
+        mine = [best.get(name) for name in ("trace+decompose", "trace+decompose+graph_module")]
+        say("", result.get("error") or "best ms", "", "over ours", "over ours+gm")
+        for name, value in best.items():
+            ratios = ("", "") if name.startswith("trace") else (over(value, m) for m in mine)
+            say(name, f"{value * 1e3:.1f}", "", *ratios)
         for name, reason in result.get("failed", {}).items():
             say(name, "failed: " + reason)
 
@@ -227,7 +244,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(PARTS), help=f"parts, comma-separated, of {', '.join(PARTS)}")
     parser.add_argument(
-        "--models", default=",".join(MODELS), help="models of speed, dynamic, profile and functional, comma-separated"
+        "--models",
+        default=",".join(MODELS),
+        help="models of speed, dynamic, decompositions, profile and functional, comma-separated",
     )
     parser.add_argument("--rounds", type=int, help="rounds of speed")
     parser.add_argument("--layers", type=int, default=80, help="layers of the Llama")
@@ -246,6 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     runs = {
         "speed": run_speed,
         "dynamic": run_dynamic,
+        "decompositions": run_decompositions,
         "profile": run_profile,
         "functional": run_functional,
         "llama": run_llama,

@@ -110,6 +110,20 @@ def dynamic(model: str, rounds: int) -> Result:
     return {"best": best, "failed": failed}
 
 
+def decompositions(model: str, rounds: int) -> Result:
+    """A trace in core ATen beside torch.export's program in core ATen, each from the model; in turn."""
+    st: Any = models.import_scopetrace()
+    net, args = models.MODELS[model]()
+    runners: dict[str, Callable[[], Any]] = {
+        "trace+decompose": lambda: st.trace(net, args).decompose(),
+        "trace+decompose+graph_module": lambda: st.trace(net, args).decompose().graph_module,
+        "export+run_decompositions": lambda: torch.export.export(net, args).run_decompositions(),
+    }
+    with torch.no_grad():
+        best, failed = best_in_turn(runners, rounds)
+    return {"best": best, "failed": failed}
+
+
 def _round(name: str, fn: Callable[[], Any], times: dict[str, list[float]], failed: dict[str, str], n: int) -> None:
     if name in failed:
         return
@@ -240,7 +254,8 @@ def ops(count: int, runner: str, rounds: int) -> Result:
 JOBS: dict[str, Callable[..., Result]] = {
     job.__name__: job
     for job in (
-        *(speed, dynamic, profile, llama_time, llama_python_memory, llama_process_memory, ops),
+        *(speed, dynamic, decompositions, profile, ops),
+        *(llama_time, llama_python_memory, llama_process_memory),
         plan_jobs.plan_giant,
         *(functional_jobs.functional_share, functional_jobs.functional_writes, functional_jobs.functionalizers),
     )

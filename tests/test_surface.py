@@ -20,7 +20,7 @@ EARLIER = """
 """
 
 OF_A_TRACE = """
-    aliases calls check graph_module lint model mutations order outline print_readable range_constraints run
+    aliases calls check decompose graph_module lint model mutations order outline print_readable range_constraints run
     save scope scope_of side_effects specializations to_exported_program to_module to_onnx with_graph write_back
 """
 

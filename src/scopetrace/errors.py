@@ -91,6 +91,10 @@ class FunctionalizationError(TraceError):
     """A mutation that has no functional form with the same meaning."""
 
 
+class DecompositionError(TraceError):
+    """A decomposition that cannot stand in the place of its op."""
+
+
 class EditError(TraceError):
     """An edited graph that is no program with the inputs, results and effects of its trace any more."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 import torch
@@ -56,6 +56,7 @@ def functionalize(
     *,
     level: Level = "aten",
     lower_scatter: Form | None = None,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Functionalized:
     """Make a graph without mutation from `gm`, and a write-back program with its effects.
 
@@ -69,19 +70,29 @@ def functionalize(
             mutate, their functional variants where they do, and ATen ops where torch has no such function.
         lower_scatter: the ops for writes into a part of a tensor, for compilers that support only some:
             `"slice_scatter"`, `"index_put"`, `"where"` or `"cat"`. None uses the scatter op of each view.
+        decompositions: at ATen level, a table as for `Trace.decompose`, such as
+            `torch.export.default_decompositions()`. None keeps the ops.
 
     Raises:
         FunctionalizationError: a mutation has no functional form with the same meaning.
-        ArgumentError: `level` or `lower_scatter` is none of these.
+        DecompositionError: as `Trace.decompose`.
+        ArgumentError: `level` or `lower_scatter` is none of these, or there are `decompositions` at torch level.
     """
-    _check_options(level, lower_scatter)
+    _check_options(level, lower_scatter, decompositions)
     args = tuple(example_inputs)
     recorded, pure = aten_tapes(gm, args) if level == "aten" else torch_level_tapes(gm, args)
-    return Functionalized(TracedProgram(recorded, pure, gm), level, lower_scatter)
+    program = TracedProgram(recorded, pure, gm)
+    if decompositions is not None:
+        program = program.decomposed(decompositions)
+    return Functionalized(program, level, lower_scatter)
 
 
 def functional_backend(
-    compiler: Compiler, *, level: Level = "aten", lower_scatter: Form | None = None
+    compiler: Compiler,
+    *,
+    level: Level = "aten",
+    lower_scatter: Form | None = None,
+    decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A backend for `torch.compile` whose `compiler` gets only graphs without mutation.
 
@@ -97,19 +108,22 @@ def functional_backend(
             inputs and returns the values of the graph's output node.
         level: as for `functionalize`.
         lower_scatter: as for `functionalize`.
+        decompositions: as for `functionalize`.
 
-    Raises ArgumentError for another `level` or `lower_scatter`. FunctionalizationError comes out of the first call of
-    the compiled model, as for `functionalize`.
+    Raises ArgumentError as `functionalize`, whose other errors come out of the first call of the compiled model.
     """
-    _check_options(level, lower_scatter)
+    _check_options(level, lower_scatter, decompositions)
+    options: Any = {"level": level, "lower_scatter": lower_scatter, "decompositions": decompositions}
 
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _Compiled(gm, functools.partial(functionalize, level=level, lower_scatter=lower_scatter), compiler)
+        return _Compiled(gm, functools.partial(functionalize, **options), compiler)
 
     return backend
 
 
-def _check_options(level: Level, lower_scatter: Form | None) -> None:
+def _check_options(level: Level, lower_scatter: Form | None, decompositions: Any) -> None:
+    if decompositions is not None and level != "aten":
+        raise ArgumentError('decompositions= are of ATen ops: give them with level="aten"')
     if level not in get_args(Level):
         raise ArgumentError(f"level={level!r}: must be one of {', '.join(map(repr, get_args(Level)))}")
     if lower_scatter is not None and lower_scatter not in get_args(Form):

@@ -166,6 +166,21 @@ class Trace(Runnable):
         """
         return Trace(self._program.with_graph(graph_module))
 
+    def decompose(self, table: Mapping[Any, Callable[..., Any]] | None = None) -> Trace:
+        """The same trace with ops replaced by their decompositions, and the ops of these by theirs, and so on.
+
+        An op of a decomposition is in the module call and scope of the op that it stands for. Composite ops that return
+        a view or their argument on some inputs (`reshape`, `to`, `dropout`) are taken apart whatever the table is.
+
+        Args:
+            table: by op, the function that does what the op does; one that returns NotImplemented leaves it. None is
+                core ATen, as in `ExportedProgram.run_decompositions()`.
+
+        Raises DecompositionError, which names the op, for a function whose results have other shapes or dtypes, that
+        needs values which depend on data, or that mutates its arguments; DynamicShapeError where it fixes a size.
+        """
+        return Trace(self._program.decomposed(table))
+
     def to_module(self) -> torch.nn.Module:
         """The program as an `nn.Module`, to be called, trained, deep-copied, pickled and wrapped as the model is.
 

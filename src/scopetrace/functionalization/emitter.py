@@ -29,14 +29,14 @@ class Emitter:
         self.added: set[Op] = set()
         """The ops that alias sets added. Those that nobody reads are dropped in the end, see `rewrites.schedule`."""
         assert tape.fake_mode is not None
-        self._inference = tape.inference or Inference(FakeMaker(tape.fake_mode))
+        self.inference = tape.inference or Inference(FakeMaker(tape.fake_mode))
         self._storages = storages or itertools.count(-1, -1)
         self._constants: dict[int, Value] = {}
 
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, (args, kwargs))
-        out = self._inference.run(func, args, kwargs)
+        out = self.inference.run(func, args, kwargs)
         inputs = values_in((args, kwargs))
         carries = origin.grad and func is not _aten.detach.default and any(v.requires_grad for v in inputs)
         given = {id(v.fake): v.storage for v in inputs}
@@ -120,7 +120,7 @@ class Emitter:
         outs = op.outputs
         outputs: Any = value(outs) if type(outs) is Value else map_structure(value, outs, Value)
         for slot, like in enumerate(more, len(outputs) if more else 0):
-            outputs = (*outputs, Value(self._inference.like(like.fake), slot, next(self._storages), None))
+            outputs = (*outputs, Value(self.inference.like(like.fake), slot, next(self._storages), None))
         return self._append(op, op.kind, op.target, args, kwargs, outputs)
 
     def attribute(self, origin: Op, name: str, real: torch.Tensor) -> Value:
@@ -137,7 +137,7 @@ class Emitter:
 
     def like(self, fake: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same metadata in memory of its own."""
-        return self._inference.like(fake)
+        return self.inference.like(fake)
 
     def constant(self, origin: Op, real: torch.Tensor) -> Value:
         """A tensor as an attribute."""

@@ -349,6 +349,9 @@ class OpInference(Protocol):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func` returns for values and other arguments, its tensors fake. Raises what the op raises."""
 
+    def key_of_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What stands for all that decides the metadata of the op's results; None where the arguments do not say it."""
+
     def like(self, fake: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same metadata in memory of its own."""
 
@@ -566,6 +569,11 @@ def own_values(tape: _T) -> _T:
     """Give a tape that was made of another one's ops, but of calls of its own, ops and values of its own."""
     values: dict[Value, Value] = {}
     tape.ops = [op.copied(values) for op in tape.ops]
+    return with_values(tape, values)
+
+
+def with_values(tape: _T, values: Mapping[Value, Value]) -> _T:
+    """Put other values into calls, inputs and outputs of a tape whose ops have them already. Returns the tape."""
     for call in tape.calls:
         call.args, call.kwargs, call.outputs = renamed((call.args, call.kwargs, call.outputs), values)
         call.mutated = renamed(call.mutated, values)

@@ -21,11 +21,10 @@ from typing import Any, NoReturn
 import torch
 import torch.fx
 
-from scopetrace._compat.dispatch import PreDispatchMode, dispatching_to, fake_results
+from scopetrace._compat.dispatch import fake_results
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.schema import is_higher_order, is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace._compat.tensors import FakeTensor, storage_id
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.errors import EditError, ScopetraceError
 from scopetrace.functionalization.emitter import Emitter
@@ -46,9 +45,10 @@ from scopetrace.ir.tape import (
 )
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
+from scopetrace.program.fake_run import FakeRun
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.matching import Matching, Place, around
-from scopetrace.program.operands import are_alike, fakes_of, layout_of, written_by
+from scopetrace.program.operands import are_alike, fakes_of, written_by
 from scopetrace.program.outputs import outputs_of_edit
 from scopetrace.program.ranges import settle_ranges
 from scopetrace.program.state import HeldTensors
@@ -118,7 +118,7 @@ class _GraphReader:
         self.op_of: dict[Node, Op] = {}
         self.lowered: dict[str, FxLowering] = {}
         self.readers: dict[str, _GraphReader] = {}
-        self._by_fake: dict[int, Value] = {}
+        self._fakes = FakeRun(self.tape.fake_mode, self._own_tensor)
         self._read_before: dict[str, Value] = {}  # parameters, buffers and constants
         self._attribute_ops = {op.target: op for op in old.tape.ops if op.kind == "get_attr"}
         self._grad = old.tape.ops[0].grad if old.tape.ops else True
@@ -193,8 +193,7 @@ class _GraphReader:
             except Exception as error:
                 first = (str(error).splitlines() or [""])[0]
                 self._refuse(node, f"it cannot be run on fake tensors: {type(error).__name__}: {first}", error)
-            for value in values_in(self.results[node]):
-                self._by_fake[id(value.fake)] = value
+            self._fakes.learn(values_in(self.results[node]))
 
     def _check_placeholders(self) -> dict[Node, Any]:
         """The placeholders, copied to the new tape. They must be those of the old graph."""
@@ -324,8 +323,7 @@ class _GraphReader:
             self._refuse(node, "it makes a number that depends on data")
         if writes:
             self.tape.ops[-1] = self.tape.ops[-1].replace(writes=tuple(writes), tracked=tracked).take_values()
-        for value in self.tape.ops[-1].values():
-            self._by_fake[id(value.fake)] = value
+        self._fakes.learn(self.tape.ops[-1].values())
         return outputs
 
     def _higher_order(self, node: Node, origin: Op, args: Any) -> Any:
@@ -369,10 +367,8 @@ class _GraphReader:
     def _run(self, node: Node, origin: Op, args: Any, kwargs: Any) -> Any:
         """Run a function, method or module on fake tensors, and append the ATen ops that it calls."""
 
-        def on_op(func: Any, given: Any, named: Any) -> Any:
-            args, kwargs = self._lifted((given, named))
-            at = origin.replace(grad=torch.is_grad_enabled())
-            return fakes_of(self._inferred(node, at, func, args, kwargs))
+        def append(func: Any, args: Any, kwargs: Any) -> Any:
+            return self._inferred(node, origin.replace(grad=torch.is_grad_enabled()), func, args, kwargs)
 
         def on_higher_order(hop: Any, given: Any, named: Any) -> Any:
             self._refuse(node, f"it calls {hop}")
@@ -380,25 +376,7 @@ class _GraphReader:
         fn: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
         if node.op == "call_module":
             fn = self.root.get_submodule(str(node.target))
-        assert self.tape.fake_mode is not None
-        mode = PreDispatchMode(on_op, on_higher_order)
-        with dispatching_to(mode, self.tape.fake_mode), torch.set_grad_enabled(origin.grad):
-            out = fn(*fakes_of(args), **fakes_of(kwargs))
-        return self._lifted(out)
-
-    def _lifted(self, x: Any) -> Any:
-        """A structure with values for fake tensors, and for those of modules."""
-
-        return map_structure(lambda t: self._known(t) or self._own_tensor(t), x, torch.Tensor)
-
-    def _known(self, t: torch.Tensor) -> Value | None:
-        """The value of a tensor that ran through torch, which may wrap it anew: by identity, else by its memory."""
-        found = self._by_fake.get(id(t))
-        if found is None and isinstance(t, FakeTensor):
-            where = storage_id(t)
-            same = (v for v in reversed(self._by_fake.values()) if storage_id(v.fake) == where)
-            return next(v for v in same if layout_of(v.fake) == layout_of(t))
-        return found
+        return self._fakes.run(fn, args, kwargs, origin.grad, append, on_higher_order)
 
     # ---------------------------------------------------------------- attributes and bodies
 
@@ -436,7 +414,8 @@ class _GraphReader:
         else:
             origin = self._origin(self._output_node(), None)
             found = self.emitter.attribute(origin, name, held.tensor)
-        self._by_fake[id(found.fake)] = self._by_fake[id(t)] = self._read_before[name] = found
+        self._read_before[name] = found
+        self._fakes.learn([found], t)
         return found
 
     def _body(self, node: Node, name: str, body: torch.fx.GraphModule) -> Any:

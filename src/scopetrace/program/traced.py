@@ -46,6 +46,7 @@ from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, 
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
 from scopetrace.program.boundary import CallBoundary, as_the_graph_returns, held_now, without_autocast
+from scopetrace.program.decompositions import decomposed
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.inline import inlined
@@ -384,6 +385,13 @@ class TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""
         tape = self.tape if isinstance(self.tape, FunctionalTape) else functionalize(self.recorded)
         return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
+
+    def decomposed(self, table: Mapping[Any, Any] | None) -> TracedProgram:
+        """`functional()` with the ops of `table` in terms of others; see `Trace.decompose`."""
+        tape = self.functional().tape
+        assert isinstance(tape, FunctionalTape)
+        with without_autocast():
+            return self.with_tape(decomposed(tape, table))
 
     def without_argument_mutation(self) -> TracedProgram:
         """`functional()`, for forms of programs that only return values.

@@ -1,0 +1,325 @@
+"""A functional tape in terms of other ops, by a table of decompositions.
+
+Data flow:
+    an op of the table -> its decomposition runs on the fake tensors of the operands -> the ops that it calls: a body,
+        made functional where it writes, and kept for equal calls of the op
+    body -> its ops in the place of the op, in the scope and call of it
+    all other ops -> copied, on the new operands
+    results of the program -> in the strides and memory that they had
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NoReturn
+
+import torch
+
+from scopetrace._compat.decompositions import Decompositions
+from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.symbols import example, to_expr
+from scopetrace._compat.tensors import run_fake
+from scopetrace.errors import DecompositionError, ScopetraceError
+from scopetrace.functionalization.emitter import Emitter
+from scopetrace.functionalization.functionalizer import Functionalizer
+from scopetrace.ir.scopes import source_of
+from scopetrace.ir.tape import (
+    BodyTape,
+    Call,
+    FunctionalTape,
+    Op,
+    Value,
+    checks_enabled,
+    garbage_collection_paused,
+    renamed,
+    values_in,
+    with_values,
+)
+from scopetrace.ir.verify import verify
+from scopetrace.ops.effects import is_random
+from scopetrace.ops.functional_variants import functional_variant
+from scopetrace.program.fake_run import FakeRun
+from scopetrace.program.graph import live_ops
+from scopetrace.program.operands import written_by
+
+_aten = torch.ops.aten
+_HINT = "give the op a decomposition of ATen ops on tensors, or leave it out of the table"
+_BY_STRIDES = (
+    _aten.as_strided.default,
+    _aten.as_strided_scatter.default,
+    _aten.view.dtype,
+    _aten.view_as_complex.default,
+)
+"""Ops that depend on the strides of an operand."""
+
+
+def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> FunctionalTape:
+    """The program with the ops of `table` replaced by what it gives for them, and so on in these; None for core ATen.
+
+    Raises DecompositionError for a decomposition that does not do what its op does, as far as metadata say,
+    DynamicShapeError for one that fixes a dynamic size.
+    """
+    calls: dict[Call, Call] = {}
+    for call in sorted((c for inner in tape.walk() for c in inner.calls), key=lambda c: c.position):
+        calls[call] = call.replace(parent=None if call.parent is None else calls[call.parent])
+    used = (v.storage for inner in tape.walk() for op in inner.ops for v in op.values())
+    with garbage_collection_paused():
+        storages = itertools.count(max(used, default=0) + 1)
+        found = _TapeDecomposer(tape, Decompositions(table), calls, storages, {}, {}).run()
+    if tape.sizes is not None:
+        tape.sizes.refuse_fixed()
+    if checks_enabled():
+        verify(found, "decomposition")
+    return found
+
+
+class _TapeDecomposer:
+    """Copies one tape: the program, or a body in it."""
+
+    def __init__(
+        self,
+        old: FunctionalTape | BodyTape,
+        table: Decompositions,
+        calls: dict[Call, Call],
+        storages: Iterator[int],
+        bodies: dict[BodyTape, BodyTape],
+        known: dict[Any, BodyTape | None],
+    ) -> None:
+        """`calls` and `bodies` are the new ones by the old ones, `storages` gives numbers of new storages.
+
+        `known` are the decompositions so far, by op and metadata of the operands.
+        """
+        self.old, self.table, self.calls, self.storages = old, table, calls, storages
+        self.bodies, self.known = bodies, known
+        self.new: Any = dataclasses.replace(old, ops=[], calls=[], attributes=dict(old.attributes))
+        self.emitter = Emitter(self.new, storages)
+        self.values: dict[Value, Value] = {}
+        """By value of the old tape, that of the new one."""
+
+    def run(self) -> Any:
+        """The new tape."""
+        starts = []
+        for op in self.old.ops:
+            starts.append(len(self.new.ops))
+            self._step(op, op.replace(call=None if op.call is None else self.calls[op.call]))
+        writes = self.old.attribute_writes if isinstance(self.old, FunctionalTape) else []
+        outputs = [*self.old.graph_outputs(), *(w.value for w in writes)]
+        self._lay_out([v for v in outputs if isinstance(v, Value)], self.new.ops[-1:])
+        starts.append(len(self.new.ops))
+        for call in self.old.calls:
+            new = self.calls[call]
+            new.start, new.stop = starts[call.start], starts[call.stop]
+            self.new.calls.append(new)
+        return with_values(self.new, self.values)
+
+    def _step(self, op: Op, placed: Op) -> None:
+        rule = self.table.rule(op.target) if is_op(op.target) and not op.unbacked else None
+        if not is_op(op.target) or is_random(op.target) or op.target in _BY_STRIDES:
+            self._lay_out(op.inputs(), [placed])
+        if rule is None or not self._decompose(op, placed, rule):
+            self._copy(op, placed)
+
+    def _copy(self, op: Op, placed: Op) -> None:
+        """An op that stays."""
+        for body in op.bodies():
+            if body not in self.bodies:
+                inner = _TapeDecomposer(body, self.table, self.calls, self.storages, self.bodies, self.known)
+                self.bodies[body] = inner.run()
+        args, kwargs = renamed((op.args, op.kwargs), self._operand_of(op))
+        if all(_is_laid_out(self.values[v], v) for v in op.inputs()):
+            storages = {v.storage: self.values[v].storage for v in op.inputs()}
+            if op.kind in ("placeholder", "get_attr"):
+                storages = {v.storage: v.storage for v in op.values()}
+            self.emitter.copy(placed, args, kwargs, storages)
+        else:
+            self.emitter.run(placed, op.target, args, kwargs)
+        self.values.update(zip(op.values(), self.new.ops[-1].values(), strict=True))
+
+    def _operand_of(self, op: Op) -> dict[Any, Any]:
+        return {v: self.values[v] for v in op.inputs()} | {body: self.bodies[body] for body in op.bodies()}
+
+    def _lay_out(self, found: list[Value], at: list[Op]) -> None:
+        """Give values the strides that they had, where a decomposition gave them others; at the place of an op."""
+        for old, placed in itertools.product(found, at):
+            if not _is_laid_out(self.values[old], old):
+                copied = placed.replace(target="strides", args=(old,), kwargs={}, outputs=old, writes=())
+                self._decompose(copied, placed, functools.partial(_with_strides, like=old.fake))
+
+    # ---------------------------------------------------------------- an op of the table
+
+    def _decompose(self, op: Op, placed: Op, rule: Any) -> bool:
+        """Put the ops of a decomposition in the place of an op; False where it says that the op stays."""
+        body = self._body(op, rule)
+        if body is None:
+            return False
+        inside = dict(zip(body.inputs, self._operands(op), strict=True))
+        live = live_ops(body)
+        for step in body.ops:
+            if step.kind == "get_attr":
+                inside[step.result] = self.emitter.constant(placed, body.attributes[step.name])
+            elif step.kind == "call_function" and id(step) in live:
+                origin = step.replace(scope=placed.scope, call=placed.call, frames=placed.frames)
+                args, kwargs = renamed((step.args, step.kwargs), inside)
+                made = self.emitter.run(origin, step.target, args, kwargs)
+                inside.update(zip(step.values(), values_in(made), strict=True))
+        for old, own in zip(op.values(), body.outputs, strict=True):
+            self.values[old] = self._as_before(op, placed, old, inside[own])
+        return True
+
+    def _body(self, op: Op, rule: Any) -> BodyTape | None:
+        """The decomposition; that of an earlier op where the operands of both have equal metadata."""
+        args, kwargs = renamed((op.args, op.kwargs), self.values)
+        given, operands = values_in((args, kwargs)), self._operands(op)
+        key = self.emitter.inference.key_of_call(op.target, args, kwargs) if is_op(op.target) else None
+        whole = None if key is None else (key, op.grad, *map(operands.index, given))
+        if whole not in self.known:
+            found = _Body(self, op, operands).run(rule, args, kwargs)
+            if whole is None:
+                return found
+            self.known[whole] = found
+        return self.known[whole]
+
+    def _operands(self, op: Op) -> list[Value]:
+        """The operands of an op in the new tape, each once."""
+        return list(dict.fromkeys(self.values[v] for v in op.inputs()))
+
+    def _as_before(self, op: Op, placed: Op, old: Value, new: Value) -> Value:
+        """A result, in memory of its own where that of the op was."""
+        operands = {v.storage: self.values[v].storage for v in op.inputs()}
+        if new.storage in operands.values():
+            if old.storage in operands:
+                return new
+            new = self.emitter.run(placed, _aten.clone.default, (new,), {})
+        if _is_laid_out(new, old):  # so that the ops that read it are copied as they are
+            new.fake, new.key, new.requires_grad = old.fake, old.key, old.requires_grad
+            new.autograd_placeholder = old.autograd_placeholder
+        return new
+
+
+def _is_laid_out(new: Value, old: Value) -> bool:
+    """Whether two values of equal size have equal strides."""
+    a, b = new.fake, old.fake
+    return a is b or a.layout is not torch.strided or bool(to_expr(a.stride()) == to_expr(b.stride()))
+
+
+def _with_strides(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A copy of `t` with the strides of `like`, which may have gaps or repeat elements."""
+    order = sorted(range(like.dim()), key=lambda d: -example(like.stride(d)))
+    dense = (
+        t.permute(order).clone(memory_format=torch.contiguous_format).permute([order.index(d) for d in range(t.dim())])
+    )
+    if to_expr(dense.stride()) == to_expr(like.stride()):
+        return dense
+    return torch.empty_strided(like.size(), like.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+class _Body:
+    """The decomposition of one op as a tape, whose inputs are the operands of the op, each once."""
+
+    def __init__(self, around: _TapeDecomposer, op: Op, operands: list[Value]) -> None:
+        self.op, self.table = op, around.table
+        self.mode, self.env = around.old.fake_mode, around.old.shape_env
+        self.tape = BodyTape(op.scope, fake_mode=self.mode, inference=around.emitter.inference, name="decomposition")
+        self.emitter = Emitter(self.tape, around.storages)
+        self.fakes = FakeRun(self.mode, lambda t: self.emitter.constant(self._origin(), t))
+        self.own = {v: self._add_input(i, v) for i, v in enumerate(operands)}
+        self.fakes.learn(self.own.values())
+
+    def _add_input(self, i: int, operand: Value) -> Value:
+        own = operand.copy(operand.storage)
+        if not self.op.grad and own.fake.requires_grad:  # nothing needs a form that can be differentiated
+            own.fake, own.key = self._alias(own.fake), None
+        self.tape.ops.append(self._origin().replace(kind="placeholder", target=f"arg{i}", outputs=own))
+        self.tape.inputs.append(own)
+        return own
+
+    def run(self, rule: Any, args: Any, kwargs: Any) -> BodyTape | None:
+        """The tape; None where the rule gives NotImplemented. Raises DecompositionError."""
+        args, kwargs = renamed((args, kwargs), self.own)
+        try:
+            out = self.fakes.run(rule, args, kwargs, self.op.grad, self._on_op, self._on_higher_order)
+        except ScopetraceError:
+            raise
+        except Exception as error:
+            first = (str(error).splitlines() or [""])[0]
+            self._refuse(f"the decomposition raises {type(error).__name__}: {first}", error)
+        if out is NotImplemented:
+            return None
+        self.tape.outputs = tuple(values_in(out))
+        self._check()
+        return Functionalizer(self.tape).run_body({}, []) if self.tape.has_writes() else self.tape
+
+    def _on_op(self, func: Any, args: Any, kwargs: Any) -> Any:
+        rule = self.table.rule(func)
+        if rule is not None:
+            out = self.fakes.call(rule, args, kwargs)
+            if out is not NotImplemented:
+                return out
+        if func is _aten.lift_fresh.default:
+            func = _aten.lift_fresh_copy.default
+        origin, writes = self._origin(torch.is_grad_enabled()), written_by(func, args, kwargs)
+        if torch.Tag.inplace_view in func.tags:
+            return self._reshape(func, args, kwargs)
+        out = self.emitter.run(origin, func, args, kwargs)
+        op = self.tape.ops[-1]
+        if writes:
+            tracked = tuple([v for v in values_in((args, kwargs)) if v.fake.requires_grad])
+            self.tape.ops[-1] = op.replace(writes=tuple(writes), tracked=tracked).take_values()
+        elif not op.values() and schema_of(func).returns:  # a question about metadata
+            del self.tape.ops[-1]
+        return out
+
+    def _reshape(self, func: Any, args: Any, kwargs: Any) -> Value:
+        """`squeeze_` and its kind: from here on, the tensor is a view of what it was."""
+        before, variant = args[0], functional_variant(func)
+        if variant is None or before in self.tape.inputs:
+            self._refuse(f"the decomposition calls {func}, which changes the shape of a tensor in place")
+        changed = self.fakes.tensors_of(before)
+        for value in [v for op in self.tape.ops for v in op.values() if any(v.fake is t for t in changed)]:
+            value.fake = self._alias(value.fake)
+        after: Value = self._on_op(variant.op, args, kwargs)
+        for t in changed:
+            self._fake(func, (t, *args[1:]), kwargs)
+            self.fakes.learn([after], t)
+        after.fake = changed[0]
+        return after
+
+    def _alias(self, fake: torch.Tensor) -> torch.Tensor:
+        return self._fake(_aten.detach.default, (fake,), {})
+
+    def _fake(self, func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        assert self.mode is not None
+        found: torch.Tensor = run_fake(self.mode, func, args, kwargs)
+        return found
+
+    def _on_higher_order(self, hop: Any, args: Any, kwargs: Any) -> NoReturn:
+        self._refuse(f"the decomposition calls {hop}")
+
+    def _origin(self, grad: bool = True) -> Op:
+        return Op("call_function", self.op.target, (), {}, None, self.op.scope, None, self.op.frames, grad)
+
+    def _check(self) -> None:
+        """Refuse results of other shapes or dtypes than those of the op, and writes to its arguments."""
+        given, wanted = _described(self.tape.outputs), _described(self.op.values())
+        if given != wanted:
+            self._refuse(f"the decomposition gives {given}, and the op {wanted}")
+        taken = {v.storage for v in self.tape.inputs}
+        if any(v.storage in taken for op in self.tape.ops for v in op.writes):
+            self._refuse("the decomposition writes to an argument of the op")
+        env = self.env
+        if env is not None and env.pending_fresh_unbacked_symbols:
+            env.pending_fresh_unbacked_symbols.clear()
+            self._refuse("the decomposition makes a size that depends on data")
+
+    def _refuse(self, problem: str, error: BaseException | None = None) -> NoReturn:
+        op = self.op
+        raise DecompositionError(
+            problem, op=str(op.target), module=op.scope.path, source=source_of(op.frames), hint=_HINT
+        ) from error
+
+
+def _described(values: Iterable[Value]) -> str:
+    return ", ".join(f"{v.fake.dtype} of shape {list(to_expr(tuple(v.fake.size())))}" for v in values)

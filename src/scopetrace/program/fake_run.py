@@ -1,0 +1,70 @@
+"""Runs Python functions on the fake tensors of values, and hands the ops that they call to a tape.
+
+values -> their fake tensors -> the function runs under a mode -> each op, with values again -> `append`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from scopetrace._compat.dispatch import PreDispatchMode, dispatching_to, with_mode
+from scopetrace._compat.tensors import FakeTensor, FakeTensorMode, storage_id
+from scopetrace.containers.structure import map_structure
+from scopetrace.ir.tape import Value, values_in
+from scopetrace.program.operands import fakes_of, layout_of
+
+Append = Callable[[Any, Any, Any], Any]
+"""From an op and its arguments, with values for tensors, to its results."""
+
+
+class FakeRun:
+    """What values the tensors of a run are."""
+
+    def __init__(self, mode: FakeTensorMode | None, own_tensor: Callable[[torch.Tensor], Value]) -> None:
+        """`own_tensor` gives the value of a real tensor that a function holds."""
+        assert mode is not None
+        self._mode, self._own_tensor = mode, own_tensor
+        self._by_id: dict[int, tuple[torch.Tensor, Value]] = {}  # the tensors too, so that no id is used again
+        self._ops: PreDispatchMode | None = None
+
+    def learn(self, values: Iterable[Value], real: torch.Tensor | None = None) -> None:
+        """Know these values by their fake tensors, or by a real one."""
+        self._by_id.update((id(t), (t, v)) for v in values for t in (v.fake, real) if t is not None)
+
+    def run(self, fn: Any, args: Any, kwargs: Any, grad: bool, append: Append, on_higher_order: Any) -> Any:
+        """What `fn` gives for values. `append` and `on_higher_order` get the ops that it calls."""
+
+        def on_op(func: Any, given: Any, named: Any) -> Any:
+            outputs = append(func, *self.lifted((given, named)))
+            self.learn(values_in(outputs))
+            return fakes_of(outputs)
+
+        self._ops = PreDispatchMode(on_op, on_higher_order)
+        with dispatching_to(self._ops, self._mode), torch.set_grad_enabled(grad):
+            return self.lifted(fn(*fakes_of(args), **fakes_of(kwargs)))
+
+    def call(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        """What `fn` gives for values, called in `append`: the ops that it calls go there too."""
+        assert self._ops is not None
+        return self.lifted(with_mode(self._ops, lambda: fn(*fakes_of(args), **fakes_of(kwargs))))
+
+    def lifted(self, x: Any) -> Any:
+        """A structure with values for tensors."""
+        return map_structure(lambda t: self._known(t) or self._own_tensor(t), x, torch.Tensor)
+
+    def _known(self, t: torch.Tensor) -> Value | None:
+        """The value of a tensor that ran through torch, which may wrap it anew: by identity, else by its memory."""
+        if id(t) in self._by_id or not isinstance(t, FakeTensor):
+            return self._by_id.get(id(t), (t, None))[1]
+        where = storage_id(t)
+        same = (v for fake, v in reversed(self._by_id.values()) if storage_id(fake) == where)
+        found = next(v for v in same if layout_of(v.fake) == layout_of(t))
+        self.learn([found], t)
+        return found
+
+    def tensors_of(self, value: Value) -> list[torch.Tensor]:
+        """The tensors that stand for a value in the run."""
+        return [t for t, v in self._by_id.values() if v is value]

@@ -1,0 +1,265 @@
+"""`Trace.decompose`: ops in terms of others, with scopes, calls and write-back kept; beside torch.export and eager."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing._internal import common_methods_invocations
+
+import scopetrace as st
+
+aten = torch.ops.aten
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(2, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.fc, self.ln = nn.Linear(4, 4), nn.LayerNorm(4)
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        x = self.norm(self.conv(x)).relu_()
+        x = self.ln(self.fc(x.flatten(2).transpose(1, 2)))
+        with st.scope("attention"):
+            y = nn.functional.scaled_dot_product_attention(x, x, x)
+        return nn.functional.dropout(y, 0.5, self.training) + x, y.transpose(0, 1)
+
+
+def ops(graph):
+    return [n.target for n in graph.nodes if n.op == "call_function" and n.target.__name__ not in ("getitem",)]
+
+
+def traced(model, *args, **options):
+    with torch.no_grad():
+        return st.trace(model, args, **options)
+
+
+def test_the_text_of_a_decomposed_trace():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout()).eval()
+    assert str(traced(model, torch.randn(2, 3)).decompose()) == (
+        "Sequential: 3 ops, 3 module calls, 2 parameters (16 elements)\n"
+        "Sequential(input=%input_1: f32[2, 3]) -> %clone: f32[2, 4]\n"
+        "  Linear[0](input=%input_1: f32[2, 3]) -> %addmm: f32[2, 4]\n"
+        "    %permute: f32[3, 4] = aten.permute(self.weight, [1, 0])\n"
+        "    %addmm: f32[2, 4] = aten.addmm(self.bias, %input_1, %permute)\n"
+        "  Dropout[1](input=%addmm: f32[2, 4]) -> %clone: f32[2, 4]\n"
+        "    %clone: f32[2, 4] = aten.clone(%addmm)\n"
+    ).rstrip("\n")
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("table", [None, {}], ids=["core", "empty"])
+def test_the_ops_of_run_decompositions(training, table):
+    model, x = Block().train(training), torch.randn(2, 2, 4, 4)
+    with torch.no_grad():
+        expected = torch.export.export(model, (x,)).run_decompositions(table)
+    tr = traced(model, x).decompose(table)
+    assert sorted(map(str, ops(tr.graph_module.graph))) == sorted(map(str, ops(expected.graph)))
+    tr.lint()
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("training", [False, True])
+def test_a_decomposed_trace_does_what_the_model_does(training, grad):
+    model, x = Block().train(training), torch.randn(2, 2, 4, 4)
+    with torch.set_grad_enabled(grad):
+        tr = st.trace(model, (x,)).decompose()
+        if not training:  # dropout draws in another way
+            tr.check(x)
+        assert str(tr.write_back).startswith("self.steps.copy_(graph[0])")
+        a, _ = tr(x)
+        assert a.requires_grad is grad
+        if grad:
+            a.sum().backward()
+            assert model.conv.weight.grad.abs().sum() > 0
+
+
+def test_calls_and_scopes_are_kept():
+    x = torch.randn(2, 2, 4, 4)
+    tr = traced(Block().eval(), x)
+    core = tr.decompose()
+    assert [(c.fqn, list(c.arguments)) for c in core.calls] == [(c.fqn, list(c.arguments)) for c in tr.calls]
+    linear = next(c for c in core.calls if c.fqn == "fc")
+    assert [str(n.target) for n in linear.nodes][-3:] == ["aten.bmm.default", "aten.view.default", "aten.add.Tensor"]
+    assert linear.outputs is linear.nodes[-1]
+    assert {str(core.scope_of(n)) for n in core.graph_module.graph.nodes if n.target is aten._softmax.default} == {
+        "Block/attention"
+    }
+    assert core.calls[0].mutated.keys() == {"steps"}
+
+
+def test_dynamic_sizes():
+    model, x = Block().eval(), torch.randn(2, 2, 4, 4)
+    dim = torch.export.Dim("b", min=2, max=9)
+    tr = traced(model, x, dynamic_shapes=({0: dim},)).decompose()
+    tr.check(torch.randn(5, 2, 4, 4))
+    with pytest.raises(st.errors.InputMismatchError, match="at most 9"):
+        tr(torch.randn(10, 2, 4, 4))
+
+    fixing = {aten.relu.default: lambda x: torch.clamp(x, min=0) if x.shape[0] == 3 else x}
+    with pytest.raises(st.errors.DynamicShapeError, match="fixes it at 3"):
+        st.trace(nn.ReLU(), (torch.randn(3),), dynamic_shapes=({0: torch.export.Dim("n")},)).decompose(fixing)
+
+
+def test_bodies_of_higher_order_ops():
+    def f(x, p):
+        return torch.cond(p, lambda x: nn.functional.dropout(x, 0.5, False) @ x, lambda x: x.reshape(3, 3) + 1, (x,))
+
+    x = torch.randn(3, 3)
+    tr = traced(f, x, torch.tensor(True)).decompose()
+    assert "aten.mm" in str(tr) and "aten.view" in str(tr) and "aten.matmul" not in str(tr)
+    for value in (True, False):
+        tr.check((x, torch.tensor(value)))
+
+
+# What a decomposition may do --------------------------------------------------------------------------------------
+
+
+class Strange(nn.Module):
+    def forward(self, x):
+        return nn.functional.gelu(x)
+
+
+def with_gelu(rule, x=None):
+    return traced(Strange(), torch.randn(2, 3) if x is None else x).decompose({aten.gelu.default: rule})
+
+
+def test_a_table_of_ones_own():
+    def gelu(x, approximate="none"):
+        return x * torch.sigmoid(1.702 * x)
+
+    tr = with_gelu(gelu)
+    assert [str(t) for t in ops(tr.graph_module.graph)] == [
+        "aten.mul.Tensor",
+        "aten.sigmoid.default",
+        "aten.mul.Tensor",
+    ]
+    assert with_gelu(lambda x, **_: NotImplemented).graph_module.graph.find_nodes(
+        op="call_function", target=aten.gelu.default
+    )
+
+
+def test_writes_in_a_decomposition_become_functional():
+    def gelu(x, approximate="none"):
+        out = torch.zeros_like(x)
+        out[0] = x[0]
+        out.unsqueeze_(0)
+        return out.squeeze_(0).add_(torch.tensor([1.0, 2.0, 3.0]))
+
+    x = torch.randn(2, 3)
+    tr = with_gelu(gelu, x)
+    torch.testing.assert_close(tr(x), gelu(x))
+    assert not any(t._schema.is_mutable for t in ops(tr.graph_module.graph))
+
+
+@pytest.mark.parametrize(
+    "rule, message",
+    [
+        (lambda x, **_: x.double(), "gives torch.float64 of shape [2, 3], and the op torch.float32 of shape [2, 3]"),
+        (lambda x, **_: x[0], "gives torch.float32 of shape [3]"),
+        (lambda x, **_: x.add_(1), "writes to an argument of the op"),
+        (lambda x, **_: x.t_(), "changes the shape of a tensor in place"),
+        (lambda x, **_: aten.gelu.default(x), "raises RecursionError"),
+        (lambda x, **_: x if x.sum() > 0 else -x, "raises GuardOnDataDependentSymNode"),
+        (lambda x, **_: 1 / 0, "raises ZeroDivisionError: division by zero"),
+        (lambda x, **_: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), "calls cond"),
+    ],
+)
+def test_refusals(rule, message):
+    with pytest.raises(st.errors.DecompositionError) as raised:
+        with_gelu(rule)
+    assert message in str(raised.value)
+    assert "op: aten.gelu.default" in str(raised.value) and "module: Strange" in str(raised.value)
+
+
+def test_results_keep_memory_and_strides():
+    x = torch.randn(3, 2).t()
+    tr = with_gelu(lambda x, **_: x.contiguous() * 2, x)
+    assert tr(x).stride() == (1, 2)
+    tr = with_gelu(lambda x, **_: x, x)  # the op gives a new tensor
+    assert tr(x) is not x and tr(x).data_ptr() != x.data_ptr()
+
+
+def test_an_op_that_reads_by_strides():
+    def f(x):
+        return torch.as_strided(nn.functional.gelu(x), (4,), (1,), 1)
+
+    x = torch.randn(3, 2).t()
+    tr = traced(f, x).decompose({aten.gelu.default: lambda x, **_: x.contiguous() * 1.0})
+    torch.testing.assert_close(tr(x), torch.as_strided(x, (4,), (1,), 1))
+
+
+# Other forms --------------------------------------------------------------------------------------------------------
+
+
+def test_files_edits_functions_and_programs(tmp_path):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval(), torch.randn(2, 4)
+    core = traced(model, x).decompose()
+    core.save(tmp_path / "core.st")
+    with torch.no_grad():
+        expected = model(x)
+        loaded = st.load(tmp_path / "core.st")
+        assert str(loaded) == str(core)
+        table = {aten.addmm.default: lambda b, x, w: x @ w + b}
+        both = loaded.decompose(table)
+        assert aten.addmm.default not in ops(both.graph_module.graph)
+        for form in (loaded, both, core.to_exported_program().module(), core.outline(nn.Linear), core.to_module()):
+            torch.testing.assert_close(form(x), expected)
+        torch.testing.assert_close(torch.export.unflatten(core.to_exported_program())(x), expected)
+    node = core.graph_module.graph.find_nodes(op="call_function", target=aten.relu.default)[0]
+    node.target = aten.silu.default
+    core.graph_module.recompile()
+    assert aten.silu.default not in ops(
+        core.decompose({aten.silu.default: lambda x: x * x.sigmoid()}).graph_module.graph
+    )
+
+
+def test_a_trace_with_its_mutations_becomes_functional():
+    x = torch.randn(2, 2, 4, 4)
+    core = traced(Block().eval(), x, functional=False).decompose()
+    assert not any("relu_" in str(t) for t in ops(core.graph_module.graph))
+
+
+def test_a_backend_gets_decomposed_graphs():
+    seen = []
+
+    def compiler(gm, example_inputs):
+        seen.extend(ops(gm.graph))
+        return gm
+
+    x = torch.randn(2, 3)
+    model = nn.Sequential(nn.Linear(3, 3), nn.GELU())
+    table = {**torch.export.default_decompositions()}
+    compiled = torch.compile(model, backend=st.functional_backend(compiler, decompositions=table))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x))
+    assert aten.addmm.default in seen and aten.linear.default not in seen
+    with pytest.raises(st.ArgumentError, match="level"):
+        st.functional_backend(compiler, level="torch", decompositions=table)
+
+
+OPS = (
+    "addcmul baddbmm cdist cumprod diag_embed diff einsum kron logaddexp2 nanquantile nn.functional.batch_norm "
+    "nn.functional.group_norm nn.functional.interpolate nn.functional.pad nn.functional.unfold outer stft "
+    "unflatten var_mean"
+)
+
+
+@pytest.mark.parametrize("name", OPS.split())
+def test_the_values_of_torchs_samples(name):
+    op = next(op for op in common_methods_invocations.op_db if op.name == name)
+    sample = next(iter(op.sample_inputs("cpu", torch.float32)))
+    leaves, spec = torch.utils._pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+
+    def f(*tensors):
+        left = iter(tensors)
+        new = [next(left) if isinstance(x, torch.Tensor) else x for x in leaves]
+        x, args, kwargs = torch.utils._pytree.tree_unflatten(new, spec)
+        return op(x, *args, **kwargs)
+
+    tr = traced(f, *tensors).decompose()
+    tr.check(tuple(tensors))
+    table = torch.export.default_decompositions()
+    assert not [t for t in ops(tr.graph_module.graph) if t in table]
