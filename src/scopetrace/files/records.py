@@ -40,12 +40,15 @@ RECORDS = {kind.__name__: kind for kind in (*_TAPES, *_INLINE)}
 
 NAMES = {kind: name for name, kind in RECORDS.items()}
 
+_OF_A_TAPE = ("shape_env", "fake_mode", "inference")
+
 LEFT_OUT: dict[type, tuple[str, ...]] = {
     tape.Call: ("module",),
     tape.AttributeWrite: ("module",),
     conditions.SizeRules: ("env",),
     DimSpec: ("derive",),  # used only where the trace is made
-    **{kind: ("shape_env", "fake_mode", "inference") for kind in _TAPES},
+    **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "module_tables")),
+    tape.BodyTape: _OF_A_TAPE,
 }
 """The fields that a file does not have: the model's modules, and what is made anew for all tapes of a file."""
 

@@ -9,6 +9,7 @@ Tensors and arguments are no reads: they are the inputs of the program. Nor are 
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 from collections.abc import Sequence
@@ -200,13 +201,19 @@ _READ_BY_OPS = ("torch.autocast", "torch.get_default_dtype()")
 
 
 def snapshot(value: Any) -> Any:
-    """`value`, with copies of the lists, dicts and sets in it."""
+    """`value`, with copies of Python's containers and of NumPy arrays in it."""
     kind = type(value)
-    if kind is dict:
+    if kind in _DICTS:
         return {key: snapshot(item) for key, item in value.items()}
-    if kind in (list, tuple):
-        return kind([snapshot(item) for item in value])
-    return set(value) if kind is set else value
+    if kind in (list, tuple, collections.deque):
+        return (tuple if kind is tuple else list)(map(snapshot, value))
+    if kind is set:
+        return set(value)
+    is_array = kind.__module__ == "numpy" and hasattr(kind, "tobytes")
+    return (str(value.dtype), value.shape, value.tobytes()) if is_array else value
+
+
+_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 
 
 def same(then: Any, now: Any) -> bool:
@@ -222,4 +229,7 @@ def same(then: Any, now: Any) -> bool:
         return list(then) == list(now) and all(map(same, then.values(), now.values()))
     if isinstance(then, float) and then != then:
         return bool(now != now)
-    return not isinstance(then, torch.Tensor) and bool(then == now)
+    try:
+        return not isinstance(then, torch.Tensor) and bool(then == now)
+    except Exception:  # objects of others may raise anything, as tables of numbers do
+        return False

@@ -32,6 +32,7 @@ from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.argument_numbers import ArgumentNumber
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.effects import SideEffect
+from scopetrace.ir.module_tables import ModuleTables
 from scopetrace.ir.reads import Read
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Frames as Frames
@@ -453,6 +454,8 @@ class ProgramTape(Tape):
     """Whether autograd was on when the forward began."""
     reads: list[Read] = dataclasses.field(default_factory=list)
     """What the forward read from outside of the program, in order: another value at a call is another program."""
+    module_tables: ModuleTables | None = None
+    """The submodules and hooks of the model's modules; None in a loaded trace."""
     argument_numbers: list[ArgumentNumber] = dataclasses.field(default_factory=list)
     """The numbers in objects among the arguments that the forward may have read, and that are fixed."""
     side_effects: list[SideEffect] = dataclasses.field(default_factory=list)

@@ -23,7 +23,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id
 from scopetrace.containers.objects import Returned, apply_effects, effect_targets
 from scopetrace.containers.structure import instantiate, match
-from scopetrace.errors import CompiledGraphError, EditError, InputMismatchError
+from scopetrace.errors import CompiledGraphError, EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.argument_numbers import check_numbers
 from scopetrace.ir.reads import CallInputs
 from scopetrace.ir.tape import Output, ProgramTape, Tape, Value, bind
@@ -140,7 +140,7 @@ class CallBoundary:
         self.tape = tape
         self.forward = forward
         self.state = LiveState(tape, graph_module)
-        self.check = StateCheck(tape.reads)
+        self.check = StateCheck(tape)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
@@ -189,8 +189,13 @@ class _Bound:
     module: torch.nn.Module
     attribute: str
     """Its name in the module, a part of the model."""
+    table: dict[str, Any]
+    """Where the module had it last: its parameters, buffers or other attributes."""
     last: torch.Tensor
     """The one that the GraphModule got last from the model."""
+    dtype: torch.dtype
+    shape: torch.Size
+    """As they were in the trace."""
 
 
 class LiveState:
@@ -202,21 +207,43 @@ class LiveState:
         self._attributes = tape.attributes
         self._held: list[_Bound] = []
         self._places: dict[str, tuple[torch.nn.Module, str]] = {}
+        fakes = {name: value.fake for name, value in tape.attribute_reads()}
         targets = {n.target for n in graph_module.graph.nodes if n.op == "get_attr"}  # type: ignore[union-attr]
         for name in targets & tape.attributes.keys():
             path, _, leaf = name.rpartition(".")
             holder = graph_module.get_submodule(path)
             self._places[name] = holder, leaf
             if name in self._owners:
-                self._held.append(_Bound(name, holder, leaf, *self._owners[name], tape.attributes[name]))
+                module, attribute = self._owners[name]
+                table = _table_of(module, attribute) or {}
+                last = tape.attributes[name]
+                fake = fakes.get(name, last)
+                bound = _Bound(name, holder, leaf, module, attribute, table, last, fake.dtype, fake.shape)
+                self._held.append(bound)
 
     def refresh(self) -> None:
-        """Bind the tensors that the model has now to the GraphModule, but for those that somebody replaced there."""
+        """Bind the tensors that the model has now to the GraphModule, but for those that somebody replaced there.
+
+        Raises StateMismatchError for one that is gone, or of another dtype or shape than in the trace.
+        """
         for bound in self._held:
-            now = _look_up(bound.module, bound.attribute)
-            if now is not None and now is not bound.last and _look_up(bound.holder, bound.leaf) is bound.last:
-                _bind(bound.holder, bound.leaf, now)
-                bound.last = now
+            now = bound.table.get(bound.attribute)
+            if now is not bound.last:
+                now = self._follow(bound)
+            if now.dtype is not bound.dtype or now.shape != bound.shape:
+                raise _not_as_traced(bound, _metadata(now.dtype, now.shape))
+
+    def _follow(self, bound: _Bound) -> torch.Tensor:
+        """The tensor that the model has now in place of the one that the GraphModule got last."""
+        table = _table_of(bound.module, bound.attribute)
+        if table is None:
+            raise _not_as_traced(bound, "no tensor")
+        now: torch.Tensor = table[bound.attribute]
+        bound.table = table
+        if now is not bound.last and _look_up(bound.holder, bound.leaf) is bound.last:
+            _bind(bound.holder, bound.leaf, now)
+            bound.last = now
+        return now
 
     @property
     def bound(self) -> dict[str, torch.Tensor]:
@@ -255,12 +282,24 @@ def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
         return torch.nn.Module()
 
 
+def _not_as_traced(bound: _Bound, now: str) -> StateMismatchError:
+    then = _metadata(bound.dtype, bound.shape)
+    return StateMismatchError(f"{bound.name} was {then} when traced and is {now} now; trace again, or put it back")
+
+
+def _metadata(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def _table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
+    """Where a module has a tensor of this name; None where it has none."""
+    tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module), module.__dict__)
+    return next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
+
+
 def _look_up(module: torch.nn.Module, name: str) -> torch.Tensor | None:
-    for table in (parameters_of(module), buffers_of(module), module.__dict__):
-        found = table.get(name)
-        if isinstance(found, torch.Tensor):
-            return found
-    return None
+    table = _table_of(module, name)
+    return None if table is None else table[name]
 
 
 def _bind(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:

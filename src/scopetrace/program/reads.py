@@ -3,6 +3,7 @@
 Data flow:
     reads of the tape -> plain attributes as (table, key, value), all others by their place -> one check, made once
     a call -> each is asked -> an answer other than that of the trace is an error that names the read
+    submodules and hooks of the modules -> compared at once -> an error for those of modules that the trace has
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.errors import InputMismatchError, StateMismatchError
+from scopetrace.ir.module_tables import SUBMODULES, Change
 from scopetrace.ir.reads import (
     MISSING,
     CallInputs,
@@ -25,6 +29,7 @@ from scopetrace.ir.reads import (
     same,
     snapshot,
 )
+from scopetrace.ir.tape import ProgramTape
 
 Number = Callable[[Any], Any]
 """From a symbolic size to its value in a call."""
@@ -36,10 +41,11 @@ _IDENTICAL = frozenset({bool, int, float, str, type(None), type, types.FunctionT
 class StateCheck:
     """Compares the state at a call with that of the trace."""
 
-    def __init__(self, reads: list[Read]) -> None:
+    def __init__(self, tape: ProgramTape) -> None:
+        self._tape = tape
         self._plain: list[tuple[Any, str, Any, Read]] = []
         self._others: list[Read] = []
-        for read in reads:
+        for read in tape.reads:
             place = read.place
             if isinstance(place, InTable) and type(read.value) in _IDENTICAL:
                 self._plain.append((place.table, place.key, read.value, read))
@@ -58,6 +64,27 @@ class StateCheck:
                 value = _in_numbers(value, number)
             if not same(value, snapshot(now)):
                 raise _mismatch(read, value, now)
+        if self._tape.module_tables is not None:
+            for change in self._tape.module_tables.changes():
+                self._refuse(change)
+
+    def _refuse(self, change: Change) -> None:
+        """Raise StateMismatchError for other hooks of a module that was called, and for other modules in its place."""
+        tapes = list(self._tape.walk())
+        called = {id(call.module) for tape in tapes for call in tape.calls if not call.leaf}
+        used = called | {id(m) for m in self._tape.modules.values()} | {id(m) for m, _ in self._tape.owners.values()}
+        if change.table != SUBMODULES:
+            matters = id(change.module) in called
+        else:
+            goes_on = isinstance(change.module, _CONTAINERS)
+            old = [m for name, m in change.old.items() if m is not None and (goes_on or change.new.get(name) is not m)]
+            matters = any(id(inner) in used for m in old for inner in m.modules())
+        if matters:
+            raise StateMismatchError(f"{change.text}; trace again, or put it back")
+
+
+_CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
+"""The modules whose forward, or that of the module around them, goes through all that they have."""
 
 
 def _in_numbers(value: Any, number: Number) -> Any:

@@ -140,7 +140,7 @@ class SavedModule:
         self.fqn = fqn
         self.module = module
         self.name = name
-        self.tables = [table.copy() for table in _tables(module)]
+        self.tables = [table.copy() for table in attribute_tables(module)]
         own = module.__dict__
         for key in own:
             if key not in _BOOKKEEPING and type(own[key]) not in ATOMS:
@@ -160,7 +160,7 @@ class SavedModule:
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
         found: list[Change] = []
-        for table, old in zip(_tables(self.module), self.tables, strict=False):
+        for table, old in zip(attribute_tables(self.module), self.tables, strict=False):
             if (table or old) and not _unchanged(table, old):
                 found += self._changes(table, old)
                 table.clear()
@@ -177,9 +177,9 @@ class SavedModule:
                 yield Change(f"{self.name}.{name}", f".{name}", before, now, self.module, name)
 
 
-def _tables(module: torch.nn.Module) -> list[dict[str, Any]]:
-    """The attributes of a module, then its parameters, buffers and modules. A scripted module has only the first."""
-    own = module.__dict__
+def attribute_tables(owner: Any) -> list[dict[str, Any]]:
+    """The attributes of an object; then, of a module that is not scripted, its parameters, buffers and modules."""
+    own = getattr(owner, "__dict__", {})
     return [own, *[own[name] for name in _TABLES if isinstance(own.get(name), dict)]]
 
 

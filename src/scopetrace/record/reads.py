@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import types
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -37,7 +37,7 @@ from scopetrace.ir.reads import (
 )
 from scopetrace.ir.tape import Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.model import Model
+from scopetrace.record.model import Model, attribute_tables
 from scopetrace.record.variables import Variables, class_attribute, is_of_model
 
 _BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl", "forward"}
@@ -96,6 +96,7 @@ class ReadRecorder:
                 if isinstance(module, torch.jit.ScriptModule):
                     continue  # its attributes are in C++
                 self._watch(type(module), module.__dict__.keys())
+            replace(torch.nn.Module, "__getattr__", self._reporting_getattr(mine))
             questions.report_questions(replace, self, mine)
             yield
             self._note_hidden_blocks()
@@ -128,14 +129,31 @@ class ReadRecorder:
                 found = self._bases[base] = _class_level(base)
             yield from found
 
-    def read_attribute(self, table: Any, key: str, value: Any) -> None:
-        """`table[key]`, the attribute of an object, is read."""
+    def _reporting_getattr(self, mine: questions.Mine) -> Callable[[torch.nn.Module, str], Any]:
+        """`nn.Module.__getattr__`, which tells of names that are missing or stand for no tensor or module."""
+        ask = torch.nn.Module.__getattr__
+
+        def __getattr__(module: torch.nn.Module, name: str) -> Any:
+            found: Any = MISSING
+            try:
+                found = ask(module, name)
+                return found
+            finally:
+                if (found is None or found is MISSING) and name not in _BOOKKEEPING and name[:2] != "__" and mine():
+                    own = module.__dict__
+                    table = next((t for t in attribute_tables(module) if name in t), own)
+                    self.read_attribute(table, name, found, own)
+
+        return __getattr__
+
+    def read_attribute(self, table: Any, key: str, value: Any, own: Any = None) -> None:
+        """`table[key]`, the attribute of an object, is read. `own` is its `__dict__`, if `table` is not."""
         known = self._known
         place = id(table), key
         if place in known:
             return
         known.add(place)
-        owner = self._names.get(id(table))
+        owner = self._names.get(id(table if own is None else own))
         if isinstance(value, torch.Tensor) and id(table) in self._of_modules:
             return  # an input of the program, as parameters are
         name, frame = f"{owner}.{key}" if owner else key, sys._getframe(2)

@@ -30,6 +30,8 @@ from scopetrace.errors import DataDependentError, RandomStateError, ScopetraceEr
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.argument_numbers import numbers_read
+from scopetrace.ir.effects import SideEffect
+from scopetrace.ir.module_tables import ModuleTables
 from scopetrace.ir.reads import InClosure, InTable, Read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
@@ -48,11 +50,11 @@ from scopetrace.record.dynamic_shapes import (
 )
 from scopetrace.record.effects import EffectWatch, side_effects
 from scopetrace.record.gradients import refuse_lost_gradients
-from scopetrace.record.model import Model
+from scopetrace.record.model import Model, attribute_tables
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
-from scopetrace.record.snapshot import MISSING, Change
+from scopetrace.record.snapshot import MISSING, Change, short
 
 _one_at_a_time = threading.RLock()  # the flags and methods that a trace changes belong to the whole process
 
@@ -166,6 +168,7 @@ class Recording:
             inference=inference,
             exact_autograd=assumptions.exact_autograd,
             registered=model.registered(),
+            module_tables=ModuleTables(model.modules, model.names),
             grad=torch.is_grad_enabled(),
         )
         self.builder = TapeBuilder(self.tape, CallRecorder.run.__code__)
@@ -247,17 +250,22 @@ class Recording:
     def _add_changes(self, changes: list[Change], draws: list[Draw], objects: EffectWatch) -> None:
         """What the forward bound to attributes of the model's modules is on the tape, if it is a tensor of it."""
         others: list[Change] = []
+        effects: list[SideEffect] = []
         for change in changes:
             names, value = self.model.names.get(id(change.holder)), None
             if names and change.attribute and isinstance(change.new, torch.Tensor):
                 value = self.values.bound_value(change.new)
             if names and value is not None:
                 self.tape.attribute_writes.append(AttributeWrite(change.holder, names[0], change.attribute, value))
+                read = next((r for r in self.tape.reads if _was_written(r, [change])), None)
+                if read is not None and not self._is_same_in_each_call(change.new):  # the next call reads this tensor
+                    old, new = short(change.old), short(change.new)
+                    effects.append(SideEffect(change.name, old, new, read.module, read.source, True))
             elif (change.old is None or change.old is MISSING) and self._is_same_in_each_call(change.new):
                 others.append(change._replace(is_memo=True))
             else:
                 others.append(change)
-        self.tape.side_effects = side_effects(others, draws, objects.reach.functions, self.tape.calls)
+        self.tape.side_effects = [*effects, *side_effects(others, draws, objects.reach.functions, self.tape.calls)]
 
     def _is_same_in_each_call(self, x: Any) -> bool:
         """Whether `x` is a tensor that neither inputs, random numbers nor state that the forward writes decide."""
@@ -458,7 +466,7 @@ def _was_written(read: Read, changes: list[Change]) -> bool:
     if not isinstance(place, InTable):
         return False
     owners = [c.holder for c in changes if c.attribute == place.key or c.name == f"globals()[{place.key!r}]"]
-    return any(owner is None or getattr(owner, "__dict__", None) is place.table for owner in owners)
+    return any(owner is None or any(t is place.table for t in attribute_tables(owner)) for owner in owners)
 
 
 def _may_vary(leaf: Any) -> bool:

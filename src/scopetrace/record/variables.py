@@ -137,10 +137,18 @@ class Variables:
             if not isinstance(value, types.ModuleType):
                 self._on_global(table, key, value, text)
                 self._of_value(text, value, names)
+                if isinstance(value, type) and i + 1 < len(chain):
+                    self._of_class(value, chain[i + 1], text)
                 return
             if not is_of_model(getattr(value, "__file__", None) or "<frozen"):
                 return
             table = value.__dict__
+
+    def _of_class(self, cls: type, key: str, name: str) -> None:
+        """An attribute of a class that code names: `Config.SCALE`."""
+        table, value = class_attribute(cls, key)
+        if value is not MISSING and not hasattr(type(value), "__get__"):
+            self._on_global(table, key, value, f"{name}.{key}")
 
     def _of_value(self, name: str, value: Any, names: Names) -> None:
         if isinstance(value, types.FunctionType | types.MethodType | functools.partial):

@@ -1,0 +1,166 @@
+"""A model that is changed after its trace: a call does what the model does then, or is refused."""
+
+import collections
+import functools
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import parametrize, prune
+
+import scopetrace as st
+from scopetrace.errors import SideEffectError, StateMismatchError
+
+X = torch.randn(2, 4)
+
+
+class Settings:
+    SCALE = 2.0
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])
+        self.unused = nn.Linear(4, 4)
+        self.no_bias = nn.Linear(4, 4, bias=False)
+        self.register_buffer("mask", None)
+        self.register_buffer("shift", torch.ones(4))
+        self.table = collections.OrderedDict(k=2.0)
+        self.last = collections.deque([1.0])
+        self.array = numpy.array([2.0])
+
+    def forward(self, x):
+        x = functools.reduce(lambda y, layer: layer(y), self.layers, self.no_bias(self.fc(x)))
+        x = x * self.table["k"] + self.last[0] + float(self.array[0]) + self.shift
+        x = x if self.mask is None else x * self.mask
+        return x * 2 if hasattr(self, "doubled") else x * Settings.SCALE
+
+
+REFUSED = {
+    "a submodule": (lambda m: setattr(m, "fc", nn.Linear(4, 4)), "fc: Linear when traced and another Linear now"),
+    "an item": (lambda m: m.layers.__setitem__(1, nn.Tanh()), r"layers\.1: ReLU when traced and Tanh now"),
+    "a new item": (lambda m: m.layers.append(nn.ReLU()), r"layers\.2: missing when traced and ReLU now"),
+    "a hook": (lambda m: m.fc.register_forward_hook(print), "forward hooks of fc: 0 when traced and 1 now"),
+    "a pre-hook": (lambda m: m.register_forward_pre_hook(print), "forward pre-hooks of the model: 0 when traced"),
+    "a backward hook": (lambda m: m.fc.register_full_backward_hook(print), "backward hooks of fc"),
+    "a parametrization": (lambda m: parametrize.register_parametrization(m.fc, "weight", nn.Tanh()), r"fc\.weight"),
+    "pruning": (lambda m: prune.l1_unstructured(m.fc, "weight", 0.5), "forward pre-hooks of fc"),
+    "half": (lambda m: m.half(), r"float32 \[4.*\] when traced and is float16 \[4.*\] now"),
+    "data of another dtype": (lambda m: setattr(m.fc.bias, "data", torch.ones(4).double()), r"fc\.bias was float32"),
+    "another shape": (lambda m: setattr(m, "shift", torch.ones(2, 4)), r"shift was float32 \[4\] .* float32 \[2, 4\]"),
+    "no parameter": (lambda m: setattr(m.fc, "bias", None), r"fc\.bias was float32 \[4\] .* is no tensor now"),
+    "a new parameter": (lambda m: setattr(m.no_bias, "bias", nn.Parameter(torch.ones(4))), r"no_bias\.bias"),
+    "a new buffer": (lambda m: setattr(m, "mask", torch.ones(4)), "mask, which the model reads at"),
+    "a new attribute": (lambda m: setattr(m, "doubled", True), "doubled, which .* missing when traced and True now"),
+    "an entry of a dict": (lambda m: m.table.update(k=3.0), "table, which"),
+    "a deque": (lambda m: m.last.appendleft(3.0), "last, which"),
+    "an array": (lambda m: m.array.fill(3.0), "array, which"),
+}
+
+
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_call_is_refused_after(change):
+    model = Net()
+    tr = st.trace(model, (X,))
+    tr(X)
+    change, message = REFUSED[change]
+    change(model)
+    with pytest.raises(StateMismatchError, match=message):
+        tr(X)
+
+
+def test_an_attribute_of_a_class_that_code_names(monkeypatch):
+    tr = st.trace(Net(), (X,))
+    monkeypatch.setattr(Settings, "SCALE", 5.0)
+    with pytest.raises(StateMismatchError, match=r"Settings\.SCALE: 2\.0 when traced and 5\.0 now"):
+        tr(X)
+
+
+FOLLOWED = {
+    "a parameter": lambda m: setattr(m.fc, "weight", nn.Parameter(torch.randn(4, 4))),
+    "its data": lambda m: setattr(m.fc.weight, "data", torch.randn(4, 4)),
+    "a buffer": lambda m: setattr(m, "shift", torch.randn(4)),
+    "a state dict": lambda m: m.load_state_dict({k: v + 1 for k, v in m.state_dict().items()}, assign=True),
+    "frozen parameters": lambda m: m.requires_grad_(False),
+    "a module that is not used": lambda m: setattr(m, "unused", None),
+    "a new module": lambda m: setattr(m, "head", nn.Linear(4, 4)),
+    "a hook of a module that is not used": lambda m: m.unused.register_forward_hook(print),
+    "a hook that is gone again": lambda m: m.fc.register_forward_hook(print).remove(),
+}
+
+
+@pytest.mark.parametrize("change", FOLLOWED)
+def test_a_call_does_what_the_model_does_after(change):
+    model = Net()
+    tr = st.trace(model, (X,))
+    tr(X)
+    FOLLOWED[change](model)
+    actual, expected = tr(X), model(X)
+    torch.testing.assert_close(actual, expected)
+    assert actual.requires_grad == expected.requires_grad
+
+
+def test_hundreds_of_modules_inside_each_other():
+    model = nn.Linear(4, 4)
+    for _ in range(100):
+        model = nn.Sequential(model)
+    tr = st.trace(model, (X,))
+    tr(X)
+    next(m for m in model.modules() if isinstance(m, nn.Linear)).register_forward_hook(print)
+    with pytest.raises(StateMismatchError, match="forward hooks of 0"):
+        tr(X)
+
+
+# A tensor that forward puts where there was none ----------------------------------------------------------------------
+
+
+class Total(nn.Module):
+    """Adds up what it is given, as a cache of a decoder does."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        if kind == "attribute":
+            self.total = None
+        if kind == "buffer":
+            self.register_buffer("total", None)
+        if kind == "number":
+            self.total = 0.0
+
+    def forward(self, x):
+        if self.kind == "missing":
+            self.total = self.total + x if hasattr(self, "total") else x
+        elif self.kind == "number":
+            self.total = self.total + x
+        else:
+            self.total = x if self.total is None else self.total + x
+        return x * 2
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "missing", "number"])
+def test_it_makes_a_trace_right_for_one_call(kind):
+    model, eager = Total(kind), Total(kind)
+    tr = st.trace(model, (X,))
+    torch.testing.assert_close(tr(X), eager(X))
+    torch.testing.assert_close(model.total, eager.total)
+    with pytest.raises(SideEffectError, match=r"self\.total was .* and became a tensor \[2, 4\]"):
+        tr(X)
+
+
+class Memo(nn.Module):
+    """Computes once what each call would compute again."""
+
+    def forward(self, x):
+        if not hasattr(self, "steps"):
+            self.steps = torch.arange(4.0)
+        return x * self.steps
+
+
+def test_but_not_where_each_call_would_compute_it_again():
+    tr = st.trace(Memo(), (X,))
+    for _ in range(3):
+        torch.testing.assert_close(tr(X), Memo()(X))
+    assert tr.side_effects == []
