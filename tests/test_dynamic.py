@@ -526,6 +526,15 @@ def test_a_rule_does_not_hide_that_two_sizes_must_be_equal():
         tr(torch.randn(3, 6), torch.randn(5, 5))
 
 
+@pytest.mark.parametrize("fn", [lambda x: (x.view(-1, 2), x + 1)[1], lambda x: (x.reshape(2, -1), x + 1)[1]])
+def test_a_view_that_nobody_reads_does_not_fit_every_size(fn):
+    tr = st.trace(fn, (torch.ones(4),), dynamic_shapes=({0: Dim.AUTO},))
+    assert torch.equal(tr(torch.ones(6)), torch.full((6,), 2.0))
+    for run in (fn, tr):
+        with pytest.raises(RuntimeError, match="invalid for input of size 5"):
+            run(torch.ones(5))
+
+
 def test_a_convolution_chooses_its_kernel_at_each_size():
     conv = nn.Conv2d(8, 8, 3, groups=8, padding=1)
     tr = st.trace(conv, (torch.randn(3, 8, 6, 6),), dynamic_shapes=({0: Dim("batch"), 2: Dim("rows")},))

@@ -6,6 +6,7 @@ against eager, for symbolic ones against torch's fake tensors at several sizes. 
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections import Counter
 from typing import Any
@@ -374,6 +375,23 @@ def test_a_rule_gives_what_eager_gives(func):
     values = Values()
     answers = sum(assert_as_eager(values, func, case(Draw(seed), func), seed) for seed in range(400))
     assert answers > 40  # the rule applies
+
+
+def test_an_elementwise_op_returns_a_new_tensor():
+    """As `conj_physical` of real numbers does not, which no schema says."""
+    found = Counter()
+    for packet in [getattr(aten, name) for name in aten]:
+        func = getattr(packet, "default", None)
+        if func is None or not rules.is_elementwise(func) or func._schema.is_mutable:
+            continue
+        for dtype in (torch.float32, torch.complex64, torch.int64, torch.bool):
+            x = torch.ones(2, dtype=dtype)
+            with contextlib.suppress(RuntimeError, NotImplementedError):
+                out = func(*[x if "Tensor" in str(a.type) else 1 for a in func._schema.arguments if not a.kwarg_only])
+                assert not isinstance(out, torch.Tensor) or storage_id(out) != storage_id(x), func
+                found[dtype] += 1
+    assert len(found) == 4
+    assert min(found.values()) > 20
 
 
 @pytest.mark.parametrize("func", [*rules.RULES, *ELEMENTWISE, *WHERE], ids=str)

@@ -526,6 +526,7 @@ def is_elementwise(func: Any) -> bool:
     tagged = torch.Tag.pointwise in func.tags and torch.Tag.nondeterministic_seeded not in func.tags
     schema = schema_of(func)
     special = schema.name.startswith("aten::special_")  # some have no gradient, which no tag says
+    special = special or func is _aten.conj_physical.default  # real numbers are their own: it returns its argument
     return (tagged or func in _UNTAGGED) and not special and not func.is_view and len(schema.returns) == 1
 
 

@@ -47,6 +47,7 @@ def refusal(effects: Sequence[SideEffect], problem: str) -> SideEffectError:
 
 
 _WAYS_OUT = (
-    "keep such state in a buffer (register_buffer) that forward writes, take it as an argument, or do it outside the "
-    "model; st.trace(..., side_effects='warn') warns in place of this error"
+    "run the model once before st.trace, if it sets itself up at its first run; keep such state in a buffer "
+    "(register_buffer) that forward writes, take it as an argument, or do it outside the model; "
+    "st.trace(..., side_effects='warn') warns in place of this error"
 )

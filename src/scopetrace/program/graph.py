@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import itertools
+import math
 import operator
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
@@ -18,13 +19,16 @@ import torch
 import torch.fx
 
 from scopetrace._compat.graph_module import TracedGraphModule, make_graph_module, set_grad_enabled
-from scopetrace._compat.symbols import Symbolic, SymbolNodes, to_expr
+from scopetrace._compat.symbols import Symbolic, SymbolNodes, surely_equal, to_expr
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, map_structure, open_container
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import format_stack
 from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value
 from scopetrace.ops import effects
+
+_aten = torch.ops.aten
+_RESHAPES = (_aten.view.default, _aten.reshape.default)
 
 
 class NodeState(NamedTuple):
@@ -316,12 +320,22 @@ def live_ops(tape: Tape) -> set[int]:
 
 
 def has_effect(op: Op) -> bool:
-    """Whether an op stays although its results are not used: it writes, has an effect, or returns nothing."""
+    """Whether an op stays although its results are not used: it writes, has an effect, or returns nothing.
+
+    So does a view with a size of -1 for which symbolic sizes may leave a fraction: eager raises there.
+    """
     if op.kind in ("placeholder", "call_module") or op.writes or op.unbacked:
         return True
     if op.kind == "get_attr":
         return False
-    return not op.values() or effects.has_effect(op.target)
+    return not op.values() or effects.has_effect(op.target) or _checks_sizes(op)
+
+
+def _checks_sizes(op: Op) -> bool:
+    """Whether a view has the elements of its argument only at sizes that a division leaves no remainder for."""
+    if op.target not in _RESHAPES or not is_symbolic(op.result.fake):
+        return False
+    return not surely_equal(math.prod(op.result.fake.size()), math.prod(op.tensor(0).fake.size()))
 
 
 def _op_name(target: Any) -> str:
