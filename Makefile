@@ -18,7 +18,7 @@ ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format zoo orders zoo-onnx exported bench ci clean
+.PHONY: help env demo test test-all lint format zoo dynamic orders zoo-onnx exported bench ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -56,6 +56,9 @@ format: $(STAMP) ## Rewrite the code in the project's format
 
 zoo: $(STAMP) ## Trace real models and compare with torch.export
 	$(BIN)/python benchmarks/zoo.py $(ARGS)
+
+dynamic: $(STAMP) ## Trace real models with dynamic sizes, run them at others, and compare with torch.export
+	$(BIN)/python -m benchmarks.dynamic $(ARGS)
 
 exported: $(STAMP) ## Make ExportedPrograms of real models and compare with torch.export
 	$(BIN)/python -m benchmarks.exported $(ARGS)

@@ -1,11 +1,27 @@
-"""One model of the zoo with dynamic sizes: one trace, and equality with eager at five other sizes, beside torch.export.
+"""Models of the zoo with dynamic sizes: one trace, and equality with eager at five other sizes, beside torch.export.
 
-The batch is dynamic always. The lengths of token ids, audio samples and spectrogram frames are dynamic too where
-torch.export takes the model so; the sizes are then varied together.
+    python -m benchmarks.dynamic                        # all models of the zoo (--zoo FOLDER), one process
+    python -m benchmarks.dynamic --only 'hf:*bert*' --no-export
+    python -m benchmarks.dynamic --report-only          # print the last table again
+
+Each model is traced with a dynamic batch. One with token ids, audio samples or spectrogram frames is traced once more
+with their lengths dynamic too; the sizes are then varied together.
+
+Columns:
+    export, ours  whether torch.export and scopetrace take the model with a dynamic batch
+    s             seconds of processor time: torch.export; scopetrace, the best of three (static s: with fixed sizes)
+    same          at how many of the five sizes the result equals eager
+    over static   our time with dynamic sizes over that with fixed ones
+    ratio         torch.export's time over ours
+    seq           "same" with lengths dynamic too: ours (torch.export)
 """
+
+from __future__ import annotations
 
 import argparse
 import inspect
+import os
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,12 +30,13 @@ import torch
 import torch.utils._pytree as pytree
 from torch.export import Dim
 
-from benchmarks import checks, report
+from benchmarks import checks, each_model, report
+from benchmarks.models import import_scopetrace
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Call = tuple[Args, Kwargs]
-Row = dict[str, Any]
+Row = each_model.Row
 
 EXAMPLE = 3
 BATCHES = (1, 2, 5, 6, 7)
@@ -121,10 +138,8 @@ def column(
     return {"traced": True, "ok": ok, "seconds": seconds, "sizes": found, "error": "; ".join(wrong)[:600] or None}
 
 
-def check(
-    st: Any, build: Callable[[], tuple[Any, Args, Kwargs]], export: bool, lengths: bool, stage: Callable[[str], object]
-) -> Row:
-    """Both columns of one model with these dimensions dynamic. `stage` hears what comes next."""
+def check_sizes(st: Any, build: each_model.Build, export: bool, lengths: bool) -> Row:
+    """Both columns of one model with these dimensions dynamic."""
     model, args, kwargs = build()
     first = next(t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
     names = list(named(model, args, kwargs))[: len(args)]
@@ -137,13 +152,9 @@ def check(
     example = inputs(EXAMPLE, 1.0)
     shapes = shapes_of(named(model, *example), lengths)
     calls = [inputs(b, length if lengths else 1.0) for b, length in zip(BATCHES, LENGTHS, strict=True)]
-    stage("eager")
     expected = eager(build()[0], calls)
-    row: Row = {}
-    stage("ours")
-    row["ours"] = column(lambda: trace(st, model, example, shapes), lambda tr: tr, calls, expected)
+    row: Row = {"ours": column(lambda: trace(st, model, example, shapes), lambda tr: tr, calls, expected)}
     if export:
-        stage("export")
         model = build()[0]
         row["export"] = column(
             lambda: torch.export.export(model, *example, dynamic_shapes=shapes),
@@ -152,7 +163,6 @@ def check(
             expected,
         )
     if row["ours"].get("traced"):
-        stage("ours again")
         pairs = [
             (timed(lambda: st.trace(model, *example))[1], timed(lambda: trace(st, model, example, shapes))[1])
             for _ in range(3)
@@ -166,18 +176,15 @@ def trace(st: Any, model: Any, example: tuple[Args, Kwargs], shapes: Any) -> Any
     return st.trace(model, *example, dynamic_shapes=shapes)
 
 
-def check_model(name: str, options: argparse.Namespace, emit: Callable[..., None], zoo: Any) -> None:
+def check(st: Any, build: each_model.Build, options: argparse.Namespace) -> Row:
     """The batch alone; then with the lengths, where the model has some."""
-
-    def part(lengths: bool) -> Row:
-        what = "batch and length" if lengths else "batch"
-        stage = lambda text: emit(stage=f"{what}: {text}")  # noqa: E731
-        return check(options.st, lambda: zoo.build(name), options.export, lengths, stage)
-
-    emit(**part(lengths=False))
-    model, args, kwargs = zoo.build(name)
+    with each_model.time_limit(options.limit):
+        row = check_sizes(st, build, not options.no_export, lengths=False)
+    model, args, kwargs = build()
     if any(key in SEQUENCES and isinstance(x, torch.Tensor) for key, x in named(model, args, kwargs).items()):
-        emit(lengths=part(lengths=True))
+        with each_model.time_limit(options.limit):
+            row["lengths"] = check_sizes(st, build, not options.no_export, lengths=True)
+    return row
 
 
 def sizes(part: Row) -> str:
@@ -229,7 +236,7 @@ def totals(what: str, rows: Sequence[Row]) -> list[str]:
     lost = [r["model"] for r in rows if report.is_ok(r, "export") and not report.is_ok(r, "ours")]
     lines += [f"  right by torch.export, not by scopetrace: {', '.join(lost) or 'none'}", "  scopetrace misses:"]
     missed = [r for r in rows if not report.is_ok(r, "ours")]
-    lines += [f"    {r['model']}: {r.get('ours', {}).get('error') or r.get('died')}" for r in missed]
+    lines += [f"    {r['model']}: {r.get('ours', {}).get('error') or r.get('error')}" for r in missed]
     return [*lines, ""]
 
 
@@ -243,3 +250,20 @@ def times_as_long(rows: Sequence[Row], seconds: Callable[[Row], float]) -> str:
 def took(row: Row, part: str) -> bool:
     """Whether the model was captured."""
     return bool(row.get(part, {}).get("traced"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Check the models; the exit code is 1 if we miss one that torch.export gets right."""
+    parser = each_model.parser(__doc__, "dynamic.jsonl")
+    parser.add_argument("--no-export", action="store_true", help="leave torch.export's column out")
+    parser.add_argument("--limit", type=int, default=600, help="seconds for a model with one choice of dynamic sizes")
+    options = parser.parse_args(argv)
+    st = import_scopetrace()
+    with torch.no_grad():
+        rows = each_model.run(options, lambda _, build: check(st, build, options), line, report_rows)
+    return int(any(report.is_ok(row, "export") and not report.is_ok(row, "ours") for row in rows))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -23,14 +23,10 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
-import gc
 import io
-import json
-import os
 import pathlib
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -41,10 +37,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __package__ in {None, ""}:
     sys.path[0] = str(ROOT)
 
-from benchmarks import checks, choice, oracle, report  # noqa: E402
-from benchmarks.models import import_scopetrace, load_zoo  # noqa: E402
+from benchmarks import checks, each_model, oracle, report  # noqa: E402
+from benchmarks.models import import_scopetrace  # noqa: E402
 
-Row = choice.Row
+Row = each_model.Row
 Calls = list[tuple[str, tuple[Any, ...], dict[str, Any], Any]]
 
 
@@ -204,7 +200,7 @@ def table(rows: list[Row]) -> str:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = choice.parser(__doc__, "exported.jsonl")
+    parser = each_model.parser(__doc__, "exported.jsonl")
     parser.add_argument("--no-export", action="store_true", help="leave torch.export out")
     parser.add_argument("--no-unflatten", action="store_true", help="leave torch.export.unflatten out")
     parser.add_argument("--save", action="store_true", help="save and load, too")
@@ -214,38 +210,20 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Check the models; the exit code is 1 if a program differs from eager."""
     options = parse(argv)
-    warnings.filterwarnings("ignore")
-    rows = choice.kept_rows(options)
-    if not options.report_only:
-        if not (options.zoo / "zoo.py").exists():
-            print(f"zoo not present: no zoo.py in {options.zoo} (give its folder with --zoo)")
-            return 0
-        run_all([n for n in choice.wanted(options) if n not in rows], rows, options)
-    print("\n" + table(list(rows.values())))
-    return int(any(row.get("equal") for row in rows.values()))
-
-
-def run_all(names: list[str], rows: dict[str, Row], options: argparse.Namespace) -> None:
-    """Check these models; adds to `rows` and to the file."""
-    st, zoo = import_scopetrace(), load_zoo(options.zoo.resolve())
+    st = import_scopetrace()
     assert st is not None
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text("".join(json.dumps(row) + os.linesep for row in rows.values()))
-    warm, x = torch.nn.Linear(2, 2), torch.ones(1, 2)  # both import and fill caches with a first model
-    st.trace(warm, (x,)).to_exported_program()
-    torch.export.export(warm, (x,))
-    for name in names:
-        row: Row = {"model": name}
-        try:
-            with torch.no_grad():
-                row |= check(st, lambda n=name: zoo.build(n), options)  # type: ignore[misc]
-        except Exception as error:
-            row["error"] = checks.first_line(error)
-        rows[name] = row
-        with options.out.open("a") as file:
-            print(json.dumps(row), file=file)
-        print(" ".join(line(row)), row.get("error", ""), flush=True)
-        gc.collect()
+    with torch.no_grad():
+        if not options.report_only:
+            warm_up(st)
+        rows = each_model.run(options, lambda _, build: check(st, build, options), line, table)
+    return int(any(row.get("equal") for row in rows))
+
+
+def warm_up(st: Any) -> None:
+    """Import and fill caches on both sides with a first model."""
+    model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    st.trace(model, (x,)).to_exported_program()
+    torch.export.export(model, (x,))
 
 
 if __name__ == "__main__":

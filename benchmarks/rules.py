@@ -31,7 +31,7 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __package__ in {None, ""}:
     sys.path[0] = str(ROOT)
 
-from benchmarks import checks, choice, dynamic, models  # noqa: E402
+from benchmarks import checks, dynamic, each_model, models  # noqa: E402
 
 STATIC = (
     *("timm:beit_base_patch16_224", "timm:dla34", "timm:convnext_atto", "timm:efficientformer_l1", "timm:lcnet_050"),
@@ -51,7 +51,9 @@ Seconds = dict[Any, float]
 def cases(options: argparse.Namespace) -> Iterator[tuple[str, str]]:
     """(model, way) with the ways `static`, `batch` and `lengths`: which sizes are dynamic."""
     if options.only:
-        yield from ((n, way) for n in choice.named(options.zoo, options.only) for way in ("static", "batch", "lengths"))
+        yield from (
+            (n, way) for n in each_model.named(options.zoo, options.only) for way in ("static", "batch", "lengths")
+        )
         return
     yield from ((n, "static") for n in STATIC)
     yield from ((n, way) for n in DYNAMIC for way in ("batch", "lengths") if way == "batch" or n.startswith("hf:"))

@@ -19,7 +19,7 @@ from typing import Any, TextIO
 import torch
 import torch.utils._pytree as pytree
 
-from benchmarks import checks, dynamic, oracle
+from benchmarks import checks, oracle
 from benchmarks.models import import_scopetrace, load_zoo
 
 Args = tuple[Any, ...]
@@ -61,6 +61,7 @@ def both_inputs(
     run: Callable[..., Any], model: torch.nn.Module, args: Args, kwargs: Kwargs
 ) -> dict[str, checks.Reason]:
     """Equality on the example inputs and on other ones of the same shapes."""
+    model.eval()  # as it is: whoever serves a model says so before a call
     torch.manual_seed(2)
     args2, kwargs2 = checks.other_inputs((args, kwargs))
     return {
@@ -238,10 +239,7 @@ def serve(options: argparse.Namespace, out: TextIO) -> None:
             print(json.dumps({"model": name} | parts, default=str), file=out, flush=True)
 
         try:
-            if options.dynamic:
-                dynamic.check_model(name, options, emit, load_zoo(options.zoo))
-            else:
-                check_model(name, options, emit)
+            check_model(name, options, emit)
         except Exception as error:
             emit(broken=checks.first_line(error), frames=checks.last_frames(error))
         emit(done=True)
@@ -254,7 +252,6 @@ def main() -> None:
     parser.add_argument("--zoo", type=pathlib.Path, required=True)
     parser.add_argument("--no-export", dest="export", action="store_false")
     parser.add_argument("--mutable", action="store_true")
-    parser.add_argument("--dynamic", action="store_true")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     out = os.fdopen(os.dup(1), "w")

@@ -4,7 +4,6 @@
     python -m benchmarks.zoo --only 'hf:*moe*' --no-export
     python -m benchmarks.zoo --resume             # go on after an interruption
     python -m benchmarks.zoo --report-only        # print the last table again
-    python -m benchmarks.zoo --dynamic            # one trace with dynamic sizes, run at five other sizes
 
 Columns:
     1st s     seconds of `st.trace` on a model that never ran
@@ -32,15 +31,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __package__ in {None, ""}:
     sys.path[0] = str(ROOT)
 
-from benchmarks import choice, dynamic, opdiff, report  # noqa: E402
+from benchmarks import each_model, opdiff, report  # noqa: E402
 
-Row = dict[str, Any]
+Row = each_model.Row
 
 
 class Worker:
@@ -50,7 +48,6 @@ class Worker:
         """Start it."""
         command = [sys.executable, "-m", "benchmarks.worker", "--zoo", str(options.zoo), *names]
         command += ["--no-export"] * (options.no_export or options.reuse_export) + ["--mutable"] * options.mutable
-        command += ["--dynamic"] * options.dynamic
         self.log = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115
         self.timeout = options.timeout
         self.process = subprocess.Popen(
@@ -123,8 +120,6 @@ class Run:
         worker = Worker(names, self.options)
         for message in worker:
             row |= message
-            if self.options.dynamic and "stage" in message:  # a model can take minutes
-                print(f"{row['model']}: {row['stage']}", flush=True)
             if row.pop("done", False):
                 left.remove(row["model"])
                 self._keep(row)
@@ -139,19 +134,13 @@ class Run:
         with self.lock:
             finish_row(row, self.options)
             self.rows[row["model"]] = row
-            append(self.options.out, row)
-            if row.get("export") and not self.options.dynamic and not row.get("export_reused"):
-                append(export_file(self.options.out), {"model": row["model"], "export": row["export"]})
+            each_model.append(self.options.out, row)
+            if row.get("export") and not row.get("export_reused"):
+                each_model.append(export_file(self.options.out), {"model": row["model"], "export": row["export"]})
             ours, export = row.get("ours", {}), row.get("export", {})
             state = "ok" if ours.get("ok") else "MISS " + report.reasons(ours, row)[0][:150]
             beside = "" if not export else "  (torch.export ok)" if export.get("ok") else "  (torch.export misses)"
             print(f"[{len(self.rows):3d}/{self.total}] {row['model']:45s} {state}{beside}", flush=True)
-
-
-def append(path: pathlib.Path, row: Row) -> None:
-    """Add one line."""
-    with path.open("a") as file:
-        print(json.dumps(row), file=file)
 
 
 def export_file(out: pathlib.Path) -> pathlib.Path:
@@ -164,68 +153,46 @@ def finish_row(row: Row, options: argparse.Namespace) -> None:
     if options.reuse_export and row["model"] in options.earlier:
         row["export"] = options.earlier[row["model"]]
         row["export_reused"] = True
-    if "ours" in row and "export" in row and not options.dynamic:
+    if "ours" in row and "export" in row:
         row.update(opdiff.compare_ops(row["ours"], row["export"]))
-
-
-def read_rows(path: pathlib.Path) -> dict[str, Row]:
-    """The rows of an earlier run by model; the last one of a model counts."""
-    if not path.exists():
-        return {}
-    return {row["model"]: row for row in map(json.loads, path.read_text().splitlines())}
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--zoo", type=pathlib.Path, default=ROOT.parent / "shared" / "zoo", help="folder of the zoo")
-    parser.add_argument("--only", action="append", metavar="PATTERN", help="names or globs, also comma-separated")
-    parser.add_argument("--limit", type=int, help="at most this many models")
+    parser = each_model.parser(__doc__, "zoo.jsonl")
     parser.add_argument("--jobs", type=int, default=2, help="processes at once")
     parser.add_argument("--chunk", type=int, default=10, help="models for each process")
     parser.add_argument("--timeout", type=float, default=600, help="seconds without a sign of life")
-    parser.add_argument("--out", type=pathlib.Path, help="where the rows go; benchmarks/results/zoo.jsonl, or dynamic")
-    parser.add_argument("--dynamic", action="store_true", help="dynamic sizes: the table of benchmarks.dynamic")
-    parser.add_argument("--resume", action="store_true", help="keep the rows of --out, do the others")
     parser.add_argument("--retry", action="store_true", help="with --resume: do those again that we missed")
     parser.add_argument("--no-export", action="store_true", help="leave torch.export's column out")
     parser.add_argument("--reuse-export", action="store_true", help="torch.export's column of earlier runs")
     parser.add_argument("--mutable", action="store_true", help="trace with functional=False")
-    parser.add_argument("--report-only", action="store_true", help="only print the table of --out")
-    options = parser.parse_args(argv)
-    options.out = options.out or ROOT / "benchmarks" / "results" / ("dynamic.jsonl" if options.dynamic else "zoo.jsonl")
-    return options
+    return parser.parse_args(argv)
 
 
 def earlier_rows(options: argparse.Namespace) -> dict[str, Row]:
     """What of an earlier run stands."""
-    rows = read_rows(options.out)
-    options.earlier = {name: row["export"] for name, row in read_rows(export_file(options.out)).items()}
+    earlier = each_model.read_rows(export_file(options.out))
+    options.earlier = {name: row["export"] for name, row in earlier.items()}
     if not (options.resume or options.report_only):
         return {}
+    rows = each_model.read_rows(options.out)
     return {n: r for n, r in rows.items() if not options.retry or report.is_ok(r, "ours")}
-
-
-def start_output(path: pathlib.Path, rows: dict[str, Row]) -> None:
-    """Begin the output file with the rows that stand."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows.values()))
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the zoo; the exit code is 1 if we miss a model that torch.export gets right."""
     options = parse(argv)
-    if not (options.zoo / "zoo.py").exists():
-        print(f"zoo not present: no zoo.py in {options.zoo} (give its folder with --zoo)")
+    if not each_model.has_zoo(options):
         return 0
     options.zoo = options.zoo.resolve()
-    names = choice.named(options.zoo, options.only)[: options.limit]
+    names = each_model.wanted(options)
     rows = {n: r for n, r in earlier_rows(options).items() if n in names}
     if not options.report_only:
-        start_output(options.out, rows)
+        each_model.start_file(options.out, rows)
         run_all([n for n in names if n not in rows], rows, options)
     ordered = [rows[n] for n in names if n in rows]
-    print("\n" + (dynamic.report_rows if options.dynamic else report.report)(ordered) if ordered else "no models")
+    print("\n" + report.report(ordered) if ordered else "no models")
     return int(any(report.is_ok(r, "export") and not report.is_ok(r, "ours") for r in ordered))
 
 

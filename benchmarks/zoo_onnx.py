@@ -17,17 +17,12 @@ Columns:
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-import json
 import os
 import pathlib
 import re
-import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -36,10 +31,10 @@ ROOT = pathlib.Path(__file__).resolve().parent.parent
 if __package__ in {None, ""}:
     sys.path[0] = str(ROOT)
 
-from benchmarks import checks, choice  # noqa: E402
-from benchmarks.models import import_scopetrace, import_torchvision, load_zoo, quiet  # noqa: E402
+from benchmarks import checks, each_model  # noqa: E402
+from benchmarks.models import import_scopetrace, import_torchvision, quiet  # noqa: E402
 
-Row = choice.Row
+Row = each_model.Row
 
 
 def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.Path, verify: bool = True) -> Row:
@@ -70,21 +65,6 @@ def said(error: Exception) -> str:
     return re.sub(r'File "\S*/site-packages/', 'File "', text)
 
 
-@contextlib.contextmanager
-def time_limit(seconds: int) -> Iterator[None]:
-    """Raise TimeoutError after so many seconds."""
-
-    def stop(*_: Any) -> None:
-        raise TimeoutError(f"more than {seconds} s")
-
-    signal.signal(signal.SIGALRM, stop)
-    signal.alarm(seconds)
-    try:
-        yield
-    finally:
-        signal.alarm(0)
-
-
 def peer(model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.Path) -> Row:
     """torch.onnx.export's columns."""
     start = time.perf_counter()
@@ -97,22 +77,22 @@ def peer(model: torch.nn.Module, args: Any, kwargs: Any, path: pathlib.Path) -> 
     return {"seconds": time.perf_counter() - start, "bytes": path.stat().st_size, "nodes": len(program.model.graph)}
 
 
-def check(st: Any, name: str, build: Callable[[], Any], options: argparse.Namespace) -> Row:
+def check(st: Any, build: each_model.Build, options: argparse.Namespace) -> Row:
     """The row of one model."""
     model, args, kwargs = build()
-    row: Row = {"model": name}
+    row: Row = {}
     with tempfile.TemporaryDirectory() as folder:
-        with time_limit(options.limit):
+        with each_model.time_limit(options.limit):
             row["ours"] = ours(st, model, args, kwargs, pathlib.Path(folder) / "ours.onnx")
         if not options.no_peer:
-            with time_limit(options.limit):
+            with each_model.time_limit(options.limit):
                 row["peer"] = peer(model, args, kwargs, pathlib.Path(folder) / "peer.onnx")
     return row
 
 
 def cells(row: Row) -> list[str]:
     """A line of the table."""
-    mine, other = row["ours"], row.get("peer", {})
+    mine, other = row.get("ours", {}), row.get("peer", {})
     error = mine.get("error")
     said = f"{error:.1e}" if error is not None else mine.get("failed", "")[:240]
     seconds = [f"{x['seconds']:.1f}" if "seconds" in x else "-" for x in (mine, other)]
@@ -125,9 +105,9 @@ def table(rows: list[Row]) -> str:
     lines = [["model", "s", "peer s", "functions", "main", "nodes", "peer", "error"], *map(cells, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in lines]
-    right = [r for r in rows if r["ours"].get("error") is not None]
+    right = [r for r in rows if r.get("ours", {}).get("error") is not None]
     known = [r for r in rows if "nodes" in r.get("peer", {})]
-    both = [r for r in known if r["ours"].get("error") is not None]
+    both = [r for r in known if r.get("ours", {}).get("error") is not None]
     text.append(f"{len(right)} of {len(rows)} converted and verified")
     if known:
         mine, other = (sum(r[who]["seconds"] for r in both) for who in ("ours", "peer"))
@@ -156,23 +136,11 @@ def llama(st: Any, options: argparse.Namespace) -> None:
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
-    parser = choice.parser(__doc__, "zoo_onnx.jsonl")
+    parser = each_model.parser(__doc__, "zoo_onnx.jsonl")
     parser.add_argument("--no-peer", action="store_true", help="leave torch.onnx.export out")
     parser.add_argument("--limit", type=int, default=600, help="seconds for either on one model")
     parser.add_argument("--llama", action="store_true", help="4 and 32 layers of a Llama instead")
     return parser.parse_args(argv)
-
-
-def run_all(st: Any, rows: dict[str, Row], options: argparse.Namespace) -> None:
-    """Convert the models that have no row yet; adds to `rows` and to the file."""
-    zoo = load_zoo(options.zoo.resolve())
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    with options.out.open("a" if rows else "w") as file:
-        for name in [n for n in choice.wanted(options) if n not in rows]:
-            rows[name] = check(st, name, lambda name=name: zoo.build(name), options)
-            print("  ".join(cells(rows[name])), flush=True)
-            print(json.dumps(rows[name]), file=file, flush=True)
-            gc.collect()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -182,14 +150,8 @@ def main(argv: list[str] | None = None) -> int:
     quiet()
     if options.llama:
         llama(st, options)
-        return 0
-    rows = choice.kept_rows(options)
-    if not options.report_only:
-        if not (options.zoo / "zoo.py").exists():
-            print(f"zoo not present: no zoo.py in {options.zoo} (give its folder with --zoo)")
-            return 0
-        run_all(st, rows, options)
-    print("\n" + table(list(rows.values())))
+    else:
+        each_model.run(options, lambda _, build: check(st, build, options), cells, table)
     return 0
 
 
