@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -211,55 +210,56 @@ class Placement(NamedTuple):
 
 def place_view(t: torch.Tensor, view: views.ViewArguments) -> Placement | list[Placement] | None:
     """Where the view, or each of the views, lies in `t`. None where that is not known, or torch would raise."""
-    place = _PLACERS.get(type(view))
-    return None if place is None else place(t, view)
-
-
-def _place_permuted(t: torch.Tensor, view: views.Permute) -> Placement:
-    return Placement(tuple([t.size(d) for d in view.dims]), tuple([t.stride(d) for d in view.dims]), 0)
-
-
-def _place_unsqueezed(t: torch.Tensor, view: views.Unsqueeze) -> Placement:
-    d, size, stride = view.dim, tuple(t.size()), tuple(t.stride())
-    new = size[d] * stride[d] if d < t.dim() else 1
-    return Placement((*size[:d], 1, *size[d:]), (*stride[:d], new, *stride[d:]), 0)
-
-
-def _place_selected(t: torch.Tensor, view: views.Select) -> Placement | None:
-    d, index = view.dim, view.index
     size, stride = tuple(t.size()), tuple(t.stride())
+    match view:
+        case views.Permute(dims):
+            return Placement(tuple([size[d] for d in dims]), tuple([stride[d] for d in dims]), 0)
+        case views.Unsqueeze(d):
+            new = size[d] * stride[d] if d < len(size) else 1
+            return Placement((*size[:d], 1, *size[d:]), (*stride[:d], new, *stride[d:]), 0)
+        case views.Select():
+            return _place_selected(size, stride, view)
+        case views.Unbind(d):
+            n = size[d]
+            found = [_place_selected(size, stride, views.Select(d, i)) for i in range(n if type(n) is int else 0)]
+            known = [placement for placement in found if placement is not None]
+            return known if known and len(known) == len(found) else None
+        case views.Slice():
+            return _place_slice(size, stride, view)
+        case views.Expand():
+            return _place_expanded(size, stride, view)
+        case views.Reshape() | views.Flatten():
+            return _place_reshaped(t, view)
+    return None
+
+
+def _place_selected(size: tuple[Int, ...], stride: tuple[Int, ...], view: views.Select) -> Placement | None:
+    d, index = view.dim, view.index
     n, step = size[d], stride[d]
     if type(n) is not int or type(index) is not int or type(step) is not int or not -n <= index < n:
         return None
     return Placement(size[:d] + size[d + 1 :], stride[:d] + stride[d + 1 :], index % n * step)
 
 
-def _place_unbound(t: torch.Tensor, view: views.Unbind) -> list[Placement] | None:
-    n = t.size(view.dim)
-    found = [_place_selected(t, views.Select(view.dim, i)) for i in range(n if type(n) is int else 0)]
-    known = [placement for placement in found if placement is not None]
-    return known if known and len(known) == len(found) else None
-
-
-def _place_slice(t: torch.Tensor, view: views.Slice) -> Placement | None:
-    d, size, stride = view.dim, list(t.size()), list(t.stride())
+def _place_slice(size: tuple[Int, ...], stride: tuple[Int, ...], view: views.Slice) -> Placement | None:
+    d, n, step = view.dim, size[view.dim], stride[view.dim]
     if view.is_whole():
-        return Placement(tuple(size), tuple(stride), 0)
-    if not is_static((size[d], stride[d], view.start, view.end, view.step)) or view.step < 1:
+        return Placement(size, stride, 0)
+    if type(n) is not int or type(step) is not int or not is_static((view.start, view.end, view.step)) or view.step < 1:
         return None
-    start, end, step = slice(view.start, view.end, view.step).indices(size[d])
-    offset = start * stride[d]
-    size[d], stride[d] = len(range(start, end, step)), stride[d] * step
-    return Placement(tuple(size), tuple(stride), offset)
+    taken = range(n)[view.start : view.end : view.step]
+    return Placement(
+        (*size[:d], len(taken), *size[d + 1 :]), (*stride[:d], step * view.step, *stride[d + 1 :]), taken.start * step
+    )
 
 
-def _place_expanded(t: torch.Tensor, view: views.Expand) -> Placement | None:
+def _place_expanded(old_size: tuple[Int, ...], old_stride: tuple[Int, ...], view: views.Expand) -> Placement | None:
     size: list[Any] = list(view.size)
     stride: list[Any] = [0] * len(size)
-    new = len(size) - t.dim()
+    new = len(size) - len(old_size)
     for d in range(len(size) - 1, -1, -1):
         outside = size[d + 1] * stride[d + 1] if d + 1 < len(size) else 0
-        old, step = (t.size(d - new), t.stride(d - new)) if d >= new else (1, outside)
+        old, step = (old_size[d - new], old_stride[d - new]) if d >= new else (1, outside)
         if (_is_rest(size[d]) and d >= new) or surely_equal(size[d], old):
             size[d], stride[d] = old, step
         elif not _is_one(old) or (type(size[d]) is int and size[d] < 1):
@@ -273,18 +273,6 @@ def _place_reshaped(t: torch.Tensor, view: views.Reshape | views.Flatten) -> Pla
     size = reshaped_size(t.size(), view)
     stride = None if size is None else reshape_strides(t, size)
     return Placement(size, stride, 0) if size is not None and stride is not None and stride is not False else None
-
-
-_PLACERS: dict[type, Callable[..., Placement | list[Placement] | None]] = {
-    views.Permute: _place_permuted,
-    views.Unsqueeze: _place_unsqueezed,
-    views.Select: _place_selected,
-    views.Unbind: _place_unbound,
-    views.Slice: _place_slice,
-    views.Expand: _place_expanded,
-    views.Reshape: _place_reshaped,
-    views.Flatten: _place_reshaped,
-}
 
 
 def reshaped_size(old: Sizes, view: views.Reshape | views.Flatten) -> tuple[Int, ...] | None:

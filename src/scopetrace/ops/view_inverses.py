@@ -280,51 +280,32 @@ class Reinterpreted(ViewFunction):
 
     def forward(self, emit: Emit, base: Any) -> Any:
         """The view op on memory without gaps, which those that change the number of elements need."""
-        return emit(self.func, emit(_aten.contiguous.default, base), *self.args)
+        return emit(self.func, _dense(emit, base), *self.args)
 
     def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
         """The op in `_BACK` for this one."""
         return self.back(emit, base, new)
 
 
-def _real(emit: Emit, base: Any, new: Any) -> Any:
-    return emit(_aten.complex.default, new, emit(_aten.imag.default, base))
-
-
-def _imag(emit: Emit, base: Any, new: Any) -> Any:
-    return emit(_aten.complex.default, emit(_aten.real.default, base), new)
-
-
-def _view_as_real(emit: Emit, base: Any, new: Any) -> Any:
-    return emit(_aten.view_as_complex.default, emit(_aten.contiguous.default, new))
-
-
-def _view_as_complex(emit: Emit, base: Any, new: Any) -> Any:
-    return emit(_aten.view_as_real.default, emit(_aten.resolve_conj.default, new))
-
-
-def _view_dtype(emit: Emit, base: Any, new: Any) -> Any:
-    return emit(_aten.view.dtype, emit(_aten.contiguous.default, new), base.fake.dtype)
-
-
-def _conj(emit: Emit, base: Any, new: Any) -> Any:
-    return emit(_aten.conj_physical.default, new)
-
-
-def _neg_view(emit: Emit, base: Any, new: Any) -> Any:
-    return emit(_aten.neg.default, new)
-
-
 _BACK: dict[Any, Callable[[Emit, Any, Any], Any]] = {
-    _aten.view_as_real.default: _view_as_real,
-    _aten.view_as_complex.default: _view_as_complex,
-    _aten.real.default: _real,
-    _aten.imag.default: _imag,
-    _aten.view.dtype: _view_dtype,
-    _aten.conj.default: _conj,
-    _aten._conj.default: _conj,
-    _aten._neg_view.default: _neg_view,
+    _aten.view_as_real.default: lambda emit, _, new: emit(_aten.view_as_complex.default, _dense(emit, new)),
+    _aten.view_as_complex.default: lambda emit, _, new: emit(
+        _aten.view_as_real.default, emit(_aten.resolve_conj.default, new)
+    ),
+    _aten.real.default: lambda emit, base, new: emit(_aten.complex.default, new, emit(_aten.imag.default, base)),
+    _aten.imag.default: lambda emit, base, new: emit(_aten.complex.default, emit(_aten.real.default, base), new),
+    _aten.view.dtype: lambda emit, base, new: emit(_aten.view.dtype, _dense(emit, new), base.fake.dtype),
+    _aten.conj.default: lambda emit, _, new: emit(_aten.conj_physical.default, new),
+    _aten._conj.default: lambda emit, _, new: emit(_aten.conj_physical.default, new),
+    _aten._neg_view.default: lambda emit, _, new: emit(_aten.neg.default, new),
 }
+"""By view op that reads bits as other numbers: from base and new view, the new base."""
+
+
+def _dense(emit: Emit, x: Any) -> Any:
+    return emit(_aten.contiguous.default, x)
+
+
 _IDENTITY_OF_REAL = (_aten.real.default, _aten.conj.default, _aten._conj.default)
 
 
