@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
+from processes import join_ranks
 from torch import nn
 
 import scopetrace as st
@@ -256,7 +257,7 @@ def exported(tr):
 
 def main():
     """Every program, its trace on this rank, and its trace saved and loaded, compared with eager."""
-    dist.init_process_group("gloo")
+    join_ranks()
     torch.manual_seed(dist.get_rank())
     x, other = torch.randn(4, 4), 1 - dist.get_rank()
     found = dict(PROGRAMS) | {name: lambda x, run=run: run(x, other) for name, run in TWO.items()}

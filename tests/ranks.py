@@ -1,6 +1,6 @@
 """What each of two ranks runs in tests/test_distributed.py: models sharded by plan beside the same in one process.
 
-    torchrun --nproc-per-node 2 tests/ranks.py JOB
+    torchrun --nproc-per-node 2 tests/ranks.py JOB       (or processes.on_two_ranks)
 
 Prints one line of JSON on rank 0.
 """
@@ -12,6 +12,7 @@ import sys
 
 import torch
 import torch.distributed as dist
+from processes import join_ranks
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import fully_shard
@@ -282,7 +283,7 @@ def run(job):
 
 
 if __name__ == "__main__":
-    dist.init_process_group("gloo")
+    join_ranks()
     torch.set_num_threads(1)
     found = run(sys.argv[1])
     if dist.get_rank() == 0:

@@ -1,18 +1,13 @@
 """Collectives of torch.distributed in a forward: functional ops in the trace, equal to eager on one rank and on two."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
+from processes import on_two_ranks
 
 import scopetrace as st
 from tests.collectives import LINEAR, PROGRAMS, X, exported, forms_of
 from tests.compare import assert_like_eager
-
-RANKS = Path(__file__).with_name("collectives.py")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,11 +51,8 @@ def test_it_is_equal_to_eager_on_one_rank(name):
         torch.testing.assert_close(exported(tr)(X.clone()), run(X.clone()))
 
 
-def test_it_is_equal_to_eager_on_two_ranks():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", RANKS]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=RANKS.parents[1])
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.count("equal") == 2
+def test_it_is_equal_to_eager_on_two_ranks(tmp_path):
+    assert on_two_ranks(tmp_path, "collectives.py").count("equal") == 2
 
 
 def test_gradients_pass_a_collective_as_in_eager():

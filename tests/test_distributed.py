@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import on_two_ranks
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import SplitPoint
@@ -499,15 +500,9 @@ def torchrun(job):
     return subprocess.run(command, capture_output=True, text=True, env=env, timeout=600, cwd=RANKS.parents[1])
 
 
-def result_of(job):
-    ran = torchrun(job)
-    assert ran.returncode == 0, ran.stderr[-3000:]
-    return json.loads(ran.stdout.splitlines()[-1])
-
-
 @pytest.fixture(scope="module")
-def training():
-    return result_of("train")
+def training(tmp_path_factory):
+    return json.loads(on_two_ranks(tmp_path_factory.mktemp("train"), "ranks.py", "train").splitlines()[-1])
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -528,8 +523,8 @@ def test_the_all_gathers_are_those_of_the_plan(training, name):
 
 
 @pytest.mark.slow
-def test_two_pipeline_stages_equal_one_process():
-    for name, result in result_of("pipeline").items():
+def test_two_pipeline_stages_equal_one_process(tmp_path):
+    for name, result in json.loads(on_two_ranks(tmp_path, "ranks.py", "pipeline").splitlines()[-1]).items():
         assert result["error"] < 1e-5, name
         assert result["stages"] == 2, name
 

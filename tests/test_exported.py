@@ -531,7 +531,6 @@ class UsesPieces(nn.Module):
         self.pieces, self.fc, self.same = Pieces(op), nn.Linear(4, 4), nn.Identity()
 
     def forward(self, x):
-        self.op = self.pieces.op
         a, b = self.pieces(x + 1)
         c, d = self.pieces.op(x)[:2]
         return self.fc(a.float()) + self.same(b).sum(), self.same(d.float()), self.fc(c.float())
@@ -562,20 +561,32 @@ MANY = {
 }
 
 
+class UsesAll(nn.Module):
+    """One `UsesPieces` for each op: a decomposition takes as long for all of them as for one."""
+
+    def __init__(self):
+        super().__init__()
+        self.of = nn.ModuleDict({name: UsesPieces(op) for name, op in MANY.items()})
+
+    def forward(self, x):
+        return {name: uses(x) for name, uses in self.of.items()}
+
+
 @pytest.mark.parametrize("table", [{}, None], ids=["no decompositions", "core ATen"])
-@pytest.mark.parametrize("op", MANY.values(), ids=MANY.keys())
-def test_decompositions_keep_the_signatures_of_calls_that_take_pieces(op, table):
-    model, x = UsesPieces(op), torch.arange(32.0).reshape(2, 4, 4).sin()
+def test_decompositions_keep_the_signatures_of_calls_that_take_pieces(table):
+    model, x = UsesAll(), torch.arange(32.0).reshape(2, 4, 4).sin()
     want = model(x)
     ep = exported(model, x)
     for _ in range(2):
         ep = ep.run_decompositions(table)
-        assert all(entry.signature for entry in ep.module_call_graph)
+        signatures = {entry.fqn: entry.signature for entry in ep.module_call_graph}
+        assert all(signatures[f"of.{name}.{part}"] for name in MANY for part in ("pieces", "fc", "same"))
         torch.testing.assert_close(ep.module()(x), want)
         unflattened = torch.export.unflatten(ep)
         torch.testing.assert_close(unflattened(x), want)
-        torch.testing.assert_close(unflattened.pieces(x), tuple(op(x)[:2]))
-        unflattened.set_submodule("fc", model.fc)
+        for name, op in MANY.items():
+            torch.testing.assert_close(unflattened.get_submodule(f"of.{name}.pieces")(x), tuple(op(x)[:2]), msg=name)
+            unflattened.set_submodule(f"of.{name}.fc", model.of[name].fc)
         torch.testing.assert_close(unflattened(x), want)
 
 

@@ -3,14 +3,14 @@
 import copy
 import dataclasses
 import pickle
-import subprocess
-import sys
 import threading
 import types
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
+from processes import in_another_process
 from torch import nn
 
 import scopetrace as st
@@ -215,14 +215,14 @@ def test_a_call_has_the_object_s_tensors_as_nodes():
 
 
 def test_a_trace_with_objects_is_read_in_another_process(tmp_path):
-    tr = st.trace(step, (Cache(X, X), X))
-    tr.save(tmp_path / "trace")
+    """And the class that the loaded trace opens stays closed for other traces."""
+    st.trace(step, (Cache(X, X), X)).save(tmp_path / "trace")
     code = (
-        "import sys, torch, scopetrace as st; sys.path.insert(0, sys.argv[2]); import test_objects as t\n"
-        "cache = t.Cache(t.X, t.X); st.load(sys.argv[1])(cache, t.X); print(len(cache.layers[0].keys))"
+        "sys.path.insert(0, sys.argv[2]); import test_objects as t; before = t.describe_a_constant_object()\n"
+        "cache = t.Cache(t.X, t.X); st.load(sys.argv[1])(cache, t.X); print(len(cache.layers[0].keys))\n"
+        "print(t.describe_a_constant_object() == before)"
     )
-    command = [sys.executable, "-c", code, str(tmp_path / "trace"), __file__.rpartition("/")[0]]
-    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout == "8\n"
+    assert in_another_process(code, tmp_path / "trace", Path(__file__).parent) == "8\nTrue\n"
 
 
 # Refused -------------------------------------------------------------------------------------------------------------
@@ -283,17 +283,6 @@ def test_a_class_that_another_trace_opened():
     st.trace(lambda layer: layer.keys * 2, (Layer(X),))
     st.trace(step, (Cache(), X))
     assert describe_a_constant_object() == before
-
-
-def test_a_class_that_a_loaded_trace_opened(tmp_path):
-    st.trace(step, (Cache(X, X), X)).save(tmp_path / "trace")
-    code = (
-        "import sys, torch, scopetrace as st; sys.path.insert(0, sys.argv[2]); import test_objects as t\n"
-        "before = t.describe_a_constant_object(); st.load(sys.argv[1])(t.Cache(t.X, t.X), t.X)\n"
-        "assert t.describe_a_constant_object() == before"
-    )
-    command = [sys.executable, "-c", code, str(tmp_path / "trace"), __file__.rpartition("/")[0]]
-    subprocess.run(command, capture_output=True, text=True, check=True)
 
 
 def test_a_class_that_a_trace_in_another_thread_opened():
