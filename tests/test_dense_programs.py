@@ -1,6 +1,6 @@
 """Small dense programs of views and writes do in a trace what they do in eager.
 
-All programs of two views and two writes run under the marker `slow`; the samples have each so manyth of them.
+All programs of two views and two writes run under the marker `slow`, as do larger samples of the other kinds.
 """
 
 import re
@@ -19,17 +19,29 @@ def assert_none_wrong(programs, most_refused):
     assert counts["refused"] <= most_refused * counts.total(), counts
 
 
+def larger(way, number):
+    """A sample that takes long."""
+    return pytest.param(way, number, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("way", "every"),
-    [("static", 60), ("gradients", 150), ("leaves", 500), ("dynamic", 400)],
+    [
+        *(("static", 120), ("gradients", 300), ("leaves", 1000), ("dynamic", 800)),
+        *(larger("gradients", 75), larger("leaves", 250), larger("dynamic", 200)),
+    ],
 )
 def test_small_programs(way, every):
+    """Each so manyth of two views and two writes."""
     assert_none_wrong(small_programs(**WAYS[way], every=every), 0.02)
 
 
 @pytest.mark.parametrize(
     ("way", "number"),
-    [("static", 300), ("gradients", 100), ("leaves", 40), ("dynamic", 40)],
+    [
+        *(("static", 150), ("gradients", 50), ("leaves", 20), ("dynamic", 20)),
+        *(larger("static", 600), larger("gradients", 200), larger("leaves", 80), larger("dynamic", 80)),
+    ],
 )
 def test_drawn_programs(way, number):
     assert_none_wrong((drawn_program(0, n, **WAYS[way]) for n in range(number)), 0.04)

@@ -126,7 +126,6 @@ def name(op):
 
 
 OPS = [op for op in common_methods_invocations.op_db if not op.name.startswith(UNDEFINED)]
-EVERY = 14  # of the list, for time: 1 is all of it, in a minute
 
 
 @pytest.fixture(autouse=True)
@@ -150,9 +149,11 @@ def problems(op, form):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_ops_do_what_eager_does(form):
+@pytest.mark.parametrize("every", [28, pytest.param(7, marks=pytest.mark.slow)])
+def test_ops_do_what_eager_does(every, form):
+    """Each so manyth op of the list, for time."""
     found = {}
-    for op in OPS[::EVERY]:
+    for op in OPS[::every]:
         if (name(op), form) not in REFUSED:
             found |= {name(op): problem for problem in problems(op, form)}
     assert not found
