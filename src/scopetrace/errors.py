@@ -39,6 +39,12 @@ class TraceError(ScopetraceError):
         rows = [("op", op), ("module", module), ("source", source), ("instead", hint)]
         super().__init__("\n".join([problem, *(f"  {name}: {text}" for name, text in rows if text)]))
 
+    def stands_for(self, theirs: Exception, text: str) -> None:
+        """Become an instance of the class of torch's error too, and end with `text`, for code that catches that."""
+        self.__dict__ = {**vars(theirs), **vars(self)}
+        self.__class__ = type(type(self).__name__, (type(self), type(theirs)), {"__module__": type(self).__module__})
+        self.args = (f"{self.args[0]}\n{text}",)
+
 
 class ArgumentError(ScopetraceError, ValueError):
     """An argument that does not fit the model, the trace or the other arguments."""

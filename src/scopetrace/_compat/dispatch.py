@@ -158,8 +158,14 @@ def with_mode(mode: PreDispatchMode, run: Callable[[], Any]) -> Any:
 def eager() -> Iterator[None]:
     """Ops inside run for real: outside all modes and transforms, without autograd and autocast."""
     no_transforms, no_autocast = torch._C._DisableFuncTorch(), torch._C._DisableAutocast()
-    with _disable_current_modes(), torch._C._DisablePythonDispatcher(), no_transforms, no_autocast, torch.no_grad():
+    with outside_modes(), torch._C._DisablePythonDispatcher(), no_transforms, no_autocast, torch.no_grad():
         yield
+
+
+def outside_modes() -> contextlib.AbstractContextManager[Any]:
+    """Inside, no mode is active: not the recorder's, and no FakeTensorMode of the user."""
+    found: contextlib.AbstractContextManager[Any] = _disable_current_modes()
+    return found
 
 
 # Transforms ----------------------------------------------------------------------------------------------------------

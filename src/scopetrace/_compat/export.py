@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
+from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
 from torch.utils import _pytree as pytree
 
@@ -61,3 +62,27 @@ def example_of(x: Any) -> Any:
 
 def _hints(numbers: Any) -> list[int]:
     return [n if type(n) is int else n.node.hint for n in numbers]
+
+
+def add_guards(program: Any, conditions: list[str]) -> None:
+    """Let `program.module()` check more conditions on the inputs, written as torch writes guards: `L['x'] is L['y']`."""
+    program._guards_code = list(dict.fromkeys([*program._guards_code, *conditions]))
+
+
+def guards_of(program: Any) -> list[str]:
+    """The conditions on the inputs that `program.module()` checks."""
+    return list(program._guards_code)
+
+
+def additional_inputs(dynamic_shapes: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """The inputs, beside the example, of which an `AdditionalInputs` says that the program takes them."""
+    if not isinstance(dynamic_shapes, AdditionalInputs):
+        return []
+    return [(args, kwargs or {}) for args, kwargs in dynamic_shapes._examples]
+
+
+def without_wrappers(x: Any) -> Any:
+    """A container of arguments with the numbers themselves, of which a `ShapesCollection` knows the wrappers."""
+    if not any(isinstance(leaf, _IntWrapper) for leaf in pytree.tree_leaves(x)):
+        return x
+    return pytree.tree_map_only(_IntWrapper, lambda wrapper: wrapper.val, x)

@@ -51,7 +51,7 @@ NAMES = {
     "torch.autograd": "_engine_run_backward",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.compiler": "_is_compiling_flag _is_exporting_flag",
-    "torch.export.dynamic_shapes": "_DerivedDim _DimHint _DimHintType",
+    "torch.export.dynamic_shapes": "_DerivedDim _DimHint _DimHintType _IntWrapper",
     "torch.export.dynamic_shapes:_DimHintType": "AUTO STATIC",
     "torch.fx:Graph": "_resolve_unbacked_binding",
     "torch.fx:Node": "_erased",
@@ -89,6 +89,7 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "HigherOrderOperator": (lambda: torch.ops.higher_order.cond, "_name python_key_table"),
     "_ModeStackStateForPreDispatch": (mode_stack_state_for_pre_dispatch, "_schema_check_mode"),
     "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr _expr_cache _expr_ver"),
+    "AdditionalInputs": (torch.export.AdditionalInputs, "_examples"),
     "Module": (torch.nn.Module, "_buffers _compiled_call_impl _non_persistent_buffers_set _parameters"),
 }
 """Attributes that only instances have, by class, with a way to make one."""

@@ -8,8 +8,10 @@ replaced.
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import functools
+import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -25,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.dispatch import eager, hop_entry_points, short_way
 from scopetrace._compat.hooks import HookListener, report_hooks
-from scopetrace._compat.sources import NOT_THE_MODEL
+from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
 
 Mine = Callable[[], bool]
@@ -80,6 +82,8 @@ class Observer(HookListener, Protocol):
         """A tensor becomes an array of NumPy. Returns the tensor to take it from, or NotImplemented."""
 
 
+_SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")
+
 _FRAMES_PER_CALL = 3
 """How many times the Python frames of a module call in eager a reported one takes."""
 
@@ -117,6 +121,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         _report_storages(replace, observer, here, mine)
         _report_values(replace, observer, mine)
         _index_with_symbols(replace, mine)
+        _compare_symbols(replace, mine)
         for owner, name, value in (*hop_entry_points(mine), short_way()):
             replace(owner, name, value)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -208,7 +213,8 @@ def _owner(cls: type) -> type | None:
     """The class that defines the `forward` of `cls`, if it can be replaced."""
     for base in cls.__mro__:
         if "forward" in base.__dict__:
-            plain = callable(base.__dict__["forward"]) and not issubclass(cls, torch.jit.ScriptModule)
+            forward = base.__dict__["forward"]  # a functools.partial is not bound to the module
+            plain = callable(forward) and hasattr(forward, "__get__") and not issubclass(cls, torch.jit.ScriptModule)
             return base if plain and base is not torch.nn.Module else None
     return None
 
@@ -372,6 +378,24 @@ def _of_the_number(outer: Callable[[Any], Any], observer: Observer, mine: Mine) 
     return read
 
 
+def _compare_symbols(replace: Replace, mine: Mine) -> None:
+    """`min`, `max` and `math.pow` of symbolic numbers: Python's would ask which is greater, or for a float."""
+
+    def of_two(outer: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            items = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+            if kwargs or not any(isinstance(x, Symbolic) for x in items) or not mine():
+                return outer(*args, **kwargs)
+            of_one_type = all(isinstance(x, (int, torch.SymInt)) for x in items) or outer is math.pow
+            return functools.reduce(symbolic, items) if of_one_type else outer(*args)
+
+        return run
+
+    replace(builtins, "min", of_two(min, torch.sym_min))
+    replace(builtins, "max", of_two(max, torch.sym_max))
+    replace(math, "pow", of_two(math.pow, lambda x, y: torch.sym_float(x) ** y))
+
+
 def _index_with_symbols(replace: Replace, mine: Mine) -> None:
     """Indexing with symbolic integers, and `torch.tensor` of them: C++ would ask for their values."""
     index_with, make = torch.Tensor.__getitem__, torch.tensor
@@ -385,6 +409,8 @@ def _index_with_symbols(replace: Replace, mine: Mine) -> None:
 
     def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         symbolic = mine() and any(isinstance(a, Symbolic) for a in pytree.tree_leaves(data))
+        if symbolic and sys._getframe(1).f_code.co_filename.startswith(_SHAPE_FUNCTIONS):
+            data, symbolic = 1, False  # only its dtype matters there: that of a whole number
         found: torch.Tensor = (torch._refs.tensor if symbolic else make)(data, *args, **kwargs)
         return found
 

@@ -403,10 +403,15 @@ class SizeSource(Source):
         return self.code
 
 
-def _source(path: str, dim: int | None = None, derive: Callable[[Any], Any] | None = None) -> SizeSource:
+def source_of_input(path: str) -> str:
+    """The argument at a path such as `cache[0]`, as guards of an ExportedProgram write it: `L['cache'][0]`."""
     root = re.match(r"\w*", path)
     assert root is not None
-    code = f"L[{root[0]!r}]{path[root.end() :]}" + ("" if dim is None else f".size()[{dim}]")
+    return f"L[{root[0]!r}]{path[root.end() :]}"
+
+
+def _source(path: str, dim: int | None = None, derive: Callable[[Any], Any] | None = None) -> SizeSource:
+    code = source_of_input(path) + ("" if dim is None else f".size()[{dim}]")
     if derive is not None:  # torch.export derives by linear functions with integer coefficients
         offset = int(derive(sympy.Integer(0)))
         factor = int(derive(sympy.Integer(1))) - offset

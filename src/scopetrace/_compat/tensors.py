@@ -94,7 +94,7 @@ def storage_id(t: torch.Tensor) -> int:
 
 def persistent_buffers_of(module: torch.nn.Module) -> list[str]:
     """The names of the module's own buffers that are in its state dict."""
-    return [name for name in module._buffers if name not in module._non_persistent_buffers_set]
+    return [name for name in module._buffers.keys() if name not in module._non_persistent_buffers_set]  # noqa: SIM118
 
 
 # Making fake tensors -------------------------------------------------------------------------------------------------
@@ -263,7 +263,8 @@ class FakeFactory(FakeMaker):
         if not _is_plain(real):
             with torch._C._DisablePythonDispatcher():
                 converter = FakeTensorConverter()
-                return converter.from_real_tensor(self.mode, real, shape_env=self.shape_env)
+                env = self.shape_env if is_symbolic(real) else None
+                return converter.from_real_tensor(self.mode, real, shape_env=env)
         with without_dispatch():
             fake = self._wrap(self._meta_of(real), real.device, requires_grad_of(real))
         if isinstance(real, torch.nn.Parameter):
@@ -348,6 +349,10 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     try:
         with torch._C._DisablePythonDispatcher():
             return func(*args, **kwargs)
+    except DataDependentOutputException:
+        if _COMPOSITE not in getattr(func, "py_kernels", ()):
+            raise
+        return func(*args, **kwargs)  # torch's parts in Python do not look at data, as those in C++ do
     finally:
         mode.cache_enabled = before
 

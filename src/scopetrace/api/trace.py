@@ -21,6 +21,7 @@ from scopetrace.api.module import to_module
 from scopetrace.errors import (
     ArgumentError,
     ArgumentTypeError,
+    DynamicShapeError,
     EditError,
     OutlineError,
     SideEffectWarning,
@@ -33,6 +34,7 @@ from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.effects import SideEffect, refusal
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
+from scopetrace.lower.exported.constraints import explain
 from scopetrace.lower.exported.program import to_exported_program
 from scopetrace.lower.onnx import Targets, require_packages
 from scopetrace.order.execution import ExecutionOrder
@@ -531,15 +533,19 @@ def trace(
     if side_effects not in (None, "warn", "refuse"):
         raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
     arguments, named = _arguments(args, kwargs)
-    tape = record(
-        model,
-        arguments,
-        named,
-        dynamic_shapes=dynamic_shapes,
-        leaf_modules=() if leaf_modules is None else leaf_modules,
-        specialize=specialize,
-        progress=progress,
-    )
+    try:
+        tape = record(
+            model,
+            arguments,
+            named,
+            dynamic_shapes=dynamic_shapes,
+            leaf_modules=() if leaf_modules is None else leaf_modules,
+            specialize=specialize,
+            progress=progress,
+        )
+    except DynamicShapeError as error:
+        explain(error, model, arguments, named, dynamic_shapes)
+        raise
     if tape.side_effects and side_effects is not None:
         error = refusal(tape.side_effects, "the forward has a side effect, which no graph carries")
         if side_effects == "refuse":

@@ -45,9 +45,9 @@ _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 LEFT_OUT: dict[type, tuple[str, ...]] = {
     tape.Call: ("module",),
     tape.AttributeWrite: ("module",),
-    conditions.SizeRules: ("env",),
+    conditions.SizeRules: ("env", "dynamic_shapes"),
     DimSpec: ("derive",),  # used only where the trace is made
-    **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "module_tables")),
+    **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "module_tables", "example_inputs")),
     tape.BodyTape: _OF_A_TAPE,
 }
 """The fields that a file does not have: the model's modules, and what is made anew for all tapes of a file."""

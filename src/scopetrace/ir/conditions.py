@@ -53,6 +53,8 @@ class SizeRules:
     """By symbol, what `dynamic_shapes` says of it."""
     where: dict[Any, str] = dataclasses.field(default_factory=dict)
     """By symbol, the first input that has it: `x, dimension 0`."""
+    dynamic_shapes: Any = None
+    """The argument of this name, as it was given; None for a loaded trace."""
 
     def name(self, symbol: Any) -> str:
         """The name that a symbol has for the user: that of its Dim, else where it stands."""
@@ -139,6 +141,21 @@ class SizeRules:
                     return sympy.Integer(value)
         return None
 
+    def narrowed(self) -> list[str]:
+        """What the model takes of the range of a named Dim, for each of which it does not take all."""
+        found = []
+        for symbol, (lower, upper) in self.bounds().items():
+            spec = self.specs[symbol]
+            more = max(lower, 2) > max(spec.lower, 2) or (upper is not None and (spec.upper is None or upper < spec.upper))
+            if spec.name is not None and more and self.env.replace(symbol) == symbol:
+                limits = f"at least {lower}" + ("" if upper is None else f" and at most {upper}")
+                found.append(f"{self._place(symbol)} must be {limits} in this model, which is a part of its range")
+        return found
+
+    def _is_unnamed(self, expr: Any) -> bool:
+        """Whether it is a symbol of Dim.DYNAMIC or Dim.AUTO."""
+        return expr.is_Symbol and expr in self.specs and self.specs[expr].name is None
+
     def refuse_fixed(self) -> None:
         """Raise DynamicShapeError where the model fixed a size that `dynamic_shapes` says is dynamic."""
         for symbol, spec in self.specs.items():
@@ -148,8 +165,8 @@ class SizeRules:
                 continue
             fixed = next((f for f in self.env.fixed if f.symbol == symbol), None)
             place = fixed.place if fixed is not None else {}
-            if not now.is_number and spec.name is None:
-                continue  # Dim.DYNAMIC: equal to another dimension, and still dynamic
+            if not now.is_number and (spec.name is None or self._is_unnamed(now) or not _is_linear(now)):
+                continue  # equal to another dimension, one of them Dim.DYNAMIC or Dim.AUTO, or to what no Dim can say
             if now.is_number:
                 problem = f"{self._place(symbol)} was said to be dynamic, and the model fixes it at {now}"
                 hint = (
@@ -160,6 +177,11 @@ class SizeRules:
                 problem = f"{self._place(symbol)} must always be {self._say(now)} in this model"
                 hint = f"give both the same Dim, or say {self.name(symbol)} as {self._say(now)} in dynamic_shapes"
             raise DynamicShapeError(problem, hint=hint, **place)
+
+
+def _is_linear(expr: Any) -> bool:
+    """Whether a derived Dim can say it: `2 * d + 1`."""
+    return len(expr.free_symbols) == 1 and expr.diff(*expr.free_symbols).is_number
 
 
 @dataclasses.dataclass(frozen=True)

@@ -437,6 +437,8 @@ class ProgramTape(Tape):
 
     args: Template = None
     """(args, kwargs) of the traced call."""
+    example_inputs: tuple[tuple[Any, ...], dict[str, Any]] | None = None
+    """The arguments themselves with which it was traced; None for a loaded program."""
     input_paths: list[str] = dataclasses.field(default_factory=list)
     """Where each of `inputs` stands in the arguments, such as `cache[0]`."""
     numbers: list[torch.SymInt] = dataclasses.field(default_factory=list)

@@ -20,13 +20,22 @@ from typing import Any, TypeVar
 import torch
 import torch.fx
 
-from scopetrace._compat.dispatch import dispatching_to
+from scopetrace._compat.dispatch import dispatching_to, eager
+from scopetrace._compat.export import additional_inputs, without_wrappers
 from scopetrace._compat.patches import observing
 from scopetrace._compat.schema import is_op
 from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE, FakeFactory, FakeTensor, with_version
 from scopetrace.containers.objects import Returned, Watch, refuse_hidden, refuse_without_structure, tensor_holders
 from scopetrace.containers.structure import identifier, instantiate, leaves, leaves_with_path, map_structure
-from scopetrace.errors import DataDependentError, RandomStateError, ScopetraceError, TraceError, UnsupportedOpError
+from scopetrace.errors import (
+    DataDependentError,
+    DynamicShapeError,
+    InputMismatchError,
+    RandomStateError,
+    ScopetraceError,
+    TraceError,
+    UnsupportedOpError,
+)
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.argument_numbers import numbers_read
@@ -199,6 +208,10 @@ class Recording:
     ) -> RecordedTape:
         """The tape of `fn(*args, **kwargs)`; `forward` names the arguments."""
         tape, builder, model = self.tape, self.builder, self.model
+        others = additional_inputs(dynamic_shapes)
+        if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
+            dynamic_shapes = dynamic_shapes.dynamic_shapes(forward, args, kwargs)
+        args, kwargs = tape.example_inputs = without_wrappers((args, kwargs))
         self.object_types |= tensor_holders((args, kwargs))
         fake_args, fake_kwargs = self._add_inputs(forward, args, kwargs, dynamic_shapes)
         named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
@@ -243,9 +256,23 @@ class Recording:
         refuse_lost_gradients(tape, leaves(tape.outputs, Value), self.data.examples)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
+            self._refuse_others(forward, others)
         if checks_enabled():
             verify(tape, "recording")
         return tape
+
+    def _refuse_others(self, forward: Callable[..., Any], others: list[Any]) -> None:
+        """Raise DynamicShapeError for inputs of `AdditionalInputs` of which the model does not take the sizes."""
+        assert self.tape.sizes is not None
+        numbered = {d.path for d in self.tape.sizes.dynamic if d.dim is None}
+        for args, kwargs in others:
+            named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
+            given = [found for name, arg in named for found in leaves_with_path(arg, name, self.object_types)]
+            numbers = [leaf for path, leaf in given if path in numbered]
+            try:
+                self.tape.sizes.check([leaf for _, leaf in given if isinstance(leaf, torch.Tensor)], numbers)
+            except InputMismatchError as error:
+                raise DynamicShapeError(f"an input of AdditionalInputs does not fit the model: {error}") from None
 
     def _add_changes(self, changes: list[Change], draws: list[Draw], objects: EffectWatch) -> None:
         """What the forward bound to attributes of the model's modules is on the tape, if it is a tensor of it."""
@@ -346,8 +373,6 @@ class Recording:
         leaves: list[Any],
     ) -> DynamicShapes | None:
         """The symbols of the inputs; `named` are the arguments, and `leaves` what is in them."""
-        if callable(getattr(spec, "dynamic_shapes", None)):  # ShapesCollection and AdditionalInputs of torch.export
-            spec = spec.dynamic_shapes(forward, args, kwargs)
         if not spec:
             return None
         try:
@@ -358,6 +383,7 @@ class Recording:
         refuse_shared([t for _, t, _ in specs if isinstance(t, torch.Tensor)], leaves)
         dynamic = DynamicShapes(self.factory.shape_env, specs)
         self.tape.sizes = dynamic.rules
+        dynamic.rules.dynamic_shapes = spec
         return dynamic
 
     @contextlib.contextmanager
@@ -369,7 +395,9 @@ class Recording:
         before, seed = torch.get_rng_state(), torch.initial_seed()
         yield
         alone = threading.active_count() == 1
-        if torch.initial_seed() != seed or (alone and not torch.equal(before, torch.get_rng_state())):
+        with eager():  # a FakeTensorMode may be active outside of the trace
+            same = torch.equal(before, torch.get_rng_state())
+        if torch.initial_seed() != seed or (alone and not same):
             torch.set_rng_state(before)
             raise RandomStateError(
                 "the forward sets the state of torch's random generator, which no graph can repeat",
@@ -390,6 +418,7 @@ class Recording:
             place = self._place(error)
             found = self._explained(error, place)
             if found is not None:
+                found.stands_for(error, f"  torch: {(str(error).splitlines() or [''])[0]}")
                 raise found from error
             error.add_note(f"scopetrace: while tracing {place['module']}, at {place['source']}")
             raise

@@ -20,6 +20,7 @@ import torch.fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 
+from scopetrace._compat.export import add_guards, guards_of
 from scopetrace.ir import meta
 
 _ALIAS = torch.ops.aten.alias.default
@@ -34,7 +35,9 @@ class TracedExportedProgram(ExportedProgram):
         added = _add_aliases(program)
         done = program.run_decompositions(*args, **kwargs)
         _remove_aliases(done, added)
-        return _copied(done, TracedExportedProgram)
+        found = _copied(done, TracedExportedProgram)
+        add_guards(found, guards_of(self))
+        return found
 
 
 def _copied(program: ExportedProgram, kind: type[ExportedProgram]) -> ExportedProgram:

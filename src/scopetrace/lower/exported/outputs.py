@@ -62,7 +62,7 @@ class Outputs(ResultNodes):
         self.specs = [OutputSpec(c.kind, argument_of(node), c.target) for c, node in changes]
         self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(path, x), None) for path, x in results]
         program.output.args = ((*values, *(x for _, x in results)),)
-        meta.set_value(program.output, None)
+        program.output.meta.pop("val", None)  # as in torch.export
 
     # ---------------------------------------------------------------- changes
 

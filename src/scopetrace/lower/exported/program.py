@@ -18,16 +18,18 @@ from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature
 
 from scopetrace._compat import export as compat
-from scopetrace._compat.tensors import FakeTensor
+from scopetrace._compat.dispatch import outside_modes
+from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import FunctionalTape, Value, flat, garbage_collection_paused
 from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
+from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.exported.decompositions import TracedExportedProgram
 from scopetrace.lower.exported.frames import frames_of
 from scopetrace.lower.exported.identities import Identities
-from scopetrace.lower.exported.inputs import Lifted, State, states
+from scopetrace.lower.exported.inputs import Lifted, states
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import TracedProgram
@@ -39,8 +41,9 @@ def to_exported_program(program: TracedProgram) -> ExportedProgram:
 
     Raises ExportError for what an ExportedProgram cannot express, see `Trace.to_exported_program`.
     """
-    with garbage_collection_paused():
+    with garbage_collection_paused(), outside_modes():
         assert isinstance(program.tape, FunctionalTape)
+        refuse_narrowed(program.tape, program.model)
         exported = _build(program.tape, program.forward)
         if program.tape.argument_numbers:
             numbers = {n.name: n.value for n in program.tape.argument_numbers}
@@ -56,7 +59,6 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> Exported
     program = FxLowering(marked)
     names = argument_names(forward, len(tape.args[0]))
     held_state = states(tape, frames)
-    _refuse_subclasses(tape, held_state)
     lifted = Lifted(program, marked, held_state, names)
     outputs = Outputs(program, marked, lifted)
     for lowered in program.walk():
@@ -71,7 +73,7 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> Exported
     taken: set[str] = set()
     argument_identifiers = [*(identifier(name, taken) for name in names), *tape.args[1]]
     root = ModuleCallSignature([], [], lifted.spec, outputs.spec, argument_identifiers)
-    return TracedExportedProgram(
+    exported = TracedExportedProgram(
         holder,
         graph,
         signature,
@@ -81,6 +83,17 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> Exported
         example_inputs=_example_inputs(tape),
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
     )
+    compat.add_guards(exported, _one_tensor_guards(tape))
+    return exported
+
+
+def _one_tensor_guards(tape: FunctionalTape) -> list[str]:
+    """A guard for each input that was the same tensor as an earlier one: the graph reads the earlier one for both."""
+    first: dict[int, str] = {}
+    pairs = [
+        (first.setdefault(id(v.fake), path), path) for path, v in zip(tape.input_paths, tape.inputs, strict=True)
+    ]
+    return [f"{source_of_input(path)} is {source_of_input(same)}" for same, path in pairs if path != same]
 
 
 def _refuse(tape: FunctionalTape) -> None:
@@ -100,33 +113,6 @@ def _refuse(tape: FunctionalTape) -> None:
             module=takes_object.scope.path,
             hint="trace the model before it is quantized",
         )
-    root = tape.calls[0].module if tape.calls else None
-    script = next((m for m in root.modules() if isinstance(m, torch.jit.ScriptModule)), None) if root else None
-    if script is not None:
-        raise ExportError(
-            f"the model has a scripted module, a {type(script).__name__}, whose state an ExportedProgram cannot name",
-            module=tape.root.path,
-            hint="trace the module that was scripted",
-        )
-    seen: dict[int, str] = {}
-    for path, value in zip(tape.input_paths, tape.inputs, strict=True):
-        other = seen.setdefault(id(value.fake), path)
-        if other != path:
-            raise ExportError(
-                f"{other} and {path} were one tensor when traced, and the trace holds for such only",
-                module=tape.root.path,
-                hint="clone() one of them for the trace: the program then takes any two",
-            )
-
-
-def _refuse_subclasses(tape: FunctionalTape, held: dict[str, State]) -> None:
-    for state in held.values():
-        if isinstance(state.tensor, FakeTensor) or hasattr(state.tensor, "__tensor_flatten__"):
-            raise ExportError(
-                f"{state.fqn} is a {type(state.tensor).__name__}, a tensor subclass",
-                module=tape.root.path,
-                hint="an ExportedProgram holds plain tensors: give the model such, on the meta device if without data",
-            )
 
 
 def _fill_values(graph: torch.fx.Graph) -> None:
@@ -146,7 +132,9 @@ def _module_names(tape: FunctionalTape) -> list[str]:
 
 
 def _example_inputs(tape: FunctionalTape) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Zeros of the shapes and dtypes of the inputs, which AOTInductor and `ExportedProgram.module()` read."""
+    """Those of the trace; of a loaded one zeros of the same shapes and dtypes."""
+    if tape.example_inputs is not None:
+        return tape.example_inputs
     args, kwargs = instantiate(
         lambda x: compat.example_of(x.fake if isinstance(x, Value) else x),
         tape.args,

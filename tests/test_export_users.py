@@ -1,0 +1,196 @@
+"""What users of torch.export expect of a trace and its ExportedProgram; torch.export itself is run beside where it can."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.export.dynamic_shapes import refine_dynamic_shapes_from_suggested_fixes
+from torch.testing._internal.custom_tensor import CustomTensorPlainOut
+
+import scopetrace as st
+
+
+def module_of(forward):
+    """A module with this forward."""
+    return type("M", (nn.Module,), {"forward": forward})()
+
+
+# Dynamic shapes ------------------------------------------------------------------------------------------------------
+
+PLUS_ONE = module_of(lambda self, x, y: x + y[1:])
+UP_TO_SIX = module_of(lambda self, x: x + 1 if x.shape[0] <= 6 else x - 1)
+TIMES_FOUR = module_of(lambda self, x: x @ torch.ones(4, 4))
+ADD = module_of(lambda self, x, y: x + y)
+
+
+@pytest.mark.parametrize(
+    ("model", "args", "dynamic_shapes", "fix"),
+    [
+        (PLUS_ONE, (torch.ones(5), torch.ones(6)), ({0: Dim("dx")}, {0: Dim("dy")}), "dy = dx + 1"),
+        (UP_TO_SIX, (torch.ones(5),), ({0: Dim("n", min=3)},), "n = Dim('n', min=3, max=6)"),
+        (TIMES_FOUR, (torch.ones(3, 4),), ({0: Dim("n"), 1: Dim("k")},), "k = 4"),
+        (ADD, (torch.ones(4), torch.ones(4)), ({0: Dim("a")}, {0: Dim("b")}), "b = a"),
+    ],
+)
+def test_suggested_fixes(model, args, dynamic_shapes, fix):
+    with pytest.raises(torch._dynamo.exc.UserError, match="Suggested fixes") as theirs:
+        torch.export.export(model, args, dynamic_shapes=dynamic_shapes)
+    with pytest.raises(st.DynamicShapeError) as ours:
+        st.trace(model, args, dynamic_shapes=dynamic_shapes).to_exported_program()
+    assert isinstance(ours.value, torch._dynamo.exc.UserError)
+    assert fix in str(ours.value) and str(theirs.value) in str(ours.value)
+    fixed = refine_dynamic_shapes_from_suggested_fixes(ours.value.msg, dynamic_shapes)
+    ep = st.trace(model, args, dynamic_shapes=fixed).to_exported_program()
+    torch.testing.assert_close(ep.module()(*args), model(*args))
+
+
+@pytest.mark.parametrize(
+    ("args", "dim", "error"),
+    [
+        ((torch.ones(3),), Dim("n", min=6), torch.fx.experimental.symbolic_shapes.ConstraintViolationError),
+        ((torch.ones(8),), 2 * Dim("n") + 1, torch._dynamo.exc.UserError),
+    ],
+)
+def test_errors_are_those_of_torch_too(args, dim, error):
+    model, dynamic_shapes = module_of(lambda self, x: x[1:] * 2), ({0: dim},)
+    with pytest.raises(error):
+        torch.export.export(model, args, dynamic_shapes=dynamic_shapes)
+    with pytest.raises(st.DynamicShapeError) as found:
+        st.trace(model, args, dynamic_shapes=dynamic_shapes).to_exported_program()
+    assert isinstance(found.value, error)
+
+
+def test_an_error_about_data_is_that_of_torch_too():
+    with pytest.raises(st.DataDependentError, match="Could not guard on data-dependent expression u0 > 3") as found:
+        st.trace(module_of(lambda self, x: x + 1 if x.item() > 3 else x), (torch.tensor(5),))
+    assert isinstance(found.value, torch.fx.experimental.symbolic_shapes.GuardOnDataDependentSymNode)
+
+
+@pytest.mark.parametrize("other", [Dim.AUTO, Dim.DYNAMIC])
+def test_a_named_dim_beside_another(other):
+    args = torch.ones(4), torch.ones(4)
+    for dynamic_shapes in (({0: Dim("d")}, {0: other}), ({0: other}, {0: Dim("d")})):
+        tr = st.trace(ADD, args, dynamic_shapes=dynamic_shapes)
+        assert tr(torch.ones(7), torch.ones(7)).shape == (7,)
+        with pytest.raises(st.InputMismatchError):
+            tr(torch.ones(7), torch.ones(6))
+
+
+def test_a_relation_that_no_dim_can_say():
+    model = module_of(lambda self, x, y: x.reshape(-1) + y)
+    dynamic_shapes = ({0: Dim("a"), 1: Dim("b")}, {0: Dim("c")})
+    tr = st.trace(model, (torch.ones(3, 4), torch.ones(12)), dynamic_shapes=dynamic_shapes)
+    assert tr(torch.ones(2, 5), torch.ones(10)).shape == (10,)
+    with pytest.raises(st.InputMismatchError):
+        tr(torch.ones(2, 5), torch.ones(9))
+
+
+def test_additional_inputs_are_checked_by_the_trace():
+    inputs = torch.export.AdditionalInputs()
+    inputs.add((torch.randn(2),))
+    with pytest.raises(st.DynamicShapeError, match="at least 3") as found:
+        st.trace(module_of(lambda self, x: x[:3] * 2), (torch.randn(4),), dynamic_shapes=inputs)
+    assert isinstance(found.value, RuntimeError)
+
+
+def test_numbers_of_a_shapes_collection():
+    args = torch.export.dynamic_shapes._IntWrapper(5), torch.randn(4)
+    shapes = torch.export.ShapesCollection()
+    shapes[args[0]] = Dim.DYNAMIC
+    tr = st.trace(ADD, args, dynamic_shapes=shapes)
+    torch.testing.assert_close(tr(7, args[1]), 7 + args[1])
+
+
+SIZES = [
+    lambda n: min(n, 10),
+    lambda n: max(3, n, 5),
+    lambda n: min([n, 8]),
+    lambda n: n / max(n, 4),
+]
+
+
+@pytest.mark.parametrize("of", SIZES)
+def test_least_and_greatest_sizes(of):
+    model = module_of(lambda self, x: x * of(x.shape[0]))
+    tr = st.trace(model, (torch.ones(6),), dynamic_shapes=({0: Dim.DYNAMIC},))
+    for n in (2, 4, 9, 12):
+        torch.testing.assert_close(tr(torch.ones(n)), model(torch.ones(n)), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("of", SIZES[:3])
+def test_least_and_greatest_of_data(of):
+    model = module_of(lambda self, n, x: x * of(n.item()))
+    tr = st.trace(model, (torch.tensor(5), torch.ones(4)))
+    for n in (-2, 4, 9, 12):
+        args = torch.tensor(n), torch.ones(4)
+        torch.testing.assert_close(tr(*args), model(*args), rtol=0, atol=0)
+
+
+def test_isin_of_a_number():
+    model = module_of(lambda self, n, t: torch.isin(n, t))
+    tr = st.trace(model, (3, torch.tensor([3, 4])), dynamic_shapes=(Dim.DYNAMIC, None))
+    assert [bool(tr(n, torch.tensor([3, 4]))) for n in (3, 5)] == [True, False]
+
+
+# Models --------------------------------------------------------------------------------------------------------------
+
+
+def test_istft():
+    window = torch.hann_window(16)
+    x = torch.stft(torch.randn(2, 64), 16, window=window, return_complex=True)
+    model = module_of(lambda self, x: torch.istft(x, n_fft=16, window=window))
+    torch.testing.assert_close(st.trace(model, (x,))(x), model(x))
+
+
+def test_a_forward_that_is_a_partial():
+    y = torch.randn(4)
+    model = module_of(functools.partial(lambda x, y: x + y, y=y))
+    torch.testing.assert_close(st.trace(model, (torch.ones(4),))(torch.ones(4)), y + 1)
+
+
+class Tied(nn.Module):
+    def forward(self, q, k):
+        return q * 2 + k
+
+
+def test_one_tensor_for_two_inputs():
+    x, y = torch.randn(3), torch.randn(3)
+    ep = st.trace(Tied(), (x, x)).to_exported_program()
+    for program in (ep, ep.run_decompositions()):
+        torch.testing.assert_close(program.module()(x, x), 3 * x)
+        with pytest.raises(AssertionError, match="Guard failed: k is q"):
+            program.module()(x, y)
+
+
+def test_attention_to_itself():
+    attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(2, 3, 8)
+    ep = st.trace(attention, (x, x, x)).to_exported_program()
+    torch.testing.assert_close(ep.module()(x, x, x), attention(x, x, x))
+
+
+def test_example_inputs_are_those_of_the_trace():
+    x = torch.randn(2, 4)
+    ep = st.trace(nn.Linear(4, 4), (x,)).to_exported_program()
+    assert ep.example_inputs[0][0] is x
+
+
+# Tensors that are not plain ------------------------------------------------------------------------------------------
+
+
+def test_under_a_fake_mode():
+    with torch._subclasses.FakeTensorMode():
+        model, x = nn.Linear(3, 3), torch.randn(2, 3)
+        ep = st.trace(model, (x,)).to_exported_program()
+    assert [type(t).__name__ for t in ep.state_dict.values()] == ["FakeTensor"] * 2
+    assert [str(n.target) for n in ep.graph.nodes][-2:] == ["aten.linear.default", "output"]
+
+
+def test_a_parameter_of_a_subclass():
+    model = module_of(lambda self, x: x + self.p)
+    model.p = nn.Parameter(CustomTensorPlainOut(torch.ones(3), torch.ones(3)))  # ops on it give plain tensors
+    ep = st.trace(model, (torch.ones(3),)).to_exported_program()
+    assert torch.equal(ep.module()(torch.ones(3)), model(torch.ones(3)))
