@@ -21,7 +21,11 @@ COMPAT = [module for module in read_tree(SOURCE) if module.layer == "_compat"]
 TABLES = {**manifest.NAMES, **manifest.LATER, **manifest.ONNX}
 LISTED = {f"{owner.replace(':', '.')}.{name}" for owner, names in TABLES.items() for name in names.split()}
 OF_INSTANCES = {name for _, names in manifest.INSTANCES.values() for name in names.split()}
-ATTRIBUTES = {name.rpartition(".")[2] for name in LISTED} | OF_INSTANCES | set(manifest.SHAPE_ENV.split())
+ATTRIBUTES = (
+    {name.rpartition(".")[2] for name in LISTED}
+    | OF_INSTANCES
+    | set(manifest.SHAPE_ENV.split() + manifest.EXPORTED_PROGRAM.split())
+)
 
 ROOT = Path(__file__).parents[1]
 FIRST, LAST = (".".join(map(str, find(SUPPORTED))) for find in (min, max))

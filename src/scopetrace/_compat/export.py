@@ -11,6 +11,7 @@ from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
 from torch.utils import _pytree as pytree
 
+from scopetrace._compat import manifest
 from scopetrace._compat.graph_module import set_grad_enabled
 
 
@@ -65,7 +66,8 @@ def _hints(numbers: Any) -> list[int]:
 
 
 def add_guards(program: Any, conditions: list[str]) -> None:
-    """Let `program.module()` check more conditions on the inputs, written as torch writes guards: `L['x'] is L['y']`."""
+    """Let `program.module()` check more conditions on the inputs, written as torch's guards: `L['x'] is L['y']`."""
+    manifest.require(manifest.missing_on(program, manifest.EXPORTED_PROGRAM))
     program._guards_code = list(dict.fromkeys([*program._guards_code, *conditions]))
 
 

@@ -99,6 +99,9 @@ SHAPE_ENV = """
     pending_fresh_unbacked_symbols replacements unbacked_renamings var_to_range var_to_sources"""
 """Attributes of ShapeEnvs, checked when the first is made, as that imports `torch._dynamo`."""
 
+EXPORTED_PROGRAM = "_guards_code"
+"""Attributes of ExportedPrograms, checked when one is made."""
+
 LATER = {
     "torch._dynamo.config": "fake_tensor_cache_enabled",
     "torch._higher_order_ops.invoke_subgraph": "invoke_subgraph_placeholder",

@@ -543,8 +543,8 @@ def trace(
             specialize=specialize,
             progress=progress,
         )
-    except DynamicShapeError as error:
-        explain(error, model, arguments, named, dynamic_shapes)
+    except DynamicShapeError as misfit:
+        explain(misfit, model, arguments, named, dynamic_shapes)
         raise
     if tape.side_effects and side_effects is not None:
         error = refusal(tape.side_effects, "the forward has a side effect, which no graph carries")

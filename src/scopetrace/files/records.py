@@ -50,7 +50,7 @@ LEFT_OUT: dict[type, tuple[str, ...]] = {
     **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "module_tables", "example_inputs")),
     tape.BodyTape: _OF_A_TAPE,
 }
-"""The fields that a file does not have: the model's modules, and what is made anew for all tapes of a file."""
+"""The fields that a file does not have: the model's modules and inputs, and what is made anew for all its tapes."""
 
 
 def fields_of(kind: type) -> dict[str, dataclasses.Field[Any]]:

@@ -146,7 +146,9 @@ class SizeRules:
         found = []
         for symbol, (lower, upper) in self.bounds().items():
             spec = self.specs[symbol]
-            more = max(lower, 2) > max(spec.lower, 2) or (upper is not None and (spec.upper is None or upper < spec.upper))
+            more = max(lower, 2) > max(spec.lower, 2) or (
+                upper is not None and (spec.upper is None or upper < spec.upper)
+            )
             if spec.name is not None and more and self.env.replace(symbol) == symbol:
                 limits = f"at least {lower}" + ("" if upper is None else f" and at most {upper}")
                 found.append(f"{self._place(symbol)} must be {limits} in this model, which is a part of its range")

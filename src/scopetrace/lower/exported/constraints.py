@@ -44,4 +44,4 @@ def explain(error: DynamicShapeError, model: Any, args: Any, kwargs: Any, dynami
             export(model, args, kwargs, dynamic_shapes=dynamic_shapes)
         except Exception as theirs:
             if "torch" in type(theirs).__module__ or isinstance(theirs, (ValueError, RuntimeError)):
-                error.stands_for(theirs, str(theirs))
+                error.stands_for(theirs, str(theirs).partition("\n\nThe error above occurred")[0])

@@ -19,7 +19,6 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import container_type, map_structure
 from scopetrace.errors import ExportError
-from scopetrace.ir import meta
 from scopetrace.ir.tape import FunctionalTape, Value
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, StateRef, ViewOf
 from scopetrace.lower.exported.calls import argument_of

@@ -90,9 +90,7 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> Exported
 def _one_tensor_guards(tape: FunctionalTape) -> list[str]:
     """A guard for each input that was the same tensor as an earlier one: the graph reads the earlier one for both."""
     first: dict[int, str] = {}
-    pairs = [
-        (first.setdefault(id(v.fake), path), path) for path, v in zip(tape.input_paths, tape.inputs, strict=True)
-    ]
+    pairs = [(first.setdefault(id(v.fake), path), path) for path, v in zip(tape.input_paths, tape.inputs, strict=True)]
     return [f"{source_of_input(path)} is {source_of_input(same)}" for same, path in pairs if path != same]
 
 
