@@ -220,6 +220,12 @@ def flat(x):
     return y, y[1:]
 
 
+def second_row(x):
+    row = x[:1]
+    row.add_(1)
+    return row.as_strided((3,), (2,)), x  # in the first row at the example's sizes
+
+
 @pytest.mark.parametrize(
     ("fn", "make", "shapes"),
     [
@@ -227,8 +233,9 @@ def flat(x):
         (halves, lambda n: (torch.randn(2 * n, 3),), ({0: 2 * Dim("h")},)),
         (flat, lambda n: (torch.randn(n, 4),), ({0: Dim("n")},)),
         (lambda x: (x.relu_(), x.mul_(2)[0]), lambda n: (torch.randn(n, 2),), ({0: Dim("n")},)),
+        (second_row, lambda n: (torch.randn(4, n + 2),), ({1: Dim("n")},)),
     ],
-    ids=["cache_write", "halves", "flat", "whole"],
+    ids=["cache_write", "halves", "flat", "whole", "second_row"],
 )
 def test_mutation_at_any_size(fn, make, shapes):
     tr = st.trace(fn, make(3), dynamic_shapes=shapes)

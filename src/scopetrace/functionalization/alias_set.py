@@ -248,15 +248,15 @@ class AliasSet:
 
     def _make_row(self, writer: Op) -> None:
         """Put all elements of the roots in one row, each once."""
+        for root in self.roots:
+            if root not in self._present:
+                self._bring(root, writer)
         if len({r.fake.dtype for r in self.roots}) > 1:
             raise refusal("inputs of different dtypes share the memory that is written", writer)
         if len({r.requires_grad for r in self.roots}) > 1:
             raise refusal("inputs share the memory that is written, and autograd tracks only some of them", writer)
         if not all(geometry_of(r).exact for r in self.roots):
             raise refusal("tensors with symbolic sizes share the memory that is written", writer)
-        for root in self.roots:
-            if root not in self._present:
-                self._bring(root, writer)
         emit = self._emitter.simplifying(writer, grad=writer.grad or self.roots[0].requires_grad)
         rows = [emit(_aten.reshape.default, self._present[r][0], [-1]) for r in self.roots]
         positions = torch.cat([geometry_of(r).positions() for r in self.roots])

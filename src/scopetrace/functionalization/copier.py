@@ -209,7 +209,7 @@ class TapeCopier(abc.ABC):
         above = [value]
         while (parent := _parent(above[-1].op, above[-1])) is not None:
             above.append(parent)
-        found = above[1:] if geometry_of(value).exact else above[:0:-1]
+        found = above[1:] if all(geometry_of(v).exact for v in above) else above[:0:-1]
         return next((v for v in (*found, *self.sets[value.storage].roots) if _holds(v, value)), None)
 
     def _step(self, op: Op) -> None:
@@ -235,7 +235,8 @@ class TapeCopier(abc.ABC):
             raise refusal("results of one op share the memory that is written", root.op)
         aliases = self.sets[root.storage]
         base = next((v for v in aliases.roots if v in self.originals), None)
-        if base is None or root.requires_grad or isinstance(self.new, BodyTape):
+        other_dtype = base is not None and base.fake.dtype != root.fake.dtype
+        if base is None or other_dtype or root.requires_grad or isinstance(self.new, BodyTape):
             raise refusal("a view that reaches memory outside of the tensor that it was made from", root.op)
         self.new.uses_absolute_offset.add(root.storage)
         args = self.originals[base], list(root.fake.size()), list(root.fake.stride()), root.offset
