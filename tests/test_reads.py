@@ -1,5 +1,6 @@
 """A trace holds for what its forward read: a call that would read something else is refused, and no other call is."""
 
+import argparse
 import contextlib
 import dataclasses
 import functools
@@ -13,7 +14,7 @@ from nets import Net
 from torch import nn
 
 import scopetrace as st
-from scopetrace.errors import InputMismatchError, StateMismatchError
+from scopetrace.errors import InputMismatchError, SideEffectError, StateMismatchError
 from scopetrace.ir.reads import MISSING
 
 X = torch.randn(2, 4)
@@ -520,3 +521,55 @@ def test_what_an_import_reads_is_not_read_by_the_forward(tmp_path, monkeypatch):
         return x + bool(reads_a_variable.VALUE)
 
     assert st.trace(model, (X,)).specializations == []
+
+
+# Callables and arguments ---------------------------------------------------------------------------------------------
+
+
+class Scaler:
+    def __init__(self):
+        self.scale = 2.0
+        self.mode = "a"
+
+    def __call__(self, x):
+        return x * self.scale
+
+    def method(self, x):
+        return x * self.scale
+
+
+def test_attributes_of_a_callable_object_of_its_bound_method_and_of_a_partial():
+    for make in (lambda s: s, lambda s: s.method, lambda s: functools.partial(lambda x, s: x * s.scale, s=s)):
+        scaler = Scaler()
+        tr = st.trace(make(scaler), (X,))
+        tr(X)
+        scaler.scale = 3.0
+        with pytest.raises(StateMismatchError, match=r"scale, which the model reads at .*: 2\.0 when traced"):
+            tr(X)
+
+
+def test_an_object_among_the_arguments():
+    scaler = Scaler()
+    tr = st.trace(lambda x, s: x * 2 if s.mode == "a" else x, (X, scaler))
+    tr(X, scaler)
+    scaler.mode = "b"
+    with pytest.raises(StateMismatchError, match=r"s\.mode, which .*: 'a' when traced and 'b' now"):
+        tr(X, scaler)
+
+
+def test_a_namespace():
+    options = argparse.Namespace(scale=2.0, unread=1)
+    tr = st.trace(lambda x: x * options.scale, (X,))
+    options.unread = 2
+    tr(X)
+    options.scale = 3.0
+    with pytest.raises(StateMismatchError, match=r"options\.scale"):
+        tr(X)
+
+
+def test_an_iterator_gives_another_item_to_each_call():
+    numbers = iter([1.0, 2.0, 3.0])
+    tr = st.trace(lambda x: x * next(numbers), (X,))
+    tr(X)
+    with pytest.raises(SideEffectError, match=r"next\(numbers\) gave an item"):
+        tr(X)

@@ -50,7 +50,7 @@ FLAGS = {
 }
 """Functions that answer questions about the state of the process."""
 
-METHODS = ("stride", "is_contiguous", "storage_offset", "is_inference")
+METHODS = ("stride", "is_contiguous", "contiguous", "storage_offset", "is_inference", "is_conj", "is_neg")
 PROPERTIES = ("requires_grad", "is_leaf", "grad_fn", "_version")
 """What a tensor is asked beside its shape, dtype and device, which every call is compared with anyway."""
 

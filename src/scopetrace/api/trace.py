@@ -523,7 +523,7 @@ def trace(
             one that depends on tensors without data (on the meta device).
         SideEffectError: the forward has side effects, and side_effects="refuse".
         TraceError: for other things that cannot be recorded; it has one subclass for each.
-        ArgumentTypeError: args is no tuple, kwargs is no dict, or both leaf_modules= and leaves= are given.
+        ArgumentTypeError: model is no callable, or a class; args is no tuple, kwargs is no dict, or both leaf_modules= and leaves= are given.
         Exception: what the model itself raises.
     """
     if leaves is not None:
@@ -532,6 +532,9 @@ def trace(
         leaf_modules = leaves
     if side_effects not in (None, "warn", "refuse"):
         raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
+    if isinstance(model, type) or not callable(model):
+        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        raise ArgumentTypeError(f"model must be a module, an instance of its class, or a function, and is {what}")
     arguments, named = _arguments(args, kwargs)
     try:
         tape = record(

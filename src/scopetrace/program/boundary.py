@@ -19,6 +19,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id
 from scopetrace.containers.objects import Returned, apply_effects, effect_targets
@@ -109,6 +110,16 @@ def _check_tensor(path: str, fake: torch.Tensor, tensor: torch.Tensor) -> None:
             raise InputMismatchError(f"{path}: {what} was {old} when traced and is {new} now")
 
 
+def other_strides(tape: ProgramTape, inputs: Sequence[Any]) -> str | None:
+    """The first input whose strides are not those of the example, in words; None where all are."""
+    for path, value, tensor in zip(tape.input_paths, tape.inputs, inputs, strict=False):
+        if value.fake.layout is torch.strided and not is_symbolic(value.fake):
+            old, new = (fact_of(t, "layout", ()) for t in (value.fake, tensor))
+            if old != new:
+                return f"{path} had strides {old} when traced and has {new} now"
+    return None
+
+
 def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
     """Inputs that shared memory when traced must share it now; inputs that are written must share no other."""
     written = tape.written_storages()
@@ -141,16 +152,30 @@ class CallBoundary:
         self.forward = forward
         self.state = LiveState(tape, graph_module)
         self.check = StateCheck(tape)
+        written = tape.written_storages()
+        self._writes_inputs = any(v.storage in written for v in tape.inputs)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
         args, kwargs = _in_traced_form(self.tape, args, kwargs, self.forward)
         inputs = Entered(match_inputs(self.tape, args, kwargs))
         self.check.run(CallInputs(args, kwargs, inputs), self._number(inputs))
+        if self._writes_inputs and torch.is_grad_enabled():
+            self._check_gradients(inputs)
         if isinstance(self.tape.outputs, Returned):
             inputs.containers = effect_targets(self.tape.outputs.effects, self.tape.args, (args, kwargs))
         self.state.refresh()
         return inputs
+
+    def _check_gradients(self, inputs: Sequence[Any]) -> None:
+        """Autograd would see the writes to inputs where an input brings a gradient, which it did not in the trace."""
+        for path, value, tensor in zip(self.tape.input_paths, self.tape.inputs, inputs, strict=False):
+            if tensor.requires_grad and not (value.requires_grad and self.tape.grad):
+                then = "did not" if self.tape.grad else "autograd was off"
+                raise InputMismatchError(
+                    f"{path} requires grad now, and when traced {then}: the model writes to its inputs, and the "
+                    "gradient would be lost; trace again with inputs like these, or call under torch.no_grad()"
+                )
 
     def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
         """Write back the new values among the graph's outputs, and return what the model would return."""

@@ -39,13 +39,19 @@ from scopetrace.containers.structure import instantiate, leaves
 from scopetrace.errors import EditError, InputMismatchError, SideEffectWarning, StateMismatchError, TraceFileError
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
-from scopetrace.ir.conditions import Specialization, decided_by
+from scopetrace.ir.conditions import decided_by
 from scopetrace.ir.effects import refusal
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Removed, Tape, Value, bind, forward_of
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
-from scopetrace.program.boundary import CallBoundary, as_the_graph_returns, held_now, without_autocast
+from scopetrace.program.boundary import (
+    CallBoundary,
+    as_the_graph_returns,
+    held_now,
+    other_strides,
+    without_autocast,
+)
 from scopetrace.program.decompositions import decomposed
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
@@ -353,7 +359,7 @@ class TracedProgram:
         """As `run`, for a comparison with the model: it does not count as a call."""
         inputs = self.boundary.enter(args, kwargs)
         runnable = graph if torch.is_grad_enabled() == self.tape.grad else self._in_other_grad_mode(graph)
-        with without_autocast(), _grad_mode_kept(), _specialized(self.tape.specializations):
+        with without_autocast(), _grad_mode_kept(), _explained(self.tape, inputs):
             values = runnable(*inputs)
         if graph is not self.graph_module:
             values = (values,) if isinstance(values, torch.Tensor) else values
@@ -463,11 +469,14 @@ def _grad_mode_kept() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _specialized(found: Sequence[Specialization]) -> Iterator[None]:
-    """Runs a graph inside: an assertion that fails because of a specialization is an InputMismatchError."""
+def _explained(tape: ProgramTape, inputs: Sequence[Any]) -> Iterator[None]:
+    """Runs a graph inside, which fails with InputMismatchError where a specialization or strides of an input differ."""
     try:
         yield
     except RuntimeError as error:
-        if decided_by(found, str(error)) is None:
-            raise
-        raise InputMismatchError(str(error)) from error
+        if decided_by(tape.specializations, str(error)) is not None:
+            raise InputMismatchError(str(error)) from error
+        other = other_strides(tape, inputs)
+        if other is not None:
+            raise InputMismatchError(f"{other}, and an op of the program takes no others: {error}") from error
+        raise

@@ -10,10 +10,12 @@ A value is taken before the forward can change it. Tensors are inputs of the pro
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
 import sys
 import types
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -35,8 +37,10 @@ from scopetrace.ir.reads import (
     same,
     snapshot,
 )
+from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.layouts import inputs_of_layouts
 from scopetrace.record.model import Model, attribute_tables
 from scopetrace.record.variables import Variables, class_attribute, is_of_model
 
@@ -71,6 +75,8 @@ class ReadRecorder:
         self._keep: list[Any] = []  # ids must not be used again while the trace runs
         self._variables = Variables(self._read_global, self._read_cell, self._watch_object)
         self._grad = questions.grad_enabled()
+        self._contiguous: list[tuple[Value, int, Frames]] = []
+        """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
         self._blocks: list[int | None] = []
         """Of each open block that switches autograd, its first op where it sets what is set anyway; else None."""
         self._hidden: list[range] = []
@@ -100,6 +106,8 @@ class ReadRecorder:
             questions.report_questions(replace, self, mine)
             yield
             self._note_hidden_blocks()
+            for i, frames in sorted(inputs_of_layouts(self._builder.tape, self._contiguous).items()):
+                self._layout(i, frames)
         self._reads[:] = [r for r in self._reads if not _is_changed(r)]
 
     # ---------------------------------------------------------------- attributes
@@ -176,7 +184,7 @@ class ReadRecorder:
             return
         self._keep.append(table)
         self._names[id(table)] = name
-        if cls.__flags__ & _HEAP_TYPE and is_of_model(_file_of(cls)):
+        if cls.__flags__ & _HEAP_TYPE and (is_of_model(_file_of(cls)) or cls is argparse.Namespace):
             self._watch(cls, table.keys())
         elif not cls.__flags__ & _HEAP_TYPE and type(table) is dict and not callable(value):
             self._note(f"vars({name})", table, OfContents(value), None)
@@ -188,19 +196,31 @@ class ReadRecorder:
         value = value if type(value) in _PLAIN else snapshot(value)
         self._reads.append(Read(name, value, place, frames, self._builder.state.current_scope.path))
 
-    def _note_once(self, name: str, value: Any, place: Place) -> None:
+    def _note_once(self, name: str, value: Any, place: Place, frames: Frames | None = None) -> None:
         if place not in self._known:
             self._known.add(place)
-            self._reads.append(Read(name, value, place, self._builder.frames(), self._builder.state.current_scope.path))
+            frames = self._builder.frames() if frames is None else frames
+            self._reads.append(Read(name, value, place, frames, self._builder.state.current_scope.path))
 
     # ---------------------------------------------------------------- variables
 
-    def on_function(self, fn: Any, cls: type | None = None) -> None:
-        """The traced callable, or a function of the model, is about to run; `cls` is the class of its `self`."""
+    def on_start(self, fn: Any, arguments: Iterable[tuple[str, Any]]) -> None:
+        """The traced callable is about to run, with these arguments and objects among them, by name."""
+        for name, x in arguments:
+            self._watch_object(x, name)
+        while isinstance(fn, functools.partial):
+            for name, x in fn.keywords.items():
+                self._read_variable((id(fn.keywords), name), name, x, InTable(fn.keywords, name))
+            for name, x in [*fn.keywords.items(), *((f"argument {i}", x) for i, x in enumerate(fn.args))]:
+                self._watch_object(x, name)
+            fn = fn.func
         if isinstance(fn, torch.nn.Module):
             self.on_forward(fn)
-        else:
-            self._variables.of_callable(fn, cls)
+            return
+        if not isinstance(fn, types.FunctionType | types.MethodType):
+            fn = getattr(fn, "__call__", fn)  # noqa: B004  # the method of an object that is callable
+        self._watch_object(getattr(fn, "__self__", None), "self")
+        self._variables.of_callable(fn)
 
     def on_forward(self, module: torch.nn.Module) -> None:
         """A module is called."""
@@ -278,7 +298,10 @@ class ReadRecorder:
         """As `Listener.on_fact`. The facts of a tensor made in the forward follow from those of the inputs."""
         value = self._values.by_id.get(id(t))
         inputs = self._builder.tape.inputs
-        if value is not None and value in inputs:
+        if name == "contiguous":
+            if value is not None and answer is t:
+                self._contiguous.append((value, len(self._builder.tape.ops), self._builder.frames()))
+        elif value is not None and value in inputs:
             self._fact(inputs.index(value), name, args, answer)
         elif name in ("stride", "is_contiguous", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
@@ -289,10 +312,15 @@ class ReadRecorder:
     def on_layout(self, *, offset: bool = False) -> None:
         """Something depends on the strides of a tensor made in the forward: all inputs must be laid out as here."""
         for i, value in enumerate(self._builder.tape.inputs):
-            if value.fake.layout is torch.strided:
-                self._fact(i, "layout", (), questions.fact_of(value.fake, "layout", ()))
-                if offset:
-                    self._fact(i, "storage_offset", (), value.offset)
+            self._layout(i)
+            if offset and value.fake.layout is torch.strided:
+                self._fact(i, "storage_offset", (), value.offset)
+
+    def _layout(self, index: int, frames: Frames | None = None) -> None:
+        fake = self._builder.tape.inputs[index].fake
+        if fake.layout is torch.strided:
+            name, answer = f"{self._builder.tape.input_paths[index]}'s strides", questions.fact_of(fake, "layout", ())
+            self._note_once(name, answer, OfInput(index, "layout"), frames)
 
     def _fact(self, index: int, name: str, args: tuple[Any, ...], answer: Any) -> None:
         path = self._builder.tape.input_paths[index]

@@ -215,6 +215,7 @@ class Recording:
         self.object_types |= tensor_holders((args, kwargs))
         fake_args, fake_kwargs = self._add_inputs(forward, args, kwargs, dynamic_shapes)
         named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
+        given = [found for name, arg in named for found in leaves_with_path(arg, name, self.object_types)]
         objects = EffectWatch(fn, model, named, self.object_types)
         draws = Draws(builder)
         watch = Watch((fake_args, fake_kwargs), self.object_types)
@@ -229,7 +230,7 @@ class Recording:
                     self.reads.watching(mine),
                     dispatching_to(self.ops.mode, self.factory.mode),
                 ):
-                    self.reads.on_function(fn)
+                    self.reads.on_start(fn, given)
                     out = calls.run_root(self.ops.collectives.finishing(fn), fake_args, fake_kwargs)
                 missed = tensor_holders((out, fake_args, fake_kwargs)) - self.object_types
                 if missed:
@@ -248,6 +249,7 @@ class Recording:
             changes = objects.restore()
         self._add_changes(changes, draws.found, objects)
         tape.reads = [read for read in tape.reads if not _was_written(read, changes)]
+        tape.side_effects += [_of_iterator(read) for read in tape.reads if isinstance(read.value, Iterator)]
         found = numbers_read(args, kwargs, argument_names(forward, len(args)), self.object_types, objects.reach.names)
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
         tape.argument_numbers = [n for n in found if n.name not in dynamic]
@@ -496,6 +498,11 @@ def _was_written(read: Read, changes: list[Change]) -> bool:
         return False
     owners = [c.holder for c in changes if c.attribute == place.key or c.name == f"globals()[{place.key!r}]"]
     return any(owner is None or any(t is place.table for t in attribute_tables(owner)) for owner in owners)
+
+
+def _of_iterator(read: Read) -> SideEffect:
+    """An iterator or generator gives another item to each call."""
+    return SideEffect(f"next({read.name})", "", "an item", read.module, read.source, True)
 
 
 def _may_vary(leaf: Any) -> bool:
