@@ -14,7 +14,7 @@ from nets import Net
 from torch import nn
 
 import scopetrace as st
-from scopetrace.errors import InputMismatchError, SideEffectError, StateMismatchError
+from scopetrace.errors import ArgumentTypeError, InputMismatchError, SideEffectError, StateMismatchError
 from scopetrace.ir.reads import MISSING
 
 X = torch.randn(2, 4)
@@ -573,3 +573,9 @@ def test_an_iterator_gives_another_item_to_each_call():
     tr(X)
     with pytest.raises(SideEffectError, match=r"next\(numbers\) gave an item"):
         tr(X)
+
+
+@pytest.mark.parametrize(("model", "what"), [(nn.Linear, "the class Linear"), (3, "a int"), (None, "a NoneType")])
+def test_what_is_no_model(model, what):
+    with pytest.raises(ArgumentTypeError, match=f"and is {what}"):
+        st.trace(model, (X,))
