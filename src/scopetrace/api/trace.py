@@ -523,7 +523,7 @@ def trace(
             one that depends on tensors without data (on the meta device).
         SideEffectError: the forward has side effects, and side_effects="refuse".
         TraceError: for other things that cannot be recorded; it has one subclass for each.
-        ArgumentTypeError: model is a class or no callable, args is no tuple, kwargs is no dict, or both leaf_modules= and
+        ArgumentTypeError: model is a class or not callable, args is no tuple, kwargs is no dict, both leaf_modules= and
             leaves= are given.
         Exception: what the model itself raises.
     """
