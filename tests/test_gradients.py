@@ -1,8 +1,10 @@
 """Gradients through writes, modes of autograd and derivatives inside: a trace gives those of eager, or is refused."""
 
+import random
+
 import pytest
 import torch
-from grad_programs import INPUTS, Program, Step, drawn_program, minimal, run_all, verdict
+from grad_programs import INPUTS, Program, Step, drawn_inputs, drawn_program, minimal, run_all, verdict
 
 import scopetrace as st
 
@@ -11,15 +13,14 @@ def assert_none_wrong(programs):
     counts, others = run_all(programs)
     for program, found in others:
         assert found.kind not in ("wrong", "fails"), f"{found.why}\n{minimal(program).source}"
-    assert counts["right"] + counts["refused at the call"] >= 0.8 * counts.total(), counts
+    assert counts["refused"] <= 0.2 * counts.total(), counts
 
 
 def test_drawn_programs():
-    assert_none_wrong(drawn_program(0, n) for n in range(100))
+    assert_none_wrong(drawn_program(0, n) for n in range(40))
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(reason="about 15 of 1,000 differ from eager: docs/limits.md, known wrong results", strict=True)
 def test_many_drawn_programs():
     assert_none_wrong(drawn_program(1, n) for n in range(1000))
 
@@ -98,6 +99,18 @@ RIGHT = {
         ],
         ("b",),
     ),
+    "a write that another one covers, whose gradient is zero and not None": (
+        "leaf",
+        ["self.b.lerp_(self.p, 0.5)", "self.b.copy_(x[0])"],
+        ("self.b",),
+    ),
+    "a part that is covered twice": ("two_leaves", ["a = x * 2", "a[0] = y[0]", "a[:] = y"], ("a", "a[0]")),
+    "a parameter that gets other memory": ("leaf", ["self.p.data = self.p.data * 0.5", "a = x * self.p"], ("a",)),
+    "a leaf beside a write to the memory that it was detached from": (
+        "leaf",
+        ["a = (x * 2).detach().requires_grad_()", "b = torch.autograd.grad((a**2).sum(), a)[0]", "x.detach().mul_(2)"],
+        ("b", "x"),
+    ),
 }
 
 
@@ -119,6 +132,28 @@ REFUSED = {
     "an input that the forward makes require grad": ("plain", ["x.requires_grad_()", "a = x * 2"], ("a",)),
     "retain_grad of an input that is no leaf": ("derived", ["x.retain_grad()"], ("x",)),
     "inputs that share memory, of which one is detached": ("leaf_and_detached", ["y[0] = 3"], ("y",)),
+    "a leaf of memory that is written": ("derived", ["a = x.detach().requires_grad_()", "x[1:].zero_()"], ("a",)),
+    "a leaf written into an input": ("plain", ["a = x.detach().requires_grad_()", "x.add_(a)"], ("x",)),
+    "a parameter made anew": ("plain", ["self.p = torch.nn.Parameter(self.p * 2)"], ("x",)),
+    "a view of inference mode, used outside": (
+        "leaf",
+        [("torch.inference_mode()", "a = x[1:]"), ("torch.inference_mode()", "b = a[:1]"), "c = b[..., 1:]"],
+        ("c",),
+    ),
+    "a checkpointed region whose parameter changes afterwards": (
+        "leaf",
+        [
+            "a = torch.utils.checkpoint.checkpoint(lambda t: t * self.p, x, use_reentrant=False)",
+            "self.p.data.mul_(0.9)",
+        ],
+        ("a",),
+    ),
+    "a parameter that is frozen for a part": (
+        "leaf",
+        ["self.p.requires_grad_(False)", "a = x * self.p", "self.p.requires_grad = True"],
+        ("a",),
+    ),
+    "a gradient that the forward resets": ("leaf", ["self.p.grad = None", "a = x * self.p"], ("a",)),
 }
 
 
@@ -126,6 +161,35 @@ REFUSED = {
 def test_what_a_graph_would_lose_is_refused(case):
     inputs, steps, returned = REFUSED[case]
     assert kind_of(inputs, *steps, returned=returned) == ("refused", "")
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpointed_region_that_writes_to_a_buffer_is_refused(reentrant):
+    norm = torch.nn.BatchNorm1d(3)
+    x = torch.ones(4, 3, requires_grad=True)
+    with pytest.raises(st.errors.UnsupportedOpError, match="a checkpointed region"):
+        st.trace(lambda x: torch.utils.checkpoint.checkpoint(norm, x, use_reentrant=reentrant), (x,))
+
+
+def test_a_reentrant_checkpoint_requires_grad_as_its_arguments_do():
+    net = torch.nn.Linear(3, 3)
+    x = torch.ones(2, 3)
+
+    def run(x):
+        return torch.utils.checkpoint.checkpoint(net, x, use_reentrant=True)
+
+    with pytest.warns(UserWarning, match="None of the inputs have requires_grad"):
+        assert not run(x).requires_grad
+        assert not st.trace(run, (x,))(x).requires_grad
+    assert st.trace(run, (x.requires_grad_(),))(x).requires_grad
+
+
+def test_an_input_that_the_forward_makes_require_grad_is_a_side_effect():
+    def force(x):
+        return torch.autograd.grad(x.requires_grad_().square().sum(), x)[0]
+
+    (effect,) = st.trace(force, (torch.ones(2),)).side_effects
+    assert effect.change == "x.requires_grad was False and became True"
 
 
 def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
@@ -144,4 +208,4 @@ def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
 
 
 def test_every_kind_of_inputs_is_drawn():
-    assert {drawn_program(0, n).inputs for n in range(400)} == set(INPUTS)
+    assert {drawn_inputs(random.Random(n)) for n in range(2000)} == set(INPUTS)

@@ -29,6 +29,7 @@ from scopetrace._compat.dispatch import eager, hop_entry_points, short_way
 from scopetrace._compat.hooks import HookListener, report_hooks
 from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.tensors import requires_grad_of
 
 Mine = Callable[[], bool]
 Replace = Callable[[Any, str, Any], None]
@@ -256,12 +257,22 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if mine():
             if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
-                return args[0](*args[2:])
+                return _reentrant(observer, args[0], args[2:])
             if cls.__module__ != "torch._library.autograd":  # that of a custom op, which is recorded itself
                 observer.on_custom_function(cls, args)
         return outer.__get__(None, cls)(*args, **kwargs)
 
     replace(torch.autograd.Function, "apply", classmethod(apply))
+
+
+def _reentrant(observer: Observer, function: Callable[..., Any], args: Any) -> Any:
+    """A reentrant checkpoint: what it wraps runs. Its results require grad only if one of its arguments does."""
+    mark = observer.mark()
+    keeps = any(requires_grad_of(t) for t in args if isinstance(t, torch.Tensor))
+    with contextlib.nullcontext() if keeps else torch.no_grad():
+        out = function(*args)
+    observer.on_recomputed(mark)
+    return out
 
 
 def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:

@@ -7,7 +7,6 @@ and caches the result, so that it costs a dictionary lookup.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -94,8 +93,9 @@ def is_op(target: Any) -> TypeGuard[OpOverload]:
     return isinstance(target, OpOverload)
 
 
-can_decompose: Callable[[OpOverload], bool] = OpOverload._can_decompose
-"""Whether `op.decompose` can run the op as a composition of others."""
+def can_decompose(op: OpOverload) -> bool:
+    """Whether `op.decompose` can run the op as a composition of others. Those of `prim` are not in the dispatcher."""
+    return op.namespace != "prim" and op._can_decompose()
 
 
 def op_overloads(namespace: str, name: str) -> list[OpOverload]:

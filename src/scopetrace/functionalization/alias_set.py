@@ -75,7 +75,7 @@ class AliasSet:
         self.version = 0
         """How many writes there were."""
         self.is_seen = False
-        """Whether autograd sees one of the writes and has a part in it."""
+        """Whether autograd sees one of the writes, where it is on in the call."""
         self.reshaped: dict[Value, tuple[Value, Op]] = {}
         """By `transpose_` and its kind: what became of an alias, and the op."""
         self._emitter = emitter
@@ -104,8 +104,16 @@ class AliasSet:
         if new is None:
             new = self._read_root(old, reader)
         for view in reversed(stale):
-            new = self._forward(view, new, reader)
+            new = self._forward(view, new, reader, self._emitter.simplifying(reader, grad=view.op.grad))
             self._present[view] = (new, self.version)
+        return new
+
+    def read_as_view(self, old: Value, reader: Op) -> Value:
+        """As `read`, made of the present value of the base, so that it lies in the memory of that one."""
+        *views, base = dict.fromkeys(map(self.same, self.above(old)))
+        new = self.read(base, reader)
+        for view in reversed(views):
+            new = self._forward(view, new, reader, self._emitter.bound(reader))
         return new
 
     def is_known(self, root: Value) -> bool:
@@ -173,10 +181,9 @@ class AliasSet:
         self._present[old] = (new, self.version)
         return new
 
-    def _forward(self, old: Value, base: Value, reader: Op) -> Value:
+    def _forward(self, old: Value, base: Value, reader: Op, emit: Callable[..., Any]) -> Value:
         """The value of a view. It is made with autograd on if the view was: autograd has it so for views."""
         meta, parent = self.views[old], self.same(self.views[old].parent)
-        emit = self._emitter.simplifying(reader, grad=old.op.grad)
         if meta.slot is None and not (meta.func in _NEEDS_STRIDES and _layout(base.fake) != _layout(parent.fake)):
             if meta.func is not _aten.as_strided.default:
                 found: Value = emit(meta.func, base, *meta.args, **meta.kwargs)
@@ -330,11 +337,8 @@ class AliasSet:
 
     def _with_history(self, old: Value, new: Value, writer: Op) -> Value:
         """`new`, which requires grad if `old` does."""
-        if old.requires_grad and not new.requires_grad:
-            emit = self._emitter.simplifying(writer)
-            never = emit(_aten.full.default, [], False, dtype=torch.bool, device=new.fake.device)
-            new = emit(_aten.where.self, never, old, new)
-        return new
+        lacks = old.requires_grad and not new.requires_grad
+        return with_history(self._emitter.simplifying(writer), old, new) if lacks else new
 
     def overwritten(self, old: Value, new: Value, writer: Op) -> Value:
         """`new` with the gradient of `old`, or without any where that has none."""
@@ -344,6 +348,13 @@ class AliasSet:
         elif new.requires_grad:
             new = emit(_aten.detach.default, new)
         return new
+
+
+def with_history(emit: Callable[..., Any], old: Value, new: Value) -> Value:
+    """`new`, with a gradient of zero for `old`, which has its size or one element."""
+    never = emit(_aten.full.default, [], False, dtype=torch.bool, device=new.fake.device)
+    led: Value = emit(_aten.where.self, never, old, new)
+    return led
 
 
 def became(sets: dict[int, AliasSet], value: Value) -> Iterator[tuple[Value, Op]]:

@@ -64,8 +64,8 @@ class Emitter:
         return self._append(origin, "call_function", func, args, kwargs, outputs)
 
     def bound(self, origin: Op) -> Callable[..., Any]:
-        """`run` for one origin, called with positional arguments."""
-        return lambda func, *args: self.run(origin, func, args, {})
+        """`run` for one origin, called as the op."""
+        return lambda func, *args, **kwargs: self.run(origin, func, args, kwargs)
 
     def simplifying(self, origin: Op, *, grad: bool | None = None) -> Callable[..., Any]:
         """As `bound`, for the ops of alias sets: simplified by the rewrite rules, and dropped if nobody reads them.

@@ -20,7 +20,7 @@ from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
-from scopetrace.functionalization.alias_set import AliasSet, ViewMeta
+from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_history
 from scopetrace.functionalization.copier import TapeCopier
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
 from scopetrace.ir.tape import (
@@ -42,6 +42,7 @@ from scopetrace.ops.functional_variants import (
     is_metadata_only,
     undeclared_variant,
 )
+from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
 
 _aten = torch.ops.aten
@@ -79,7 +80,7 @@ class Functionalizer(TapeCopier):
         self.new.attribute_writes = [
             AttributeWrite(w.module, w.fqn, w.name, self._bound(w.value, edge)) for w in self.old.attribute_writes
         ]
-        write_back.attach(self.old, self.new, self.sets, lambda v: self.read(v, edge))
+        write_back.attach(self.old, self.new, self.sets, self._read_with_history(edge))
         self._end(root, last)
         self.new.args = map_structure(lambda v: self.originals[v], self.old.args, Value)
         self.new.outputs = map_structure(lambda v: self.read(v, edge), self.old.outputs, Value)
@@ -88,12 +89,39 @@ class Functionalizer(TapeCopier):
         verify_pure(self.new)
         return self.new
 
+    def _read_with_history(self, reader: Op) -> Callable[[Value], Value]:
+        """As `read`, with gradients of zero for leaves from which writes covered all that a result had.
+
+        Eager has zeros there, and not None.
+        """
+        seen = (op for op in self.old.ops if op.grad and op.tracked)
+        if not any(v.fake.requires_grad for op in seen for v in op.writes):
+            return lambda v: self.read(v, reader)
+        bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
+        roots = [r for aliases in self.sets.values() for r in aliases.roots if r.fake.requires_grad]
+        found = {v: self.read(v, reader) for v in (*roots, *leaves(self.old.outputs, Value))}
+        before = History(self.old.ops, bits)
+        after = History(self.new.ops, {self.originals[v]: bit for v, bit in bits.items()})
+        emit = self.emitter.simplifying(reader, grad=True)
+        for v, new in found.items():
+            lost = before.of(v) & ~after.of(new) & ~bits.get(v, 0) if new.requires_grad else 0
+            for leaf in [leaf for leaf, bit in bits.items() if bit & lost]:
+                total = emit(_aten.sum.default, self.originals[leaf])
+                if total.fake.dtype != new.fake.dtype:
+                    total = emit(_aten._to_copy.default, total, dtype=new.fake.dtype)
+                found[v] = with_history(emit, total, found[v])
+        return lambda v: found[v] if v in found else self.read(v, reader)
+
     def _bound(self, old: Value, reader: Op) -> Value:
         """What an attribute is bound to: an input or tensor of the model itself, or the value in memory of its own."""
         first = self.sets[old.storage].same(old) if old.storage in self.sets else old
         if first in self.originals:
             return self.originals[first]
         new = self.read(old, reader)
+        aliases = self.sets.get(old.storage)
+        sharing = {v for v in self._results() if v.storage == old.storage}
+        if aliases is not None and first in aliases.views and len(sharing) > 1:
+            new = aliases.read_as_view(old, reader)
         outside = {v.storage for v in self.originals.values()}
         if new.storage != old.storage and new.storage in outside:
             new = self.emitter.run(reader, _aten.clone.default, (new,), {})
@@ -158,8 +186,10 @@ class Functionalizer(TapeCopier):
         for name, index in variant.new_values:
             target = written.get(name)
             new = out if index is None else out[index]
-            for t, n in zip(*(([target], [new]) if isinstance(target, Value) else (target or [], new)), strict=True):
-                self.assign(op, t, n)
+            if isinstance(target, Value):
+                self.assign(op, target, new)
+            for i, t in enumerate(target if isinstance(target, (list, tuple)) else ()):
+                self.assign(op, t, self._of_its_own(op, i, new[i]))
         returned = op.outputs if isinstance(op.outputs, (list, tuple)) and len(variant.results) > 1 else [op.outputs]
         for old, source in zip(returned, variant.results, strict=False):
             if isinstance(source, str):
@@ -167,6 +197,13 @@ class Functionalizer(TapeCopier):
             elif isinstance(old, Value):
                 single = isinstance(out, Value)
                 self.define(op.replace(args=(), kwargs={}), old, out if single else out[source])
+
+    def _of_its_own(self, op: Op, i: int, new: Value) -> Value:
+        """A result of a foreach op, with a gradient only if its own operands have one. The op has one for all."""
+        mine = (a[i] if isinstance(a, (list, tuple)) else a for a in (*op.args, *op.kwargs.values()))
+        if new.requires_grad and not any(a in op.tracked for a in mine):
+            new = self.emitter.run(self.moved(op), _aten.detach.default, (new,), {})
+        return new
 
     def _rename(self, targets: Any, returned: Any) -> None:
         """What an in-place op returned is the tensor that it wrote to."""
@@ -191,13 +228,17 @@ class Functionalizer(TapeCopier):
             for value in returned:
                 aliases.link(value, ViewMeta(aliases.same(target)))
             aliases.replace(aliases.same(target), new)
-            aliases.is_seen = aliases.is_seen or _is_seen(target, op)
+            aliases.is_seen = aliases.is_seen or self._is_seen(op)
             return
         hidden = self._is_hidden(op, target)
         if hidden:
             new = aliases.overwritten(aliases.read(target, origin), new, origin)
         aliases.write(target, new, origin, hidden=hidden)
-        aliases.is_seen = aliases.is_seen or _is_seen(target, op)
+        aliases.is_seen = aliases.is_seen or (self._is_seen(op) and not hidden)
+
+    def _is_seen(self, op: Op) -> bool:
+        """Whether autograd is on for an op, where it is on in the call."""
+        return op.grad or not (isinstance(self.old, RecordedTape) and self.old.grad)
 
     def _is_hidden(self, op: Op, target: Value) -> bool:
         """Whether autograd does not see a write, though values in this memory may carry gradients."""
@@ -244,10 +285,13 @@ class Functionalizer(TapeCopier):
                     inside = inside or v not in later.writes
                 else:
                     outside = True
-        bound = self.old.attribute_writes if isinstance(self.old, RecordedTape) else []
-        kept = [*leaves(self.old.outputs, Value), *(w.value for w in bound)]
-        mine = [v in family or detached in aliases.above(v) for v in kept if v.storage == storage]
+        mine = [v in family or detached in aliases.above(v) for v in self._results() if v.storage == storage]
         return inside or any(mine), outside or not all(mine)
+
+    def _results(self) -> list[Value]:
+        """The tensors that the program returns, and those that it binds to attributes."""
+        bound = self.old.attribute_writes if isinstance(self.old, RecordedTape) else []
+        return [*leaves(self.old.outputs, Value), *(w.value for w in bound)]
 
     def _copy(self, op: Op) -> None:
         """`copy_` where gradients flow: its variant `aten.copy` has no derivative, its parts have."""
@@ -257,6 +301,10 @@ class Functionalizer(TapeCopier):
         if new.fake.dtype != target.fake.dtype or new.fake.device != target.fake.device:
             to = {"dtype": target.fake.dtype, "device": target.fake.device}
             new = self.emitter.run(origin, _aten._to_copy.default, (new,), to)
+        if not (op.grad or new.requires_grad) and any(
+            v.requires_grad for v in new.op.inputs() if v.storage == new.storage
+        ):
+            new = self.emitter.run(origin, _aten.detach.default, (new,), {})  # a view of inference mode
         if to_expr(new.fake.size()) != to_expr(size):
             new = self.emitter.run(origin, _aten.expand.default, (new, size), {})
         self.assign(op, target, new)
@@ -317,8 +365,13 @@ class Functionalizer(TapeCopier):
         after = op.result
         left, aliases = self.sets[before.storage], self.sets.get(after.storage)
         loses_gradient = self.grad and after.fake.requires_grad and not source.fake.requires_grad
-        if loses_gradient and (aliases is not None or to_expr(before.fake.size()) != to_expr(after.fake.size())):
-            raise refusal("a tensor that requires grad gets memory that is written, or of another size", op)
+        shared = any(v.storage == after.storage and v.fake is not after.fake for v in self._results())
+        other_size = to_expr(before.fake.size()) != to_expr(after.fake.size())
+        if loses_gradient and (aliases is not None or shared or other_size):
+            problem = (
+                "a tensor that requires grad gets memory that is written, that a result shares, or of another size"
+            )
+            raise refusal(problem, op)
         now = self.read(before, op)
         left.reshaped[left.same(before)] = (after, op)
         if aliases is not None:
@@ -387,8 +440,3 @@ def written_values(op: Op) -> dict[str, Any]:
     arguments = schema_of(op.target).arguments
     named = dict(zip([a.name for a in arguments], op.args, strict=False)) | op.kwargs
     return {name: a for name, a in named.items() if isinstance(a, (Value, list, tuple))}
-
-
-def _is_seen(written: Value, op: Op) -> bool:
-    """Whether autograd sees a write and has a part in it."""
-    return op.grad and (written.fake.requires_grad or any(v.fake.requires_grad for v in op.inputs()))

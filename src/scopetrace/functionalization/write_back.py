@@ -82,18 +82,21 @@ class _Builder:
             if aliases is not None and aliases.version and last.storage == value.storage:
                 new = self.read(last)
                 given = self._give(new, copy=int(self._is_overwritten(new, last)))
-                found.append(CopyInto(target, given, aliases.is_seen))
+                enabled = True if new.requires_grad and not self.old.grad else None
+                found.append(CopyInto(target, given, enabled if aliases.is_seen else False))
         return found
 
     def _change(self, target: Target, op: Op, after: Value) -> ChangeShape | SetTo:
         if op.target is _aten.set_.source_Tensor:
             return SetTo(target, self._source(op.tensor(1)))
+        if after.fake.requires_grad and self._mode(op) is False:
+            raise refusal("a tensor from outside that requires grad changes its shape in place under no_grad", op)
         if schema_of(op.target).name.startswith("aten::resize"):
             sizes = self._numbers(list(after.fake.size()))
-            return ChangeShape(target, ViewStep(_aten.resize_.default, (sizes,), {}, None))
+            return ChangeShape(target, ViewStep(_aten.resize_.default, (sizes,), {}, None, self._mode(op)))
         assert is_op(op.target)
         args, kwargs = self._numbers((op.args[1:], op.kwargs))
-        return ChangeShape(target, ViewStep(op.target, args, kwargs, None))
+        return ChangeShape(target, ViewStep(op.target, args, kwargs, None, self._mode(op)))
 
     def _changes(self, value: Value) -> list[tuple[Op, Value]]:
         """The in-place changes of its shape or memory, and what each made of it; `set_` undoes those before it."""
@@ -102,6 +105,10 @@ class _Builder:
             found = [] if op.target is _aten.set_.source_Tensor else found
             found.append((op, after))
         return found
+
+    def _mode(self, op: Op) -> bool | None:
+        """As `ViewStep.grad`, for this op."""
+        return None if op.grad == self.old.grad else op.grad
 
     def _last(self, value: Value) -> Value:
         return last_of(self.sets, value)
@@ -192,10 +199,10 @@ class _Builder:
             if meta.func is _aten.as_strided.default and len(meta.args) == 3:
                 size, stride, offset = meta.args
                 given = self._numbers((tuple(size), tuple(stride), offset - meta.parent.offset))
-                steps.append(StridedStep(given[0], given[1], given[2], value.op.grad))
+                steps.append(StridedStep(given[0], given[1], given[2], self._mode(value.op)))
             elif meta.func is not None:
                 args, kwargs = self._numbers((meta.args, meta.kwargs))
-                steps.append(ViewStep(meta.func, args, kwargs, meta.slot, value.op.grad))
+                steps.append(ViewStep(meta.func, args, kwargs, meta.slot, self._mode(value.op)))
             value = meta.parent
         root = self._final.get(value, value)
         last = self._last(root)

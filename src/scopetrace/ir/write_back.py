@@ -9,6 +9,7 @@ AOTAutograd has the same in its runtime wrappers, as code; here it is data, so t
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
@@ -79,12 +80,12 @@ class ViewStep:
     kwargs: dict[str, Any]
     slot: int | None
     """Which result of the op it is; None for an op with one."""
-    grad: bool = True
-    """Whether autograd records the op, where it is on in the call."""
+    grad: bool | None = None
+    """Whether autograd records the op; None where it does so if it is on in the call."""
 
     def __call__(self, base: torch.Tensor, number: Number) -> torch.Tensor:
         """The view of `base` in a call, where `number` gives the values of its numbers."""
-        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+        with _grad_mode(self.grad):
             out = self.op(base, *resolved(self.args, number), **resolved(self.kwargs, number))
         found: torch.Tensor = out if self.slot is None else out[self.slot]
         return found
@@ -103,13 +104,13 @@ class StridedStep:
     """In elements."""
     shift: Any
     """How many elements after the base it begins."""
-    grad: bool = True
-    """Whether autograd records the op, where it is on in the call."""
+    grad: bool | None = None
+    """Whether autograd records the op; None where it does so if it is on in the call."""
 
     def __call__(self, base: torch.Tensor, number: Number) -> torch.Tensor:
         """The view of `base` in a call, where `number` gives the values of its numbers."""
         size, stride, shift = resolved((self.size, self.stride, self.shift), number)
-        with torch.set_grad_enabled(self.grad and torch.is_grad_enabled()):
+        with _grad_mode(self.grad):
             return base.as_strided(size, stride, base.storage_offset() + shift)
 
     def __str__(self) -> str:
@@ -152,8 +153,8 @@ class CopyInto:
 
     target: Target
     value: FromGraph
-    grad: bool
-    """Whether autograd records the copy, where it is on in the call."""
+    grad: bool | None
+    """Whether autograd records the copy; None where it does so if it is on in the call."""
 
     def __str__(self) -> str:
         return f"{self.target}.copy_({self.value})"
@@ -215,16 +216,16 @@ class WriteBack:
             if isinstance(update, ChangeShape):
                 update.step(target, resolver.number)
             elif isinstance(update, SetTo):
-                with torch.no_grad():
-                    target.set_(resolver.get(update.value))  # type: ignore[call-overload]
+                target.data = resolver.get(update.value).data  # `set_` would cut the history of a leaf
             else:
                 value = resolver.get(update.value)
                 if value.size() != target.size():  # copy_ would repeat it
                     problem = f"{update}: the edited graph gives {list(value.size())} for {list(target.size())}"
                     raise EditError(problem, hint="keep the sizes of what is written back; or trace another model")
-                with torch.set_grad_enabled(update.grad and torch.is_grad_enabled()):
+                with _grad_mode(update.grad):
                     _ = target.grad_fn  # brings up to date what autograd knows of a view whose base was written
-                    target.copy_(value)
+                    once = _once(target.stride())
+                    target[once].copy_(value[once]) if once else target.copy_(value)
         for source in self.results:
             resolver.results.append(resolver.get(source))
         return resolver.results
@@ -322,7 +323,16 @@ def _laid_out(value: torch.Tensor, source: FromGraph, number: Number) -> torch.T
     stride = resolved(source.stride, number)
     if stride is None or value.stride() == stride:
         return value.clone() if source.copy else value
-    once = tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)  # one element of what expand() repeats
-    part = value[once]
+    once = _once(stride)
+    part = value[once] if once else value
     moved = torch.empty_strided(part.size(), stride, dtype=value.dtype, device=value.device).copy_(part)
     return moved if moved.size() == value.size() else moved.expand(value.size())
+
+
+def _once(stride: Sequence[int]) -> tuple[slice, ...]:
+    """An index of one element of each that `expand` repeats; empty where none is repeated."""
+    return tuple(slice(0, 1) if s == 0 else slice(None) for s in stride) if 0 in stride else ()
+
+
+def _grad_mode(grad: bool | None) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if grad is None else torch.set_grad_enabled(grad)

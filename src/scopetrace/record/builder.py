@@ -46,6 +46,8 @@ class TapeBuilder:
         """The last exception that an op raised, and the op."""
         self.deferred: list[TraceError] = []
         """Errors that the forward may have caught, but after which the tape is not the program."""
+        self.recomputed: list[range] = []
+        """The ops of each region that eager computes again in backward, as positions in the tape."""
         self._boundary = boundary
         self._origin: tuple[Scope, Scope, str | None] | None = None
 
@@ -207,7 +209,9 @@ class ValueTable:
 
     def fake_of(self, t: torch.Tensor) -> torch.Tensor:
         """The fake tensor of this trace for a known tensor; `t` itself where it is one."""
-        return t if isinstance(t, FakeTensor) and t.fake_mode is self._factory.mode else self.by_id[id(t)].fake
+        if isinstance(t, FakeTensor) and t.fake_mode is self._factory.mode:
+            return t
+        return self.by_id[id(unwrapped(t))].fake
 
     def bound_value(self, t: torch.Tensor) -> Value | None:
         """The value of a tensor that the forward bound to an attribute; None for one that is not of this trace.

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.nn.utils import parametrize
 
-from scopetrace._compat.dispatch import eager, paused
-from scopetrace._compat.hooks import is_module_hook, with_hooks
-from scopetrace._compat.tensors import id_of_storage, version_of
+from scopetrace._compat.dispatch import eager, paused, unwrapped
+from scopetrace._compat.hooks import acts_on_gradients, is_module_hook
+from scopetrace._compat.tensors import FakeTensor, id_of_storage, requires_grad_of, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
@@ -203,9 +203,10 @@ class CallRecorder:
             )
         if not self._builder.tape.exact_autograd:
             raise Retrace("the forward differentiates", Assumptions(exact_autograd=True))
-        if with_hooks([*self._data.examples.values(), *self._builder.tape.attributes.values()]):
+        if acts_on_gradients([*self._data.examples.values(), *self._builder.tape.attributes.values()]):
             raise UnsupportedOpError(
-                "the forward differentiates, and a parameter or an input has a hook, which would change the gradient",
+                "the forward differentiates, and a parameter or an input has a hook, which would change the gradient, "
+                "or is a view made under no_grad, which has none",
                 op="torch.autograd.grad",
                 **self._builder.where(),
                 hint="remove the hook while the model is traced, or differentiate outside of the forward",
@@ -219,7 +220,10 @@ class CallRecorder:
         """A function with a backward of its own is applied, which a graph of its forward would lose."""
         if is_module_hook(cls):
             self._refuse_hook("a backward hook of a module", "nn.Module.register_full_backward_hook")
-        if torch.is_grad_enabled() and any(t.requires_grad for t in args if isinstance(t, torch.Tensor)):
+        tensors = [t for t in args if isinstance(t, torch.Tensor)]
+        for t in tensors:
+            self._reads.on_gradient(t)
+        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
             raise UnsupportedOpError(
                 f"{cls.__qualname__} is a torch.autograd.Function, whose backward a graph of ops does not have",
                 op=f"{cls.__module__}.{cls.__qualname__}",
@@ -247,9 +251,39 @@ class CallRecorder:
         """The forward gets a node of autograd's graph, on which it may hang hooks."""
         self._refuse_hook("a node of autograd's graph", "Tensor.grad_fn")
 
-    def enter_saved_tensors_hooks(self) -> int:
-        """The forward enters `saved_tensors_hooks`."""
+    def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
+        """The forward sets `requires_grad`. An input that did not require grad may: its gradients stay inside."""
+        is_input = isinstance(unwrapped(t), FakeTensor)
+        if required != requires_grad_of(t) and self._values.is_outside(t) and not (required and is_input):
+            self._refuse_flag(
+                f"sets requires_grad of a tensor of the model, or an input, to {required}", "requires_grad"
+            )
+
+    def on_detach(self, t: torch.Tensor) -> None:
+        """The forward detaches a tensor in place."""
+        if self._values.is_outside(t):
+            self._refuse_flag("detaches a tensor of the model, or an input, in place", "detach_")
+
+    def on_grad(self, t: torch.Tensor) -> None:
+        """The forward reads or sets `grad`."""
+        if self._values.is_outside(t):
+            self._refuse_flag("reads or sets the gradient of a tensor of the model, or an input", "grad")
+
+    def _refuse_flag(self, problem: str, name: str) -> None:
+        raise UnsupportedOpError(
+            f"the forward {problem}, which no op does",
+            op=f"Tensor.{name}",
+            **self._builder.where(),
+            hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
+        )
+
+    def mark(self) -> int:
+        """The number of ops so far."""
         return len(self._builder.tape.ops)
+
+    def on_recomputed(self, mark: int) -> None:
+        """A checkpointed region ends."""
+        self._builder.recomputed.append(range(mark, self.mark()))
 
     def leave_saved_tensors_hooks(self, mark: int) -> None:
         """The forward leaves `saved_tensors_hooks`, which act on the ops that autograd records."""
@@ -302,7 +336,12 @@ class CallRecorder:
         Tensors made in the trace need no op: their storage changes, which `ValueTable.value_of` sees.
         """
         builder, values = self._builder, self._values
-        if builder.running is not None or not isinstance(new, torch.Tensor) or not values.is_outside(t):
+        if builder.running is not None or not isinstance(new, torch.Tensor):
+            return False
+        if not values.is_outside(t):
+            self._reads.on_gradient(t)
+            if requires_grad_of(t):
+                self._refuse_flag("sets `.data` of a tensor that it made and that requires grad", "data")
             return False
         if self.paused or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
             raise UnsupportedOpError(

@@ -30,6 +30,7 @@ from scopetrace._compat.tensors import (
     FakeFactory,
     FakeTensor,
     is_symbolic,
+    requires_grad_of,
     run_op,
     run_parts,
     storage_id,
@@ -134,7 +135,11 @@ class OpRecorder:
         if dispatch.in_transform():
             if not self._exact:
                 raise Retrace("a transform such as torch.vmap runs", Assumptions(exact_autograd=True))
-            return dispatch.through_transform(self._record, func, args, kwargs)
+            start = len(self._builder.tape.ops)
+            out = dispatch.through_transform(self._record, func, args, kwargs)
+            for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
+                v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
+            return out
         if dispatch.autocast_enabled():
             out = dispatch.through_autocast(self.mode, func, _device_type(args, kwargs), args, kwargs)
             if out is not NotImplemented:

@@ -22,6 +22,7 @@ import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.patches import forward_of_class
+from scopetrace._compat.tensors import requires_grad_of
 from scopetrace.ir.reads import (
     MISSING,
     Flag,
@@ -38,7 +39,7 @@ from scopetrace.ir.reads import (
     snapshot,
 )
 from scopetrace.ir.scopes import Frames
-from scopetrace.ir.tape import Value
+from scopetrace.ir.tape import Op, Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.layouts import inputs_of_layouts
 from scopetrace.record.model import Model, attribute_tables
@@ -309,6 +310,11 @@ class ReadRecorder:
             self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
             self._requires_grad(t)
 
+    def on_gradient(self, t: torch.Tensor) -> None:
+        """It matters whether autograd records what is done to a tensor."""
+        self.on_flag("torch.is_grad_enabled", (), questions.grad_enabled())
+        self.on_fact(t, "requires_grad", (), requires_grad_of(t))
+
     def on_layout(self, *, offset: bool = False) -> None:
         """Something depends on the strides of a tensor made in the forward: all inputs must be laid out as here."""
         for i, value in enumerate(self._builder.tape.inputs):
@@ -326,6 +332,24 @@ class ReadRecorder:
         path = self._builder.tape.input_paths[index]
         text = f"{path}.{name}" + (f"({', '.join(map(repr, args))})" if name in questions.METHODS else "")
         self._note_once(text, answer, OfInput(index, name, args))
+
+    def on_hidden_write(self, value: Value, op: Op) -> None:
+        """With gradients to an input or attribute, a write that autograd does not see would be another program."""
+        if not self._grad:
+            self.on_flag("torch.is_grad_enabled", (), False)
+            return
+        inputs, path = self._builder.tape.inputs, op.scope.path
+        place: Place | None = None
+        if value in inputs:
+            index = inputs.index(value)
+            name, place = self._builder.tape.input_paths[index], OfInput(index, "requires_grad")
+        elif value.op.name in self._builder.tape.owners:
+            name = value.op.name
+            module, attribute = self._builder.tape.owners[name]
+            place = None if module is None else OfTensor(module, attribute, "requires_grad")
+        if place is not None and place not in self._known:
+            self._known.add(place)
+            self._reads.append(Read(f"{name}.requires_grad", False, place, op.frames, path))
 
     def _requires_grad(self, t: torch.Tensor) -> None:
         owner = self._model.owner(t)

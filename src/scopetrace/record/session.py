@@ -58,7 +58,13 @@ from scopetrace.record.dynamic_shapes import (
     symbolic_strides,
 )
 from scopetrace.record.effects import EffectWatch, side_effects
-from scopetrace.record.gradients import refuse_lost_gradients
+from scopetrace.record.gradients import (
+    inputs_made_leaves,
+    refuse_inference_views,
+    refuse_lost_gradients,
+    refuse_recomputed,
+    without_hidden_gradients,
+)
 from scopetrace.record.model import Model, attribute_tables
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder
@@ -248,6 +254,9 @@ class Recording:
         finally:
             changes = objects.restore()
         self._add_changes(changes, draws.found, objects)
+        tape.side_effects += inputs_made_leaves(tape, self.data.examples)
+        for value, op in without_hidden_gradients(tape):
+            self.reads.on_hidden_write(value, op)
         tape.reads = [read for read in tape.reads if not _was_written(read, changes)]
         tape.side_effects += [_of_iterator(read) for read in tape.reads if isinstance(read.value, Iterator)]
         found = numbers_read(args, kwargs, argument_names(forward, len(args)), self.object_types, objects.reach.names)
@@ -255,7 +264,10 @@ class Recording:
         tape.argument_numbers = [n for n in found if n.name not in dynamic]
         if builder.deferred:
             raise builder.deferred[0]
-        refuse_lost_gradients(tape, leaves(tape.outputs, Value), self.data.examples)
+        results = leaves(tape.outputs, Value)
+        refuse_lost_gradients(tape, results, self.data.examples)
+        refuse_inference_views(tape, results)
+        refuse_recomputed(tape, builder.recomputed)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
             self._refuse_others(forward, others)

@@ -1,0 +1,71 @@
+"""Autograd's history as sets of leaves: from which of them gradients of a tensor go to, read off the ops of a tape.
+
+    leaves, a bit each -> along the ops that autograd records -> the bits of each value
+
+Autograd has one history for a tensor and all its views: a write to one of them is a write to all. `detach()` begins
+another one in the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from scopetrace.ir.tape import Op, Value
+from scopetrace.ops.overwrite import OVERWRITE
+
+_DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+
+
+class History:
+    """The bits of the values of some ops."""
+
+    def __init__(
+        self, ops: Iterable[Op], leaves: Mapping[Value, int], of_modules: int = 0, *, assumed: bool = False
+    ) -> None:
+        """Go along the ops.
+
+        Args:
+            ops: in the order in which they run.
+            leaves: the bits of each leaf.
+            of_modules: the bits of what a leaf module makes, which has parameters of its own.
+            assumed: whether all leaves count as if they required grad.
+        """
+        self._assumed = assumed
+        self._family: dict[Value, Value] = {}  # of views that of their base
+        self._bits: dict[Value, int] = {}  # of the first of each family
+        for op in ops:
+            self._follow(op, of_modules)
+            for v in leaves.keys() & op.values():
+                self._family[v] = v
+                self._bits[v] = leaves[v]
+
+    def of(self, v: Value) -> int:
+        """The bits of the leaves that autograd leads to from a value, as the last op left it."""
+        return self._bits.get(self._family.get(v, v), 0)
+
+    def is_detached(self, v: Value) -> bool:
+        """Whether autograd takes a value for a tensor of its own, in the memory of another."""
+        return self._family.get(v, v).op.target in _DETACHED
+
+    def _follow(self, op: Op, of_modules: int) -> None:
+        inputs = op.inputs()
+        for v in op.values():
+            base = next((i for i in inputs if i.storage == v.storage), None)
+            if base is not None and op.target not in _DETACHED:
+                self._family[v] = self._family.get(base, base)
+        if not (op.grad or self._assumed) or op.target in _DETACHED:
+            return
+        bits = of_modules if op.kind == "call_module" else 0
+        for v in inputs[:1] if op.target is OVERWRITE else inputs:
+            bits |= self.of(v)
+        for v in (*op.values(), *op.writes) if bits else ():
+            if v.fake.requires_grad or (self._assumed and can_require_grad(v)):
+                family = self._family.get(v, v)
+                self._bits[family] = self._bits.get(family, 0) | bits
+
+
+def can_require_grad(v: Value) -> bool:
+    """Whether its dtype has gradients."""
+    return v.fake.is_floating_point() or v.fake.is_complex()
