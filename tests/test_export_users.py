@@ -194,3 +194,113 @@ def test_a_parameter_of_a_subclass():
     model.p = nn.Parameter(CustomTensorPlainOut(torch.ones(3), torch.ones(3)))  # ops on it give plain tensors
     ep = st.trace(model, (torch.ones(3),)).to_exported_program()
     assert torch.equal(ep.module()(torch.ones(3)), model(torch.ones(3)))
+
+
+# Metadata ------------------------------------------------------------------------------------------------------------
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.fx.traceback.annotate({"part": "inner"}):
+            return self.fc(x).relu_()
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x, *, scale):
+        return self.inner(x) * scale
+
+
+def origins(graph):
+    """Of each op of a graph: its modules, source lines and annotations."""
+    for n in graph.nodes:
+        if n.op == "call_function":
+            custom = {k: v for k, v in n.meta.get("custom", {}).items() if k == "part"}
+            yield str(n.target), list(n.meta["nn_module_stack"].values()), n.meta["stack_trace"], custom
+
+
+def test_annotations():
+    x = torch.randn(2, 4)
+    with torch.fx.traceback.preserve_node_meta():
+        theirs = torch.export.export(Outer(), (x,), {"scale": x}).run_decompositions({})
+    ours = st.trace(Outer(), (x,), {"scale": x}).to_exported_program()
+    assert [o[3] for o in origins(ours.graph)] == [{"part": "inner"}, {"part": "inner"}, {}]
+    assert [(o[1], o[3]) for o in origins(ours.graph)] == [(o[1], o[3]) for o in origins(theirs.graph)]
+
+
+@pytest.mark.parametrize("again", ["graph_module", "module", "export"])
+def test_a_graph_that_is_traced_keeps_where_its_ops_come_from(again):
+    x = torch.randn(2, 4)
+    tr = st.trace(Outer(), (x,), {"scale": x})
+    if again == "graph_module":
+        first, graph, args, kwargs = tr.graph_module.graph, tr.graph_module, (x, x), {}
+    else:
+        program = tr.to_exported_program() if again == "module" else torch.export.export(Outer(), (x,), {"scale": x})
+        first, graph, args, kwargs = program.graph, program.module(), (x,), {"scale": x}
+    second = st.trace(graph, args, kwargs)
+    assert [c.fqn for c in second.calls] == [""]
+    strip = str.maketrans("", "", "_")  # the graph of torch.export has relu_
+    for found in (second.graph_module.graph, second.to_exported_program().graph):
+        assert [(o[0].translate(strip), *o[1:]) for o in origins(found)] == [
+            (o[0].translate(strip), *o[1:]) for o in origins(first)
+        ]
+    torch.testing.assert_close(second(*args, **kwargs), graph(*args, **kwargs))
+    assert "Linear[fc]" in str(second)
+
+
+class Held(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.m = torch.ones(3), nn.Module()
+        self.m.c = self.a
+
+    def forward(self, x):
+        torch.tensor(3)
+        return x + self.a + self.m.c
+
+
+def test_names_of_constants():
+    theirs = torch.export.export(Held(), (torch.ones(3),))
+    ours = st.trace(Held(), (torch.ones(3),)).to_exported_program()
+    assert sorted(ours.constants) == sorted(theirs.constants) == ["a", "m.c"]
+
+
+def test_names_of_arguments_come_first():
+    model = module_of(lambda self, x, y, div: torch.div(x, y, rounding_mode=div))
+    ep = st.trace(model, (torch.ones(3), torch.ones(3), "floor")).to_exported_program()
+    assert [spec.arg.name for spec in ep.graph_signature.input_specs] == ["x", "y", "div"]
+    torch.testing.assert_close(ep.module()(torch.ones(3), torch.ones(3), "floor"), torch.ones(3))
+
+
+def test_a_tensor_bound_to_an_attribute_is_warned_of():
+    class Keeps(nn.Module):
+        def forward(self, x):
+            self.last = x.sum()
+            return x + 2
+
+    tr = st.trace(Keeps(), (torch.ones(3),))
+    with pytest.warns(st.errors.SideEffectWarning, match="The tensor attribute self.last was assigned during export"):
+        tr.to_exported_program()
+
+
+def test_assertions_say_the_tightest_bounds():
+    def forward(self, x):
+        n = x.item()
+        torch._check(n >= 0)
+        torch._check(n >= 4)
+        torch._check(n <= 9)
+        return torch.ones(n)
+
+    args = (torch.tensor(5),)
+    ours = st.trace(module_of(forward), args).to_exported_program()
+    said = [n.args[1] for n in ours.graph.nodes if "_assert_scalar" in str(n.target)]
+    assert [text.partition(" on node")[0].rpartition("expression ")[2] for text in said] == ["u0 >= 4", "u0 <= 9"]
+    with pytest.raises(RuntimeError, match="u0 >= 4"):
+        ours.module()(torch.tensor(3))

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
+from torch.export._unlift import GuardsFn
 from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
 from torch.utils import _pytree as pytree
@@ -74,6 +75,11 @@ def add_guards(program: Any, conditions: list[str]) -> None:
 def guards_of(program: Any) -> list[str]:
     """The conditions on the inputs that `program.module()` checks."""
     return list(program._guards_code)
+
+
+def is_guard(module: Any) -> bool:
+    """Whether it is the module by which the module of an ExportedProgram checks its inputs."""
+    return isinstance(module, GuardsFn)
 
 
 def additional_inputs(dynamic_shapes: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:

@@ -51,6 +51,7 @@ NAMES = {
     "torch.autograd": "_engine_run_backward",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.compiler": "_is_compiling_flag _is_exporting_flag",
+    "torch.export._unlift": "GuardsFn",
     "torch.export.dynamic_shapes": "_DerivedDim _DimHint _DimHintType _IntWrapper",
     "torch.export.dynamic_shapes:_DimHintType": "AUTO STATIC",
     "torch.fx:Graph": "_resolve_unbacked_binding",

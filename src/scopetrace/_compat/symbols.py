@@ -103,13 +103,19 @@ class SymbolNodes:
         The messages are torch.export's, except for assertions whose own message is among `messages`.
         """
         for symbol in made:
-            for fact in shape_env.deferred_runtime_asserts.get(symbol, ()):
+            facts = shape_env.deferred_runtime_asserts.get(symbol, ())
+            for fact in facts:
                 if not all(map(self._gives, fact.expr.free_symbols)):
                     continue  # about a symbol inside an op, which is in no result
-                condition = self._node(fact.expr)
-                said = f"Runtime assertion failed for expression {fact.expr} on node '{condition}'"
-                message = fact.msg if fact.msg in messages else said
-                self._graph.call_function(torch.ops.aten._assert_scalar.default, (condition, message))
+                if fact.msg in messages or not _is_looser(fact.expr, [other.expr for other in facts]):
+                    self._assert(fact, messages)
+
+    def _assert(self, fact: Any, messages: Container[str]) -> None:
+        condition = self._node(fact.expr)
+        shown = fact.expr.reversed if _is_bound(fact.expr) and fact.expr.lhs.is_number else fact.expr
+        said = f"Runtime assertion failed for expression {shown} on node '{condition}'"
+        message = fact.msg if fact.msg in messages else said
+        self._graph.call_function(torch.ops.aten._assert_scalar.default, (condition, message))
 
     def _node(self, expr: Any) -> torch.fx.Node:
         found = self._nodes.get(expr)
@@ -170,6 +176,31 @@ def number_text(number: Any) -> str:
     """A symbolic number as text, with the names of Dims for its symbols: `2*batch`."""
     env = number.node.shape_env
     return expression_text(number.node.expr, getattr(env, "names", {}))
+
+
+def _is_bound(expr: Any) -> bool:
+    """Whether an expression is a limit of one symbol: `u0 >= 4`, `4 <= u0`."""
+    return (
+        isinstance(expr, (sympy.Ge, sympy.Le))
+        and {expr.lhs.is_symbol, expr.rhs.is_symbol} == {True, False}
+        and (expr.lhs.is_number or expr.rhs.is_number)
+    )
+
+
+def _limit(expr: Any) -> tuple[Any, bool, Any]:
+    """The symbol of a bound, whether it is a lower bound, and the number."""
+    expr = expr.reversed if expr.lhs.is_number else expr
+    return expr.lhs, isinstance(expr, sympy.Ge), expr.rhs
+
+
+def _is_looser(expr: Any, others: list[Any]) -> bool:
+    """Whether one of the other bounds of the same symbol says more."""
+    if not _is_bound(expr):
+        return False
+    symbol, is_lower, number = _limit(expr)
+    limits = [_limit(other) for other in others if _is_bound(other)]
+    same = [n for s, lower, n in limits if s == symbol and lower == is_lower]
+    return any(n > number if is_lower else n < number for n in same)
 
 
 def expression_text(expr: Any, names: dict[Any, str]) -> str:

@@ -151,7 +151,8 @@ class Emitter:
     ) -> Any:
         unbacked = origin.unbacked if target is origin.target else None
         op = Op(
-            kind, target, args, kwargs, outputs, origin.scope, origin.call, origin.frames, origin.grad, (), unbacked
+            *(kind, target, args, kwargs, outputs, origin.scope, origin.call, origin.frames, origin.grad, (), unbacked),
+            meta=origin.meta,
         )
         self.tape.ops.append(op)
         return outputs

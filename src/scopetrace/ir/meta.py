@@ -54,6 +54,12 @@ def set_origin(node: torch.fx.Node, module_stack: dict[str, tuple[str, str]], st
         node.meta["stack_trace"] = stack_trace
 
 
+def set_given(node: torch.fx.Node, given: dict[str, Any]) -> None:
+    """Write what a user or an earlier graph says of the node: `custom` beside ours, other keys in place of ours."""
+    node.meta.update({key: dict(found) for key, found in given.items() if key != "custom"})
+    node.meta["custom"] = {**given.get("custom", {}), **node.meta.get("custom", {})}
+
+
 def set_unbacked_bindings(node: torch.fx.Node, bindings: Any) -> None:
     """Write `unbacked_bindings`: by symbol that the node makes, where in its result it stands."""
     node.meta["unbacked_bindings"] = bindings

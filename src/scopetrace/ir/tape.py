@@ -139,6 +139,9 @@ class Op:
     """The `unbacked_bindings` of torch.fx: by sympy symbol that the op made, where in its result it stands."""
     tracked: tuple[Value, ...] = ()
     """Of an op that writes: its inputs that required grad before it. A write can make its target do so."""
+    meta: dict[str, Any] | None = None
+    """What its node gets in `node.meta`: `custom` of `torch.fx.traceback.annotate`, `nn_module_stack` of a graph.
+    A file does not have it."""
 
     def __init__(
         self,
@@ -154,12 +157,14 @@ class Op:
         writes: tuple[Value, ...] = (),
         unbacked: dict[Any, Any] | None = None,
         tracked: tuple[Value, ...] = (),
+        meta: dict[str, Any] | None = None,
     ) -> None:
         # Written as a dict: the __init__ of a frozen dataclass takes four times as long, which shows in a trace.
         fields = self.__dict__
         fields["kind"], fields["target"], fields["args"], fields["kwargs"] = kind, target, args, kwargs
         fields["outputs"], fields["scope"], fields["call"], fields["frames"] = outputs, scope, call, frames
         fields["grad"], fields["writes"], fields["unbacked"], fields["tracked"] = grad, writes, unbacked, tracked
+        fields["meta"] = meta
         if type(outputs) is Value:
             outputs.op = outputs.op or self
         elif outputs is not None:

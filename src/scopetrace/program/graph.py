@@ -209,6 +209,8 @@ class FxLowering:
         meta.set_place(node, op.scope.path, op.call.position if op.call is not None else 0)
         if op.kind != "placeholder":
             meta.set_origin(node, self._module_stack(op.call) | _modules_within(op), format_stack(op.frames))
+        if op.meta is not None:
+            meta.set_given(node, op.meta)
 
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""

@@ -13,6 +13,7 @@ from types import CodeType
 from typing import Any, TypeVar
 
 import torch
+from torch.fx import traceback
 
 from scopetrace._compat.dispatch import unwrapped
 from scopetrace._compat.questions import grad_enabled
@@ -49,7 +50,7 @@ class TapeBuilder:
         self.recomputed: list[range] = []
         """The ops of each region that eager computes again in backward, as positions in the tape."""
         self._boundary = boundary
-        self._origin: tuple[Scope, Scope, str | None] | None = None
+        self._origin: tuple[Scope, Scope, str | None, dict[str, Any] | None] | None = None
 
     def append(
         self,
@@ -65,11 +66,14 @@ class TapeBuilder:
         """Put an op at the end of the tape; it is complete and does not change any more. The fields are those of Op."""
         scope = self.state.current_scope
         frames = self.frames()
+        meta = None
         if self._origin is not None:
-            root, inner, stack_trace = self._origin
+            root, inner, stack_trace, meta = self._origin
             scope, frames = inner if scope is root else scope, stack_trace or frames
+        if "custom" in traceback.current_meta:
+            meta = {**(meta or {}), "custom": dict(traceback.current_meta["custom"])}
         grad, call = grad_enabled(), self.call
-        op = Op(kind, target, args, kwargs, outputs, scope, call, frames, grad, writes, unbacked, tracked)
+        op = Op(kind, target, args, kwargs, outputs, scope, call, frames, grad, writes, unbacked, tracked, meta)
         self.tape.ops.append(op)
         return op
 
@@ -108,9 +112,11 @@ class TapeBuilder:
             self.running = outer
 
     @contextlib.contextmanager
-    def from_node(self, root: Scope, scope: Scope, stack_trace: str | None) -> Iterator[None]:
+    def from_node(
+        self, root: Scope, scope: Scope, stack_trace: str | None, meta: dict[str, Any] | None = None
+    ) -> Iterator[None]:
         """Ops appended inside come from a node of a graph: in `scope` rather than `root`, at its stack trace."""
-        outer, self._origin = self._origin, (root, scope, stack_trace)
+        outer, self._origin = self._origin, (root, scope, stack_trace, meta)
         try:
             yield
         finally:

@@ -28,6 +28,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.data import DataReader
+from scopetrace.record.graph_nodes import NodeRunner, knows_modules
 from scopetrace.record.model import Model
 from scopetrace.record.module_paths import HasOtherPath, other_path
 from scopetrace.record.reads import ReadRecorder
@@ -89,6 +90,8 @@ class CallRecorder:
             self._refuse_other_path(module, args, kwargs)
         if call is not None and call.module is module and method not in self._entered[-1]:
             self._entered[-1] |= {"call", method}
+            if method == "forward" and call.parent is None and knows_modules(module):
+                return NodeRunner(module, self._builder).call(args, kwargs)
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
         self._reads.on_forward(module)
         fqn, scope = self._place(module)

@@ -65,6 +65,7 @@ from scopetrace.record.gradients import (
     refuse_recomputed,
     without_hidden_gradients,
 )
+from scopetrace.record.graph_nodes import knows_modules, root_scope
 from scopetrace.record.model import Model, attribute_tables
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder
@@ -100,7 +101,7 @@ def record(
         model = Model(fn)
         _refuse_wrapped(model)
         _refuse_lazy(model)
-        root = scopes.Scope("", model.type_name)
+        root = root_scope(model.root) if knows_modules(model.root) else scopes.Scope("", model.type_name)
         recording = Recording(
             model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )

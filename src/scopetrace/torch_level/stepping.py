@@ -8,7 +8,6 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
-import re
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.record import Recording, retraced
+from scopetrace.record.graph_nodes import NodeRunner, root_scope, scope_of_node
 from scopetrace.record.model import Model
 from scopetrace.record.retrace import Assumptions
 from scopetrace.torch_level.pure_calls import pure_call
@@ -82,7 +82,7 @@ def _record(
     gm: torch.fx.GraphModule, args: tuple[Any, ...], assumptions: Assumptions, with_trials: bool
 ) -> tuple[RecordedTape, list[NodeRecord]]:
     def run_body(body: torch.fx.GraphModule, args: Any) -> Any:
-        return _Body(body, recording).run(*args)
+        return NodeRunner(body, recording.builder).run(*args)
 
     recording = Recording(Model(gm), root_scope(gm), assumptions, run_graph=run_body)
     stepper = _Stepper(gm, recording, with_trials=with_trials)
@@ -147,19 +147,6 @@ class _Stepper(torch.fx.Interpreter):
             del tape.calls[calls:]
 
 
-class _Body(torch.fx.Interpreter):
-    """Runs a graph inside of the graph."""
-
-    def __init__(self, gm: torch.fx.GraphModule, recording: Recording) -> None:
-        super().__init__(gm)
-        self.builder = recording.builder
-
-    def run_node(self, n: torch.fx.Node) -> Any:
-        root = self.builder.state.current_scope
-        with self.builder.from_node(root, scope_of_node(n, root), n.stack_trace):
-            return super().run_node(n)
-
-
 def _plain(x: Any) -> Any:
     """The containers of torch.fx, which are immutable, as those of Python."""
     if isinstance(x, list):
@@ -179,41 +166,3 @@ def _hides_tensors(x: Any) -> bool:
         return bool(leaves([x.start, x.stop, x.step], (Value, torch.Tensor)))
     atoms = (int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format)
     return not (x is None or x is Ellipsis or isinstance(x, (Value, *atoms)))
-
-
-# Where the nodes of a graph come from ---------------------------------------------------------------------------------
-
-
-def root_scope(gm: torch.fx.GraphModule) -> Scope:
-    """The root scope, named after the class of the module that the graph came from, where its nodes have it."""
-    for node in gm.graph.nodes:
-        for fqn, kind in _module_stack(node):
-            if not fqn:
-                return Scope("", kind)
-    return Scope("", type(gm).__name__)
-
-
-def scope_of_node(node: torch.fx.Node, root: Scope) -> Scope:
-    """The module scope of a node, from its `nn_module_stack`."""
-    scope, outer = root, ""
-    for fqn, kind in _module_stack(node):
-        if fqn:
-            inside = fqn.startswith(f"{outer}.")
-            scope = scope.child(fqn[len(outer) + 1 :] if inside and outer else fqn, kind)
-            outer = fqn
-    return scope
-
-
-def _module_stack(node: torch.fx.Node) -> list[tuple[str, str]]:
-    """(fqn, class name), outermost first. Dynamo writes `L['self'].layers[0]`, torch.export `layers.0`."""
-    found: dict[str, Any] = node.meta.get("nn_module_stack") or {}
-    return [(_fqn(path), _class_name(kind)) for path, kind in found.values()]
-
-
-def _fqn(path: str) -> str:
-    plain = re.sub(r"^L\[['\"]\w+['\"]\]", "", path)
-    return re.sub(r"\[['\"]?([^\]'\"]+)['\"]?\]", r".\1", plain).lstrip(".")
-
-
-def _class_name(kind: Any) -> str:
-    return kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]

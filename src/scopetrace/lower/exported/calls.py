@@ -244,6 +244,8 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
             inside = set(frame.chain())
             closed.update(f for f in current.chain() if f not in inside)
             current = found[node] = frame
+            if own is not None and own.is_graph:
+                continue  # it has the module stack of the graph that was traced
             node.meta["nn_module_stack"] = (own or frame if is_apart else frame).module_stack()
         if is_apart:
             hidden.update(region)

@@ -7,6 +7,7 @@ import dataclasses
 from collections.abc import Iterator
 
 import torch
+import torch.fx
 
 from scopetrace.ir.tape import Call, FunctionalTape
 
@@ -36,6 +37,11 @@ class ModuleCallFrame:
     def module_stack(self) -> dict[str, tuple[str, str]]:
         """The `nn_module_stack` of the nodes in it."""
         return {f"L__self__{f.name}": (f.fqn, f.type_name) for f in reversed(list(self.chain()))}
+
+    @property
+    def is_graph(self) -> bool:
+        """Whether a GraphModule was called, whose nodes say themselves in which modules they are."""
+        return isinstance(self.call.module, torch.fx.GraphModule)
 
     @property
     def type_name(self) -> str:

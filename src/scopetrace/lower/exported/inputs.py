@@ -55,19 +55,21 @@ class State:
         return _PREFIX[self.kind] + re.sub(r"\W", "_", self.fqn).lower()
 
 
-def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, State]:
+def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], graph: torch.fx.Graph) -> dict[str, State]:
     """By name on the tape, the state of the program: parameters, then buffers, then constants.
 
     For a traced module all its parameters and buffers, tied ones once; for a function or a loaded trace, those that
-    the tape reads.
+    the tape reads. Constants that no node of `graph` reads and that nothing changes are left out.
     """
+    needed = {n.target for n in graph.find_nodes(op="get_attr")}
+    written = {n for n, v in tape.attribute_reads() if v.storage in tape.written_storages()}
     module = tape.calls[0].module if tape.calls else None
     readers = _readers(tape, frames)
     found = {s.fqn: s for s in _of_module(module, readers)} if module is not None else {}
     if tape.edited:  # an edit may have put other tensors in the place of the model's
         found = {n: dataclasses.replace(s, tensor=tape.attributes.get(n, s.tensor)) for n, s in found.items()}
     for name, tensor in tape.attributes.items():
-        if name in readers and name not in found:
+        if name in readers and name not in found and (name in tape.owners or name in needed | written):
             found[name] = _beside(tape, name, tensor, readers[name])
     return dict(sorted(found.items(), key=lambda item: list(_PREFIX).index(item[1].kind)))
 
@@ -118,7 +120,17 @@ def _beside(tape: FunctionalTape, name: str, tensor: torch.Tensor, readers: list
         return State(InputKind.BUFFER, name, tensor, persistent=True)
     if attribute in buffers_of(module):
         return State(InputKind.BUFFER, name, tensor, attribute in persistent_buffers_of(module))
-    return State(InputKind.CONSTANT_TENSOR, name, tensor)
+    return State(InputKind.CONSTANT_TENSOR, name, tensor, aliases=tuple(_other_names(tape, name, tensor)))
+
+
+def _other_names(tape: FunctionalTape, name: str, tensor: torch.Tensor) -> Iterator[str]:
+    """The further attributes of the model that are this tensor."""
+    root = tape.calls[0].module
+    for fqn, module in root.named_modules(remove_duplicate=False) if root is not None else ():
+        for attribute, found in vars(module).items():
+            path = f"{fqn}.{attribute}" if fqn else attribute
+            if found is tensor and path != name:
+                yield path
 
 
 class Lifted:
@@ -174,6 +186,9 @@ class Lifted:
     def _placeholder(self, name: str, value: Any) -> torch.fx.Node:
         with self._graph.inserting_before(next(iter(self._graph.nodes))):
             node = self._graph.placeholder(name)
+        taken = next((n for n in self._graph.nodes if n.name == name), node)
+        if taken.op == "call_function":  # as in torch.export, an input has its name, and an op another
+            node.name, taken.name = taken.name, node.name
         node.target = node.name
         meta.set_value(node, value)
         return node

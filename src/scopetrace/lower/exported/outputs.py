@@ -9,6 +9,7 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import container_type, map_structure
-from scopetrace.errors import ExportError
+from scopetrace.errors import ExportError, SideEffectWarning
 from scopetrace.ir.tape import FunctionalTape, Value
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, StateRef, ViewOf
 from scopetrace.lower.exported.calls import argument_of
@@ -83,6 +84,11 @@ class Outputs(ResultNodes):
             if change is not None:
                 found[StateRef(name)] = change
                 self._bound.add(self._storage(change.placeholder))
+            else:
+                text = (
+                    f"The tensor attribute self.{name} was assigned during export, and the program does not assign it"
+                )
+                warnings.warn(f"{text}: register it as a buffer, or return the tensor", SideEffectWarning, stacklevel=6)
         order = {node: i for i, node in enumerate(self._graph.nodes)}
         return dict(sorted(found.items(), key=lambda item: order[item[1].placeholder]))
 

@@ -58,7 +58,7 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> Exported
     marked = with_marks(identities.applied(tape), frames)
     program = FxLowering(marked)
     names = argument_names(forward, len(tape.args[0]))
-    held_state = states(tape, frames)
+    held_state = states(tape, frames, program.graph)
     lifted = Lifted(program, marked, held_state, names)
     outputs = Outputs(program, marked, lifted)
     for lowered in program.walk():
