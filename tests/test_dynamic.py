@@ -160,6 +160,37 @@ def test_one_tensor_given_twice_stays_two_arguments():
     torch.testing.assert_close(tr(y, y), y - 2 * y)
 
 
+def test_names_as_strings_are_dims_that_may_equal_others():
+    def f(a, b, c, d):
+        return a + b, c + d
+
+    shapes = ({0: Dim("n", min=3)}, {0: "of_b"}, {0: Dim.AUTO}, ("of_d", None))
+    with pytest.warns(UserWarning, match="The axis name: of_b will not be used, .* another axis: n"):
+        tr = st.trace(f, [torch.randn(4, 2) for _ in range(4)], dynamic_shapes=shapes)
+    assert "a=%a: f32[n, 2], b=%b: f32[n, 2], c=%c: f32[of_d, 2], d=%d: f32[of_d, 2]" in str(tr)
+    a, c = torch.randn(3, 2), torch.randn(7, 2)
+    assert [y.shape[0] for y in tr(a, a, c, c)] == [3, 7]
+    with pytest.raises(InputMismatchError, match="n"):
+        tr(a[:2], a[:2], c, c)
+    with pytest.raises(InputMismatchError):
+        tr(a, c, c, c)
+
+
+def test_one_name_for_two_strings_is_one_size():
+    shapes = ({0: "n"}, {0: "n"})
+    tr = st.trace(lambda a, b: (a + 1, b + 1), (torch.randn(4), torch.randn(4)), dynamic_shapes=shapes)
+    with pytest.raises(InputMismatchError, match="must be n = 3"):
+        tr(torch.randn(3), torch.randn(5))
+    with pytest.raises(DynamicShapeError, match="one Dim stands for one size"):
+        st.trace(lambda a, b: (a + 1, b + 1), (torch.randn(4), torch.randn(5)), dynamic_shapes=shapes)
+
+
+def test_two_dims_that_equal_one_dimension_without_a_name():
+    shapes = ({0: Dim("n")}, {0: Dim.AUTO}, {0: Dim("m")})
+    with pytest.raises(DynamicShapeError, match=r"must always be [nm] in this model"):
+        st.trace(lambda a, b, c: a + b + c, [torch.randn(3) for _ in range(3)], dynamic_shapes=shapes)
+
+
 # ---------------------------------------------------------------- what cannot be dynamic
 
 
@@ -187,7 +218,7 @@ def test_two_dims_that_the_model_makes_equal():
     [
         ({"z": {0: Dim("n")}}, "dynamic_shapes names 'z'; the arguments are x, y"),
         ({"x": {5: Dim("n")}}, "dimension 5 of x, which has 3"),
-        ({"x": {0: "n"}}, "dimension 0: 'n' is none of"),
+        ({"x": {0: 1.5}}, "dimension 0: 1.5 is none of"),
         (({0: Dim("n")},), "1 items for 2 arguments"),
         ({"x": {0: Dim("n", max=2)}}, r"is 3 in the example, outside of \[0, 2\]"),
         ({"x": {0: Dim("n"), 1: Dim("n")}}, "one Dim stands for one size"),
@@ -360,7 +391,11 @@ def test_whole_numbers_can_be_dynamic():
 
 @pytest.mark.parametrize(
     ("spec", "message"),
-    [(Dim("n"), "has the Dim n for n, which is a whole number"), (5, "n is 4 in the example, and 5"), ("x", "none of")],
+    [
+        (Dim("n"), "has the Dim n for n, which is a whole number"),
+        (5, "n is 4 in the example, and 5"),
+        ("x", "has the Dim x for n"),
+    ],
 )
 def test_what_a_whole_number_cannot_be(spec, message):
     with pytest.raises(DynamicShapeError, match=message):

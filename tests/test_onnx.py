@@ -907,3 +907,90 @@ def test_ops_that_torch_refuses_are_named_with_module_and_source():
         st.trace(nn.Sequential(Windows()), (torch.randn(1, 2, 3, 4, 8),)).to_onnx()
     assert raised.value.module == "Sequential/Windows[0]"
     assert re.fullmatch(r"File .*: return F\..*", raised.value.source)
+
+
+# ---------------------------------------------------------------- which modules
+
+
+class Wrapped(nn.Module):
+    """Two equal layers with equal parts, and such a part outside of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers, self.fc = blocks(2), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(self.layers(x))
+
+
+@pytest.mark.parametrize(
+    ("functions", "names"),
+    [
+        ("repeated", ["Linear", "Block"]),
+        ("layers", ["Block"]),
+        (["layers", nn.Sequential], ["Block", "Sequential"]),
+        (True, ["Linear", "Block", "Sequential"]),
+        (False, []),
+    ],
+)
+def test_targets_by_a_rule(functions, names):
+    model = st.trace(Wrapped(), (X,)).to_onnx(functions=functions, verify=True)
+    assert [f.name for f in model.functions.values()] == names
+
+
+def test_a_class_with_the_name_of_an_op():
+    class Add(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    trace = st.trace(nn.Sequential(Add(), Add()), (X,))
+    model = trace.to_onnx(functions=True, verify=True)  # ONNX Runtime would abort
+    assert [f.name for f in model.functions.values()] == ["AddModule"]
+    with pytest.raises(st.errors.OnnxOptionError, match="'my::AddModule'"):
+        trace.to_onnx(functions={Add: "my::Add"})
+
+
+# ---------------------------------------------------------------- bodies of control flow
+
+
+class Branches(nn.Module):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: (x + 1, torch.ones(2, 4)), lambda x: (x - 1, torch.zeros(2, 4)), (x,))
+
+
+def test_a_branch_that_returns_a_constant_in_a_function():
+    model = st.trace(nn.Sequential(Branches()), (X,)).to_onnx(functions=True, verify=True)
+    assert [n.op_type for n in model.graph] == ["Branches"]
+
+
+class Counts(nn.Module):
+    def forward(self, x):
+        def body(i, x):
+            torch._check(i >= 0)
+            torch._check(i < x.shape[0])
+            y = x.clone()
+            y[i] += i
+            return i + 1, y
+
+        return torch.ops.higher_order.while_loop(lambda i, x: i < x.shape[0], body, (0, x), ())[1]
+
+
+@pytest.mark.parametrize("functions", [(), True])
+def test_assertions_in_the_body_of_a_loop(functions):
+    model = st.trace(nn.Sequential(Counts()), (X,)).to_onnx(functions=functions, verify=True)
+    assert ("Counts" if functions else "Loop") in [n.op_type for n in model.graph]
+
+
+def test_packed_numbers():
+    class Packed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("codes", torch.zeros(3, 2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2))
+
+        def forward(self, x):
+            return self.codes, x
+
+    for functions in ((), True):
+        model = st.trace(nn.Sequential(Packed()), (X,)).to_onnx(functions=functions)
+        codes = model.graph.initializers["0.codes"]
+        assert (codes.dtype, shape(codes), shape(model.graph.outputs[0])) == (ir.DataType.FLOAT4E2M1, [3, 4], [3, 4])

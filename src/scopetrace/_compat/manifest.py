@@ -112,7 +112,11 @@ LATER = {
 ONNX = {
     "torch._decomp": "get_decompositions",
     "torch.onnx._internal.exporter._constants": "TORCHLIB_OPSET",
-    "torch.onnx._internal.exporter._core": "_is_onnx_op _prepare_exported_program_for_export",
+    "torch._export.utils": "_collect_all_valid_cia_ops",
+    "torch.export.decomp_utils": "_collect_all_valid_cia_ops",
+    "torch.export.exported_program": "_collect_all_valid_cia_ops",
+    "torch.onnx._internal.exporter._core": "TorchTensor _is_onnx_op _prepare_exported_program_for_export "
+    "torch_dtype_to_onnx_dtype",
     "torch.onnx._internal.exporter._dispatching": "dispatch",
     "torch.onnx._internal.exporter._registration": "ONNXRegistry onnxscript_apis",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import re
 import threading
@@ -10,11 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
+import onnx_ir as ir
 import torch.fx
 from onnxscript import rewriter
 from onnxscript.rewriter import pattern
 from onnxscript.rewriter.rules.common import _no_op
 from torch._decomp import get_decompositions
+from torch._export.utils import _collect_all_valid_cia_ops
+from torch.export import decomp_utils, exported_program
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
 
 from scopetrace._compat import manifest
@@ -22,21 +26,56 @@ from scopetrace._compat import manifest
 manifest.require(list(manifest.missing(manifest.ONNX)))
 
 _one_at_a_time = threading.RLock()
-_read_op_library = functools.cache(lambda: _registration.onnxscript_apis.get_torchlib_ops())  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _registry(opset_version: int) -> Any:
+    return _from_torchlib(opset_version)
+
+
+_from_torchlib = _registration.ONNXRegistry.from_torchlib
+
+
+def _copy_of_registry(opset_version: int = _constants.TORCHLIB_OPSET) -> Any:
+    found = copy.copy(_registry(opset_version))
+    found.functions = {op: list(forms) for op, forms in found.functions.items()}
+    return found
+
+
+@functools.lru_cache(maxsize=1)
+def _composite_ops(registered: tuple[str, ...]) -> Any:
+    return _collect_all_valid_cia_ops()
 
 
 @contextlib.contextmanager
 def op_library_read_once() -> Iterator[None]:
-    """Exports inside use a cached copy of onnxscript's op library; one thread at a time.
+    """Exports inside take onnxscript's op library and torch's list of composite ops from a cache; one thread at a time.
 
-    torch reads the library for each export, and onnxscript then parses the source of its 500 functions, which takes up
-    to a second. They ship with onnxscript and do not change.
+    torch makes both for each export, and onnxscript parses the source of its 500 functions, which takes up to a second.
+    The library ships with onnxscript and does not change; the list does where ops are registered.
     """
     with _one_at_a_time:
-        library = _read_op_library()
-        apis = _registration.onnxscript_apis  # type: ignore[attr-defined]
-        with mock.patch.object(apis, "get_torchlib_ops", lambda: library):
+        registered = tuple(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
+        known = _composite_ops(registered)
+        with (
+            mock.patch.object(_registration.ONNXRegistry, "from_torchlib", staticmethod(_copy_of_registry)),
+            mock.patch.object(decomp_utils, "_collect_all_valid_cia_ops", lambda: known),
+            mock.patch.object(exported_program, "_collect_all_valid_cia_ops", lambda: known),
+        ):
             yield
+
+
+def onnx_type(tensor: torch.Tensor) -> tuple[int, list[Any]]:
+    """The ONNX dtype of a tensor, as a number, and its sizes there, where complex numbers are pairs."""
+    dtype, sizes = tensor.dtype.to_real(), [*tensor.shape, 2] if tensor.is_complex() else [*tensor.shape]
+    if dtype is torch.float4_e2m1fn_x2:
+        sizes[-1] *= 2
+    return int(_core.torch_dtype_to_onnx_dtype(dtype)), sizes
+
+
+def packed_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
+    """An ONNX tensor of a dtype that packs two numbers into a byte, which onnx_ir's own adapter does not take."""
+    return _core.TorchTensor(tensor)
 
 
 def with_batch_statistics(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
@@ -55,7 +94,7 @@ def decomposed(
     Raises what a decomposition raises.
     """
     version = max(opset_version or _constants.TORCHLIB_OPSET, _constants.TORCHLIB_OPSET)
-    registry = _registration.ONNXRegistry.from_torchlib(opset_version=version)
+    registry = _copy_of_registry(version)
     for op, form in table.items():
         registry.register_op(op, form, is_complex=False)
     found = _core._prepare_exported_program_for_export(program, registry=registry)

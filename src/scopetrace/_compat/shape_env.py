@@ -494,7 +494,14 @@ class DimSpec:
     upper: int | None
     may_be_fixed: bool = False
     """`Dim.AUTO`: a model that requires one size makes the dimension static, and that is no error."""
+    may_be_equal: bool = False
+    """A name given as a string: a model in which the dimension equals another one has one name for both."""
     derive: Callable[[Any], Any] | None = None
+
+    @property
+    def is_dim(self) -> bool:
+        """Whether it is a `Dim`, or derived from one, which equals no other dimension."""
+        return self.name is not None and not self.may_be_equal
 
     def root_of(self, size: int) -> int | None:
         """The value of the root for which the dimension has this size; None where there is none."""
@@ -510,6 +517,8 @@ def read_dim(dim: Any, least: int = 0) -> DimSpec | int | None:
     """
     if dim is None or isinstance(dim, int):
         return dim
+    if isinstance(dim, str):
+        return DimSpec(dim, least, None, may_be_equal=True)
     if isinstance(dim, _DerivedDim):
         root = dim.root
         return DimSpec(root.__name__, root.min, _bounded(root.max), derive=dim.fn)
@@ -520,7 +529,7 @@ def read_dim(dim: Any, least: int = 0) -> DimSpec | int | None:
             return None
         lower = least if dim.min is None else dim.min
         return DimSpec(None, lower, _bounded(dim.max), may_be_fixed=dim.type is _DimHintType.AUTO)
-    raise TypeError(f"{dim!r} is none of None, int, Dim, Dim.AUTO, Dim.DYNAMIC, Dim.STATIC")
+    raise TypeError(f"{dim!r} is none of None, int, str, Dim, Dim.AUTO, Dim.DYNAMIC, Dim.STATIC")
 
 
 def _bounded(upper: Any) -> int | None:

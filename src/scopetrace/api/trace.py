@@ -200,7 +200,8 @@ class Trace(Runnable):
 
         Args:
             targets: module classes, fqn patterns as fnmatch reads them (`"layers.*.attn"`), predicates on a ModuleCall,
-                or `"repeated"`: every class of which at least two calls are equal.
+                or `"repeated"`: every class of which at least two calls are equal; `"layers"`: of these the outermost
+                calls only; True: every call inside the model.
 
         Raises:
             OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.

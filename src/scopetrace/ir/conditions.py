@@ -8,6 +8,7 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -149,36 +150,58 @@ class SizeRules:
             more = max(lower, 2) > max(spec.lower, 2) or (
                 upper is not None and (spec.upper is None or upper < spec.upper)
             )
-            if spec.name is not None and more and self.env.replace(symbol) == symbol:
+            if spec.is_dim and more and self.env.replace(symbol) == symbol:
                 limits = f"at least {lower}" + ("" if upper is None else f" and at most {upper}")
                 found.append(f"{self._place(symbol)} must be {limits} in this model, which is a part of its range")
         return found
 
-    def _is_unnamed(self, expr: Any) -> bool:
-        """Whether it is a symbol of Dim.DYNAMIC or Dim.AUTO."""
-        return expr.is_Symbol and expr in self.specs and self.specs[expr].name is None
-
     def refuse_fixed(self) -> None:
-        """Raise DynamicShapeError where the model fixed a size that `dynamic_shapes` says is dynamic."""
+        """Raise DynamicShapeError where the model fixed a size that `dynamic_shapes` says is dynamic.
+
+        `Dim.AUTO`, `Dim.DYNAMIC` and names given as strings may equal other dimensions, and then have one name.
+        """
+        dims: dict[Any, Any] = {}  # by a symbol that is no Dim's, the Dim that equals it
         for symbol, spec in self.specs.items():
             only = self._only_value(symbol)
             now = self.env.replace(symbol) if only is None else only
-            if now == symbol or spec.may_be_fixed:
+            if spec.may_be_fixed or not (now.is_number or (spec.is_dim and _is_linear(now))):
                 continue
-            fixed = next((f for f in self.env.fixed if f.symbol == symbol), None)
-            place = fixed.place if fixed is not None else {}
-            if not now.is_number and (spec.name is None or self._is_unnamed(now) or not _is_linear(now)):
-                continue  # equal to another dimension, one of them Dim.DYNAMIC or Dim.AUTO, or to what no Dim can say
-            if now.is_number:
-                problem = f"{self._place(symbol)} was said to be dynamic, and the model fixes it at {now}"
-                hint = (
-                    f"write {now} for it in dynamic_shapes, or Dim.AUTO to let the model decide; "
-                    "or take the number from the tensor's shape in the model"
-                )
-            else:
-                problem = f"{self._place(symbol)} must always be {self._say(now)} in this model"
-                hint = f"give both the same Dim, or say {self.name(symbol)} as {self._say(now)} in dynamic_shapes"
-            raise DynamicShapeError(problem, hint=hint, **place)
+            if now in self.specs and not self.specs[now].is_dim:
+                now = dims.setdefault(now, symbol)
+            if now != symbol:
+                self._refuse(symbol, now)
+        for symbol, spec in list(self.specs.items()):
+            now = self.env.replace(symbol)
+            if spec.name and now != symbol and now in self.specs:
+                self._name_equal(now, spec)
+
+    def _refuse(self, symbol: Any, now: Any) -> None:
+        fixed = next((f for f in self.env.fixed if f.symbol == symbol), None)
+        place = fixed.place if fixed is not None else {}
+        if now.is_number:
+            problem = f"{self._place(symbol)} was said to be dynamic, and the model fixes it at {now}"
+            hint = (
+                f"write {now} for it in dynamic_shapes, or Dim.AUTO to let the model decide; "
+                "or take the number from the tensor's shape in the model"
+            )
+        else:
+            problem = f"{self._place(symbol)} must always be {self._say(now)} in this model"
+            hint = f"give both the same Dim, or say {self.name(symbol)} as {self._say(now)} in dynamic_shapes"
+        raise DynamicShapeError(problem, hint=hint, **place)
+
+    def _name_equal(self, symbol: Any, other: DimSpec) -> None:
+        """Give the symbol that stands for two equal dimensions one name: that of a Dim, else the first."""
+        own = self.specs[symbol]
+        kept, lost = (other, own) if own.name is None or other.is_dim else (own, other)
+        upper = min((n for n in (own.upper, other.upper) if n is not None), default=None)
+        self.specs[symbol] = dataclasses.replace(kept, lower=max(own.lower, other.lower), upper=upper)
+        self.env.names[symbol] = str(kept.name)
+        if lost.name not in (None, kept.name):
+            warnings.warn(  # in the words of torch.onnx, for which users may have filters
+                f"# The axis name: {lost.name} will not be used, since it shares the same shape constraints with "
+                f"another axis: {kept.name}.",
+                stacklevel=2,
+            )
 
 
 def _is_linear(expr: Any) -> bool:

@@ -13,7 +13,7 @@ import dataclasses
 import fnmatch
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -27,8 +27,14 @@ from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
-Target = type | torch.nn.Module | str | Callable[[ModuleCall], bool]
+Target = type | torch.nn.Module | str | bool | Callable[[ModuleCall], bool]
+"""A class, a module, a pattern of names or a predicate; or one of the following."""
 REPEATED = "repeated"
+"""Every class of which at least two calls are equal."""
+OUTERMOST = "layers"
+"""The same, but no call inside another one."""
+EVERY = True
+"""Every call of a module inside the model that can be a function."""
 
 
 class Function(FunctionSignature):
@@ -125,18 +131,32 @@ def outline_calls(source: TracedProgram, targets: Iterable[Target]) -> OutlinedT
     if not isinstance(tape, FunctionalTape):
         tape = FunctionalTape.of(tape)
     readers = Readers(tape)
-    named, repeated = _named(source, list(targets), readers)
-    chosen = list(dict.fromkeys([*named, *repeated]))
-    outlined, bodies = outline(tape, readers, chosen, source.forward)
-    twice = {body.module_type for body in bodies if len(body.calls) > 1}
-    kept = [call for call in chosen if call in named or call.module_type in twice]
-    if kept != chosen:
+    wanted = list(targets)
+    named, kept = _named(source, wanted, readers)
+    outlined, bodies = outline(tape, readers, kept, source.forward)
+    while EVERY not in wanted:
+        twice = {body.module_type for body in bodies if len(body.calls) > 1}
+        whole = {call for call in kept if call.module_type in twice} if OUTERMOST in wanted else set()
+        again = [c for c in kept if c in named or (c.module_type in twice and whole.isdisjoint(_around(c)))]
+        if again == kept:
+            break
+        kept = again
         outlined, bodies = outline(tape, readers, kept, source.forward)
     return OutlinedTrace(source, outlined, bodies, kept)
 
 
-def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple[list[Call], list[Call]]:
-    """The calls that the targets name, and for the target "repeated", all that could be functions.
+def _around(call: Call) -> Iterator[Call]:
+    """The calls around a call, from the inside."""
+    while call.parent is not None:
+        call = call.parent
+        yield call
+
+
+_GENERAL = (REPEATED, OUTERMOST, EVERY)
+
+
+def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple[set[Call], list[Call]]:
+    """The calls that the targets name; these and, where a target names no class or module, all that could be functions.
 
     Raises OutlineError for a target that names no call, or one that cannot be a function.
     """
@@ -144,7 +164,7 @@ def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple
     calls = [call for call in source.calls if call.record in own]
     found: dict[ModuleCall, None] = {}
     for target in targets:
-        if target == REPEATED:
+        if target in _GENERAL:
             continue
         matched = [call for call in calls if is_named(call, target)]
         if not matched and any(is_named(call, target) for call in source.calls):
@@ -167,15 +187,19 @@ def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple
                 f"{call.scope}: {number}, a number that is made in this call, is used outside, though no result has "
                 f"it as a size; leave {call.scope.type_name} out of the targets"
             )
-    if REPEATED not in targets:
-        return named, []
+    by_rule = _possible(calls, readers, EVERY in targets) if any(t in _GENERAL for t in targets) else []
+    return set(named), list(dict.fromkeys([*named, *by_rule]))
+
+
+def _possible(calls: list[ModuleCall], readers: Readers, once: bool) -> Iterator[Call]:
+    """The calls inside the model that can be functions; those of a class that is called `once`, or of others only."""
     times = Counter(call.module_type for call in calls)
-    return named, [
-        call.record
-        for call in calls
-        if call.parent and call.module_type is not None and times[call.module_type] > 1
-        if not readers.lost_numbers(call.record) and not _lost(call.record)
-    ]
+    for call in calls:
+        is_inner = call.parent is not None and call.module_type is not None
+        if not is_inner or (times[call.module_type] == 1 and not once):
+            continue
+        if not readers.lost_numbers(call.record) and not _lost(call.record):
+            yield call.record
 
 
 def _lost(call: Call) -> bool:

@@ -15,8 +15,9 @@ from collections.abc import Mapping, Sequence, Set
 from scopetrace.errors import OnnxDependencyError
 from scopetrace.program.outlined import Target
 
-Targets = Target | Sequence[Target] | Set[Target] | Mapping[type, str]
-"""Targets of `Trace.outline` (one, or several in a list, tuple or set), or a dict from classes to `"domain::Name"`."""
+Targets = Target | bool | Sequence[Target] | Set[Target] | Mapping[type, str]
+"""Targets of `Trace.outline` (one, or several in a list, tuple or set), a dict from classes to `"domain::Name"`,
+or False for none."""
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 

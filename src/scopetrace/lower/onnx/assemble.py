@@ -20,6 +20,7 @@ import torch
 import torch.fx
 from onnx_ir.tensor_adapters import TorchTensor
 
+from scopetrace._compat.onnx import packed_tensor
 from scopetrace.ir import meta
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Operand, Results, Subgraph
 from scopetrace.lower.onnx.naming import FunctionNames, Labels, SizeNames, forget_sizes_made_inside, output_names
@@ -64,6 +65,8 @@ PROTO_LIMIT = 2**31 - 2**27
 def onnx_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
     """A tensor for ONNX, without a copy; complex numbers as pairs of real ones, as in torch.onnx."""
     tensor = tensor.detach()
+    if tensor.dtype is torch.float4_e2m1fn_x2:
+        return packed_tensor(tensor)
     return TorchTensor(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg())
 
 
@@ -236,27 +239,24 @@ class _Body:
         self.graph.sort()
 
     def _initializers_to_constants(self) -> None:
-        """ONNX functions have no initializers: make Constant nodes of them."""
-        for value in list(self.graph.initializers.values()):
-            assert value.const_value is not None
-            self._replace(value, self._constant(value.const_value))
-        self.graph.initializers.clear()
+        """ONNX functions have no initializers, nor have graphs in them: make Constant nodes of them."""
+        nodes = list(ir.traversal.RecursiveGraphIterator(self.graph))
+        inner = [a.as_graph() for n in nodes for a in n.attributes.values() if a.type is ir.AttributeType.GRAPH]
+        for graph in (self.graph, *inner):
+            for value in list(graph.initializers.values()):
+                assert value.const_value is not None
+                self._replace(value, self._constant(value.const_value, graph))
+            graph.initializers.clear()
 
-    def _constant(self, tensor: Any) -> ir.Value:
+    def _constant(self, tensor: Any, graph: ir.Graph | None = None) -> ir.Value:
         node = ir.node("Constant", [], {"value": tensor})
         new = node.outputs[0]
         new.type, new.shape, new.const_value = ir.TensorType(tensor.dtype), ir.Shape(tensor.shape), tensor
-        self._prepend(node)
+        _prepend(self.graph if graph is None else graph, node)
         return new
 
-    def _prepend(self, node: ir.Node) -> None:
-        if len(self.graph):
-            self.graph.insert_before(self.graph[0], node)
-        else:
-            self.graph.append(node)
-
     def _replace(self, old: ir.Value, new: ir.Value) -> None:
-        ir.convenience.replace_all_uses_with(old, new)
+        ir.convenience.replace_all_uses_with(old, new, replace_graph_outputs=True)
         for node, value in self._values.items():
             if value is old:
                 self._values[node] = new
@@ -269,7 +269,7 @@ class _Body:
         if before:  # keeps the order of the calls
             self.graph.insert_after(max(before, key=list(self.graph).index), node)
         else:
-            self._prepend(node)
+            _prepend(self.graph, node)
         self._last_call = [node]
         for result, new in zip(site.results, node.outputs, strict=True):
             hole = self._values[result]
@@ -314,6 +314,13 @@ class _Body:
                 value = node.outputs[0]
             found.append(value)
         return found
+
+
+def _prepend(graph: ir.Graph, node: ir.Node) -> None:
+    if len(graph):
+        graph.insert_before(graph[0], node)
+    else:
+        graph.append(node)
 
 
 def _without_shapes(function: ir.Function) -> ir.Function:

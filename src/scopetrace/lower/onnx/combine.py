@@ -234,6 +234,9 @@ class CombinedGraph:
     def _branch(self, body: FxLowering) -> torch.fx.Node:
         name = self._branches.setdefault(body, f"body_{len(self._branches)}")
         if not hasattr(self.root, name):
+            for inner in body.walk():
+                for node in inner.graph.nodes:  # torch computes the values of conditions again, and wants an entry
+                    meta.set_value(node, meta.value(node))
             self.root.add_module(name, body.graph_module())
         return self.graph.create_node("get_attr", name, name=name)
 

@@ -24,7 +24,7 @@ from scopetrace.ir.tape import garbage_collection_paused
 from scopetrace.lower.onnx import Targets
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported, attach, save
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
-from scopetrace.lower.onnx.naming import FunctionNames, SizeNames
+from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames
 from scopetrace.lower.onnx.translate import Table, exported_program, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.program.outlined import Function, Target, is_named, outline_calls
@@ -50,11 +50,15 @@ def read_targets(targets: Targets, where: str) -> tuple[list[Target], dict[type,
                     f"{where}: {name!r} is in a domain of ops that runtimes have, and these win over a function: "
                     f"write 'my.domain::{cls.__name__}', or name it in plugins="
                 )
+            if where == "functions" and name.partition("::")[2] in TAKEN_FOR_OPS:
+                raise OnnxOptionError(
+                    f"{where}: ONNX Runtime takes {name!r} for the op of that name, and aborts: write '{name}Module'"
+                )
         return list(targets), dict(targets)
     if isinstance(targets, (list, tuple, set, frozenset)):
         return list(targets), {}
     single: Any = targets
-    return [single], {}
+    return [] if targets is False else [single], {}
 
 
 def read_names(given: Sequence[str] | None, own: Sequence[str], where: str, taken: Container[str]) -> list[str]:

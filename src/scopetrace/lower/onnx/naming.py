@@ -15,8 +15,8 @@ from typing import Any
 import onnx_ir as ir
 import torch
 import torch.fx
-from onnx_ir.tensor_adapters import from_torch_dtype
 
+from scopetrace._compat.onnx import onnx_type
 from scopetrace._compat.symbols import expression_text, to_expr
 from scopetrace.ir import meta
 from scopetrace.ir.conditions import SizeRules
@@ -47,6 +47,10 @@ class Unique:
         return name
 
 
+TAKEN_FOR_OPS = frozenset({"Add", "Div", "Gather", "Mul", "Sub"})
+"""ONNX Runtime (1.31) takes a function with one of these names for the op, whatever its domain, and aborts."""
+
+
 class FunctionNames:
     """Domains and names of functions, `domain::Name`. Distinct functions of one class are `Name`, `Name_2`, …
 
@@ -62,6 +66,8 @@ class FunctionNames:
         """The name without a number."""
         bases = () if function.module_type is None else function.module_type.__mro__
         own = f"{function.domain}::{_class_name(function)}"
+        if own.partition("::")[2] in TAKEN_FOR_OPS:
+            own += "Module"
         return next((self._chosen[base] for base in bases if base in self._chosen), own)
 
     def take(self, function: Function) -> tuple[str, str]:
@@ -195,9 +201,9 @@ class SizeNames:
         """An ONNX value with the type and shape of a fake tensor or number, as torch.onnx makes it."""
         if not isinstance(fake, torch.Tensor):
             return ir.Value(type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([]))
-        dtype, sizes = (fake.dtype.to_real(), [*fake.shape, 2]) if fake.is_complex() else (fake.dtype, [*fake.shape])
+        dtype, sizes = onnx_type(fake)
         shape = ir.Shape([size if isinstance(size, int) else self._text(size) for size in sizes])
-        return ir.Value(type=ir.TensorType(from_torch_dtype(dtype)), shape=shape)
+        return ir.Value(type=ir.TensorType(ir.DataType(dtype)), shape=shape)
 
     def _text(self, size: Any) -> str:
         expr = to_expr(size)
