@@ -992,5 +992,140 @@ def test_packed_numbers():
 
     for functions in ((), True):
         model = st.trace(nn.Sequential(Packed()), (X,)).to_onnx(functions=functions)
-        codes = model.graph.initializers["0.codes"]
-        assert (codes.dtype, shape(codes), shape(model.graph.outputs[0])) == (ir.DataType.FLOAT4E2M1, [3, 4], [3, 4])
+        codes = [v for v in model.graph.initializers.values() if v.dtype == ir.DataType.FLOAT4E2M1]
+        assert [shape(v) for v in (*codes, model.graph.outputs[0])] == [[3, 4], [3, 4]]
+
+
+# ---------------------------------------------------------------- flat files
+
+
+class ConvBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(4, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.norm.running_mean.normal_()
+        self.norm.running_var.uniform_(0.5, 2)
+
+    def forward(self, x):
+        return torch.relu(x + self.norm(self.conv(x)))
+
+
+def test_flat_files_fold_what_depends_on_weights_alone():
+    net, x = nn.Sequential(*[ConvBlock() for _ in range(3)]).eval(), torch.randn(1, 4, 8, 8)
+    model = st.trace(net, (x,)).to_onnx(verify=True)
+    torchs = torch.onnx.export(net, (x,), dynamo=True, verbose=False).model
+    assert [n.op_type for n in model.graph] == [n.op_type for n in torchs.graph] == ["Conv", "Add", "Relu"] * 3
+
+
+def test_nodes_of_flat_files_have_the_scopes_of_their_layers():
+    net = Wrapped()
+    model = st.trace(net, (X,)).to_onnx()
+    scopes = [n.metadata_props["scopetrace.scope"] for n in model.graph]
+    layer = "Wrapped/Sequential[layers]/Block[{}]"
+    assert scopes[:2] == [layer.format(0) + "/Linear[fc]", layer.format(0)]
+    assert scopes[2:] == [layer.format(1) + "/Linear[fc]", layer.format(1), "Wrapped/Linear[fc]"]
+    stacks = [n.metadata_props["pkg.torch.onnx.name_scopes"] for n in model.graph]
+    assert stacks[0].startswith("['', 'layers', 'layers.0', 'layers.0.fc',")
+    assert stacks[2].startswith("['', 'layers', 'layers.1', 'layers.1.fc',")
+    assert model.graph[2].name == layer.format(1) + "/Linear[fc]/Gemm"
+
+
+def test_equal_parameters_keep_their_names_in_flat_files():
+    class Norms(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.LayerNorm(4), nn.LayerNorm(4)
+
+        def forward(self, x):
+            return self.b(self.a(x).relu())
+
+    net = Norms()
+    model = st.trace(net, (X,)).to_onnx(verify=True)
+    assert set(dict(net.named_parameters())) <= set(model.graph.initializers)
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_names_by_a_dict_or_a_function():
+    trace = st.trace(Block(), (X, X))
+    model = trace.to_onnx(input_names={"mask": "keep"}, output_names=str.upper, verify=True)
+    assert [v.name for v in model.graph.inputs] == ["x", "keep"]
+    assert [v.name for v in model.graph.outputs] == ["OUTPUT"]
+    with pytest.raises(st.errors.OnnxOptionError, match="input_names names 'masks'; the model has x, mask"):
+        trace.to_onnx(input_names={"masks": "keep"})
+    with pytest.raises(st.errors.OnnxOptionError, match="a name twice"):
+        trace.to_onnx(input_names=lambda name: "same")
+    with pytest.raises(st.errors.OnnxOptionError, match="None, which is no name"):
+        trace.to_onnx(output_names=lambda name: None)
+
+
+class Cache:
+    def __init__(self):
+        self.layers = [torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)]
+
+
+class WithCache(nn.Module):
+    def forward(self, x, past):
+        for t in past.layers:
+            t[:, 0] = x
+        return past.layers[0] + 1, past
+
+
+def test_a_changed_cache_that_is_returned_is_listed_once():
+    model = st.trace(WithCache(), (X, Cache())).to_onnx(verify=True)
+    assert [v.name for v in model.graph.outputs] == ["output_0", "past_layers_0_updated", "past_layers_1_updated"]
+    assert "Identity" not in [n.op_type for n in model.graph]
+
+
+@pytest.mark.parametrize(
+    ("name", "taken", "given"),
+    [
+        ("past_key_values_layers_0_keys", "past_key_values.0.key", "present.0.key"),
+        ("past_layers_11_values_updated", "past.11.value", "present.11.value"),
+        ("past_self_attention_cache_layers_2_keys", "past.2.decoder.key", "present.2.decoder.key"),
+        ("past_cross_attention_cache_layers_2_keys", "past.2.encoder.key", "present.2.encoder.key"),
+        ("past_layers_1_cumulative_length", "past.1.cumulative_length", "present.1.cumulative_length"),
+        ("layers_1_weight", "layers_1_weight", "layers_1_weight"),
+        ("logits", "logits", "logits"),
+    ],
+)
+def test_names_that_pair_past_and_present(name, taken, given):
+    from scopetrace.lower.onnx.export import paired
+
+    assert (paired([name]), paired([name], "present")) == ([taken], [given])
+
+
+def test_a_file_without_metadata():
+    model = st.trace(blocks(2), (X,)).to_onnx(functions=Block, metadata=False)
+    parts = (model.graph, *model.functions.values())
+    assert all(n.name and not n.metadata_props for part in parts for n in part)
+    assert (model.producer_name, model.producer_version) == ("scopetrace", st.__version__)
+
+
+# ---------------------------------------------------------------- attributes that bodies read
+
+
+def test_calls_with_other_attributes_share_a_function_that_reads_them():
+    net = nn.Sequential(nn.CELU(1.0), nn.CELU(2.0), nn.LayerNorm(4, eps=0.5), nn.LayerNorm(4, eps=0.25))
+    trace = st.trace(net, (X,))
+    assert len(trace.to_onnx(functions=True).functions) == 4
+    model = trace.to_onnx(functions=True, attributes=["alpha", "eps"], verify=True)
+    assert [f.name for f in model.functions.values()] == ["CELU", "LayerNorm"]
+    assert [next(iter(n.attributes.values())).value for n in model.graph] == [1.0, 2.0, 0.5, 0.25]
+    (celu, _) = model.functions.values()
+    assert [a.ref_attr_name for a in celu[0].attributes.values()] == ["alpha"]
+
+
+def test_functions_inside_functions_get_the_attributes_that_they_read():
+    class Pair(nn.Module):
+        def __init__(self, alpha):
+            super().__init__()
+            self.first, self.second = nn.CELU(alpha), nn.CELU(1.0)
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    trace = st.trace(nn.Sequential(Pair(2.0), Pair(3.0), Pair(2.0)), (X,))
+    model = trace.to_onnx(functions=True, attributes=["alpha"], verify=True)
+    assert sorted(f.name for f in model.functions.values()) == ["CELU", "Pair", "Pair_2"]

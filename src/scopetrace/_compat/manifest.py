@@ -24,6 +24,7 @@ NAMES = {
     "torch._C": """
         DispatchKey TensorBase _AutoDispatchBelowAutograd _DisableAutocast _DisableFuncTorch _DisablePythonDispatcher
         _DisableTorchDispatch _TorchDispatchModeKey _dispatch_has_kernel _dispatch_has_kernel_for_dispatch_key
+        _dispatch_get_registrations_for_dispatch_key
         _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_included _functorch _get_dispatch_mode
         _is_any_autocast_enabled _set_grad_enabled _set_throw_on_mutable_data_ptr""",
     "torch._C._autograd": "_unsafe_set_version_counter",
@@ -33,7 +34,7 @@ NAMES = {
     "torch._C._functorch": "get_unwrapped is_functorch_wrapped_tensor peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",
-    "torch._export.utils": "_is_cia_op _is_preservable_cia_op",
+    "torch._export.utils": "_collect_all_valid_cia_ops _is_cia_op _is_preservable_cia_op",
     "torch._guards": "Source",
     "torch._guards:Source": "_name_template",
     "torch._higher_order_ops.auto_functionalize": "auto_functionalized",
@@ -112,7 +113,6 @@ LATER = {
 ONNX = {
     "torch._decomp": "get_decompositions",
     "torch.onnx._internal.exporter._constants": "TORCHLIB_OPSET",
-    "torch._export.utils": "_collect_all_valid_cia_ops",
     "torch.export.decomp_utils": "_collect_all_valid_cia_ops",
     "torch.export.exported_program": "_collect_all_valid_cia_ops",
     "torch.onnx._internal.exporter._core": "TorchTensor _is_onnx_op _prepare_exported_program_for_export "

@@ -7,14 +7,16 @@ import copy
 import functools
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import onnx_ir as ir
 import torch.fx
+from onnx_ir.passes import common
 from onnxscript import rewriter
-from onnxscript.rewriter import pattern
+from onnxscript.rewriter import _basics, pattern
+from onnxscript.rewriter._matcher import SimplePatternMatcher
 from onnxscript.rewriter.rules.common import _no_op
 from torch._decomp import get_decompositions
 from torch._export.utils import _collect_all_valid_cia_ops
@@ -117,11 +119,58 @@ def node_in_error(causes: Sequence[BaseException]) -> str | None:
     return None
 
 
-def optimize(program: torch.onnx.ONNXProgram) -> None:
-    """Run torch.onnx's optimizer with exact constants: its own rules take 1e-8, say an `eps`, for 0."""
+class SiblingMatcher(SimplePatternMatcher):
+    """Matches patterns of several nodes that read one tensor, looking only at what reads the inputs of the first one.
+
+    onnxscript's own matcher lists all nodes of the graph for each of them, and then tries all pairs.
+    """
+
+    def match(self, model: ir.Model, graph_or_function: Any, node: ir.Node, **options: Any) -> Any:
+        """As in the base class."""
+        if self.pattern.has_single_output_node:
+            return super().match(model, graph_or_function, node, **options)
+        if self.pattern.output_nodes[0].op_identifier() != node.op_identifier():
+            return _basics.MatchResult().fail("another op")
+        siblings: Any = _Siblings(graph_or_function, node)
+        return super().match(model, siblings, node, **options)
+
+
+class _Siblings:
+    """A graph, of which only the nodes that read an input of `node` are seen."""
+
+    def __init__(self, graph: ir.Graph | ir.Function, node: ir.Node) -> None:
+        self.graph, self._node = graph if isinstance(graph, ir.Graph) else graph.graph, node
+
+    def __iter__(self) -> Iterator[ir.Node]:
+        readers = [user for value in self._node.inputs if value is not None for user in value.consumers()]
+        return iter(dict.fromkeys(user for user in readers if user.graph is self.graph))
+
+
+def optimize(model: ir.Model, kept: Container[str]) -> None:
+    """Run torch.onnx's optimizer, on a model that has no functions.
+
+    Constants are exact: torch.onnx's own rules take 1e-8, say an `eps`, for 0. Initializers with the names in `kept`
+    are not merged with equal ones.
+    """
     others = [rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in _no_op.rules.rules]
-    with mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", (*_exact_rules(), *others)):
-        program.optimize()
+    for rule in others:
+        if not rule._target_pattern.has_single_output_node:  # SlicesSplit
+            rule._matcher = SiblingMatcher(rule._target_pattern)
+
+    class Deduplicate(common.DeduplicateInitializersPass):
+        def call(self, model: ir.Model) -> ir.passes.PassResult:
+            initializers = model.graph.initializers
+            held = [initializers.pop(name) for name in list(initializers) if name in kept]
+            result = super().call(model)
+            for value in held:
+                initializers.add(value)
+            return result
+
+    with (
+        mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", (*_exact_rules(), *others)),
+        mock.patch.object(common, "DeduplicateInitializersPass", Deduplicate),
+    ):
+        _registration.onnxscript_apis.optimize(model)  # type: ignore[attr-defined]
 
 
 def _exact_rules() -> list[Any]:

@@ -36,7 +36,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.exported.constraints import explain
 from scopetrace.lower.exported.program import to_exported_program
-from scopetrace.lower.onnx import Targets, require_packages
+from scopetrace.lower.onnx import Names, Targets, require_packages
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
@@ -215,12 +215,14 @@ class Trace(Runnable):
         functions: Targets = (),
         plugins: Targets = (),
         opset_version: int | None = None,
-        input_names: Sequence[str] | None = None,
-        output_names: Sequence[str] | None = None,
+        input_names: Names | None = None,
+        output_names: Names | None = None,
+        pair_caches: bool = False,
         optimize: bool = True,
         external_data: bool | None = None,
         attributes: bool | Sequence[str] = False,
         custom_translation_table: Mapping[Any, Callable[..., Any]] | None = None,
+        metadata: bool = True,
         verify: bool = False,
         progress: Callable[[str], None] | None = None,
     ) -> onnx_ir.Model:
@@ -233,8 +235,11 @@ class Trace(Runnable):
             functions: one or several targets of `outline`, or a dict `{Block: "my.domain::Block"}` that names them.
             plugins: as `functions`, for calls of custom ops: their bodies are left out of the file.
             opset_version: this and `optimize` and `custom_translation_table` as for torch.onnx.export.
-            input_names: names for the first inputs, in order; output_names likewise.
+            input_names: names for the first inputs, in order; or a dict or function from their own names to others.
+            output_names: likewise.
+            pair_caches: name the tensors of caches `past_key_values.0.key` as inputs, `present.0.key` as outputs.
             external_data: put the weights into a file beside `path`; None does so above 2 GB.
+            metadata: write scopes and source lines to the nodes.
             attributes: names of plain module attributes that become ONNX attributes of the calls, or True for all.
             verify: check the file with onnx.checker, and run it in ONNX Runtime beside the model.
             progress: called with what is being done.
@@ -253,7 +258,8 @@ class Trace(Runnable):
 
         self._warn_of_a_form("the ONNX model")
         names, table = (input_names, output_names), custom_translation_table
-        options = Options(functions, plugins, opset_version, *names, optimize, attributes, table)
+        flags = (pair_caches, metadata)
+        options = Options(functions, plugins, opset_version, *names, optimize, attributes, table, *flags)
         return write(self._program.without_argument_mutation(), path, options, external_data, verify, progress).model
 
     @property

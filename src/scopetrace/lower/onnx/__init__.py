@@ -10,7 +10,7 @@ Data flow:
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 
 from scopetrace.errors import OnnxDependencyError
 from scopetrace.program.outlined import Target
@@ -18,6 +18,9 @@ from scopetrace.program.outlined import Target
 Targets = Target | bool | Sequence[Target] | Set[Target] | Mapping[type, str]
 """Targets of `Trace.outline` (one, or several in a list, tuple or set), a dict from classes to `"domain::Name"`,
 or False for none."""
+
+Names = Sequence[str] | Mapping[str, str] | Callable[[str], str]
+"""Names for the first inputs or outputs in order, by the names that they have else, or made of these."""
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import sys
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from onnx_ir.tensor_adapters import TorchTensor
 from scopetrace._compat.onnx import packed_tensor
 from scopetrace.ir import meta
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Operand, Results, Subgraph
-from scopetrace.lower.onnx.naming import FunctionNames, Labels, SizeNames, forget_sizes_made_inside, output_names
+from scopetrace.lower.onnx.naming import SITE, FunctionNames, Labels, SizeNames, forget_sizes_made_inside, output_names
 from scopetrace.program.outlined import Function
 
 
@@ -55,7 +56,7 @@ def _attribute_key(attribute: ir.Attr, numbers: dict[ir.Value, int]) -> Any:
         return "tensor", str(value.dtype), tuple(value.shape), value.tobytes()
     if attribute.type is ir.AttributeType.GRAPH:
         return "graph", body_key(value, numbers)
-    return str(attribute.type), repr(value)
+    return str(attribute.type), repr(value), attribute.ref_attr_name
 
 
 PROTO_LIMIT = 2**31 - 2**27
@@ -70,20 +71,18 @@ def onnx_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
     return TorchTensor(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg())
 
 
-def attach(graph: ir.Graph, held: Mapping[str, torch.Tensor], state: Iterable[str]) -> None:
-    """Make initializers of the last inputs of a graph, one for each tensor in `held`.
+def attach(graph: ir.Graph, tensors: Mapping[ir.Value, torch.Tensor], stay_inputs: bool) -> None:
+    """Make initializers of inputs of a graph.
 
-    What the model changes (`state`) stays an input as well, so that its new value can be given back; its data are the
-    default. Tensors on the meta device have no data: they stay inputs.
+    What the model changes stays an input as well (`stay_inputs`), so that its new value can be given back; its data are
+    the default. Tensors on the meta device have no data: they stay inputs.
     """
-    kept = set(state)
-    values = dict(zip(held, graph.inputs[len(graph.inputs) - len(held) :], strict=True))
-    for name, value in values.items():
-        if held[name].device.type == "meta":
+    for value, tensor in tensors.items():
+        if tensor.device.type == "meta":
             continue
-        value.const_value = onnx_tensor(held[name])
+        value.const_value = onnx_tensor(tensor)
         value.const_value.name = value.name
-        if name not in kept:
+        if not stay_inputs:
             graph.inputs.remove(value)
         graph.register_initializer(value)
 
@@ -103,8 +102,33 @@ IR_VERSION = 10
 _ANY_VERSION = 1
 
 
-Attributes = Callable[[Subgraph, CallSite], dict[str, Any]]
-"""Gives the ONNX attributes of a call."""
+Attributes = Callable[[Subgraph, CallSite, Container[str]], dict[str, Any]]
+"""Gives the ONNX attributes of a call, among them those with names that the function reads."""
+
+
+def refer(graph: ir.Graph, attributes: Mapping[str, Any]) -> set[str]:
+    """Let nodes read the attributes of their function, in place of equal numbers; gives the names that are read."""
+    names = set()
+    for node in ir.traversal.RecursiveGraphIterator(graph):
+        for attribute in list(node.attributes.values()):
+            key, number = attribute.name, attribute.value
+            if node.op_type == "Constant" and key == "value" and number.dtype == ir.DataType.FLOAT and number.size == 1:
+                key, number = ("value_float", number.numpy().item()) if not number.shape.rank() else (key, None)
+            found = [n for n, v in attributes.items() if _is_number(number, v)]
+            if found:
+                name = key if key in found else found[0]
+                del node.attributes[attribute.name]
+                kind = ir.AttributeType.FLOAT if isinstance(number, float) else ir.AttributeType.INT
+                node.attributes.add(ir.RefAttr(key, name, kind))
+                names.add(name)
+    return names
+
+
+def _is_number(x: Any, attribute: Any) -> bool:
+    """Whether a number of an ONNX node is that of a module's attribute, which may have more digits."""
+    if type(x) is float and type(attribute) is float:
+        return torch.tensor(x, dtype=torch.float32).equal(torch.tensor(attribute, dtype=torch.float32))
+    return type(x) is int and type(attribute) is int and x == attribute
 
 
 @dataclasses.dataclass
@@ -116,16 +140,21 @@ class Assembler:
     names: FunctionNames
     sizes: SizeNames
     attributes: Attributes
+    by_reference: Sequence[str]
+    """The names of attributes that bodies read from their calls."""
     is_plugin: Callable[[Function], bool]
+    flat: bool
+    """The functions are to be inlined (flatten.py): they are not shared by calls of other sizes, and not labelled."""
     functions: dict[Subgraph, ir.Function] = dataclasses.field(default_factory=dict)
     """By subgraph, its ONNX function; subgraphs with equal bodies share one."""
     plugins: list[ir.Function] = dataclasses.field(default_factory=list)
     """Functions that are called, and whose bodies the model leaves out."""
 
     def __post_init__(self) -> None:
+        self._read: dict[ir.Function, set[str]] = {}
         self._graph = self.translated.model.graph
         assert self.translated.exported_program is not None
-        self._labels = Labels(self.translated.exported_program.graph)
+        self.labels = Labels(self.translated.exported_program.graph)
         self._original: dict[torch.fx.Node, ir.Value] = {
             **dict(zip(self.combined.inputs, self._graph.inputs, strict=True)),
             **dict(zip(self.combined.outputs, self._graph.outputs, strict=True)),
@@ -140,26 +169,38 @@ class Assembler:
         main = self.combined.main
         body = _Body(self, main)
         graph = body.graph
-        self._labels.write(main, graph)
-        self._labels.name_values(graph, [*input_names, *main.held], output_names)
+        if not self.flat:
+            self.labels.write(main, graph)
+        self.labels.name_values(graph, [*input_names, *main.held], output_names)
         unique = list(dict.fromkeys(self.functions.values()))
         functions = [f for f in unique if not any(f is p for p in self.plugins)]
         self._import_domains([*unique, graph], graph)
-        return ir.Model(graph, ir_version=IR_VERSION, producer_name="scopetrace", functions=functions)
+        return ir.Model(
+            graph,
+            ir_version=IR_VERSION,
+            producer_name="scopetrace",
+            producer_version=_version(),
+            functions=functions,
+        )
 
     def _add_function(self, subgraph: Subgraph, function: Function, known: dict[Hashable, ir.Function]) -> None:
         """The function of a subgraph: that of a subgraph of the same class with an equal body, or a new one."""
         body = _Body(self, subgraph)
-        what = function.identifier if subgraph.unknown else body_key(body.graph)
+        same = {n: v for n, v in function.calls[0].attributes.items() if n in self.by_reference}
+        same = {n: v for n, v in same.items() if all(call.attributes.get(n) == v for call in function.calls)}
+        read = refer(body.graph, same)
+        what = function.identifier if subgraph.unknown or self.flat else body_key(body.graph)
         key = (function.module_type, self.names.base(function), what)
         if key in known:
             self.functions[subgraph] = _without_shapes(known[key])
             return
         forget_sizes_made_inside(body.graph)
-        self._labels.write(subgraph, body.graph)
-        self._labels.name_values(body.graph, [i.name for i in function.inputs], output_names(function.outputs))
+        if not self.flat:
+            self.labels.write(subgraph, body.graph)
+            self.labels.name_values(body.graph, [i.name for i in function.inputs], output_names(function.outputs))
         domain, name = self.names.take(function)
         made = ir.Function(domain, name, graph=body.graph, attributes=[])
+        self._read[made] = read
         known[key] = self.functions[subgraph] = made if subgraph.fits_all else _without_shapes(made)
         self._import_domains([body.graph], body.graph)
         if self.is_plugin(function):
@@ -213,12 +254,17 @@ class Assembler:
     def call(self, subgraph: Subgraph, site: CallSite, inputs: list[ir.Value | None]) -> ir.Node:
         """The node that calls the function of a site."""
         callee = self.functions[site.callee]
-        attributes = self.attributes(subgraph, site)
+        attributes = self.attributes(subgraph, site, self._read[callee])
         for name, value in attributes.items():
             if name not in callee.attributes:
                 callee.attributes.add(ir.Attr(name, ir.convenience.convert_attribute(name, value).type, None))
         node = ir.node(callee.name, inputs, attributes, domain=callee.domain, num_outputs=len(site.results))
-        self._labels.label_call(subgraph, site, node)
+        if self.flat:
+            node.metadata_props[SITE] = str(subgraph.sites.index(site))
+            for output, named in zip(node.outputs, callee.outputs, strict=True):
+                output.name = named.name
+        else:
+            self.labels.label_call(subgraph, site, node)
         return node
 
 
@@ -314,6 +360,10 @@ class _Body:
                 value = node.outputs[0]
             found.append(value)
         return found
+
+
+def _version() -> str:
+    return str(sys.modules[__name__.partition(".")[0]].__version__)
 
 
 def _prepend(graph: ir.Graph, node: ir.Node) -> None:

@@ -61,6 +61,16 @@ class CallSite:
     """Placeholders of the combined graph, one for each output of the callee."""
 
     @property
+    def scope(self) -> str:
+        """The scope path of the module call that it stands for."""
+        return meta.scope_path(self.node) or ""
+
+    @property
+    def fqn(self) -> str:
+        """The name of the module that it stands for."""
+        return next((fqn for fqn, _ in reversed(self.node.meta.get("nn_module_stack", {}).values())), "")
+
+    @property
     def function(self) -> Function:
         """The called function."""
         assert self.callee.function is not None
@@ -296,11 +306,17 @@ class Results:
     """The outputs of an ONNX model: the results of the model, then the new values of what it changes.
 
     A result that is an input is that value; a view is computed anew, of the changed value where its base was changed.
+    A changed tensor of an object that is both argument and result, such as a cache, is listed once, as new value.
     """
 
     def __init__(self, tape: ProgramTape) -> None:
         self._tape, self._write_back = tape, write_back_of(tape)
         self._changed = list(dict.fromkeys(map(_target, self._write_back.updates)))
+        found = [path for path, leaf in leaves_with_path(tape.outputs) if isinstance(leaf, (Value, *Symbolic))]
+        self._all = [
+            (path, not ("." in path and source in self._changed))
+            for path, source in zip(found, self._write_back.results, strict=True)
+        ]
 
     def names(self) -> list[str]:
         """Names of the outputs: `logits` or `output_0` from paths in the result, `fc.count_updated` for state."""
@@ -309,8 +325,7 @@ class Results:
         return [*map(result_name, self._paths()), *(f"{name}_updated" for name in changed)]
 
     def _paths(self) -> list[str]:
-        found = leaves_with_path(self._tape.outputs)
-        return [path for path, leaf in found if isinstance(leaf, (Value, *Symbolic))]
+        return [path for path, is_listed in self._all if is_listed]
 
     def state(self) -> set[str]:
         """The names of the parameters and buffers that change."""
@@ -333,7 +348,8 @@ class Results:
         nodes = ResultNodes(found, inputs, state.__getitem__, values[:count], found.lower)
         for update in self._write_back.updates:
             nodes.now[_target(update)] = _updated(nodes, update)
-        results = nodes.all_results(self._write_back)
+        every = nodes.all_results(self._write_back)
+        results = [node for node, (_, is_listed) in zip(every, self._all, strict=True) if is_listed]
         found.output.args = ((*results, *(nodes.now[t] for t in self._changed), *values[count:]),)
         return found
 

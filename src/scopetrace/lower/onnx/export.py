@@ -15,18 +15,21 @@ from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
+import onnx_ir as ir
 import torch
 import torch.fx
 
 from scopetrace.errors import OnnxOpError, OnnxOptionError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import garbage_collection_paused
-from scopetrace.lower.onnx import Targets
+from scopetrace.lower.onnx import Names, Targets
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported, attach, save
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
+from scopetrace.lower.onnx.flatten import flatten, outlined_layers
 from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames
 from scopetrace.lower.onnx.translate import Table, exported_program, translate
 from scopetrace.lower.onnx.verify import verify
+from scopetrace.program.graph import FxLowering
 from scopetrace.program.outlined import Function, Target, is_named, outline_calls
 from scopetrace.program.traced import TracedProgram
 
@@ -61,21 +64,51 @@ def read_targets(targets: Targets, where: str) -> tuple[list[Target], dict[type,
     return [] if targets is False else [single], {}
 
 
-def read_names(given: Sequence[str] | None, own: Sequence[str], where: str, taken: Container[str]) -> list[str]:
-    """Names of inputs or outputs: `given` for the first ones, `own` for the rest.
+def read_names(given: Names | None, own: Sequence[str], where: str, taken: Container[str]) -> list[str]:
+    """Names of inputs or outputs: those `given`, and their own for the rest.
 
     Raises OnnxOptionError for names that are `taken` by tensors of the model, as well.
     """
     if given is None:
         return list(own)
-    if isinstance(given, str) or len(given) > len(own):
+    if isinstance(given, Mapping):
+        unknown = [name for name in given if name not in own]
+        if unknown:
+            raise OnnxOptionError(f"{where} names {unknown[0]!r}; the model has {', '.join(own)}")
+        names = [given.get(name, name) for name in own]
+    elif callable(given):
+        names = [given(name) for name in own]
+    elif isinstance(given, str) or len(given) > len(own):
         raise OnnxOptionError(f"{where} has {len(given)} names for {len(own)}: {', '.join(own)}")
-    if len(set(given)) != len(given):
+    else:
+        names = [*given, *own[len(given) :]]
+    if len(set(names)) != len(names):
         raise OnnxOptionError(f"{where} has a name twice; names of {where.split('_')[0]}s have to differ")
-    for name in given:
+    for name in names:
+        if not isinstance(name, str):
+            raise OnnxOptionError(f"{where} has {name!r}, which is no name")
         if name in taken:
             raise OnnxOptionError(f"{where}: {name} is a tensor of the model, which has that name in the file")
-    return [*given, *own[len(given) :]]
+    return names
+
+
+_IN_CACHE = re.compile(r"(.+?)_(?:(self|cross)_attention_cache_)?layers_(\d+)_(\w+?)(_updated)?")
+_SHORT = {"keys": "key", "values": "value", "self": ".decoder", "cross": ".encoder", None: ""}
+
+
+def paired(names: Sequence[str], new: str | None = None) -> list[str]:
+    """Names of inputs or outputs, those in caches as runtimes of decoders pair them: `past_key_values.0.key`.
+
+    `new` is the name of the caches among the outputs.
+    """
+    found = []
+    for name in names:
+        match = _IN_CACHE.fullmatch(name)
+        if match is not None:
+            cache, side, layer, part, _ = match.groups()
+            name = f"{new or cache}.{layer}{_SHORT[side]}.{_SHORT.get(part, part)}"
+        found.append(name)
+    return found
 
 
 def read_attributes(attributes: bool | Sequence[str]) -> Callable[[str], bool]:
@@ -105,26 +138,26 @@ class Options:
     functions: Targets = ()
     plugins: Targets = ()
     opset_version: int | None = None
-    input_names: Sequence[str] | None = None
-    output_names: Sequence[str] | None = None
+    input_names: Names | None = None
+    output_names: Names | None = None
     optimize: bool = True
     attributes: bool | Sequence[str] = False
     custom_translation_table: Table | None = None
+    pair_caches: bool = False
+    metadata: bool = True
 
 
 def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     """The ONNX model of a functional program. `say` is called with progress texts. Raises as `Trace.to_onnx`."""
     functions, names = read_targets(options.functions, "functions")
     plugins, plugin_names = read_targets(options.plugins, "plugins")
-    main, outlined = program, None
-    if functions or plugins:
-        say("outlining")
-        main = outlined = outline_calls(program, [*functions, *plugins])
-    results, held = Results(main.tape), main.tape.attributes
+    flat = not functions and not plugins
+    say("outlining")
+    outlined = outlined_layers(program) if flat else outline_calls(program, [*functions, *plugins])
+    main = program if outlined is None else outlined
+    results, taken = Results(main.tape), main.tape.attributes
     lowering = results.lowering()
-    placeholders = lowering.graph.find_nodes(op="placeholder")
-    input_names = read_names(options.input_names, [str(n.target) for n in placeholders], "input_names", held)
-    output_names = read_names(options.output_names, results.names(), "output_names", held)
+    input_names, output_names = _names(lowering, results, options, taken)
 
     bodies = {} if outlined is None else {function.identifier: function for function in outlined.functions}
 
@@ -132,7 +165,8 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         combined = CombinedGraph(lowering, bodies, is_left_out)
         say(f"translating {len(combined.graph.nodes):,} nodes")
         exported = exported_program(combined.root, combined.graph)
-        return combined, translate(exported, options.opset_version, options.optimize, options.custom_translation_table)
+        optimized = options.optimize and not flat
+        return combined, translate(exported, options.opset_version, optimized, options.custom_translation_table)
 
     def is_plugin(function: Function) -> bool:
         return _is_plugin(function, plugins)
@@ -152,14 +186,26 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         FunctionNames({**names, **plugin_names}),
         sizes,
         _attributes(program, main, options.attributes),
+        () if isinstance(options.attributes, bool) else options.attributes,
         is_plugin,
+        flat,
     )
     model = assembler.model(input_names, output_names)
     if main.tape.argument_numbers:
         model.metadata_props["scopetrace.fixed_numbers"] = json.dumps(
             {n.name: n.value for n in main.tape.argument_numbers}
         )
-    attach(model.graph, {name: combined.main.tensor(name) for name in combined.main.held}, results.state())
+    held, changed = combined.main.held, results.state()
+    values = zip(model.graph.inputs[len(model.graph.inputs) - len(held) :], held, strict=True)
+    tensors = {value: (name, combined.main.tensor(name)) for value, name in values}
+    weights = {value: tensor for value, (name, tensor) in tensors.items() if name not in changed}
+    if flat:
+        flatten(model, assembler, weights, options.optimize, output_names)
+        assembler.functions.clear()
+        outlined = None
+    else:
+        attach(model.graph, weights, stay_inputs=False)
+    attach(model.graph, {value: t for value, (name, t) in tensors.items() if name in changed}, stay_inputs=True)
     return Exported(
         model,
         list(dict.fromkeys(assembler.functions.values())),
@@ -169,6 +215,25 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         results,
         Counter() if outlined is None else Counter(call.module_type for call in outlined.chosen),
     )
+
+
+def _names(
+    lowering: FxLowering, results: Results, options: Options, taken: Container[str]
+) -> tuple[list[str], list[str]]:
+    given, returned = [str(n.target) for n in lowering.graph.find_nodes(op="placeholder")], results.names()
+    if options.pair_caches:
+        given, returned = paired(given), paired(returned, "present")
+    return (
+        read_names(options.input_names, given, "input_names", taken),
+        read_names(options.output_names, returned, "output_names", taken),
+    )
+
+
+def _without_metadata(model: ir.Model) -> None:
+    parts: list[Any] = [model.graph, *model.functions.values()]
+    for part in parts:
+        for node in ir.traversal.RecursiveGraphIterator(part):
+            node.metadata_props.clear()
 
 
 def _is_plugin(function: Function, plugins: Sequence[Target]) -> bool:
@@ -189,14 +254,14 @@ def _attributes(flat: TracedProgram, main: TracedProgram, attributes: bool | Seq
     """
     is_wanted, calls = read_attributes(attributes), {call.position: call for call in main.calls}
 
-    def of(subgraph: Subgraph, site: CallSite) -> dict[str, Any]:
+    def of(subgraph: Subgraph, site: CallSite, needed: Container[str]) -> dict[str, Any]:
         position = meta.call_position(site.node)
         assert position is not None
         call = calls[position]
         found = {n: value for n, value in call.attributes.items() if is_wanted(n) and is_onnx_attribute(value)}
         if subgraph.function is not None:
             others = [c.attributes for c in flat.calls if c.module_type is call.module_type] if found else []
-            found = {n: value for n, value in found.items() if all(o.get(n) == value for o in others)}
+            found = {n: v for n, v in found.items() if n in needed or all(o.get(n) == v for o in others)}
         return found
 
     return of
@@ -214,6 +279,8 @@ def write(
     say = progress or (lambda text: None)
     with garbage_collection_paused():
         exported = export(program, options, say)
+        if not options.metadata:
+            _without_metadata(exported.model)
     exported.error = verify(exported, program, say) if verified else None
     if path is not None:
         say(f"writing {os.fspath(path)}")

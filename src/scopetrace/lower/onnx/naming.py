@@ -8,8 +8,9 @@ since the body serves every call. Dynamic sizes have the names of their `Dim`s.
 from __future__ import annotations
 
 import ast
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import onnx_ir as ir
@@ -26,6 +27,8 @@ from scopetrace.program.outlined import Function
 
 _KEY = "pkg.torch.onnx."
 SCOPE = "scopetrace.scope"
+SITE = "scopetrace.site"
+"""While a model is made flat, the number of the call site whose function a node was in."""
 
 
 class Unique:
@@ -85,11 +88,13 @@ class Labels:
     def write(self, subgraph: Subgraph, graph: ir.Graph) -> None:
         """Set names and metadata of the nodes of a subgraph."""
         unique = Unique()
-        home = _Home(subgraph)
+        home = Home.of(subgraph.function)
+        moved = [Home.of(site.function, site.scope, site.fqn) for site in subgraph.sites]
         for node in ir.traversal.RecursiveGraphIterator(graph):
             if SCOPE not in node.metadata_props:  # call nodes have theirs already
-                source = self._source(node)
-                label(node, home, source, node.op_type if source is None else str(source.target))
+                source, site = self._source(node), node.metadata_props.get(SITE)
+                here = home if site is None else moved[int(site)]
+                label(node, here, source, node.op_type if source is None else str(source.target))
             scope = node.metadata_props[SCOPE]
             node.name = unique(scope if node.domain else f"{scope}/{node.op_type}")
 
@@ -99,21 +104,23 @@ class Labels:
 
     def label_call(self, subgraph: Subgraph, site: CallSite, node: ir.Node) -> None:
         """Set the metadata of a call node."""
-        label(node, _Home(subgraph), site.node, f"{node.domain}::{node.op_type}")
+        label(node, Home.of(subgraph.function), site.node, f"{node.domain}::{node.op_type}")
 
-    def name_values(self, graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str]) -> None:
-        """Set the names of inputs and outputs, and different ones for all other values."""
+    def name_values(
+        self, graph: ir.Graph, inputs: Sequence[str], outputs: Sequence[str], kept: Container[str] = ()
+    ) -> None:
+        """Set the names of inputs and outputs, and different ones for all other values; names in `kept` stay."""
         wanted = dict(zip([*graph.inputs, *graph.outputs], [*inputs, *outputs], strict=True))
         made = [v for node in ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs]
         for value in (*made, *graph.initializers.values()):
-            wanted.setdefault(value, _stem(value))
+            wanted.setdefault(value, str(value.name) if value.name in kept else _stem(value))
         ir.convenience.rename_values(list(wanted), list(map(Unique(), wanted.values())))
 
 
 def _stem(value: ir.Value) -> str:
     """The name of a value without numbers at its end; for the result of a call, the name of the function."""
     node = value.producer()
-    if node is not None and node.domain:
+    if node is not None and node.domain and SITE not in node.metadata_props:
         return node.op_type
     return re.sub(r"(_\d+)+$", "", value.name or "") or "value"
 
@@ -122,40 +129,55 @@ def _class_name(function: Function) -> str:
     return function.name if function.module_type is None else function.module_type.__name__
 
 
-class _Home:
-    """Makes names relative to the module of a function; for the main program they stay as they are."""
+@dataclasses.dataclass
+class Home:
+    """Names for the nodes of a module: relative to it in a function; in a flat model those of the call that it is."""
 
-    def __init__(self, subgraph: Subgraph) -> None:
-        function = subgraph.function
-        self.scope = "" if function is None else str(function.calls[0].scope)
-        self.fqn = "" if function is None else function.calls[0].fqn or ""
-        self.name = "" if function is None else _class_name(function)
+    scope: str
+    """The scope path of the traced call, and what stands in its place."""
+    name: str
+    fqn: str
+    """The name of the traced module, and what stands in its place."""
+    new_fqn: str
 
-    def relative_scope(self, path: str | None) -> str:
-        """A scope path relative to the function's module."""
+    @classmethod
+    def of(cls, function: Function | None, scope: str | None = None, fqn: str | None = None) -> Home:
+        """For the body of a function, relative or as that of the call with this scope and name; or the main program."""
+        if function is None:
+            return cls("", "", "", "")
+        first = function.calls[0]
+        return cls(str(first.scope), scope or _class_name(function), first.fqn or "", fqn or "")
+
+    def scope_of(self, path: str | None) -> str:
+        """A scope path in the function's module, by its new name."""
         if path is None:
             return self.name
         return self.name + path.removeprefix(self.scope) if path.startswith(self.scope) else path
 
-    def relative_stack(self, stack: Mapping[str, tuple[str, Any]]) -> list[tuple[str, str]]:
-        """(relative fqn, class) of the modules around a node, from the function's module inwards."""
+    def stack_of(self, stack: Mapping[str, tuple[str, Any]]) -> list[tuple[str, str]]:
+        """(fqn, class) of the modules around a node; in a function, from its module inwards."""
         entries = [
             (fqn, cls if isinstance(cls, str) else f"{cls.__module__}.{cls.__qualname__}")
             for fqn, cls in stack.values()
         ]
-        if self.fqn:
-            inner = [(fqn, cls) for fqn, cls in entries if fqn == self.fqn or fqn.startswith(self.fqn + ".")]
+        if not self.fqn:
+            return entries
+        inner = [(fqn, cls) for fqn, cls in entries if fqn == self.fqn or fqn.startswith(self.fqn + ".")]
+        if not self.new_fqn:
             return [(fqn[len(self.fqn) + 1 :], cls) for fqn, cls in inner]
-        return entries
+        return [
+            *(e for e in entries if e not in inner),
+            *((self.new_fqn + fqn[len(self.fqn) :], c) for fqn, c in inner),
+        ]
 
 
-def label(node: ir.Node, home: _Home, source: torch.fx.Node | None, target: str) -> None:
+def label(node: ir.Node, home: Home, source: torch.fx.Node | None, target: str) -> None:
     """Set `metadata_props`: scope, module classes and source lines of the torch.fx node."""
     path = None if source is None else meta.scope_path(source)
-    stack = [] if source is None else home.relative_stack(source.meta.get("nn_module_stack") or {})
+    stack = [] if source is None else home.stack_of(source.meta.get("nn_module_stack") or {})
     name = node.op_type if source is None else source.name
     node.metadata_props.clear()
-    node.metadata_props[SCOPE] = home.relative_scope(path)
+    node.metadata_props[SCOPE] = home.scope_of(path)
     node.metadata_props["namespace"] = "/".join([*(f"{fqn}: {cls}" for fqn, cls in stack), f"{name}: {target}"])
     node.metadata_props[_KEY + "class_hierarchy"] = repr([*(cls for _, cls in stack), target])
     node.metadata_props[_KEY + "name_scopes"] = repr([*(fqn for fqn, _ in stack), name])

@@ -58,7 +58,7 @@ def translate(
     Raises OnnxOpError with all ops that have no ONNX form, OnnxExportError where torch.onnx fails otherwise.
     """
     try:
-        with op_library_read_once(), _quiet():
+        with op_library_read_once(), quiet():
             result = torch.onnx.export(
                 with_batch_statistics(program),
                 verbose=False,
@@ -67,7 +67,7 @@ def translate(
                 custom_translation_table=None if table is None else dict(table),
             )
             if optimize and result is not None:
-                run_optimizer(result)
+                run_optimizer(result.model, ())
     except torch.onnx.errors.OnnxExporterError as error:
         raise _explained(error, program, opset_version, table or {}) from error
     assert result is not None and result.exported_program is not None
@@ -78,7 +78,7 @@ def translate(
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Suppress log messages and warnings of the ONNX packages: they speak of graphs that users do not see."""
     loggers = [logging.getLogger(name) for name in ("onnx_ir", "onnxscript", "torch.onnx")]
     levels = [logger.level for logger in loggers]
