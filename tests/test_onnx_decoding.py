@@ -1,0 +1,94 @@
+"""examples/onnx_decoding.py: decoding in ONNX Runtime gives the words of `generate`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scopetrace.cli.torchvision_ops import declare_missing_ops
+
+pytest.importorskip("onnxruntime")
+pytest.importorskip("onnxscript")
+KEPT = declare_missing_ops()
+transformers = pytest.importorskip("transformers")
+sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+import onnx_decoding as decoding  # noqa: E402
+
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 64,
+}
+COUNT = 64
+GREEDY = {"max_new_tokens": COUNT, "do_sample": False, "pad_token_id": 0}
+PROMPT = torch.tensor([[5, 9, 3, 7, 11]])
+
+
+def scattered(model):
+    """The model with larger weights, so that it does not say one word again and again."""
+    torch.manual_seed(3)
+    for p in model.parameters():
+        if p.dim() > 1:
+            p.data.normal_(std=0.3)
+    model.generation_config.eos_token_id = None
+    return model.eval()
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL))
+
+
+def mistral():
+    return transformers.MistralForCausalLM(transformers.MistralConfig(**SMALL, sliding_window=8))
+
+
+def gemma():
+    layers = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = transformers.Gemma3TextConfig(**SMALL, head_dim=8, sliding_window=8, layer_types=layers)
+    return transformers.Gemma3ForCausalLM(config)
+
+
+def gpt2():
+    sizes = {"n_embd": 32, "n_layer": 3, "n_head": 4, "vocab_size": 64, "bos_token_id": 1, "eos_token_id": 2}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [llama, *(pytest.param(m, marks=pytest.mark.slow) for m in (mistral, gemma, gpt2))],
+    ids=lambda m: m.__name__,
+)
+@pytest.mark.parametrize("functions", ["layers", pytest.param((), marks=pytest.mark.slow)])
+def test_a_growing_cache(make, functions, tmp_path):
+    model = scattered(make())
+    decoding.export_decoder(model, tmp_path / "decoder.onnx", functions)
+    words = decoding.run(tmp_path / "decoder.onnx", PROMPT.numpy(), COUNT)
+    assert words.tolist() == model.generate(PROMPT, **GREEDY).tolist()
+    assert len(set(words[0])) > 4
+
+
+@pytest.mark.slow
+def test_a_cache_of_a_fixed_length(tmp_path):
+    model = scattered(llama())
+    decoding.export_static_decoder(model, tmp_path / "decoder.onnx", 80)
+    words = decoding.run(tmp_path / "decoder.onnx", PROMPT.numpy(), COUNT)
+    assert words.tolist() == model.generate(PROMPT, **GREEDY).tolist()
+
+
+@pytest.mark.slow
+def test_an_encoder_and_a_decoder(tmp_path):
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 64}
+    model = scattered(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)))
+    paths = [tmp_path / "encoder.onnx", tmp_path / "decoder.onnx"]
+    decoding.export_encoder_decoder(model, *paths)
+    encoder, _ = decoding.load(paths[0])
+    (encoded,) = encoder.run(None, {encoder.get_inputs()[0].name: PROMPT.numpy()})
+    decoder, _ = decoding.load(paths[1])
+    given = next(i.name for i in decoder.get_inputs() if i.name.startswith("encoder_outputs"))
+    start = torch.zeros(1, 1, dtype=torch.long)
+    words = decoding.run(paths[1], start.numpy(), COUNT, "decoder_input_ids", **{given: encoded})
+    assert words.tolist() == model.generate(PROMPT, **GREEDY).tolist()
