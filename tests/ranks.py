@@ -1,6 +1,6 @@
 """What each of two ranks runs in tests/test_distributed.py: models sharded by plan beside the same in one process.
 
-    torchrun --nproc-per-node 2 tests/ranks.py JOB       (or processes.on_two_ranks)
+    torchrun --nproc-per-node 2 tests/ranks.py JOB [MODEL ...]      (or processes.on_two_ranks)
 
 Prints one line of JSON on rank 0.
 """
@@ -270,10 +270,10 @@ def fail(mesh):
     model(torch.zeros(1, 4, dtype=torch.int64))
 
 
-def run(job):
+def run(job, *names):
     mesh = dist.device_mesh.init_device_mesh("cpu", (2,))
     if job == "train":
-        return {name: train(name, mesh) for name in MODELS}
+        return {name: train(name, mesh) for name in names}
     if job == "pipeline":
         models = {"llama": Llama, "tied": lambda: Llama(tied=True), "three layers": lambda: Llama(order=(0, 1, 2))}
         return {
@@ -285,7 +285,7 @@ def run(job):
 if __name__ == "__main__":
     join_ranks()
     torch.set_num_threads(1)
-    found = run(sys.argv[1])
+    found = run(*sys.argv[1:])
     if dist.get_rank() == 0:
         print(json.dumps(found))
     dist.destroy_process_group()

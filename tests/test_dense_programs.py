@@ -28,7 +28,7 @@ def larger(way, number):
     ("way", "every"),
     [
         *(("static", 120), ("gradients", 300), ("leaves", 1000), ("dynamic", 800)),
-        *(larger("gradients", 75), larger("leaves", 250), larger("dynamic", 200)),
+        *(larger("gradients", 150), larger("leaves", 500), larger("dynamic", 400)),
     ],
 )
 def test_small_programs(way, every):
@@ -40,7 +40,7 @@ def test_small_programs(way, every):
     ("way", "number"),
     [
         *(("static", 150), ("gradients", 50), ("leaves", 20), ("dynamic", 20)),
-        *(larger("static", 600), larger("gradients", 200), larger("leaves", 80), larger("dynamic", 80)),
+        *(larger("static", 300), larger("gradients", 100), larger("leaves", 40), larger("dynamic", 40)),
     ],
 )
 def test_drawn_programs(way, number):

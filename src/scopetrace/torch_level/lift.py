@@ -167,5 +167,5 @@ def _is_flat(x: Any) -> bool:
 def _pure_target(op: Op) -> Any:
     if not op.writes or op.kind != "call_function":
         return op.target
-    twin = undeclared_variant(op.target, op.args, op.kwargs) or functional_variant(op.target)
-    return None if twin is None else twin.op
+    variant = undeclared_variant(op.target, op.args, op.kwargs) or functional_variant(op.target)
+    return None if variant is None else variant.op
