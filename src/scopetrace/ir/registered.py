@@ -57,12 +57,21 @@ class Registered:
 
     def inside(self, module: str) -> list[str]:
         """The parameters of a module and of its submodules, in the order of registration."""
-        prefix = f"{module}." if module else ""
-        return [first for first, param in self.params.items() if any(n.startswith(prefix) for n in param.names)]
+        return list(self._inside.get(module, ()))
 
     def without(self, names: Collection[str]) -> Registered:
         """The same without some parameters, given by their first names."""
         return Registered(self.modules, {name: param for name, param in self.params.items() if name not in names})
+
+    @functools.cached_property
+    def _inside(self) -> dict[str, dict[str, None]]:
+        found: dict[str, dict[str, None]] = {}
+        for first, param in self.params.items():
+            for name in param.names:
+                while name:
+                    name = name.rpartition(".")[0]
+                    found.setdefault(name, {})[first] = None
+        return found
 
     @functools.cached_property
     def _params_by_name(self) -> dict[str, str]:
