@@ -94,7 +94,7 @@ def _in_numbers(value: Any, number: Number) -> Any:
 
 
 def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
-    at = f", which the model reads at {read.source}" if read.source else ""
+    at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
     problem = f"{read.name}{at}: {_text(value)} when traced and {_text(now)} now"
     if isinstance(read.place, OfInput):
         return InputMismatchError(f"{problem}; trace again with inputs like these, or pass them as they were")
@@ -104,5 +104,5 @@ def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
 
 
 def _text(value: Any) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())
     return text if len(text) < 80 else f"{text[:76]} ..."
