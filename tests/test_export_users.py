@@ -89,6 +89,17 @@ def test_a_relation_that_no_dim_can_say():
         tr(torch.ones(2, 5), torch.ones(9))
 
 
+def test_an_example_of_size_one():
+    model, dynamic_shapes = module_of(lambda self, x: x @ torch.ones(4, 2)), ({0: Dim("n")},)
+    with pytest.raises(st.DynamicShapeError, match="is 1 in the example"):
+        st.trace(model, (torch.ones(1, 4),), dynamic_shapes=dynamic_shapes)
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        tr = st.trace(model, (torch.ones(1, 4),), dynamic_shapes=dynamic_shapes)
+    for run in (tr, tr.to_exported_program().module()):
+        for n in (0, 1, 2, 7):
+            torch.testing.assert_close(run(torch.ones(n, 4)), model(torch.ones(n, 4)))
+
+
 def test_additional_inputs_are_checked_by_the_trace():
     inputs = torch.export.AdditionalInputs()
     inputs.add((torch.randn(2),))
@@ -233,6 +244,15 @@ def test_annotations():
     ours = st.trace(Outer(), (x,), {"scale": x}).to_exported_program()
     assert [o[3] for o in origins(ours.graph)] == [{"part": "inner"}, {"part": "inner"}, {}]
     assert [(o[1], o[3]) for o in origins(ours.graph)] == [(o[1], o[3]) for o in origins(theirs.graph)]
+
+
+@pytest.mark.parametrize("dynamic_shapes", [None, {"x": {0: Dim("n")}, "scale": {0: Dim("n")}}])
+def test_tensor_meta(dynamic_shapes):
+    x = torch.randn(2, 4)
+    theirs = torch.export.export(Outer(), (x,), {"scale": x}, dynamic_shapes=dynamic_shapes)
+    ours = st.trace(Outer(), (x,), {"scale": x}, dynamic_shapes=dynamic_shapes).to_exported_program()
+    for a, b in zip(ours.graph.nodes, theirs.graph.nodes, strict=True):
+        assert str(a.meta.get("tensor_meta")) == str(b.meta.get("tensor_meta"))
 
 
 @pytest.mark.parametrize("again", ["graph_module", "module", "export"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
@@ -10,10 +11,12 @@ from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad
 from torch.export._unlift import GuardsFn
 from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
+from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat import manifest
 from scopetrace._compat.graph_module import set_grad_enabled
+from scopetrace._compat.tensors import FakeTensor, is_symbolic
 
 
 def with_grad_regions(
@@ -64,6 +67,15 @@ def example_of(x: Any) -> Any:
 
 def _hints(numbers: Any) -> list[int]:
     return [n if type(n) is int else n.node.hint for n in numbers]
+
+
+def set_tensor_meta(node: torch.fx.Node) -> None:
+    """Write `tensor_meta` of a node that gives a tensor, as torch.export does; it adds no guards."""
+    value = node.meta.get("val")
+    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+        env = value.fake_mode.shape_env if is_symbolic(value) and isinstance(value, FakeTensor) else None
+        with env.suppress_guards() if env is not None else contextlib.nullcontext():
+            node.meta["tensor_meta"] = _extract_tensor_metadata(value)
 
 
 def add_guards(program: Any, conditions: list[str]) -> None:

@@ -59,6 +59,8 @@ NAMES = {
     "torch.fx:Node": "_erased",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",
     "torch.fx._lazy_graph_module:_LazyGraphModule": "_real_recompile",
+    "torch.fx.experimental": "_config",
+    "torch.fx.experimental._config": "backed_size_oblivious",
     "torch.fx.experimental.proxy_tensor": "get_proxy_mode",
     "torch.fx.experimental.sym_node": "_NO_HINT SymNode",
     "torch.fx.experimental.sym_node:SymNode": "expect_true expr guard_bool guard_or_false has_hint hint maybe_as_int",
@@ -70,6 +72,7 @@ NAMES = {
         _get_user_frame _set_replacement _suppress_guards_tls _update_version_counter create_symbol create_symintnode
         create_unbacked_symint create_unspecified_symbol evaluate_expr evaluate_sym_node guard_or_defer_runtime_assert
         ignore_fresh_unbacked_symbols""",
+    "torch.fx.passes.shape_prop": "_extract_tensor_metadata",
     "torch.nn:Module": "_call_impl _get_name",
     "torch.nn.modules._functions": "BackwardHookFunction",
     "torch.nn.modules.batchnorm": "_BatchNorm",

@@ -20,6 +20,7 @@ import torch
 from torch._guards import Source
 from torch._ops import mode_stack_state_for_pre_dispatch
 from torch.export.dynamic_shapes import Dim, _DerivedDim, _DimHint, _DimHintType
+from torch.fx.experimental import _config
 from torch.fx.experimental.sym_node import _NO_HINT, SymNode
 from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined]
     DimDynamic,
@@ -424,15 +425,21 @@ def new_symbol(env: WatchedShapeEnv, value: int, path: str, dim: int, spec: DimS
 
     `value` is its value in the example inputs.
     """
-    lower = spec.lower
-    least = max(2, lower)
+    lower, small = spec.lower, takes_small_examples()
+    least = lower if small else max(2, lower)
     # torch makes a number of a symbol with one value, so the range has two where `spec` allows 2, or less, only.
     limits = ValueRanges(least, int_oo if spec.upper is None else max(spec.upper, least + 1))
     constraint = StrictMinMaxConstraint(warn_only=False, vr=limits)
-    symbol = env.create_symbol(value, _source(path, dim, spec.derive), DimDynamic.DYNAMIC, constraint)
+    source = _source(path, dim, spec.derive)
+    symbol = env.create_symbol(value, source, DimDynamic.DYNAMIC, constraint, do_not_specialize_zero_one=small)
     if lower < 2:
         env.smallest[symbol] = lower
     return symbol
+
+
+def takes_small_examples() -> bool:
+    """Whether torch treats sizes 0 and 1 of the example as any others: `backed_size_oblivious` in its configuration."""
+    return bool(_config.backed_size_oblivious)
 
 
 ANY_LOWER = -(2**63)

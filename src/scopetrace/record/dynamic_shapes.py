@@ -24,6 +24,7 @@ from scopetrace._compat.shape_env import (
     new_symbol,
     read_dim,
     symint,
+    takes_small_examples,
 )
 from scopetrace._compat.tensors import storage_id
 from scopetrace.containers.structure import Children, open_container
@@ -93,7 +94,7 @@ class DynamicShapes:
                 )
             self._refuse_other_range(symbol, spec, where)
             return symbol
-        if value < 2:
+        if value < 2 and not takes_small_examples():
             problem = f"{where} is {value} in the example, and torch fixes sizes 0 and 1 (they broadcast)"
             if spec.may_be_fixed:
                 warnings.warn(f"scopetrace: {problem}: it is static", stacklevel=2)

@@ -114,12 +114,14 @@ def _refuse(tape: FunctionalTape) -> None:
 
 
 def _fill_values(graph: torch.fx.Graph) -> None:
-    """Compute `meta["val"]` of the nodes of symbolic-size arithmetic, which lowering leaves without."""
+    """Compute `tensor_meta`, and `val` of the nodes of symbolic-size arithmetic, which lowering leaves without."""
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
             args = torch.fx.map_arg(node.args, meta.value)
             symbolic = node.target is not torch.ops.aten._assert_scalar.default
             meta.set_value(node, node.target(*args) if symbolic and callable(node.target) else None)
+        if node.op != "output":
+            compat.set_tensor_meta(node)
 
 
 def _module_names(tape: FunctionalTape) -> list[str]:
