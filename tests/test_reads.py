@@ -85,7 +85,7 @@ READ = {
     "nested": (lambda m, x: x * m.config.nested.scale, set_to("config.nested.scale", 3.0), "config.nested.scale: "),
     "property": (lambda m, x: x * m.config.double, set_to("config.scale", 3.0), "config.scale: "),
     "whole_config": (lambda m, x: x * m.config.scale, set_to("config", Config(3.0)), "config: "),
-    "namespace": (lambda m, x: x * m.space.scale, set_to("space.scale", 3.0), "vars(space): "),
+    "namespace": (lambda m, x: x * m.space.scale, set_to("space.scale", 3.0), "space.scale: 2.0 when"),
     "list": (lambda m, x: x * m.sizes[1], lambda m: m.sizes.append(3), "sizes: [1, 2] when traced"),
     "dict": (lambda m, x: x * m.table["k"], lambda m: m.table.update(k=3.0), "table: "),
     "function": (lambda m, x: m.act(x), set_to("act", torch.tanh), "act: "),

@@ -52,22 +52,25 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 # Attributes. Most are read for every op: attrgetter costs less than a Python function. -------------------------------
 
-version_of: Callable[[torch.Tensor], int] = operator.attrgetter("_version")
+_base: Any = torch._C.TensorBase
+version_of: Callable[[torch.Tensor], int] = _base._version.__get__
 """How often the storage of a tensor was written in place. Raises RuntimeError for an inference tensor."""
 
 
 def with_version(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`t`, with the version counter of `like`."""
-    if not (t.is_inference() or like.is_inference()) and like._version:
+    if not (is_inference_of(t) or is_inference_of(like)) and version_of(like):
         torch._C._autograd._unsafe_set_version_counter((t,), (like._version,))
     return t
 
 
-stride_of: Callable[[torch.Tensor], Any] = torch._C.TensorBase.stride
-offset_of: Callable[[torch.Tensor], Any] = torch._C.TensorBase.storage_offset
-_requires_grad: Any = torch._C.TensorBase.requires_grad
-requires_grad_of: Callable[[torch.Tensor], bool] = _requires_grad.__get__
-"""What `x.stride()`, `x.storage_offset()` and `x.requires_grad` call: in a trace these report who asks."""
+stride_of: Callable[[torch.Tensor], Any] = _base.stride
+offset_of: Callable[[torch.Tensor], Any] = _base.storage_offset
+requires_grad_of: Callable[[torch.Tensor], bool] = _base.requires_grad.__get__
+is_leaf_of: Callable[[torch.Tensor], bool] = _base.is_leaf.__get__
+is_inference_of: Callable[[torch.Tensor], bool] = _base.is_inference
+_inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
+"""What `x.stride()`, `x.requires_grad` and so on call: in a trace these report who asks."""
 
 is_view: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_view")
 """Whether autograd holds a tensor to be a view of another."""
@@ -172,7 +175,7 @@ class FakeMaker:
         symbolic = is_symbolic(base) or any(isinstance(n, torch.SymInt) for n in numbers)
         # as a meta tensor: kernels of other devices take no symbols
         as_meta = in_kernel_invocation_manager(self.mode) if symbolic else contextlib.nullcontext()
-        with _normal_tensors() if not base.is_inference() else contextlib.nullcontext():
+        with _normal_tensors() if not is_inference_of(base) else _NOTHING:
             with as_meta:
                 view = torch.as_strided(base, size, stride, offset)
             return self._wrap(view, device, requires_grad)
@@ -188,7 +191,7 @@ class FakeMaker:
             return base if meta is base else self._wrap(meta, base.device, requires_grad)
 
         grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
-        with without_dispatch(), _normal_tensors() if not base.is_inference() else contextlib.nullcontext():
+        with without_dispatch(), _normal_tensors() if not is_inference_of(base) else _NOTHING:
             with in_kernel_invocation_manager(self.mode):
                 out = func(base, *args)
             return fake(out) if isinstance(out, torch.Tensor) else type(out)(map(fake, out))
@@ -234,7 +237,7 @@ class FakeFactory(FakeMaker):
         self.mode.cache_enabled = False  # with symbolic sizes, torch's cache of results costs more than it saves
         with without_dispatch(), torch.no_grad():
             fake = self.fresh(size, stride, real.dtype, real.device, real.requires_grad)
-        if not real.is_leaf:
+        if not is_leaf_of(real):
             self.give_history(fake)
         self._fakes[id(real)] = fake
         self._keep.append(real)
@@ -269,7 +272,7 @@ class FakeFactory(FakeMaker):
             fake = self._wrap(self._meta_of(real), real.device, requires_grad_of(real))
         if isinstance(real, torch.nn.Parameter):
             fake._is_param = True
-        if not real.is_leaf:
+        if not is_leaf_of(real):
             self.give_history(fake)
         return fake
 
@@ -289,10 +292,13 @@ class FakeFactory(FakeMaker):
         return meta.set_(known, real.storage_offset(), real.size(), real.stride())
 
 
+_NOTHING = contextlib.nullcontext()
+
+
 def _normal_tensors() -> contextlib.AbstractContextManager[Any]:
     """Inside, tensors are made that are no inference tensors, as views of normal ones are in inference mode too."""
-    if not torch.is_inference_mode_enabled():
-        return contextlib.nullcontext()
+    if not _inference_mode():
+        return _NOTHING
     stack = contextlib.ExitStack()
     stack.enter_context(torch.inference_mode(False))
     stack.enter_context(torch.no_grad())
@@ -318,7 +324,7 @@ def _is_plain(real: torch.Tensor) -> bool:
     return (
         type(real) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
         and real.layout is torch.strided
-        and not (real.is_quantized or real.is_conj() or real.is_neg() or real.is_nested or real.is_inference())
+        and not (real.is_quantized or real.is_conj() or real.is_neg() or real.is_nested or is_inference_of(real))
         and (real.untyped_storage().device == real.device or type(real) is FakeTensor)
         and not is_symbolic(real)
     )

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from scopetrace._compat.questions import grad_enabled
 from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import example, is_static, surely_equal, to_expr
 from scopetrace._compat.tensors import (
@@ -32,6 +33,7 @@ from scopetrace._compat.tensors import (
     FakeTensor,
     is_symbolic,
     offset_of,
+    requires_grad_of,
     run_fake,
     storage_id,
     without_dispatch,
@@ -117,7 +119,7 @@ def _has_symbols(args: Any) -> bool:
 
 def _carries_grad(dtype: torch.dtype, fakes: Sequence[torch.Tensor]) -> bool:
     differentiable = dtype.is_floating_point or dtype.is_complex
-    return differentiable and torch.is_grad_enabled() and any(t.requires_grad for t in fakes)
+    return differentiable and grad_enabled() and any(map(requires_grad_of, fakes))
 
 
 def _new_tensor(

@@ -95,16 +95,46 @@ class InClosure:
             return MISSING
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class OfContents:
-    """All attributes of an object whose class cannot tell which are read, such as a `types.SimpleNamespace`."""
+class InLayer(NamedTuple):
+    """All attributes of one of torch's layers that its code names: a tuple of their values."""
 
-    owner: Any
-    kind, stays = "attribute", False
+    table: dict[str, Any]
+    keys: tuple[str, ...]
+
+    @property
+    def kind(self) -> str:
+        """As `Place.kind`."""
+        return "attribute"
+
+    @property
+    def stays(self) -> bool:
+        """As `Place.stays`."""
+        return False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
-        return vars(self.owner)
+        return tuple([self.table.get(key, MISSING) for key in self.keys])
+
+
+class InSlot(NamedTuple):
+    """An attribute of an object that has no `__dict__`."""
+
+    owner: Any
+    key: str
+
+    @property
+    def kind(self) -> str:
+        """As `Place.kind`."""
+        return "attribute"
+
+    @property
+    def stays(self) -> bool:
+        """As `Place.stays`."""
+        return False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return getattr(self.owner, self.key, MISSING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +192,7 @@ class OfEnvironment:
         return os.environ.get(self.key, MISSING)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(slots=True, eq=False)
 class Read:
     """One thing that the forward read, and on which the program depends."""
 
@@ -185,6 +215,17 @@ class Read:
             return True  # only those in the model's code are looked for
         frames = walk_frames(self.frames)
         return self.name not in _READ_BY_OPS and not (frames and frames[-1][0].co_filename.startswith(NOT_THE_MODEL))
+
+    @property
+    def parts(self) -> list[Read]:
+        """A read of each attribute, of one of a layer; else itself."""
+        place = self.place
+        if not isinstance(place, InLayer):
+            return [self]
+        return [
+            Read(f"{self.name}.{key}", value, InTable(place.table, key), self.frames, self.module)
+            for key, value in zip(place.keys, self.value, strict=True)
+        ]
 
     @property
     def source(self) -> str | None:

@@ -45,7 +45,7 @@ class StateCheck:
         self._tape = tape
         self._plain: list[tuple[Any, str, Any, Read]] = []
         self._others: list[Read] = []
-        for read in tape.reads:
+        for read in (part for whole in tape.reads for part in whole.parts):
             place = read.place
             if isinstance(place, InTable) and type(read.value) in _IDENTICAL:
                 self._plain.append((place.table, place.key, read.value, read))

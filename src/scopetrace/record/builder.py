@@ -18,7 +18,7 @@ from torch.fx import traceback
 from scopetrace._compat.dispatch import unwrapped
 from scopetrace._compat.questions import grad_enabled
 from scopetrace._compat.symbols import to_expr
-from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id, without_dispatch
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, offset_of, storage_id, stride_of, without_dispatch
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
@@ -395,13 +395,13 @@ def geometry_key(t: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors of one storage that are the same view of it."""
     if t.layout is not torch.strided:
         return (id(t),)
-    return to_expr(t.storage_offset()), to_expr(t.size()), to_expr(t.stride()), t.dtype, t.is_conj(), t.is_neg()
+    return to_expr(offset_of(t)), to_expr(t.size()), to_expr(stride_of(t)), t.dtype, t.is_conj(), t.is_neg()
 
 
 def layout_of(t: torch.Tensor) -> tuple[Any, ...]:
     """Storage offset, size, stride and dtype of a tensor."""
     strided = t.layout is torch.strided
-    return (t.storage_offset() if strided else 0, t.size(), t.stride() if strided else (), t.dtype)
+    return (offset_of(t) if strided else 0, t.size(), stride_of(t) if strided else (), t.dtype)
 
 
 def _shape_of(t: torch.Tensor) -> tuple[Any, ...]:

@@ -29,7 +29,7 @@ from scopetrace.ir.tape import Call, Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.data import DataReader
 from scopetrace.record.graph_nodes import NodeRunner, knows_modules
-from scopetrace.record.model import Model
+from scopetrace.record.model import Model, own_names
 from scopetrace.record.module_paths import HasOtherPath, other_path
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
@@ -93,7 +93,6 @@ class CallRecorder:
             if method == "forward" and call.parent is None and knows_modules(module):
                 return NodeRunner(module, self._builder).call(args, kwargs)
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
-        self._reads.on_forward(module)
         fqn, scope = self._place(module)
         call = self._open(module, fqn, scope, args, kwargs)
         call.direct = method == "forward"
@@ -392,15 +391,17 @@ def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
+_OTHERS = (torch.Tensor, torch.nn.Module, Value)
 _PLAIN = frozenset({bool, int, float, str, tuple})  # the classes of most attributes: isinstance takes longer
 
 
 def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """The attributes that are neither tensors, modules nor nn.Module's own bookkeeping."""
+    own = module.__dict__
     return {
-        name: a
-        for name, a in module.__dict__.items()
-        if name[0] != "_" and (type(a) in _PLAIN or not isinstance(a, (torch.Tensor, torch.nn.Module, Value)))
+        name: own[name]
+        for name in own_names(tuple(own))
+        if name[0] != "_" and (type(own[name]) in _PLAIN or not isinstance(own[name], _OTHERS))
     }
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
@@ -22,6 +22,14 @@ from scopetrace.record.snapshot import MISSING, Change, Snapshot, is_memo, same
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 _BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
+
+
+@functools.lru_cache(maxsize=4096)
+def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the names in a module's `__dict__` that are no bookkeeping of nn.Module."""
+    return tuple([name for name in names if name not in _BOOKKEEPING])
+
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 
 
@@ -54,8 +62,7 @@ class Model:
         if len(known) == 1:
             self.modules.append(module)
             self._save(fqn, module)
-            tables = (module.__dict__.get("_parameters", {}), module.__dict__.get("_buffers", {}), module.__dict__)
-            for table in tables:
+            for table in (*self._saved[id(module)].tables[1:3], self._saved[id(module)].contents):
                 for name, t in table.items():
                     if isinstance(t, torch.Tensor):
                         self._tensors.setdefault(id(t), (prefix + name, module, name))
@@ -108,6 +115,11 @@ class Model:
         found = {names[i][0]: RegisteredParam(tuple(names[i]), tuple(p.shape), p.dtype) for i, p in params.items()}
         return Registered(modules, found)
 
+    @property
+    def saved_modules(self) -> Collection[SavedModule]:
+        """The model's modules, and those that only its objects, globals and closures hold."""
+        return self._saved.values()
+
     def replaced(self, module: torch.nn.Module) -> tuple[str, ...]:
         """The fqns of a module's parameters in whose place it has other tensors, as in `functional_call`."""
         saved = self._saved.get(id(module))
@@ -134,7 +146,7 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("fqn", "module", "name", "tables")
+    __slots__ = ("contents", "fqn", "module", "name", "tables")
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
@@ -142,9 +154,10 @@ class SavedModule:
         self.name = name
         self.tables = [table.copy() for table in attribute_tables(module)]
         own = module.__dict__
-        for key in own:
-            if key not in _BOOKKEEPING and type(own[key]) not in ATOMS:
-                snapshot.add(f"{name}.{key}", f".{key}", own[key], module)
+        self.contents = {k: own[k] for k in own_names(tuple(own)) if type(own[k]) not in ATOMS}
+        """The attributes of its own that hold something."""
+        for key, x in self.contents.items():
+            snapshot.add(f"{name}.{key}", f".{key}", x, module)
         for hooks in _HOOKS:
             for hook in own[hooks].values() if own.get(hooks) else ():
                 snapshot.add(f"{name}'s hook", "", hook)

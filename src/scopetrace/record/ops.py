@@ -29,6 +29,7 @@ from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
     FakeFactory,
     FakeTensor,
+    is_inference_of,
     is_symbolic,
     requires_grad_of,
     run_op,
@@ -190,7 +191,7 @@ class OpRecorder:
             answer = self._answer(call)
             if answer is not NotImplemented:
                 return answer
-        if self._exact and (_grad_enabled() or any(v.fake.requires_grad for v in call.inputs)):
+        if self._exact and (_grad_enabled() or any(requires_grad_of(v.fake) for v in call.inputs)):
             return self._run(call, None)
         key = self._inference.key_of_call(func, call.args, call.kwargs)
         found = None if key is None else self._inferred(call, key)
@@ -356,9 +357,9 @@ class OpRecorder:
 
     def _changes_only_values(self, call: OpCall, t: torch.Tensor, key: Any) -> bool:
         """Whether an op in place changes nothing of the fake tensor `t`, its target, but the version counter."""
-        if key is None or t.is_inference():
+        if key is None or is_inference_of(t):
             return False
-        if _grad_enabled() and any(v.fake.requires_grad for v in call.inputs):
+        if _grad_enabled() and any(requires_grad_of(v.fake) for v in call.inputs):
             return False
         target = call.args[0]
         if any(v.storage == target.storage and v is not target for v in call.inputs):
@@ -376,7 +377,7 @@ class OpRecorder:
 
         True where autograd need not see it: all tensors in the storage have a history before and after.
         """
-        if self._exact or not _grad_enabled() or not any(v.fake.requires_grad for v in call.inputs):
+        if self._exact or not _grad_enabled() or not any(requires_grad_of(v.fake) for v in call.inputs):
             return False
         written = call.written(call.facts.written)
         if call.facts.in_place and all(_has_history(v) for w in written for v in self.values.in_storage(w.storage)):
@@ -406,7 +407,7 @@ class _BeforeWrite:
         self._versions = [_version(t) for t in fakes]
         self._places: list[tuple[Value, int, Any]] = []
         if call.facts.written:
-            self.tracked = tuple([v for v, t in zip(call.inputs, fakes, strict=True) if t.requires_grad])
+            self.tracked = tuple([v for v, t in zip(call.inputs, fakes, strict=True) if requires_grad_of(t)])
             targets = call.written(call.facts.written)
             self._places = [(v, storage_id(v.fake), layout_of(v.fake)) for v in targets]
 
@@ -483,18 +484,18 @@ def _given(fake: torch.Tensor, call: OpCall) -> torch.Tensor:
 
 
 def _version(t: torch.Tensor) -> int:
-    return -1 if t.is_inference() else version_of(t)
+    return -1 if is_inference_of(t) else version_of(t)
 
 
 def _requires_grad(args: Any, kwargs: Any) -> bool:
-    return _grad_enabled() and any(t.requires_grad for t in _tensors((args, kwargs)))
+    return _grad_enabled() and any(map(requires_grad_of, _tensors((args, kwargs))))
 
 
 def _has_history(value: Value) -> bool:
     """Whether autograd would let eager write to this result of an op, and it requires grad already."""
     op = value.op
     single = not isinstance(op.outputs, (list, tuple))  # it refuses writes to one of several views
-    return value.fake.requires_grad and op.kind == "call_function" and op.grad and single
+    return requires_grad_of(value.fake) and op.kind == "call_function" and op.grad and single
 
 
 def _tensors(x: Any) -> list[torch.Tensor]:

@@ -19,20 +19,29 @@ import sysconfig
 import types
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.sources import NOT_THE_MODEL, prefixes
+from scopetrace._compat.sources import NOT_THE_MODEL, is_of_python
 
-_STANDARD = prefixes(Path(sysconfig.get_paths()["stdlib"]))
-_PACKAGES = prefixes(Path(sysconfig.get_paths()["purelib"])) + prefixes(Path(sysconfig.get_paths()["platlib"]))
+PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+"""Where libraries are installed."""
 _OPERATORS = (
-    *("__call__", "__enter__", "__exit__", "__getattr__", "__getitem__", "__setitem__", "__delitem__", "__contains__"),
+    *(
+        "forward",
+        "__call__",
+        "__enter__",
+        "__exit__",
+        "__getattr__",
+        "__getitem__",
+        "__setitem__",
+        "__delitem__",
+        "__contains__",
+    ),
     *("__iter__", "__next__", "__len__"),
 )
-"""Methods that run without being named; those of arithmetic and comparison are taken to write nothing."""
+"""Methods that run without being named, and forward; those of arithmetic and comparison are taken to write nothing."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
@@ -40,9 +49,7 @@ _LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "torchgen", "sympy",
 @functools.cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither torch's nor the standard library's."""
-    if filename.startswith((*NOT_THE_MODEL, "<frozen")):
-        return False
-    return not filename.startswith(_STANDARD) or filename.startswith(_PACKAGES)
+    return not filename.startswith(NOT_THE_MODEL) and not is_of_python(filename)
 
 
 def is_users_class(kind: Any) -> bool:
@@ -131,6 +138,7 @@ class Reach:
         self._seen: set[int] = set()
         self.names: set[str] = set()
         """The globals and attributes that they name."""
+        self._known: set[type] = set()
         self._members: dict[str, list[tuple[type, Any]]] = {}
         self._pending: list[types.FunctionType] = []
 
@@ -154,11 +162,14 @@ class Reach:
     def add_class(self, kind: type) -> None:
         """Follow the methods of a class that some function names, its `forward` and its operators."""
         for base in kind.__mro__:
-            if base in self.classes or not is_users_class(base):
+            if base in self._known:
+                continue
+            self._known.add(base)
+            if not is_users_class(base):
                 continue
             self.classes[base] = None
             for name, member in vars(base).items():
-                if name == "forward" or name in self.names or name in _OPERATORS:
+                if name in self.names or name in _OPERATORS:
                     self._add_member(base, name, member)
                 else:
                     self._members.setdefault(name, []).append((base, member))

@@ -1,58 +1,28 @@
-"""What the forward reads from outside of the program, while it runs.
+"""What the forward asks of torch and of the process, while it runs.
 
 Data flow:
-    attributes of modules and of objects in them -> a descriptor on their class -> Read, unless the forward wrote them
-    globals and variables of enclosing functions -> the names in the code of each function that may run -> Read
-    facts of tensors, flags of torch, environment -> `_compat.questions` -> Read
+    facts of tensors, flags of torch, environment variables -> `_compat.questions` -> Read, once for each
+    ops whose result autocast or the default dtype decides, blocks that switch autograd -> a Read of that state
 
-A value is taken before the forward can change it. Tensors are inputs of the program, so reading one is no Read.
+What it reads of Python objects is in `record.attributes`.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import functools
-import sys
-import types
-from collections.abc import Callable, Iterable, Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from scopetrace._compat import questions
-from scopetrace._compat.patches import forward_of_class
 from scopetrace._compat.tensors import requires_grad_of
-from scopetrace.ir.reads import (
-    MISSING,
-    Flag,
-    InClosure,
-    InTable,
-    Missing,
-    OfContents,
-    OfEnvironment,
-    OfInput,
-    OfTensor,
-    Place,
-    Read,
-    same,
-    snapshot,
-)
+from scopetrace.ir.reads import MISSING, Flag, OfEnvironment, OfInput, OfTensor, Place, Read
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.layouts import inputs_of_layouts
-from scopetrace.record.model import Model, attribute_tables
-from scopetrace.record.variables import Variables, class_attribute, is_of_model
-
-_BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl", "forward"}
-_HEAP_TYPE = 1 << 9  # classes made by a class statement, whose attributes can be set
-_PLAIN = frozenset({bool, int, float, str, type(None), torch.dtype})
-_PLAIN_OR_CONTAINER = frozenset({*_PLAIN, tuple, list, dict, set})
-_WITHOUT_ATTRIBUTES = frozenset(
-    {*_PLAIN, Missing, tuple, list, dict, set, types.FunctionType, types.BuiltinFunctionType}
-)
-_AS_THEY_ARE = (torch.Tensor, torch.nn.Module, Value, types.ModuleType)
+from scopetrace.record.model import Model
 
 
 class ReadRecorder:
@@ -63,18 +33,7 @@ class ReadRecorder:
         self._values = values
         self._model = model
         self._reads = builder.tape.reads
-        self._known: set[Any] = set()
-        """What was read or written, by the key that stands for its place."""
-        self._names = {id(m.__dict__): model.names[id(m)][0] for m in model.modules}
-        """By the id of a `__dict__`, what its owner is called."""
-        self._of_modules = set(self._names)
-        self._called: set[type] = set()
-        self._bases: dict[type, list[str]] = {}
-        """By class, the plain attributes that it has itself."""
-        self._watched: dict[type, set[str]] = {}
-        self._replace: questions.Replace = setattr
-        self._keep: list[Any] = []  # ids must not be used again while the trace runs
-        self._variables = Variables(self._read_global, self._read_cell, self._watch_object)
+        self._known: set[Place] = set()
         self._grad = questions.grad_enabled()
         self._contiguous: list[tuple[Value, int, Frames]] = []
         """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
@@ -98,148 +57,17 @@ class ReadRecorder:
                 stack.callback(_put_back, owner, name, value, vars(owner).get(name, MISSING))
                 setattr(owner, name, value)
 
-            self._replace = replace
-            for module in self._model.modules:
-                if isinstance(module, torch.jit.ScriptModule):
-                    continue  # its attributes are in C++
-                self._watch(type(module), module.__dict__.keys())
-            replace(torch.nn.Module, "__getattr__", self._reporting_getattr(mine))
             questions.report_questions(replace, self, mine)
             yield
             self._note_hidden_blocks()
             for i, frames in sorted(inputs_of_layouts(self._builder.tape, self._contiguous).items()):
                 self._layout(i, frames)
-        self._reads[:] = [r for r in self._reads if not _is_changed(r)]
-
-    # ---------------------------------------------------------------- attributes
-
-    def _watch(self, cls: type, names: Set[str]) -> None:
-        """Put descriptors on a class for attributes that its instances have in their `__dict__`."""
-        if type(cls).__setattr__ is not type.__setattr__:
-            return  # an Enum, which nobody changes
-        known = self._watched.get(cls)
-        if known is None:
-            known = self._watched[cls] = set(_BOOKKEEPING)
-        if names <= known:
-            return
-        new = {*names, *self._class_level(cls)} - known
-        known |= new
-        for name in new:
-            if name[:2] == "__":
-                continue
-            below = class_attribute(cls, name)
-            if not hasattr(type(below[1]), "__set__"):
-                self._replace(cls, name, _Watched(self, name, *below))
-
-    def _class_level(self, cls: type) -> Iterator[str]:
-        for base in cls.__mro__:
-            found = self._bases.get(base)
-            if found is None:
-                found = self._bases[base] = _class_level(base)
-            yield from found
-
-    def _reporting_getattr(self, mine: questions.Mine) -> Callable[[torch.nn.Module, str], Any]:
-        """`nn.Module.__getattr__`, which tells of names that are missing or stand for no tensor or module."""
-        ask = torch.nn.Module.__getattr__
-
-        def __getattr__(module: torch.nn.Module, name: str) -> Any:
-            found: Any = MISSING
-            try:
-                found = ask(module, name)
-                return found
-            finally:
-                if (found is None or found is MISSING) and name not in _BOOKKEEPING and name[:2] != "__" and mine():
-                    own = module.__dict__
-                    table = next((t for t in attribute_tables(module) if name in t), own)
-                    self.read_attribute(table, name, found, own)
-
-        return __getattr__
-
-    def read_attribute(self, table: Any, key: str, value: Any, own: Any = None) -> None:
-        """`table[key]`, the attribute of an object, is read. `own` is its `__dict__`, if `table` is not."""
-        known = self._known
-        place = id(table), key
-        if place in known:
-            return
-        known.add(place)
-        owner = self._names.get(id(table if own is None else own))
-        if isinstance(value, torch.Tensor) and id(table) in self._of_modules:
-            return  # an input of the program, as parameters are
-        name, frame = f"{owner}.{key}" if owner else key, sys._getframe(2)
-        self._note(name, value, InTable(table, key), frame)
-        if type(value) not in _WITHOUT_ATTRIBUTES:
-            self._watch_object(value, name)
-            self._variables.of_methods(type(value), {*frame.f_code.co_names, "__call__"})
-        elif type(value) is types.FunctionType:
-            self._variables.of_callable(value)
-
-    def wrote_attribute(self, table: Any, key: str) -> None:
-        """The forward sets an attribute: what it reads there later is its own."""
-        self._known.add((id(table), key))
-
-    def _watch_object(self, value: Any, name: str) -> None:
-        """See what is read of an object, such as a config, that the forward has got at."""
-        cls = type(value)
-        table = getattr(value, "__dict__", None)
-        if type(table) is not dict or id(table) in self._names or isinstance(value, (type, *_AS_THEY_ARE)):
-            return
-        self._keep.append(table)
-        self._names[id(table)] = name
-        if cls.__flags__ & _HEAP_TYPE and (is_of_model(_file_of(cls)) or cls is argparse.Namespace):
-            self._watch(cls, table.keys())
-        elif not cls.__flags__ & _HEAP_TYPE and type(table) is dict and not callable(value):
-            self._note(f"vars({name})", table, OfContents(value), None)
-
-    def _note(self, name: str, value: Any, place: Place, frame: types.FrameType | None) -> None:
-        call = self._builder.call
-        outer = call.frames if call is not None else ()
-        frames = (outer, ((frame.f_code, frame.f_lineno),)) if frame is not None else outer
-        value = value if type(value) in _PLAIN else snapshot(value)
-        self._reads.append(Read(name, value, place, frames, self._builder.state.current_scope.path))
 
     def _note_once(self, name: str, value: Any, place: Place, frames: Frames | None = None) -> None:
         if place not in self._known:
             self._known.add(place)
             frames = self._builder.frames() if frames is None else frames
             self._reads.append(Read(name, value, place, frames, self._builder.state.current_scope.path))
-
-    # ---------------------------------------------------------------- variables
-
-    def on_start(self, fn: Any, arguments: Iterable[tuple[str, Any]]) -> None:
-        """The traced callable is about to run, with these arguments and objects among them, by name."""
-        for name, x in arguments:
-            self._watch_object(x, name)
-        while isinstance(fn, functools.partial):
-            for name, x in fn.keywords.items():
-                self._read_variable((id(fn.keywords), name), name, x, InTable(fn.keywords, name))
-            for name, x in [*fn.keywords.items(), *((f"argument {i}", x) for i, x in enumerate(fn.args))]:
-                self._watch_object(x, name)
-            fn = fn.func
-        if isinstance(fn, torch.nn.Module):
-            self.on_forward(fn)
-            return
-        if not isinstance(fn, types.FunctionType | types.MethodType):
-            fn = getattr(fn, "__call__", fn)  # noqa: B004  # the method of an object that is callable
-        self._watch_object(getattr(fn, "__self__", None), "self")
-        self._variables.of_callable(fn)
-
-    def on_forward(self, module: torch.nn.Module) -> None:
-        """A module is called."""
-        cls = type(module)
-        if cls not in self._called:
-            self._called.add(cls)
-            self._variables.of_callable(module.__dict__.get("forward") or forward_of_class(cls), cls)
-
-    def _read_global(self, table: Any, key: str, value: Any, name: str) -> None:
-        self._read_variable((id(table), key), name, value, InTable(table, key))
-
-    def _read_cell(self, cell: types.CellType, value: Any, name: str) -> None:
-        self._read_variable(id(cell), name, value, InClosure(cell))
-
-    def _read_variable(self, key: Any, name: str, value: Any, place: Place) -> None:
-        if key not in self._known and not isinstance(value, types.ModuleType) and not _is_of_others(value):
-            self._known.add(key)
-            self._note(name, value, place, None)
 
     # ---------------------------------------------------------------- questions to torch
 
@@ -370,49 +198,6 @@ class ReadRecorder:
         self._note_once(f"{fqn}.requires_grad", answer, OfTensor(module, name, "requires_grad"))
 
 
-def _dict_of(owner: Any) -> dict[str, Any]:
-    """The `__dict__` of an object, past a `__getattribute__` of its class."""
-    found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
-    return found
-
-
-class _Watched:
-    """Stands for an attribute of a class while the forward runs, and tells who reads it.
-
-    `value` is what the class itself has under that name, in `table`; MISSING if it has nothing.
-    """
-
-    __slots__ = ("key", "reads", "table", "value")
-
-    def __init__(self, reads: ReadRecorder, key: str, table: Any, value: Any) -> None:
-        self.reads, self.key, self.table, self.value = reads, key, table, value
-
-    def __get__(self, owner: Any, cls: type) -> Any:
-        table = {} if owner is None else _dict_of(owner)
-        value = table.get(self.key, MISSING)
-        if value is not MISSING:
-            self.reads.read_attribute(table, self.key, value)
-            return value
-        if self.value is MISSING:
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {self.key!r}")
-        if hasattr(type(self.value), "__get__"):
-            return self.value.__get__(owner, cls)
-        self.reads.read_attribute(table, self.key, MISSING)
-        self.reads.read_attribute(self.table, self.key, self.value)
-        return self.value
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        self.reads.wrote_attribute(_dict_of(owner), self.key)
-        _dict_of(owner)[self.key] = value
-
-    def __delete__(self, owner: Any) -> None:
-        self.reads.wrote_attribute(_dict_of(owner), self.key)
-        try:
-            del _dict_of(owner)[self.key]
-        except KeyError:
-            raise AttributeError(self.key) from None
-
-
 def _put_back(owner: Any, name: str, replacement: Any, own: Any) -> None:
     """Give a class or Python module back what it had, unless the forward has set the name itself."""
     if vars(owner).get(name) is not replacement:
@@ -421,31 +206,3 @@ def _put_back(owner: Any, name: str, replacement: Any, own: Any) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, own)
-
-
-def _is_changed(read: Read) -> bool:
-    """Whether the forward itself has changed the list, dict or set that it read."""
-    if not isinstance(read.value, list | dict | set) or not isinstance(read.place, InTable):
-        return False
-    return not same(read.value, snapshot(read.place.table.get(read.place.key)))
-
-
-def _is_of_others(value: Any) -> bool:
-    """Whether it is a function of torch, Python or NumPy, which nobody replaces but for a while."""
-    if isinstance(value, types.FunctionType):
-        return not is_of_model(value.__code__.co_filename)
-    return callable(value) and not isinstance(value, type) and not is_of_model(_file_of(type(value)))
-
-
-def _class_level(base: type) -> list[str]:
-    """The plain attributes that a class of the model gives to all its instances."""
-    if base is object or not is_of_model(_file_of(base)):
-        return []
-    return [k for k, v in base.__dict__.items() if type(v) in _PLAIN_OR_CONTAINER and k[:2] != "__"]
-
-
-def _file_of(cls: type) -> str:
-    """The file that defines a class; `<frozen` for a class of a module without one, as Python's own."""
-    module = sys.modules.get(cls.__module__)
-    path: str | None = getattr(module, "__file__", None)
-    return path or ("" if module is None or cls.__module__ == "__main__" else "<frozen")

@@ -24,7 +24,15 @@ from scopetrace._compat.dispatch import dispatching_to, eager
 from scopetrace._compat.export import additional_inputs, without_wrappers
 from scopetrace._compat.patches import observing
 from scopetrace._compat.schema import is_op
-from scopetrace._compat.tensors import DATA_DEPENDENT, NO_SHAPE_RULE, FakeFactory, FakeTensor, with_version
+from scopetrace._compat.tensors import (
+    DATA_DEPENDENT,
+    NO_SHAPE_RULE,
+    FakeFactory,
+    FakeTensor,
+    buffers_of,
+    parameters_of,
+    with_version,
+)
 from scopetrace.containers.objects import Returned, Watch, refuse_hidden, refuse_without_structure, tensor_holders
 from scopetrace.containers.structure import identifier, instantiate, leaves, leaves_with_path, map_structure
 from scopetrace.errors import (
@@ -41,10 +49,11 @@ from scopetrace.ir import scopes
 from scopetrace.ir.argument_numbers import numbers_read
 from scopetrace.ir.effects import SideEffect
 from scopetrace.ir.module_tables import ModuleTables
-from scopetrace.ir.reads import InClosure, InTable, Read
+from scopetrace.ir.reads import Read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
 from scopetrace.ir.verify import verify
+from scopetrace.record.attributes import ObjectReads
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, leaf_rule
 from scopetrace.record.data import DataReader, NoRealValue
@@ -66,7 +75,7 @@ from scopetrace.record.gradients import (
     without_hidden_gradients,
 )
 from scopetrace.record.graph_nodes import knows_modules, root_scope
-from scopetrace.record.model import Model, attribute_tables
+from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
@@ -133,12 +142,12 @@ def _refuse_wrapped(model: Model) -> None:
 
 def _refuse_lazy(model: Model) -> None:
     """A lazy module makes its parameters when it first runs, of sizes that a trace would have to write into it."""
-    for name, module in ((model.names[id(m)][0], m) for m in model.modules):
-        own = (*module.parameters(recurse=False), *module.buffers(recurse=False))
-        if any(torch.nn.parameter.is_lazy(t) for t in own):
+    for module in model.modules:
+        own = (*parameters_of(module).values(), *buffers_of(module).values())
+        if any(t is not None and torch.nn.parameter.is_lazy(t) for t in own):
             raise UnsupportedOpError(
                 "a lazy module has no parameters yet",
-                module=f"{model.type_name}, {name or 'the root'}",
+                module=f"{model.type_name}, {model.names[id(module)][0] or 'the root'}",
                 hint="run the model once before it is traced",
             )
 
@@ -222,8 +231,8 @@ class Recording:
         self.object_types |= tensor_holders((args, kwargs))
         fake_args, fake_kwargs = self._add_inputs(forward, args, kwargs, dynamic_shapes)
         named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
-        given = [found for name, arg in named for found in leaves_with_path(arg, name, self.object_types)]
         objects = EffectWatch(fn, model, named, self.object_types)
+        read = ObjectReads(builder, model, objects.reach)
         draws = Draws(builder)
         watch = Watch((fake_args, fake_kwargs), self.object_types)
         rules = self.object_types, self._is_leaf, self._progress
@@ -235,9 +244,9 @@ class Recording:
                     self._unseeded(),
                     observing(calls, model.modules) as mine,
                     self.reads.watching(mine),
+                    read.watching(mine),
                     dispatching_to(self.ops.mode, self.factory.mode),
                 ):
-                    self.reads.on_start(fn, given)
                     out = calls.run_root(self.ops.collectives.finishing(fn), fake_args, fake_kwargs)
                 missed = tensor_holders((out, fake_args, fake_kwargs)) - self.object_types
                 if missed:
@@ -254,11 +263,12 @@ class Recording:
             raise
         finally:
             changes = objects.restore()
-        self._add_changes(changes, draws.found, objects)
+        variables, attributes = read.found(fn, changes)
+        self._add_changes(changes, draws.found, objects, read.overwritten)
         tape.side_effects += inputs_made_leaves(tape, self.data.examples)
         for value, op in without_hidden_gradients(tape):
             self.reads.on_hidden_write(value, op)
-        tape.reads = [read for read in tape.reads if not _was_written(read, changes)]
+        tape.reads[:] = [*variables, *tape.reads, *attributes]
         tape.side_effects += [_of_iterator(read) for read in tape.reads if isinstance(read.value, Iterator)]
         found = numbers_read(args, kwargs, argument_names(forward, len(args)), self.object_types, objects.reach.names)
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
@@ -289,7 +299,9 @@ class Recording:
             except InputMismatchError as error:
                 raise DynamicShapeError(f"an input of AdditionalInputs does not fit the model: {error}") from None
 
-    def _add_changes(self, changes: list[Change], draws: list[Draw], objects: EffectWatch) -> None:
+    def _add_changes(
+        self, changes: list[Change], draws: list[Draw], objects: EffectWatch, overwritten: dict[tuple[int, str], Read]
+    ) -> None:
         """What the forward bound to attributes of the model's modules is on the tape, if it is a tensor of it."""
         others: list[Change] = []
         effects: list[SideEffect] = []
@@ -299,7 +311,7 @@ class Recording:
                 value = self.values.bound_value(change.new)
             if names and value is not None:
                 self.tape.attribute_writes.append(AttributeWrite(change.holder, names[0], change.attribute, value))
-                read = next((r for r in self.tape.reads if _was_written(r, [change])), None)
+                read = overwritten.get((id(change.holder), change.attribute))
                 if read is not None and not self._is_same_in_each_call(change.new):  # the next call reads this tensor
                     old, new = short(change.old), short(change.new)
                     effects.append(SideEffect(change.name, old, new, read.module, read.source, True))
@@ -500,17 +512,6 @@ _BRANCH = (
 
 
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
-
-
-def _was_written(read: Read, changes: list[Change]) -> bool:
-    """Whether the forward itself wrote what it read, which is a side effect."""
-    place = read.place
-    if isinstance(place, InClosure):
-        return any(change.name == f"closure {read.name}" for change in changes)
-    if not isinstance(place, InTable):
-        return False
-    owners = [c.holder for c in changes if c.attribute == place.key or c.name == f"globals()[{place.key!r}]"]
-    return any(owner is None or any(t is place.table for t in attribute_tables(owner)) for owner in owners)
 
 
 def _of_iterator(read: Read) -> SideEffect:

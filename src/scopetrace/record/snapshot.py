@@ -10,6 +10,7 @@ Python and NumPy have contents. Modules, tensors, classes and objects of torch a
 
 from __future__ import annotations
 
+import argparse
 import collections
 import contextlib
 import enum
@@ -233,7 +234,7 @@ def _kind_of(kind: Any) -> Kind | None:
     array = _numpy_kind(kind)
     if array is not None:
         return array
-    if kind is types.SimpleNamespace or issubclass(kind, types.FunctionType):
+    if issubclass(kind, (types.SimpleNamespace, argparse.Namespace, types.FunctionType)):
         return _ATTRIBUTES
     if not is_users_class(kind):
         return None
