@@ -15,7 +15,7 @@ from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, progress, quiet, takes_model
 from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
-from scopetrace.program.outlined import REPEATED
+from scopetrace.program.outlined import OUTERMOST, REPEATED
 from scopetrace.program.traced import ModuleCall
 
 if TYPE_CHECKING:
@@ -46,7 +46,8 @@ class Matching:
     "-f",
     metavar="PATTERN",
     multiple=True,
-    help=f"Modules that become functions: {_PATTERN}; or 'repeated', every class with two equal calls.",
+    help=f"Modules that become functions: {_PATTERN}; 'repeated', every class with two equal calls; "
+    "or 'layers', the outermost of these.",
 )
 @click.option(
     "--plugins", metavar="PATTERN", multiple=True, help=f"Modules that become ops without a body: {_PATTERN}."
@@ -81,7 +82,7 @@ def onnx(
     require_packages()
     from scopetrace.lower.onnx.export import Options, write
 
-    targets = [f if f == REPEATED else Matching(f) for f in functions]
+    targets = [f if f in (REPEATED, OUTERMOST) else Matching(f) for f in functions]
     options = Options(targets, [Matching(p) for p in plugins], opset, None, None, optimize, attributes)
     with quiet(), progress() as say, torch.no_grad():
         program = program_of(asked.trace(say)).without_argument_mutation()
