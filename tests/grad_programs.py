@@ -424,6 +424,7 @@ def called(
             expected.pop(what, None)
     if not isinstance(expected, Exception):
         unlike = [("unwritten", ".data = "), ("unwritten", "axes_"), ("views", "detach_"), ("views", ".data = ")]
+        unlike += [("views", "inference_mode")]
         unlike += [("leaf", "inference_mode")] if grad != traced_grad else []
         for what in [what for what, text in unlike if text in source]:
             expected.pop(what, None)
@@ -481,13 +482,13 @@ def seen(model: torch.nn.Module, args: tuple, versions: list[int], results: list
 
 
 def root(t: torch.Tensor) -> torch.Tensor:
-    """What autograd takes a tensor for a view of; itself if for none."""
-    return t._base if t._is_view() else t
+    """What autograd takes a tensor for a view of; itself if for none, and where it has no gradient."""
+    return t._base if t._is_view() and t.requires_grad else t
 
 
 def gradients(leaves: list[torch.Tensor], args: tuple, results: list[torch.Tensor]) -> dict:
     """The gradients of the leaves: accumulated by two backward passes, of one result, and of gradients."""
-    leaves = [t for t in leaves if t.requires_grad]
+    leaves = [t for t in leaves if t.requires_grad and t.is_leaf]
     found: dict = {}
     parts = [r for r in results if r.requires_grad]
     if not parts or not leaves:
@@ -496,7 +497,8 @@ def gradients(leaves: list[torch.Tensor], args: tuple, results: list[torch.Tenso
     for name in ("backward", "second backward"):
         total.backward(retain_graph=True)
         found[name] = [None if t.grad is None else t.grad.clone() for t in leaves]
-    found["retained"] = [None if t.grad is None else t.grad.clone() for t in (*args, *parts) if not t.is_leaf]
+    retained = [t for t in (*args, *parts) if not t.is_leaf and t._version == 0]
+    found["retained"] = [None if t.grad is None else t.grad.clone() for t in retained]
     found["of the first"] = torch.autograd.grad(weighted(parts[:1]), leaves, retain_graph=True, allow_unused=True)
     found["of the last"] = torch.autograd.grad(weighted(parts[-1:]), leaves, retain_graph=True, allow_unused=True)
     first = torch.autograd.grad(total, leaves, create_graph=True, allow_unused=True)

@@ -192,6 +192,84 @@ def test_an_input_that_the_forward_makes_require_grad_is_a_side_effect():
     assert effect.change == "x.requires_grad was False and became True"
 
 
+def masked(x):
+    with torch.no_grad():
+        y = x * 2
+    return x + y
+
+
+def hidden(x):
+    y = x * 1
+    y.detach().mul_(2)
+    return y * 3
+
+
+class Negative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad
+
+
+@pytest.mark.parametrize("run", [masked, hidden, Negative.apply])
+def test_a_trace_without_gradients_is_refused_where_they_would_make_another_program(run):
+    trace = st.trace(lambda x: run(x), (torch.ones(2),))
+    assert torch.equal(trace(torch.ones(2)), run(torch.ones(2)))
+    with pytest.raises(st.errors.InputMismatchError, match="requires_grad"):
+        trace(torch.ones(2, requires_grad=True))
+
+
+def test_foreach_gives_each_tensor_its_own_gradient():
+    def run(x, y):
+        a, b = x * 1, y * 1
+        torch._foreach_mul_([a, b], 2)
+        return a, b
+
+    a, b = st.trace(run, (torch.ones(2, requires_grad=True), torch.ones(2)))(
+        torch.ones(2, requires_grad=True), torch.ones(2)
+    )
+    assert a.requires_grad and not b.requires_grad
+
+
+def test_an_attribute_shares_the_memory_of_a_result_that_was_written():
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            out = torch.zeros(3, 2)
+            out[0] = x
+            self.last = out[-1]
+            return out
+
+    net = Net()
+    out = st.trace(net, (torch.ones(2),))(torch.ones(2))
+    out.fill_(5)
+    assert torch.equal(net.last, torch.full((2,), 5.0))
+
+
+def test_derivatives_by_torch_func_beside_those_of_autograd():
+    def run(x):
+        slope = torch.autograd.grad(x.square().sum(), x, create_graph=True)[0]
+        return torch.func.vjp(torch.sin, x)[1](slope)[0], torch.func.jvp(torch.sin, (x,), (slope,))[1]
+
+    x = torch.ones(2, requires_grad=True)
+    for found, expected in zip(st.trace(run, (x,))(x), run(x), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("run", "match"),
+    [
+        (lambda x: setattr(y := x * 2, "data", torch.ones(2)) or y, "sets `.data` of a tensor"),
+        (lambda x: x.detach_() * 2, "detaches a tensor"),
+    ],
+)
+def test_what_a_forward_does_to_a_tensor_without_an_op_is_refused(run, match):
+    with pytest.raises(st.errors.UnsupportedOpError, match=match):
+        st.trace(run, (torch.ones(2, requires_grad=True),))
+
+
 def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
     class Net(torch.nn.Module):
         def __init__(self):

@@ -125,6 +125,8 @@ class Functionalizer(TapeCopier):
         outside = {v.storage for v in self.originals.values()}
         if new.storage != old.storage and new.storage in outside:
             new = self.emitter.run(reader, _aten.clone.default, (new,), {})
+            if aliases is not None and first not in aliases.views:
+                aliases.define(first, new)  # results that share its memory are views of this
         return new
 
     def _write(self, op: Op) -> None:

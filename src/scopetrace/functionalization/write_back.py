@@ -121,7 +121,7 @@ class _Builder:
 
     def _count_objects(self) -> dict[int, int]:
         seen: dict[int, set[int]] = {}
-        for leaf in self._outputs:
+        for leaf in (*self._outputs, *(w.value for w in self.old.attribute_writes)):
             if isinstance(leaf, Value):  # a tensor that an input was set to counts as one more
                 seen.setdefault(leaf.storage, set()).add(id(leaf.fake))
         for value in self.outside:
