@@ -15,7 +15,8 @@ import torch
 from scopetrace.ir.tape import Op, Value
 from scopetrace.ops.overwrite import OVERWRITE
 
-_DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
+"""Ops whose result autograd takes for a tensor of its own."""
 
 
 class History:
@@ -47,15 +48,15 @@ class History:
 
     def is_detached(self, v: Value) -> bool:
         """Whether autograd takes a value for a tensor of its own, in the memory of another."""
-        return self._family.get(v, v).op.target in _DETACHED
+        return self._family.get(v, v).op.target in DETACHED
 
     def _follow(self, op: Op, of_modules: int) -> None:
         inputs = op.inputs()
         for v in op.values():
             base = next((i for i in inputs if i.storage == v.storage), None)
-            if base is not None and op.target not in _DETACHED:
+            if base is not None and op.target not in DETACHED:
                 self._family[v] = self._family.get(base, base)
-        if not (op.grad or self._assumed) or op.target in _DETACHED:
+        if not (op.grad or self._assumed) or op.target in DETACHED:
             return
         bits = of_modules if op.kind == "call_module" else 0
         for v in inputs[:1] if op.target is OVERWRITE else inputs:

@@ -19,7 +19,7 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.effects import SideEffect
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, RecordedTape, Value
-from scopetrace.ops.history import History, can_require_grad
+from scopetrace.ops.history import DETACHED, History, can_require_grad
 
 _KEPT, _MADE = 1, 2
 
@@ -69,7 +69,7 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     a trace without autograd, no tensor counts as one that requires grad.
     """
     other = [op for op in tape.ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
-    if not other:
+    if not any(op.grad != tape.grad for op in other) and not (other and any(op.target in DETACHED for op in tape.ops)):
         return
     given = (v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values())
     leaves = (v for v in given if v.op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter))
