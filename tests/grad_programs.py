@@ -370,6 +370,7 @@ FORBIDDEN = (
     "modified by an inplace operation",
     "being modified inplace",
     "a view of a leaf Variable",
+    "returned an invalid gradient",
 )
 CALLS = {  # the first element of the inputs, whether leaves require grad, and whether the call is under no_grad
     "a call": (-0.5, True, False),

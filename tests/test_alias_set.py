@@ -181,7 +181,7 @@ def test_a_new_value_of_the_whole_storage_leaves_no_other_root():
     memory = grid()
     (base,) = memory.aliases.roots
     new = value(torch.zeros(7))
-    memory.aliases.replace(base, new, op())
+    memory.aliases.replace(base, new)
     assert memory.aliases.read(base, op()) is new
     assert memory.aliases.roots == [base]
 
