@@ -15,6 +15,8 @@ transformers = pytest.importorskip("transformers")
 sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
 import onnx_decoding as decoding  # noqa: E402
 
+pytestmark = pytest.mark.slow
+
 SMALL = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -71,7 +73,6 @@ def test_a_growing_cache(make, functions, tmp_path):
     assert len(set(words[0])) > 4
 
 
-@pytest.mark.slow
 def test_a_cache_of_a_fixed_length(tmp_path):
     model = scattered(llama())
     decoding.export_static_decoder(model, tmp_path / "decoder.onnx", 80)
@@ -79,7 +80,6 @@ def test_a_cache_of_a_fixed_length(tmp_path):
     assert words.tolist() == model.generate(PROMPT, **GREEDY).tolist()
 
 
-@pytest.mark.slow
 def test_an_encoder_and_a_decoder(tmp_path):
     sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 3, "num_heads": 4, "vocab_size": 64}
     model = scattered(transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes, decoder_start_token_id=0)))
