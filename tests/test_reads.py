@@ -579,3 +579,61 @@ def test_an_iterator_gives_another_item_to_each_call():
 def test_what_is_no_model(model, what):
     with pytest.raises(ArgumentTypeError, match=f"and is {what}"):
         st.trace(model, (X,))
+
+
+# Objects and functions that are reached in other ways ----------------------------------------------------------------
+
+
+class Slotted:
+    __slots__ = ("k",)
+
+    def __init__(self):
+        self.k = 2.0
+
+
+class Holder:
+    def __init__(self):
+        self.k = 2.0
+
+
+def decorated(fn):
+    @functools.wraps(fn)
+    def wrapper(*args):
+        return fn(*args) * SCALE
+
+    return wrapper
+
+
+DOUBLED, SCALINGS = decorated(lambda x: x + 1), {"scaled": scaled}
+
+
+def holding(x):
+    """A change of `k` in what the model holds, and its forward."""
+    return lambda m, y: y * x(m).k, lambda m: setattr(x(m), "k", 3.0)
+
+
+REACHED = {
+    "slots": holding(lambda m: m.slots),
+    "in_a_list": holding(lambda m: m.held[0]),
+    "in_a_dict": holding(lambda m: m.held[1]["a"]),
+    "namespace_in_a_namespace": holding(lambda m: m.names.inner),
+    "attribute_of_a_layer": holding(lambda m: m.fc),
+    "decorated_function": (lambda m, x: DOUBLED(x), lambda m: set_global("SCALE", 3.0)),
+    "function_in_a_table": (lambda m, x: SCALINGS["scaled"](x), lambda m: set_global("SCALE", 3.0)),
+    "p_of_dropout": (lambda m, x: m.drop(x), set_to("drop.p", 0.3)),
+}
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_a_read_of_what_is_reached_in_another_way(name, kept_globals):
+    forward, change = REACHED[name]
+    space = types.SimpleNamespace(inner=types.SimpleNamespace(k=2.0))
+    held = [Holder(), {"a": argparse.Namespace(k=2.0)}]
+    m = Net(forward, fc=nn.Linear(4, 4), drop=nn.Dropout(), names=space, held=held, slots=Slotted())
+    m.fc.k = m.fc.unread = 2.0
+    tr = st.trace(m, (X,))
+    m.fc.unread = 3.0
+    assert agrees(tr, m, X)
+    change(m)
+    with pytest.raises(StateMismatchError, match="when traced and"):
+        tr(X)
