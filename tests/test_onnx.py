@@ -1070,7 +1070,7 @@ def test_names_by_a_dict_or_a_function():
         trace.to_onnx(output_names=lambda name: None)
 
 
-class Cache:
+class TwoTensors:
     def __init__(self):
         self.layers = [torch.zeros(2, 3, 4), torch.zeros(2, 3, 4)]
 
@@ -1083,7 +1083,7 @@ class WithCache(nn.Module):
 
 
 def test_a_changed_cache_that_is_returned_is_listed_once():
-    model = st.trace(WithCache(), (X, Cache())).to_onnx(verify=True)
+    model = st.trace(WithCache(), (X, TwoTensors())).to_onnx(verify=True)
     assert [v.name for v in model.graph.outputs] == ["output_0", "past_layers_0_updated", "past_layers_1_updated"]
     assert "Identity" not in [n.op_type for n in model.graph]
 
