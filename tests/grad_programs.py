@@ -371,6 +371,7 @@ FORBIDDEN = (
     "being modified inplace",
     "a view of a leaf Variable",
     "returned an invalid gradient",
+    "backward through the graph a second time",
 )
 CALLS = {  # the first element of the inputs, whether leaves require grad, and whether the call is under no_grad
     "a call": (-0.5, True, False),
