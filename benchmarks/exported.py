@@ -144,7 +144,7 @@ def ours(st: Any, model: torch.nn.Module, args: Any, kwargs: Any, row: Row) -> A
     start = time.perf_counter()
     tr = st.trace(model, args, kwargs)
     traced = time.perf_counter()
-    ep = tr.to_exported_program()
+    ep = tr.to_exported_program(preserve_module_call_signature=("*",))
     row |= {"ours": time.perf_counter() - start, "ep": time.perf_counter() - traced, "nodes": len(ep.graph.nodes)}
     return ep
 

@@ -348,6 +348,14 @@ def test_narrow_places_are_preferred_within_the_tolerance():
     assert list(st.distributed.split_points(tr, 2, tolerance=0.6)) == ["2"]
 
 
+def test_a_model_that_was_split_before():
+    net, x = nn.Sequential(*[nn.Linear(2, 2) for _ in range(4)]), torch.ones(2, 2)
+    points = st.distributed.split_points(st.trace(net, (x,)), 2)
+    torch.distributed.pipelining.pipeline(net, mb_args=(x,), split_spec=points)
+    with pytest.raises(st.errors.PlanError, match="has split this model before, at 2"):
+        st.distributed.split_points(st.trace(net, (x,)), 2)
+
+
 def test_flops_are_those_of_torch():
     model = Llama()
     points = st.distributed.split_points(st.trace(model, (IDS,)), 2, "flops")

@@ -27,6 +27,12 @@ def exported(model, *args, **kwargs):
     return st.trace(model, copied(args), copied(kwargs)).to_exported_program()
 
 
+def signed(model, *args, **kwargs):
+    """With the signature of every call."""
+    tr = st.trace(model, copied(args), copied(kwargs))
+    return tr.to_exported_program(preserve_module_call_signature=("*",))
+
+
 def through_file(ep):
     file = io.BytesIO()
     torch.export.save(ep, file)
@@ -408,8 +414,27 @@ def signatures(ep):
     }
 
 
+def test_signatures_of_the_calls_that_are_named():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Identity(), nn.Linear(4, 4))
+    tr = st.trace(model, (X,))
+    plain = tr.to_exported_program()
+    assert {e.fqn for e in plain.module_call_graph if e.signature} == {""}
+    assert [n.name for n in plain.graph.nodes if n.op == "call_function"] == ["linear", "linear_1"]
+    some = tr.to_exported_program(preserve_module_call_signature=("1", "2"))
+    assert {e.fqn for e in some.module_call_graph if e.signature} == {"", "1", "2"}
+    with pytest.raises(st.ArgumentError, match="'3' matches no module call"):
+        tr.to_exported_program(preserve_module_call_signature=("3",))
+
+
+def test_the_dialect_is_that_of_torch_export():
+    tr = st.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (X,))
+    assert tr.to_exported_program().dialect == "TRAINING"
+    assert tr.decompose().to_exported_program().dialect == "ATEN"
+    assert tr.to_exported_program().run_decompositions().dialect == "ATEN"
+
+
 def test_module_calls():
-    ep = exported(Nested(), X, pair=(X, X + 1))
+    ep = signed(Nested(), X, pair=(X, X + 1))
     assert signatures(ep) == {
         "": "() -> ()",
         "hand_on": "(linear, pair_0, pair_1, None) -> (linear, pair_0)",
@@ -425,7 +450,7 @@ def test_module_calls():
 
 
 def test_a_call_without_ops_has_a_mark():
-    ep = exported(nn.Sequential(nn.Identity(), nn.Linear(4, 4)), X)
+    ep = signed(nn.Sequential(nn.Identity(), nn.Linear(4, 4)), X)
     mark, _ = (n for n in ep.graph.nodes if n.op == "call_function")
     assert mark.target is torch.ops.aten._assert_tensor_metadata.default and mark.meta["nn_module_stack"]["L__self__0"]
     assert torch.export.unflatten(ep.run_decompositions({}))._modules.keys() == {"0", "1"}
@@ -441,12 +466,12 @@ def test_a_result_that_nobody_needs_stays():
             return self.mha(x, x, x)[0]
 
     model = Attend()
-    unflattened = torch.export.unflatten(exported(model, X).run_decompositions({}))
+    unflattened = torch.export.unflatten(signed(model, X).run_decompositions({}))
     torch.testing.assert_close(unflattened.mha(X, X, X), model.mha(X, X, X))
 
 
 def test_values_that_pass_beside_arguments_take_the_signature_away():
-    found = signatures(exported(Aside(), X))
+    found = signatures(signed(Aside(), X))
     assert [name for name, text in found.items() if text is None] == ["put", "take", "take.0"]
 
 
@@ -501,7 +526,7 @@ class Residual(nn.Module):
 
 def test_a_cast_that_changes_nothing_leaves_the_signature():
     model = Residual()
-    ep = exported(model, X)
+    ep = signed(model, X)
     assert signatures(ep) == {"": "() -> ()", "norm": "(mul) -> (mul_2)", "fc": "(mul_2) -> (linear)"}
     for program in (ep, ep.run_decompositions({}), ep.run_decompositions()):
         unflattened = torch.export.unflatten(program)
@@ -582,7 +607,7 @@ class UsesAll(nn.Module):
 def test_decompositions_keep_the_signatures_of_calls_that_take_pieces(table):
     model, x = UsesAll(), torch.arange(32.0).reshape(2, 4, 4).sin()
     want = model(x)
-    ep = exported(model, x)
+    ep = signed(model, x)
     for _ in range(2):
         ep = ep.run_decompositions(table)
         signatures = {entry.fqn: entry.signature for entry in ep.module_call_graph}

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.fx
 from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
 from torch.export._unlift import GuardsFn
+from torch._export.utils import _is_cia_op
+from torch._export.verifier import TrainingIRVerifier, Verifier
+from torch._ops import OpOverload
 from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
@@ -36,6 +40,11 @@ def with_grad_regions(
     gm, changed = replace_set_grad_with_hop_pass(torch.fx.GraphModule(bodies, graph), signature)
     assert changed is not None
     return gm, gm.graph, changed
+
+
+def verifier_of(targets: Iterable[Any]) -> type[Verifier]:
+    """What checks a program of these ops: torch.export says dialect TRAINING where composite ops are whole."""
+    return TrainingIRVerifier if any(isinstance(t, OpOverload) and _is_cia_op(t) for t in targets) else Verifier
 
 
 def can_be_saved(spec: pytree.TreeSpec) -> bool:

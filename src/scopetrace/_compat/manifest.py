@@ -35,6 +35,7 @@ NAMES = {
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",
     "torch._export.utils": "_collect_all_valid_cia_ops _is_cia_op _is_preservable_cia_op",
+    "torch._export.verifier": "TrainingIRVerifier Verifier",
     "torch._guards": "Source",
     "torch._guards:Source": "_name_template",
     "torch._higher_order_ops.auto_functionalize": "auto_functionalized",

@@ -303,22 +303,31 @@ class Trace(Runnable):
         sizes = self._program.tape.sizes
         return {} if sizes is None else sizes.range_constraints()
 
-    def to_exported_program(self) -> torch.export.ExportedProgram:
+    def to_exported_program(
+        self, *, preserve_module_call_signature: Sequence[str] = ()
+    ) -> torch.export.ExportedProgram:
         """The program as torch.export gives it, without tracing again; it shares the model's parameters and buffers.
 
-        Changes of inputs, parameters and buffers are mutations in the graph signature. `module_call_graph` has the
-        signature of every module call, so that `torch.export.unflatten` gives modules with the signatures of the
-        model's. Results are values: an ExportedProgram cannot express that a result is an input or shares its memory.
-        Nor does it keep a tensor that forward assigns to an attribute which it does not read.
+        Changes of inputs, parameters and buffers are mutations in the graph signature. Results are values: an
+        ExportedProgram cannot express that a result is an input or shares its memory. Nor does it keep a tensor that
+        forward assigns to an attribute which it does not read. `dialect` is "TRAINING" where ops are composite, as
+        torch.export has it, and "ATEN" after `decompose()`.
 
-        Raises ExportError for what else it cannot express: changes of an input's shape or storage, changes of tensors
-        that are neither parameters nor buffers, leaf modules, one tensor passed for two inputs.
+        Args:
+            preserve_module_call_signature: fqns, or patterns of them as fnmatch reads them, of the module calls whose
+                signatures are in `module_call_graph`, so that `torch.export.unflatten` gives modules which are called
+                as the model's; `("*",)` is all. Some clients, such as executorch, cannot read signatures.
+
+        Raises ArgumentError for a pattern that matches no module call, ExportError for what else cannot be expressed:
+        changes of an input's shape or storage, changes of tensors that are neither parameters nor buffers, leaf
+        modules, one tensor passed for two inputs.
 
         Warns where the program cannot check what a call of the trace does: FixedValueWarning for numbers in objects
         among the arguments, SideEffectWarning where it depends on Python state that forward writes.
         """
         self._warn_of_a_form("the ExportedProgram")
-        return to_exported_program(self._program.without_argument_mutation().with_real_classes())
+        program = self._program.without_argument_mutation().with_real_classes()
+        return to_exported_program(program, preserve_module_call_signature)
 
     def _warn_of_a_form(self, what: str) -> None:
         tape = self._program.tape

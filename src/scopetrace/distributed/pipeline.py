@@ -15,6 +15,8 @@ import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
+import torch
+
 from scopetrace.api.trace import Trace, program_of
 from scopetrace.containers.structure import leaves
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
@@ -97,7 +99,7 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
     result and the end.
 
     Raises PlanError for a trace with too few possible cuts, with the reason; for a model that reads its inputs in
-    another order than that of its signature; for dynamic sizes.
+    another order than that of its signature; for dynamic sizes; for a model that was split before.
     """
     if balance not in _COSTS:
         raise PlanError(f"balance={balance!r}: write one of {', '.join(map(repr, _COSTS))}")
@@ -105,6 +107,7 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
         raise PlanError(f"stages={stages!r}: write the number of stages, 2 or more")
     if stages < 2:
         raise PlanError(f"stages={stages}: write 2 or more")
+    _refuse_split(tr)
     tape = program_of(tr).functional().tape
     if tape.sizes is not None:
         raise PlanError("the trace has dynamic sizes: trace with the sizes of one micro-batch")
@@ -118,6 +121,17 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
     picked = _with_what_is_sent(tape, alive, [cuts[i] for i in chosen])
     bounds = [0, *(before[cut.at] for cut in picked), before[-1]]
     return SplitPoints(picked, [b - a for a, b in itertools.pairwise(bounds)], balance, _shared(tape, picked))
+
+
+def _refuse_split(tr: Trace) -> None:
+    """torch's `pipeline` leaves split points in the model, and calls itself without end for the same ones again."""
+    modules = tr.model.named_modules() if isinstance(tr.model, torch.nn.Module) else ()
+    for name, module in modules:
+        forward = vars(module).get("forward")
+        if getattr(forward, "__module__", "").startswith("torch.distributed.pipelining"):
+            raise PlanError(
+                f"pipeline() has split this model before, at {name}: split a new one, or a deepcopy from before"
+            )
 
 
 # ---------------------------------------------------------------- the possible cuts

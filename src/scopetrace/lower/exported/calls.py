@@ -73,13 +73,15 @@ class ModuleCalls:
         self,
         placement: Placement,
         frames: list[ModuleCallFrame],
+        chosen: set[ModuleCallFrame],
         identities: Identities,
         lower: Callable[[Any], Any],
     ) -> None:
+        """`chosen` are those of `frames` that get a signature if they can have one."""
         self._place, hidden = placement
         seen = {frame for inner in set(self._place.values()) for frame in inner.chain()}
         inside = [f for f in frames if f.parent is not None]
-        self._passed = {f: _Passed(f, identities, lower) for f in inside if f in seen}
+        self._passed = {f: _Passed(f, identities, lower) for f in inside if f in seen & chosen}
         said = {f for f, p in self._passed.items() if p.signature and hidden.isdisjoint(p.taken | p.given)}
         self._unsigned = {f.fqn for f in inside if f not in said}
         while not self._settle():
@@ -161,8 +163,10 @@ def _can_be_repeated(node: Node) -> bool:
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
 
 
-def with_marks(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> FunctionalTape:
-    """The tape with a check before each cast, in each call without ops, of each dead argument or result of a call.
+def with_marks(
+    tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], chosen: set[ModuleCallFrame]
+) -> FunctionalTape:
+    """The tape with a check before each cast, and of the `chosen` calls in those without ops, of dead values passed.
 
     `torch.export.unflatten` fails on a signature of a call without nodes (`nn.Identity`), and `run_decompositions`
     refuses a signature whose values it removed as dead. The check is `_assert_tensor_metadata` of the dtype, which
@@ -172,28 +176,33 @@ def with_marks(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> Fun
     for i, value in casts(tape):
         op = tape.ops[i]
         marks[i].append(_mark(value, op.call, op.scope, op.frames))
-    _mark_idle_calls(tape, frames, marks)
-    _mark_dead_values(tape, marks)
+    _mark_idle_calls(tape, frames, chosen, marks)
+    _mark_dead_values(tape, [call for call in tape.calls if frames[call] in chosen], marks)
     if not marks:
         return tape
     ops = [o for i, op in enumerate(tape.ops) for o in (*marks.get(i, ()), op)]
     return dataclasses.replace(tape, ops=[*ops, *marks.get(len(tape.ops), ())])
 
 
-def _mark_idle_calls(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], marks: dict[int, list[Op]]) -> None:
+def _mark_idle_calls(
+    tape: FunctionalTape,
+    frames: dict[Call, ModuleCallFrame],
+    chosen: set[ModuleCallFrame],
+    marks: dict[int, list[Op]],
+) -> None:
     live = live_ops(tape)
     nodes = [op for op in tape.ops if id(op) in live and op.kind == "call_function" and not is_erased(op)]
     busy = {frame for op in nodes if op.call is not None for frame in frames[op.call].chain()}
     for call in sorted(tape.calls, key=lambda c: -c.position):  # inner calls first: theirs is their callers' too
         frame = frames[call]
         passed = leaves((call.args, call.kwargs), Value)
-        if frame.call is call and frame not in busy and passed:
+        if frame.call is call and frame in chosen - busy and passed:
             busy.update(frame.chain())
             marks[call.start].insert(0, _mark(passed[0], call, call.scope, call.frames))
 
 
-def _mark_dead_values(tape: FunctionalTape, marks: dict[int, list[Op]]) -> None:
-    named = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
+def _mark_dead_values(tape: FunctionalTape, calls: list[Call], marks: dict[int, list[Op]]) -> None:
+    named = {v for call in calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
     needed = {v for v in tape.graph_outputs() if isinstance(v, Value)} | {w.value for w in tape.attribute_writes}
     for i, op in reversed(list(enumerate(tape.ops))):
         dead = [v for v in op.values() if v in named and v not in needed] if op.kind == "call_function" else []

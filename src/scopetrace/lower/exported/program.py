@@ -9,7 +9,8 @@ Data flow:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +22,13 @@ from scopetrace._compat import export as compat
 from scopetrace._compat.dispatch import outside_modes
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
-from scopetrace.errors import ExportError
+from scopetrace.errors import ArgumentError, ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import FunctionalTape, Value, flat, garbage_collection_paused
 from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.exported.decompositions import TracedExportedProgram
-from scopetrace.lower.exported.frames import frames_of
+from scopetrace.lower.exported.frames import ModuleCallFrame, frames_of
 from scopetrace.lower.exported.identities import Identities
 from scopetrace.lower.exported.inputs import Lifted, states
 from scopetrace.lower.exported.outputs import Outputs
@@ -36,26 +37,29 @@ from scopetrace.program.traced import TracedProgram
 from scopetrace.record import argument_names
 
 
-def to_exported_program(program: TracedProgram) -> ExportedProgram:
+def to_exported_program(program: TracedProgram, signed: Sequence[str] = ()) -> ExportedProgram:
     """The ExportedProgram of a functional program; it shares the model's parameters and buffers.
+
+    `signed` are fqn patterns of the module calls that get signatures.
 
     Raises ExportError for what an ExportedProgram cannot express, see `Trace.to_exported_program`.
     """
     with garbage_collection_paused(), outside_modes():
         assert isinstance(program.tape, FunctionalTape)
         refuse_narrowed(program.tape, program.model)
-        exported = _build(program.tape, program.forward)
+        exported = _build(program.tape, program.forward, signed)
         if program.tape.argument_numbers:
             numbers = {n.name: n.value for n in program.tape.argument_numbers}
             exported.graph_module.meta["scopetrace.fixed_numbers"] = numbers
         return exported
 
 
-def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> ExportedProgram:
+def _build(tape: FunctionalTape, forward: Callable[..., Any] | None, signed: Sequence[str]) -> ExportedProgram:
     _refuse(tape)
     frames = frames_of(tape)
+    chosen = _chosen(frames.values(), signed)
     identities = Identities(tape, frames)
-    marked = with_marks(identities.applied(tape), frames)
+    marked = with_marks(identities.applied(tape), frames, chosen)
     program = FxLowering(marked)
     names = argument_names(forward, len(tape.args[0]))
     held_state = states(tape, frames, program.graph)
@@ -64,7 +68,7 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> Exported
     for lowered in program.walk():
         _fill_values(lowered.graph)
     place = place_nodes(program.graph, frames)
-    calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], identities, lifted.lower)
+    calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], chosen, identities, lifted.lower)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
     bodies: dict[str, torch.fx.GraphModule] = {name: body.graph_module() for name, body in program.bodies.items()}
     with torch.set_grad_enabled(tape.ops[0].grad if tape.ops else True):
@@ -82,6 +86,7 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None) -> Exported
         module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape))],
         example_inputs=_example_inputs(tape),
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
+        verifiers=[compat.verifier_of(op.target for inner in tape.walk() for op in inner.ops)],
     )
     compat.add_guards(exported, _one_tensor_guards(tape))
     return exported
@@ -92,6 +97,18 @@ def _one_tensor_guards(tape: FunctionalTape) -> list[str]:
     first: dict[int, str] = {}
     pairs = [(first.setdefault(id(v.fake), path), path) for path, v in zip(tape.input_paths, tape.inputs, strict=True)]
     return [f"{source_of_input(path)} is {source_of_input(same)}" for same, path in pairs if path != same]
+
+
+def _chosen(frames: Iterable[ModuleCallFrame], signed: Sequence[str]) -> set[ModuleCallFrame]:
+    """The module calls that get signatures. Raises ArgumentError for a pattern without any."""
+    inner = {f for f in frames if f.parent is not None}
+    for pattern in signed:
+        if not any(fnmatch.fnmatchcase(f.fqn, pattern) for f in inner):
+            raise ArgumentError(
+                f"preserve_module_call_signature: {pattern!r} matches no module call; Trace.calls has their fqns, "
+                'and "*" is all of them'
+            )
+    return {f for f in inner if any(fnmatch.fnmatchcase(f.fqn, pattern) for pattern in signed)}
 
 
 def _refuse(tape: FunctionalTape) -> None:
