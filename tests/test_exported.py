@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.export import Dim
+from torch.fx.passes.utils import source_matcher_utils
 from torch.utils import _pytree as pytree
 
 import scopetrace as st
@@ -424,6 +425,16 @@ def test_signatures_of_the_calls_that_are_named():
     assert {e.fqn for e in some.module_call_graph if e.signature} == {"", "1", "2"}
     with pytest.raises(st.ArgumentError, match="'3' matches no module call"):
         tr.to_exported_program(preserve_module_call_signature=("3",))
+
+
+def test_quantizers_find_functions_by_name():
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(inplace=True), nn.Conv2d(2, 2, 1))
+    ep = exported(model, torch.randn(1, 2, 3, 3))
+    found = source_matcher_utils.get_source_partitions(ep.module().graph, ["conv2d", "relu"])
+    assert {name: [str(p.output_nodes[0]) for p in parts] for name, parts in found.items()} == {
+        "conv2d": ["conv2d", "conv2d_1"],
+        "relu": ["relu"],
+    }
 
 
 def test_the_dialect_is_that_of_torch_export():

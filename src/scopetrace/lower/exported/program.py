@@ -9,6 +9,7 @@ Data flow:
 
 from __future__ import annotations
 
+import collections
 import fnmatch
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from torch.export.graph_signature import ExportGraphSignature
 
 from scopetrace._compat import export as compat
 from scopetrace._compat.dispatch import outside_modes
+from scopetrace._compat.schema import is_op, schema_of
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
@@ -67,6 +69,7 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None, signed: Seq
     outputs = Outputs(program, marked, lifted)
     for lowered in program.walk():
         _fill_values(lowered.graph)
+        _name_functions(lowered.graph)
     place = place_nodes(program.graph, frames)
     calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], chosen, identities, lifted.lower)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
@@ -139,6 +142,16 @@ def _fill_values(graph: torch.fx.Graph) -> None:
             meta.set_value(node, node.target(*args) if symbolic and callable(node.target) else None)
         if node.op != "output":
             compat.set_tensor_meta(node)
+
+
+def _name_functions(graph: torch.fx.Graph) -> None:
+    """Write `meta["torch_fn"]` as torch.export does: quantizers find the nodes of one call of a function by it."""
+    count: collections.Counter[str] = collections.Counter()
+    for node in graph.nodes:
+        if is_op(node.target):
+            name = schema_of(node.target).op_name
+            count[name] += 1
+            node.meta["torch_fn"] = f"{name}_{count[name]}", f"function.{name}"
 
 
 def _module_names(tape: FunctionalTape) -> list[str]:
