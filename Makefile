@@ -72,9 +72,12 @@ zoo-onnx: $(STAMP) ## Write real models as ONNX files with functions, beside tor
 bench: $(STAMP) ## Time tracing against the other ways to get a graph
 	$(BIN)/python benchmarks/bench.py $(ARGS)
 
+clients: $(STAMP) ## Install compilers that read ExportedPrograms, and compare them on torch.export's program and on ours
+	$(BIN)/python -m benchmarks.clients $(ARGS)
+
 ci: ## Do what CI does
 	.ci/run
 
 clean: ## Remove .venv, caches and build output
-	rm -rf .venv .venv-* .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
+	rm -rf .venv .venv-* .clients .mypy_cache .pytest_cache .ruff_cache .hypothesis build dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

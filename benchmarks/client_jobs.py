@@ -68,8 +68,8 @@ def executorch(make: Callable[[], Program], decomposed: Callable[[], Program], a
     from executorch.runtime import Runtime
 
     lowered = to_edge_transform_and_lower(make(), partitioner=[XnnpackPartitioner()]).to_executorch()
-    method = Runtime.get().load_program(lowered.buffer).load_method("forward")
-    return lambda *args: method.execute(args)
+    program = Runtime.get().load_program(lowered.buffer)  # which a method needs to stay
+    return lambda *args: program.load_method("forward").execute(args)
 
 
 def executorch_edge(make: Callable[[], Program], decomposed: Callable[[], Program], args: Any) -> Result:
@@ -77,8 +77,8 @@ def executorch_edge(make: Callable[[], Program], decomposed: Callable[[], Progra
     from executorch.exir import to_edge
     from executorch.runtime import Runtime
 
-    method = Runtime.get().load_program(to_edge(make()).to_executorch().buffer).load_method("forward")
-    return lambda *args: method.execute(args)
+    program = Runtime.get().load_program(to_edge(make()).to_executorch().buffer)
+    return lambda *args: program.load_method("forward").execute(args)
 
 
 def litert(make: Callable[[], Program], decomposed: Callable[[], Program], args: Any) -> Result:
@@ -98,7 +98,8 @@ def openvino(make: Callable[[], Program], decomposed: Callable[[], Program], arg
     """Converted from the program, and run on the CPU."""
     import openvino
 
-    compiled = openvino.compile_model(openvino.convert_model(make()), "CPU")
+    converted = openvino.convert_model(make())
+    compiled = openvino.compile_model(converted, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})
     return lambda *args: [torch.from_numpy(found) for found in compiled([a.numpy() for a in args]).values()]
 
 
