@@ -166,14 +166,14 @@ def verdict(client: str, model: str, source: str) -> str:
         if source == "export":
             ways: Any = (
                 lambda: torch.export.export(net, args),
-                lambda: torch.export.export(net, args).run_decompositions(),
+                lambda: torch.export.export(net, args).run_decompositions({}),
             )
         else:
             import scopetrace as st
 
             ways = (
                 lambda: st.trace(net, args).to_exported_program(),
-                lambda: st.trace(net, args).decompose().to_exported_program(),
+                lambda: st.trace(net, args).decompose({}).to_exported_program(),
             )
         run = CLIENTS[client](*ways, args)
         if isinstance(run, str):

@@ -9,10 +9,8 @@ from typing import Any
 import torch
 import torch.fx
 from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
-from torch.export._unlift import GuardsFn
-from torch._export.utils import _is_cia_op
 from torch._export.verifier import TrainingIRVerifier, Verifier
-from torch._ops import OpOverload
+from torch.export._unlift import GuardsFn
 from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
 from torch.fx.passes.shape_prop import _extract_tensor_metadata
@@ -42,9 +40,9 @@ def with_grad_regions(
     return gm, gm.graph, changed
 
 
-def verifier_of(targets: Iterable[Any]) -> type[Verifier]:
-    """What checks a program of these ops: torch.export says dialect TRAINING where composite ops are whole."""
-    return TrainingIRVerifier if any(isinstance(t, OpOverload) and _is_cia_op(t) for t in targets) else Verifier
+def verifier_of(*, decomposed: bool) -> type[Verifier]:
+    """What checks a program: as torch.export has it, the dialect is TRAINING before decompositions, and ATEN after."""
+    return Verifier if decomposed else TrainingIRVerifier
 
 
 def can_be_saved(spec: pytree.TreeSpec) -> bool:

@@ -310,8 +310,8 @@ class Trace(Runnable):
 
         Changes of inputs, parameters and buffers are mutations in the graph signature. Results are values: an
         ExportedProgram cannot express that a result is an input or shares its memory. Nor does it keep a tensor that
-        forward assigns to an attribute which it does not read. `dialect` is "TRAINING" where ops are composite, as
-        torch.export has it, and "ATEN" after `decompose()`.
+        forward assigns to an attribute which it does not read. `dialect` is "TRAINING", and "ATEN" after
+        `decompose()`, as torch.export has it before and after `run_decompositions`.
 
         Args:
             preserve_module_call_signature: fqns, or patterns of them as fnmatch reads them, of the module calls whose

@@ -503,6 +503,8 @@ class FunctionalTape(ProgramTape):
     """The values and symbolic numbers that the graph gives; None for the leaves of `outputs` in order."""
     written: frozenset[int] = frozenset()
     """The storages that the recorded program writes to."""
+    decomposed: bool = False
+    """Whether a table of decompositions was applied."""
 
     @classmethod
     def of(cls, program: ProgramTape, **changed: Any) -> FunctionalTape:

@@ -68,7 +68,8 @@ def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> Functio
     used = (v.storage for inner in tape.walk() for op in inner.ops for v in op.values())
     with garbage_collection_paused():
         storages = itertools.count(max(used, default=0) + 1)
-        found = _TapeDecomposer(tape, Decompositions(table), calls, storages, {}, {}).run()
+        old = dataclasses.replace(tape, decomposed=True)
+        found: FunctionalTape = _TapeDecomposer(old, Decompositions(table), calls, storages, {}, {}).run()
     if tape.sizes is not None:
         tape.sizes.refuse_fixed()
     if checks_enabled():

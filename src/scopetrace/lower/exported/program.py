@@ -89,7 +89,7 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None, signed: Seq
         module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape))],
         example_inputs=_example_inputs(tape),
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
-        verifiers=[compat.verifier_of(op.target for inner in tape.walk() for op in inner.ops)],
+        verifiers=[compat.verifier_of(decomposed=tape.decomposed)],
     )
     compat.add_guards(exported, _one_tensor_guards(tape))
     return exported
