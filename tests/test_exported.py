@@ -437,6 +437,11 @@ def test_quantizers_find_functions_by_name():
     }
 
 
+def test_parts_of_results_that_nobody_reads_are_left_out():
+    ep = st.trace(nn.LayerNorm(4), (X,)).decompose().to_exported_program()
+    assert [n.name for n in ep.graph.nodes if n.op == "call_function"] == ["native_layer_norm", "getitem"]
+
+
 def test_the_dialect_is_that_of_torch_export():
     tr = st.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), (X,))
     assert tr.to_exported_program().dialect == "TRAINING"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import collections
 import fnmatch
+import operator
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -68,6 +69,7 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None, signed: Seq
     lifted = Lifted(program, marked, held_state, names)
     outputs = Outputs(program, marked, lifted)
     for lowered in program.walk():
+        _drop_unread_parts(lowered.graph)
         _fill_values(lowered.graph)
         _name_functions(lowered.graph)
     place = place_nodes(program.graph, frames)
@@ -142,6 +144,13 @@ def _fill_values(graph: torch.fx.Graph) -> None:
             meta.set_value(node, node.target(*args) if symbolic and callable(node.target) else None)
         if node.op != "output":
             compat.set_tensor_meta(node)
+
+
+def _drop_unread_parts(graph: torch.fx.Graph) -> None:
+    """Erase what takes a part of a result that nobody reads, of which some clients know the first part only."""
+    for node in graph.find_nodes(op="call_function", target=operator.getitem):
+        if not node.users:
+            graph.erase_node(node)
 
 
 def _name_functions(graph: torch.fx.Graph) -> None:
