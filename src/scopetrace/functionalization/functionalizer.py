@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.dispatch import auto_functionalized
-from scopetrace._compat.schema import schema_of
+from scopetrace._compat.schema import is_op, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
@@ -35,6 +35,7 @@ from scopetrace.ir.tape import (
     map_argument,
 )
 from scopetrace.ir.verify import verify
+from scopetrace.ops.effects import is_random
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,
@@ -94,7 +95,7 @@ class Functionalizer(TapeCopier):
 
         Eager has zeros there, and not None.
         """
-        seen = (op for op in self.old.ops if op.grad and op.tracked)
+        seen = (op for op in self.old.ops if op.grad and op.tracked and _covers(op))
         if not any(v.fake.requires_grad for op in seen for v in op.writes):
             return lambda v: self.read(v, reader)
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
@@ -428,6 +429,17 @@ _KEEPS_NOTHING = frozenset(
     }
 )
 """Ops in place whose backward does not need what they overwrite."""
+
+_COVERING = frozenset({"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"})
+
+
+def _covers(op: Op) -> bool:
+    """Whether an op writes what does not depend on the value that it overwrites."""
+    if not op.writes or not is_op(op.target):
+        return bool(op.writes)
+    schema = schema_of(op.target)
+    return schema.op_name in _COVERING or is_random(op.target) or any(a.is_out for a in schema.arguments)
+
 
 _OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {
     "set_": Functionalizer._set,
