@@ -1,5 +1,6 @@
 """Plans for sharding and for pipelines, on paper here and run on two ranks by tests/ranks.py."""
 
+import copy
 import functools
 import itertools
 import json
@@ -416,7 +417,7 @@ def test_inputs_that_all_stages_read_are_sent_on_when_they_are_cloned():
 def through_stages(model, args):
     """The model's result by two stages, each called with what torch's schedules give it."""
     points = {"layers.2": SplitPoint.BEGINNING}
-    pipe = pipelining.pipeline(model, args, split_spec=points)
+    pipe = pipelining.pipeline(copy.deepcopy(model), args, split_spec=points)
     return pipe.get_stage_module(1)(*pipe.get_stage_module(0)(*args))
 
 

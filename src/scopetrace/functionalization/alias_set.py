@@ -134,10 +134,6 @@ class AliasSet:
             self._make_row(writer)
         chain = self._written_ancestors(old)
         bases = [self.read(v, writer) for v in chain[1:]]
-        if any(v.requires_grad and v.fake.is_complex() for v in bases and (new, *bases)):
-            raise refusal(
-                "a part of a complex tensor is written, and torch's scatter ops have no gradient for it", writer
-            )
         may_lose = writer.grad and not hidden and not new.requires_grad
         if may_lose and not bases:
             new = self._with_history(self.read(old, writer), new, writer)

@@ -371,10 +371,9 @@ class Functionalizer(TapeCopier):
         shared = any(v.storage == after.storage and v.fake is not after.fake for v in self._results())
         other_size = to_expr(before.fake.size()) != to_expr(after.fake.size())
         if loses_gradient and (aliases is not None or shared or other_size):
-            problem = (
-                "a tensor that requires grad gets memory that is written, that a result shares, or of another size"
+            raise refusal(
+                "a tensor that requires grad gets memory that is written, that a result shares, or of another size", op
             )
-            raise refusal(problem, op)
         now = self.read(before, op)
         left.reshaped[left.same(before)] = (after, op)
         if aliases is not None:

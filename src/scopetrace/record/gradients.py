@@ -30,7 +30,7 @@ def refuse_lost_gradients(tape: RecordedTape, results: Iterable[Value], examples
     That is one of the results, an input, or a tensor of the model. `examples` are the inputs as they were given.
     """
     late = [v for op in tape.ops for v in op.values() if not v.requires_grad and requires_grad_of(v.fake)]
-    made = [v for v in late if not v.op.writes and _is_leaf(v, examples)]
+    made = [v for v in late if (not v.op.writes or v.op.target in DETACHED) and _is_leaf(v, examples)]
     if not made:
         return
     outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]

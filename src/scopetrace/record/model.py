@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import types
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -62,7 +62,7 @@ class Model:
         if len(known) == 1:
             self.modules.append(module)
             self._save(fqn, module)
-            for table in (*self._saved[id(module)].tables[1:3], self._saved[id(module)].contents):
+            for table in self._saved[id(module)].tensor_tables():
                 for name, t in table.items():
                     if isinstance(t, torch.Tensor):
                         self._tensors.setdefault(id(t), (prefix + name, module, name))
@@ -169,6 +169,12 @@ class SavedModule:
             return ()
         prefix, old = f"{self.fqn}." if self.fqn else "", self.tables[1]
         return tuple([prefix + name for name, p in old.items() if p is not None and now.get(name) is not p])
+
+    def tensor_tables(self) -> Iterable[Mapping[str, Any]]:
+        """Parameters, buffers and other attributes, by name."""
+        if isinstance(self.module, torch.jit.ScriptModule):  # in C++
+            return dict(self.module.named_parameters(recurse=False)), dict(self.module.named_buffers(recurse=False))
+        return *self.tables[1:3], self.contents
 
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
