@@ -63,7 +63,8 @@ class StateCheck:
             if isinstance(read.place, OfInput):
                 value = _in_numbers(value, number)
                 if read.place.fact == "layout":
-                    value = tuple(0 if n == 1 else s for n, s in zip(call.tensors[read.place.index].shape, value))
+                    sizes = call.tensors[read.place.index].shape
+                    value = tuple(0 if n == 1 else stride for n, stride in zip(sizes, value, strict=True))
             if not same(value, snapshot(now)):
                 raise _mismatch(read, value, now)
         if self._tape.module_tables is not None:

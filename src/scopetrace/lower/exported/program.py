@@ -105,10 +105,10 @@ def _one_tensor_guards(tape: FunctionalTape) -> list[str]:
 
 
 def _chosen(frames: Iterable[ModuleCallFrame], signed: Sequence[str]) -> set[ModuleCallFrame]:
-    """The module calls that get signatures. Raises ArgumentError for a pattern without any."""
+    """The module calls that get signatures. Raises ArgumentError for a pattern without any, other than "*"."""
     inner = {f for f in frames if f.parent is not None}
     for pattern in signed:
-        if not any(fnmatch.fnmatchcase(f.fqn, pattern) for f in inner):
+        if pattern != "*" and not any(fnmatch.fnmatchcase(f.fqn, pattern) for f in inner):
             raise ArgumentError(
                 f"preserve_module_call_signature: {pattern!r} matches no module call; Trace.calls has their fqns, "
                 'and "*" is all of them'
