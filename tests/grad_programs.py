@@ -435,6 +435,8 @@ def called(
         if ".data" in source or (grad, without) != (traced_grad, traced_without):
             return Verdict("raises", found.why)
         found = compare(_plainly(program, way), actual)
+    if found.kind == "wrong" and ".data = " in source:  # which puts other data where backward looks, but for copies
+        found = compare(_plainly(program, way), actual)
     return found
 
 
