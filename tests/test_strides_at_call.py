@@ -124,3 +124,14 @@ def test_a_gradient_that_was_in_the_trace_is_kept():
     tr(x, total).sum().backward()
     assert total.requires_grad
     torch.testing.assert_close(x.grad, torch.ones(2))
+
+
+def test_an_expanded_tensor_for_an_input_that_is_written_is_refused():
+    def add(x):
+        x.add_(1)
+        return x * 2
+
+    trace = st.trace(add, (torch.ones(3, 4),))
+    with pytest.raises(InputMismatchError, match=r"x, which the model writes, was not expanded when traced"):
+        trace(torch.ones(3, 1).expand(3, 4))
+    assert torch.equal(trace(torch.ones(3, 4)), torch.full((3, 4), 4.0))

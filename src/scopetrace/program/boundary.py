@@ -133,6 +133,16 @@ def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
             this, other = tape.input_paths[i], tape.input_paths[a if a != i else b]
             was = "shared memory" if a != i else "did not share memory"
             raise InputMismatchError(f"{this} and {other} {was} when traced; trace again with inputs like these")
+    for path, value, tensor in zip(tape.input_paths, tape.inputs, tensors, strict=True):
+        if value.storage in written and _is_expanded(tensor) and not _is_expanded(value.fake):
+            raise InputMismatchError(f"{path}, which the model writes, was not expanded when traced; pass x.clone()")
+
+
+def _is_expanded(t: torch.Tensor) -> bool:
+    """Whether several of its elements are one in memory, so that most ops refuse to write it."""
+    if t.layout is not torch.strided or is_symbolic(t):
+        return False
+    return any(stride == 0 and size > 1 for size, stride in zip(t.size(), t.stride(), strict=True))
 
 
 class Entered(list[Any]):
