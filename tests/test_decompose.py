@@ -1,5 +1,7 @@
 """`Trace.decompose`: ops in terms of others, with scopes, calls and write-back kept; beside torch.export and eager."""
 
+import collections
+
 import pytest
 import torch
 from torch import nn
@@ -36,15 +38,16 @@ def traced(model, *args, **options):
 
 
 def test_the_text_of_a_decomposed_trace():
-    model = nn.Sequential(nn.Linear(3, 4), nn.Dropout()).eval()
+    model = nn.Sequential(nn.Linear(3, 4), nn.SiLU())
     assert str(traced(model, torch.randn(2, 3)).decompose()) == (
-        "Sequential: 3 ops, 3 module calls, 2 parameters (16 elements)\n"
-        "Sequential(input=%input_1: f32[2, 3]) -> %clone: f32[2, 4]\n"
+        "Sequential: 4 ops, 3 module calls, 2 parameters (16 elements)\n"
+        "Sequential(input=%input_1: f32[2, 3]) -> %mul: f32[2, 4]\n"
         "  Linear[0](input=%input_1: f32[2, 3]) -> %addmm: f32[2, 4]\n"
         "    %permute: f32[3, 4] = aten.permute(self.weight, [1, 0])\n"
         "    %addmm: f32[2, 4] = aten.addmm(self.bias, %input_1, %permute)\n"
-        "  Dropout[1](input=%addmm: f32[2, 4]) -> %clone: f32[2, 4]\n"
-        "    %clone: f32[2, 4] = aten.clone(%addmm)\n"
+        "  SiLU[1](input=%addmm: f32[2, 4]) -> %mul: f32[2, 4]\n"
+        "    %sigmoid: f32[2, 4] = aten.sigmoid(%addmm)\n"
+        "    %mul: f32[2, 4] = aten.mul.Tensor(%addmm, %sigmoid)\n"
     ).rstrip("\n")
 
 
@@ -55,7 +58,10 @@ def test_the_ops_of_run_decompositions(training, table):
     with torch.no_grad():
         expected = torch.export.export(model, (x,)).run_decompositions(table)
     tr = traced(model, x).decompose(table)
-    assert sorted(map(str, ops(tr.graph_module.graph))) == sorted(map(str, ops(expected.graph)))
+    found, theirs = (collections.Counter(map(str, ops(graph))) for graph in (tr.graph_module.graph, expected.graph))
+    assert not theirs - found
+    # Results keep the strides of eager: on some versions of torch, attention takes a copy for that.
+    assert found - theirs <= collections.Counter({"aten.permute.default": 2, "aten.clone.default": 1})
     tr.lint()
 
 
