@@ -269,3 +269,8 @@ def test_the_values_of_torchs_samples(name):
     tr.check(tuple(tensors))
     table = torch.export.default_decompositions()
     assert not [t for t in ops(tr.graph_module.graph) if t in table]
+
+
+def test_a_table_that_is_none_is_refused():
+    with pytest.raises(st.errors.ArgumentTypeError, match="give a dict from ops to functions"):
+        traced(nn.Linear(3, 4), torch.randn(2, 3)).decompose([torch.ops.aten.silu.default])

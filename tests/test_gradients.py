@@ -287,3 +287,14 @@ def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
 
 def test_every_kind_of_inputs_is_drawn():
     assert {drawn_inputs(random.Random(n)) for n in range(2000)} == set(INPUTS)
+
+
+def test_one_op_in_two_modes():
+    def run(x):
+        with torch.inference_mode():
+            a = x[:, 1:].shape[1]
+        with torch.no_grad():
+            return x[:, 1:] * a
+
+    x = torch.ones(2, 3, requires_grad=True)
+    assert torch.equal(st.trace(run, (x,))(x), run(x))

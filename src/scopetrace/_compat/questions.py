@@ -67,6 +67,7 @@ _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
 
 default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
+inference_mode_enabled: Callable[[], bool] = torch.is_inference_mode_enabled
 default_device: Callable[[], torch.device] = torch.get_default_device
 """torch's own functions, whose answer is no read."""
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.questions import default_dtype, grad_enabled
+from scopetrace._compat.questions import default_dtype, grad_enabled, inference_mode_enabled
 from scopetrace._compat.schema import is_op, schema_of
 from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
 from scopetrace._compat.tensors import (
@@ -110,7 +110,7 @@ class Inference:
 
         None where the metadata of the arguments does not say it.
         """
-        key = [func, grad_enabled(), default_dtype()]
+        key = [func, grad_enabled(), inference_mode_enabled(), default_dtype()]
         if not self._describe(args, key):
             return None
         if kwargs:

@@ -36,7 +36,14 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
 from scopetrace.containers.objects import without_argument_mutation
 from scopetrace.containers.structure import instantiate, leaves
-from scopetrace.errors import EditError, InputMismatchError, SideEffectWarning, StateMismatchError, TraceFileError
+from scopetrace.errors import (
+    ArgumentTypeError,
+    EditError,
+    InputMismatchError,
+    SideEffectWarning,
+    StateMismatchError,
+    TraceFileError,
+)
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir import meta
 from scopetrace.ir.conditions import decided_by
@@ -394,6 +401,8 @@ class TracedProgram:
 
     def decomposed(self, table: Mapping[Any, Any] | None) -> TracedProgram:
         """`functional()` with the ops of `table` in terms of others; see `Trace.decompose`."""
+        if not isinstance(table, Mapping | None):
+            raise ArgumentTypeError(f"table={table!r}: give a dict from ops to functions, or None for core ATen")
         tape = self.functional().tape
         assert isinstance(tape, FunctionalTape)
         with without_autocast():
