@@ -21,9 +21,7 @@ def test_drawn_programs():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=True, reason="`_base` of a result that is a view: docs/limits.md"
-)
+@pytest.mark.xfail(strict=True, reason="`_base` of a result that is a view: docs/limits.md")
 def test_many_drawn_programs():
     assert_none_wrong(drawn_program(1, n) for n in range(1000))
 
