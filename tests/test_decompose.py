@@ -274,3 +274,8 @@ def test_the_values_of_torchs_samples(name):
 def test_a_table_that_is_none_is_refused():
     with pytest.raises(st.errors.ArgumentTypeError, match="give a dict from ops to functions"):
         traced(nn.Linear(3, 4), torch.randn(2, 3)).decompose([torch.ops.aten.silu.default])
+
+
+def test_a_decomposition_without_a_tensor_is_refused():
+    with pytest.raises(st.errors.DecompositionError, match="gives no tensor, and the op"):
+        traced(nn.SiLU(), torch.randn(2, 3)).decompose({torch.ops.aten.silu.default: lambda x: 3})

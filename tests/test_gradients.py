@@ -21,9 +21,12 @@ def test_drawn_programs():
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(strict=True, reason="`_base` of a result that is a view: docs/limits.md")
 def test_many_drawn_programs():
-    assert_none_wrong(drawn_program(1, n) for n in range(1000))
+    """One differs, in the `_base` of a result: docs/limits.md."""
+    counts, others = run_all(drawn_program(1, n) for n in range(1000))
+    wrong = [found.why for _, found in others if found.kind in ("wrong", "fails")]
+    assert len(wrong) == 1 and "a call under no_grad: views" in wrong[0], wrong
+    assert counts["refused"] <= 0.2 * counts.total(), counts
 
 
 def kind_of(inputs, *steps, returned):

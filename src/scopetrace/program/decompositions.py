@@ -306,7 +306,7 @@ class _Body:
         """Refuse results of other shapes or dtypes than those of the op, and writes to its arguments."""
         given, wanted = _described(self.tape.outputs), _described(self.op.values())
         if given != wanted:
-            self._refuse(f"the decomposition gives {given}, and the op {wanted}")
+            self._refuse(f"the decomposition gives {given or 'no tensor'}, and the op {wanted}")
         taken = {v.storage for v in self.tape.inputs}
         if any(v.storage in taken for op in self.tape.ops for v in op.writes):
             self._refuse("the decomposition writes to an argument of the op")
