@@ -1,33 +1,144 @@
-"""Finds what a forward writes into Python objects.
+"""What a forward does that its graph of ops does not: it writes to Python objects, draws, makes tensors require grad.
 
 Data flow:
     the modules, functions, globals, closures and arguments of a forward -> their contents, saved before it runs
     after it -> what differs -> model and arguments put back -> a SideEffect each, with the line that wrote it
+    functions of `_ASKED` that the forward names (random numbers, clocks, files, the screen) -> replaced while it runs
+    a call of one by the user's code -> a Draw: what was called, what it gave, and where
     a SideEffect whose name the forward reads elsewhere, and each draw -> baked into the program
+    inputs and attributes that require grad, and tensors that the forward makes require grad -> `History`: a bit each
+    a result, or what an input or attribute becomes, with the second bit alone -> UnsupportedOpError
+    a view made in inference mode and used outside; memory that a checkpointed region reads and that changes later
+        -> UnsupportedOpError
 
-Tensors that the graph carries are none: those that it binds to attributes of modules.
+Tensors that the graph carries are no side effects: those that the forward binds to attributes of modules. Draws from
+generators that are objects (`random.Random(0)`) are seen by their state: see `record.snapshot`.
 """
 
 from __future__ import annotations
 
+import builtins
+import collections
+import contextlib
 import functools
+import os
 import random
+import secrets
 import sys
+import threading
+import time
 import types
-from collections.abc import Callable, Collection
-from typing import Any
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
+from scopetrace._compat.tensors import is_view, requires_grad_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
+from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.effects import SideEffect
-from scopetrace.ir.scopes import user_line, walk_frames
-from scopetrace.ir.tape import Call
-from scopetrace.record.draws import Draw
+from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
+from scopetrace.ir.tape import Call, Op, RecordedTape, Value
+from scopetrace.ops.history import DETACHED, History, can_require_grad
+from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.code import Reach, is_discarded, is_users, is_users_class, names_of, uses
 from scopetrace.record.model import Model
-from scopetrace.record.reach import Reach, is_users_class, names_of
 from scopetrace.record.snapshot import MISSING, Change, Words, holds_fake, same, short
-from scopetrace.record.syntax import is_discarded, uses
+
+# Draws ---------------------------------------------------------------------------------------------------------------
+
+
+_RANDOM = (
+    "random uniform triangular randint choice choices randrange sample shuffle normalvariate lognormvariate "
+    "expovariate vonmisesvariate gammavariate gauss betavariate paretovariate weibullvariate getrandbits randbytes"
+)
+_NUMPY = (
+    "rand randn random random_sample ranf sample randint uniform normal standard_normal choice permutation shuffle "
+    "beta binomial exponential gamma geometric gumbel laplace logistic lognormal multinomial multivariate_normal "
+    "poisson standard_exponential standard_gamma standard_t triangular vonmises wald weibull zipf bytes dirichlet"
+)
+_CLOCKS = "time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns localtime"
+_ASKED: dict[str, tuple[types.ModuleType, str]] = {
+    "random": (random, _RANDOM),
+    "time": (time, _CLOCKS + " gmtime ctime strftime"),
+    "uuid": (uuid, "uuid1 uuid4"),
+    "secrets": (secrets, "token_bytes token_hex token_urlsafe randbelow choice randbits"),
+    "os": (os, "urandom"),
+    "": (builtins, "print open input"),
+}
+_ONLY_SHOWN = ("print", "open")
+"""What gives the forward nothing that a program could have baked in, or nothing but files."""
+
+
+class Draw(NamedTuple):
+    """A call of one of the functions."""
+
+    name: str
+    """As in source: `random.random()`."""
+    value: Any
+    baked_in: bool
+    """Whether the program may depend on the value."""
+    module: str
+    """The scope path in which it was called."""
+    frames: Frames
+
+
+class Draws:
+    """Notes the draws of one forward."""
+
+    def __init__(self, builder: TapeBuilder) -> None:
+        self._builder = builder
+        self.found: list[Draw] = []
+
+    @contextlib.contextmanager
+    def observing(self, reach: Reach) -> Iterator[None]:
+        """Inside, draws of this thread by the functions in `reach` are noted."""
+        thread = threading.get_ident()
+        replaced: dict[Any, Callable[..., Any]] = {}
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        for prefix, table, names in _reached(reach):
+            for name in names & table.keys():
+                replaced[table[name]] = self._noted(prefix + name, table[name], thread)
+                places.append((table, name, table[name]))
+        if replaced:
+            places += [place for place in reach.looked_up.values() if _is_function(place[2]) and place[2] in replaced]
+        try:
+            for table, name, function in places:
+                table[name] = replaced[function]
+            yield
+        finally:
+            for table, name, function in places:
+                table[name] = function
+
+    def _noted(self, name: str, function: Callable[..., Any], thread: int) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            value = function(*args, **kwargs)
+            if threading.get_ident() == thread and is_users(sys._getframe(1).f_code.co_filename):
+                module, frames = self._builder.state.current_scope.path, self._builder.frames()
+                self.found.append(Draw(f"{name}()", value, name not in _ONLY_SHOWN, module, frames))
+            return value
+
+        return functools.update_wrapper(call, function)
+
+
+def _reached(reach: Reach) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
+    """Of each module, the prefix of its functions in source, its table, and the names that the forward may call."""
+    numpy = sys.modules.get("numpy")
+    modules = [(prefix, module, names) for prefix, (module, names) in _ASKED.items()]
+    if numpy is not None:
+        modules.append(("numpy.random", numpy.random, _NUMPY))
+    for prefix, module, names in modules:
+        named = frozenset(name for name in names.split() if name in reach.names)
+        if named:
+            yield f"{prefix}." if prefix else "", vars(module), named
+
+
+def _is_function(x: Any) -> bool:
+    return isinstance(x, (types.BuiltinFunctionType, types.FunctionType, types.MethodType))
+
+
+# Python objects ------------------------------------------------------------------------------------------------------
 
 
 class EffectWatch:
@@ -176,3 +287,128 @@ def _of_draw(draw: Draw) -> SideEffect:
     called = draw.name.removesuffix("()").rpartition(".")[2]
     baked_in = draw.baked_in and not (frames and is_discarded(*frames[-1], called))
     return SideEffect(draw.name, "", short(draw.value), draw.module, user_line(frames), baked_in)
+
+
+# Autograd's history --------------------------------------------------------------------------------------------------
+
+
+_KEPT, _MADE = 1, 2
+
+
+def refuse_lost_gradients(tape: RecordedTape, results: Iterable[Value], examples: Mapping[Value, torch.Tensor]) -> None:
+    """Raise UnsupportedOpError where a tensor requires grad only by `requires_grad_()` or the like in the forward.
+
+    That is one of the results, an input, or a tensor of the model. `examples` are the inputs as they were given.
+    """
+    late = [v for op in tape.ops for v in op.values() if not v.requires_grad and requires_grad_of(v.fake)]
+    made = [v for v in late if (not v.op.writes or v.op.target in DETACHED) and _is_leaf(v, examples)]
+    if not made:
+        return
+    outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
+    leaves = {v: _KEPT for v in outside if v.requires_grad} | dict.fromkeys(made, _MADE)
+    history = History(tape.ops, leaves, _KEPT)
+    bound = [w.value for w in tape.attribute_writes]
+    for value in (*results, *bound, *(v for v in outside if v not in made)):
+        if history.of(value) == _MADE:
+            raise UnsupportedOpError(
+                "the forward itself makes a tensor require grad (requires_grad_(), requires_grad=True, nn.Parameter), "
+                "and a result depends on it, which a graph of ops does not have",
+                **_place(value.op),
+                hint="give the tensor as an argument that requires grad, or make it a parameter of the model; "
+                "or return x.detach(); or trace under torch.no_grad()",
+            )
+
+
+def _is_leaf(v: Value, examples: Mapping[Value, torch.Tensor]) -> bool:
+    """Whether the forward made this tensor require grad; inputs and attributes that did before are none."""
+    if v.autograd_placeholder or not v.fake.requires_grad or is_view(v.fake) or not v.fake.is_leaf:
+        return False
+    real = v.real if v.real is not None else examples.get(v)
+    return not real.requires_grad if real is not None else v.op.kind == "call_function"
+
+
+def inputs_made_leaves(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> list[SideEffect]:
+    """The inputs that the forward made require grad, which no call of the trace does."""
+    names = [path for path, v in zip(tape.input_paths, tape.inputs, strict=True) if _is_leaf(v, examples)]
+    return [SideEffect(f"{n}.requires_grad", "False", "True", tape.root.path, None, baked_in=False) for n in names]
+
+
+def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
+    """The inputs and parameters that do not require grad, where the program would differ if they did, each with the op.
+
+    Such an op runs in another grad mode than that of the call, or writes to a detached tensor: the memory of others. In
+    a trace without autograd, no tensor counts as one that requires grad.
+    """
+    other = [op for op in tape.ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
+    if not any(op.grad != tape.grad for op in other) and not (other and any(op.target in DETACHED for op in tape.ops)):
+        return
+    given = (v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values())
+    leaves = (v for v in given if v.op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter))
+    plain = [v for v in leaves if can_require_grad(v) and not (v.requires_grad and tape.grad)]
+    if not plain:
+        return
+    history = History(tape.ops, {v: 1 << i for i, v in enumerate(plain)}, assumed=True)
+    sharing: dict[int, int] = collections.defaultdict(int)
+    for v in [v for op in tape.ops for v in op.values()]:
+        sharing[v.storage] |= history.of(v)
+    for op in other:
+        found = 0
+        for v in op.inputs() if op.grad != tape.grad else ():
+            found |= history.of(v)
+        for v in op.writes:
+            found |= sharing[v.storage] if op.grad != tape.grad or history.is_detached(v) else 0
+        yield from ((leaf, op) for i, leaf in enumerate(plain) if found >> i & 1)
+
+
+def refuse_inference_views(tape: RecordedTape, results: Iterable[Value]) -> None:
+    """Raise UnsupportedOpError for a view that was made in inference mode and that autograd sees used outside."""
+    views: set[Value] = set()
+    for op in tape.ops if tape.grad else ():
+        if not op.grad:
+            tracked = {v.storage for v in op.inputs() if v.requires_grad or v in views}
+            lacking = (v for v in op.values() if not v.requires_grad and can_require_grad(v))
+            views.update(v for v in lacking if v.storage in tracked and op.target is not torch.ops.aten.detach.default)
+        elif views and not views.isdisjoint(op.inputs()):
+            _refuse_inference_view(op)
+    for v in results if views else ():
+        if v in views:
+            _refuse_inference_view(v.op)
+
+
+def _refuse_inference_view(op: Op) -> None:
+    raise UnsupportedOpError(
+        "a view of a tensor that requires grad is made under torch.inference_mode() and used outside, where autograd "
+        "takes it for another tensor each time",
+        **_place(op),
+        hint="make the view outside of torch.inference_mode(), or under torch.no_grad()",
+    )
+
+
+def refuse_recomputed(tape: RecordedTape, regions: Iterable[range]) -> None:
+    """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before.
+
+    `regions` are the ops of each region, as positions in `tape.ops`.
+    """
+    for region in regions:
+        ops = tape.ops[region.start : region.stop]
+        if not any(op.grad and v.requires_grad for op in ops for v in op.values()):
+            continue
+        made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _aliases(v, op)}
+        read = {v.storage for op in ops for v in op.inputs()} - made
+        for op in tape.ops[region.start :]:
+            if any(v.storage in read for v in op.writes):
+                raise UnsupportedOpError(
+                    "a checkpointed region (torch.utils.checkpoint) reads a tensor that it or a later op writes, so "
+                    "that eager computes gradients from the new data, or writes twice",
+                    **_place(op),
+                    hint="trace the model without checkpointing, which gives the same results; or write to the tensor "
+                    "before the region",
+                )
+
+
+def _aliases(v: Value, op: Op) -> bool:
+    return any(i.storage == v.storage for i in op.inputs())
+
+
+def _place(op: Op) -> dict[str, str | None]:
+    return {"op": str(op.target), "module": str(op.scope), "source": source_of(op.frames)}

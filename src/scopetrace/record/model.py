@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
-from scopetrace.record.reach import ATOMS
+from scopetrace.record.code import ATOMS
 from scopetrace.record.snapshot import MISSING, Change, Snapshot, is_memo, same
 
 _TABLES = ("_parameters", "_buffers", "_modules")

@@ -1,28 +1,54 @@
-"""What the forward asks of torch and of the process, while it runs.
+"""What the forward reads beside its arguments: facts of tensors, flags of torch and the process, Python objects.
 
 Data flow:
     facts of tensors, flags of torch, environment variables -> `_compat.questions` -> Read, once for each
     ops whose result autocast or the default dtype decides, blocks that switch autograd -> a Read of that state
+    ops that gave a view and give a copy otherwise, such as `reshape` -> the strides of the inputs, where that matters
+    attributes of modules and objects -> a descriptor on their class tells of each read -> Read, unless written before
+    those of torch's layers that only torch's code names -> by the names in the forward of a layer that was called
+    those of objects whose class takes no descriptors -> by the names in the code that may run
+    globals and variables around functions -> by the names in the code of functions that ran, and that these refer to
 
-What it reads of Python objects is in `record.attributes`.
+Values of Python objects are taken after the forward, when the model is as it was before. What the forward has changed
+is a side effect, and no Read; nor is a tensor of a module, which is an input of the program.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+import sys
+import types
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
 
 from scopetrace._compat import questions
+from scopetrace._compat.questions import Mine
 from scopetrace._compat.tensors import requires_grad_of
-from scopetrace.ir.reads import MISSING, Flag, OfEnvironment, OfInput, OfTensor, Place, Read
-from scopetrace.ir.scopes import Frames
-from scopetrace.ir.tape import Op, Value
+from scopetrace.containers.structure import leaves
+from scopetrace.ir.reads import (
+    MISSING,
+    CallInputs,
+    Flag,
+    InClosure,
+    InLayer,
+    InSlot,
+    InTable,
+    OfEnvironment,
+    OfInput,
+    OfTensor,
+    Place,
+    Read,
+    snapshot,
+)
+from scopetrace.ir.scopes import Frame, Frames, Scope
+from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.layouts import inputs_of_layouts
-from scopetrace.record.model import Model
+from scopetrace.record.code import ATOMS, PACKAGES, Reach, is_users, is_users_class, names_of
+from scopetrace.record.model import Model, attribute_tables, own_names
+from scopetrace.record.snapshot import Change
 
 
 class ReadRecorder:
@@ -206,3 +232,356 @@ def _put_back(owner: Any, name: str, replacement: Any, own: Any) -> None:
         delattr(owner, name)
     else:
         setattr(owner, name, own)
+
+
+_aten = torch.ops.aten
+# Layouts of inputs ---------------------------------------------------------------------------------------------------
+
+
+_VIEWS_OR_COPIES = frozenset(
+    {
+        *(_aten.reshape.default, _aten.reshape_as.default, _aten.flatten.using_ints, _aten.ravel.default),
+        *(_aten.contiguous.default, _aten.to.dtype, _aten.to.other, _aten.to.device, _aten.to.dtype_layout),
+    }
+)
+
+
+def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -> dict[int, Frames]:
+    """The positions of these inputs, with the frames of the op.
+
+    `contiguous` has what `x.contiguous()` gave back, the number of ops then, and the frames.
+    """
+    last_write = {v.storage: i for i, op in enumerate(tape.ops) for v in op.writes}
+    if not last_write and not contiguous:
+        return {}
+    of_inputs = {v.storage for v in tape.inputs}
+    returned = {v.storage for v in leaves(tape.calls[0].outputs, Value)} & of_inputs
+    found = [(v, at) for v, i, at in contiguous if v.storage in returned or last_write.get(v.storage, -1) >= i]
+    for i, op in enumerate(tape.ops):
+        if op.target in _VIEWS_OR_COPIES and op.inputs():
+            operand = op.inputs()[0]
+            if any(last_write.get(v.storage, -1) > i for v in (operand, *op.values())):
+                found.append((operand, op.frames))
+    positions = {v: i for i, v in enumerate(tape.inputs)}
+    return {positions[v]: at for operand, at in reversed(found) for v in _computed_from(operand) if v in positions}
+
+
+def _computed_from(value: Value) -> Iterator[Value]:
+    """The values that `value` is computed from, itself included."""
+    seen: set[Value] = set()
+    values = [value]
+    while values:
+        value = values.pop()
+        if value not in seen:
+            seen.add(value)
+            yield value
+            values += value.op.inputs()
+
+
+# Python objects ------------------------------------------------------------------------------------------------------
+
+
+_BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl", "forward"}
+_HEAP_TYPE = 1 << 9  # classes made by a class statement, whose attributes can be set
+_PLAIN_OR_CONTAINER = frozenset({bool, int, float, str, type(None), torch.dtype, tuple, list, dict, set})
+
+Noted = tuple[Frames, Scope]
+"""Where something was read."""
+
+_NO_CALL = CallInputs((), {}, ())
+
+
+class ObjectReads:
+    """Sees what one forward reads of Python objects. `reach` leads to the functions that it may run."""
+
+    def __init__(self, builder: TapeBuilder, model: Model, reach: Reach) -> None:
+        self._builder = builder
+        self._reach = reach
+        self._modules = model.saved_modules
+        found = [s for s in model.snapshot.saved.values() if s.kind.entries == "."]
+        self._objects = [s for s in found if _takes_descriptors(s.owner)]
+        self._others = [s for s in found if not _takes_descriptors(s.owner)]
+        self._watched: dict[type, dict[str, _Watched]] = {}
+        """By class, the descriptors on it."""
+        self._unfound: dict[tuple[int, str], tuple[torch.nn.Module, InTable, Noted]] = {}
+        """By module and name, attributes that are missing, or None in place of a tensor or module."""
+        self.overwritten: dict[tuple[int, str], Read] = {}
+        """By the id of an object and a name, what was read of it that the forward changes."""
+
+    @contextlib.contextmanager
+    def watching(self, mine: Mine) -> Iterator[None]:
+        """Inside, reads of attributes are seen; `mine` says whether the forward runs, rather than the recorder."""
+        for saved in self._modules:
+            cls, own = type(saved.module), frozenset(own_names(tuple(saved.module.__dict__)))
+            self._watch(cls, own & self._reach.names if _is_layer(cls) else own)
+        for found in self._objects:
+            self._watch(type(found.owner), found.before.keys())
+        placed = [watched for of_class in self._watched.values() for watched in of_class.values()]
+        asked = [cls for cls in self._watched if issubclass(cls, torch.nn.Module) and not _is_layer(cls)]
+        getters: list[tuple[Any, Any, Any]] = [
+            (cls, vars(cls).get("__getattr__"), self._reporting(cls.__getattr__, mine)) for cls in asked
+        ]
+        try:
+            for watched in placed:
+                setattr(watched.cls, watched.key, watched)
+            for kind, _, reporting in getters:
+                kind.__getattr__ = reporting
+            yield
+        finally:
+            for watched in placed:
+                watched.put_back()
+            for kind, before, _ in getters:
+                if before is None:
+                    del kind.__getattr__
+                else:
+                    kind.__getattr__ = before
+
+    def _reporting(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
+        """The `__getattr__` of a class of modules, which tells of names that are missing or stand for None."""
+
+        def __getattr__(module: torch.nn.Module, name: str) -> Any:
+            found: Any = None
+            try:
+                found = ask(module, name)
+                return found
+            finally:
+                if found is None and name not in _BOOKKEEPING and name[:2] != "__" and mine():
+                    tables = attribute_tables(module)
+                    place = InTable(next((t for t in tables if name in t), tables[0]), name)
+                    noted = noted_at(self._builder, sys._getframe(1))
+                    self._unfound.setdefault((id(module), name), (module, place, noted))
+
+        return __getattr__
+
+    def _watch(self, cls: type, names: Set[str]) -> None:
+        """Make descriptors for attributes that the instances of a class have in their `__dict__`, or from the class."""
+        known = self._watched.get(cls)
+        if known is None:
+            if type(cls).__setattr__ is not type.__setattr__ or issubclass(cls, torch.jit.ScriptModule):
+                return  # an Enum, which nobody changes; attributes in C++
+            known = self._watched[cls] = {}
+            names = names | {name for base in cls.__mro__ if is_users_class(base) for name in _class_level(base)}
+        for name in names - known.keys() - _BOOKKEEPING if not names <= known.keys() else ():
+            base, below = class_attribute(cls, name)
+            if name[:2] != "__" and not hasattr(type(below), "__set__"):
+                known[name] = _Watched(self._builder, cls, name, base, below)
+
+    # ---------------------------------------------------------------- after the forward
+
+    def found(self, fn: Any, changes: list[Change]) -> tuple[list[Read], list[Read]]:
+        """What `fn` read of variables, and of attributes; `changes` are what it changed.
+
+        To be called when the model is as it was before the forward.
+        """
+        changed = {(id(change.holder), change.key[1:]) for change in changes}
+        names = {id(s.owner): s.name for s in (*self._objects, *self._others)}
+        names.update((id(s.module), s.name) for s in self._modules)
+        attributes: list[Read] = []
+        for owner, place, (frames, scope) in self._attributes():
+            value = place.now(_NO_CALL)
+            is_input = isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module)
+            if not is_input:
+                name = f"{names[id(owner)]}.{place.key}".removeprefix("self.") if id(owner) in names else place.key
+                read, key = Read(name, snapshot(value), place, frames, scope.path), (id(owner), place.key)
+                if key in changed:
+                    self.overwritten[key] = read
+                else:
+                    attributes.append(read)
+        written = {change.key for change in changes if change.holder is None}
+        while isinstance(fn, functools.partial):
+            attributes += [
+                Read(key, snapshot(x), InTable(fn.keywords, key), (), self._builder.tape.root.path)
+                for key, x in fn.keywords.items()
+                if not isinstance(x, torch.Tensor)
+            ]
+            fn = fn.func
+        variables = list(self._variables(self._ran(fn, attributes), written, changed))
+        return variables, [*attributes, *self._layers(changed)]
+
+    def _attributes(self) -> Iterator[tuple[Any, InTable | InSlot, Noted]]:
+        """The attributes that were read, of layers only those that users' code names.
+
+        Gives their owner, their place, and where they were read.
+        """
+        for of_class in self._watched.values():
+            for watched in of_class.values():
+                for owner, noted in watched.first.values():
+                    if noted is not None:
+                        yield from ((*found, noted) for found in watched.places(owner))
+        yield from self._unfound.values()
+        for found in self._others:
+            table, noted = getattr(found.owner, "__dict__", {}), ((), self._builder.tape.root)
+            for key in self._reach.names.intersection(found.before):
+                yield found.owner, InTable(table, key) if key in table else InSlot(found.owner, key), noted
+
+    def _layers(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
+        """What torch's own code read of its layers."""
+        calls = {id(call.module): call for call in reversed(self._builder.tape.calls) if not call.leaf}
+        unseen: dict[type, tuple[frozenset[str], tuple[Frame, ...]]] = {}
+        for saved in self._modules:
+            module, cls = saved.module, type(saved.module)
+            call = calls.get(id(module))
+            if call is None or not _is_layer(cls):
+                continue
+            if cls not in unseen:
+                code = cls.forward.__code__
+                names = _names_in_layer(cls) - self._watched[cls].keys()  # type: ignore[arg-type]
+                unseen[cls] = names, ((code, code.co_firstlineno),)
+            names, inner = unseen[cls]
+            own = module.__dict__
+            keys = names.intersection(own_names(tuple(own)))
+            place = InLayer(own, tuple([k for k in keys if (id(module), k) not in changed]))
+            value = tuple([own[k] if type(own[k]) in ATOMS else snapshot(own[k]) for k in place.keys])
+            name, frames, path = saved.name.removeprefix("self."), (call.frames, inner), call.scope.path
+            yield Read(name, value, place, frames, path)
+            for table in (own["_parameters"], own["_buffers"]):
+                for key, x in table.items():
+                    if x is None and key in names and (id(module), key) not in changed:
+                        yield Read(f"{name}.{key}", None, InTable(table, key), frames, path)
+
+    def _ran(self, fn: Any, attributes: list[Read]) -> Reach:
+        """The functions that ran, since ops and calls were in them, and those that may have, since these name them."""
+        ran = Reach(lambda name, key, x: ran.add_class(type(x)))
+        tape = self._builder.tape
+        ran.add(fn)
+        ran.add_class(type(getattr(fn, "__self__", fn)))
+        for kind in {call.module_type: None for call in tape.calls if call.module_type is not None}:
+            ran.add_class(kind)
+        frames = [op.frames for op in tape.ops if op.kind == "call_function"] + [call.frames for call in tape.calls]
+        codes = {id(code) for inner in frames if inner and isinstance(inner, tuple) for code, _ in inner[1]}
+        seen = [function for function in self._reach.functions if id(function.__code__) in codes]
+        values = [read.value for read in attributes]
+        for found in (*seen, *values):
+            ran.add(found)
+        for kind in set(map(type, values)):
+            ran.add_class(kind)
+        return ran
+
+    def _variables(self, ran: Reach, written: Set[str], changed: Set[tuple[int, str]]) -> Iterator[Read]:
+        root = self._builder.tape.root.path
+        for table, name, value in ran.looked_up.values():
+            if name not in written and not isinstance(value, types.ModuleType) and not _is_of_others(value):
+                is_registry = str(table.get("__file__")).startswith(PACKAGES)  # of a library, which it fills itself
+                yield Read(name, value if is_registry else snapshot(value), InTable(table, name), (), root)
+        for kind in ran.bases:
+            for name in ran.names.intersection(vars(kind)):
+                value = vars(kind)[name]
+                if name[:2] != "__" and not hasattr(type(value), "__get__") and (id(kind), name) not in changed:
+                    yield Read(f"{kind.__name__}.{name}", snapshot(value), InTable(vars(kind), name), (), root)
+        for name, cell in ran.cells.values():
+            place = InClosure(cell)
+            value = place.now(_NO_CALL)
+            if name not in written and value is not MISSING and not _is_of_others(value):
+                yield Read(name, snapshot(value), place, (), root)
+
+
+class _Watched:
+    """Stands for an attribute of a class while the forward runs, and tells who reads it.
+
+    `value` is what `base`, the class or one that it inherits from, has under that name; MISSING if there is nothing.
+    """
+
+    __slots__ = ("base", "builder", "cls", "first", "key", "value")
+
+    def __init__(self, builder: TapeBuilder, cls: type, key: str, base: type, value: Any) -> None:
+        self.builder, self.cls, self.key, self.base, self.value = builder, cls, key, base, value
+        self.first: dict[int, tuple[Any, Noted | None]] = {}
+        """By id, each owner with where it was first read; None where it was written before."""
+
+    def __get__(self, owner: Any, cls: type) -> Any:
+        place = self.base if owner is None else owner
+        if id(place) not in self.first:
+            self.first[id(place)] = place, noted_at(self.builder, sys._getframe(1))
+        value = MISSING if owner is None else _dict_of(owner).get(self.key, MISSING)
+        if value is not MISSING:
+            return value
+        if self.value is MISSING:
+            raise AttributeError(f"{cls.__name__!r} object has no attribute {self.key!r}")
+        return self.value.__get__(owner, cls) if hasattr(type(self.value), "__get__") else self.value
+
+    def __set__(self, owner: Any, value: Any) -> None:
+        self.first.setdefault(id(owner), (owner, None))
+        _dict_of(owner)[self.key] = value
+
+    def __delete__(self, owner: Any) -> None:
+        self.first.setdefault(id(owner), (owner, None))
+        try:
+            del _dict_of(owner)[self.key]
+        except KeyError:
+            raise AttributeError(self.key) from None
+
+    def places(self, owner: Any) -> Iterator[tuple[Any, InTable]]:
+        """What an `owner` of `first` was asked: itself, and the class where that has the attribute in its place.
+
+        `nn.Module.__getattr__` tells of a module that does not have it.
+        """
+        own = {} if owner is self.base else _dict_of(owner)
+        from_class = self.key not in own and self.value is not MISSING
+        if from_class and hasattr(type(self.value), "__get__"):
+            return  # a method
+        if owner is not self.base and (self.key in own or from_class or not isinstance(owner, torch.nn.Module)):
+            yield owner, InTable(own, self.key)
+        if from_class:
+            yield self.base, InTable(vars(self.base), self.key)
+
+    def put_back(self) -> None:
+        """Give the class back what it had, unless the forward has set the name itself."""
+        if vars(self.cls).get(self.key) is self:
+            if self.base is self.cls and self.value is not MISSING:
+                setattr(self.cls, self.key, self.value)
+            else:
+                delattr(self.cls, self.key)
+
+
+def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
+    """Where the forward is, in `frame`."""
+    outer: Frames = builder.call.frames if builder.call is not None else ()
+    return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope
+
+
+def _dict_of(owner: Any) -> dict[str, Any]:
+    """The `__dict__` of an object, past a `__getattribute__` of its class."""
+    found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
+    return found
+
+
+def class_attribute(cls: type, name: str) -> tuple[type, Any]:
+    """The class that defines an attribute of `cls`, and its value there; MISSING where none does."""
+    for base in cls.__mro__:
+        if name in base.__dict__:
+            return base, base.__dict__[name]
+    return cls, MISSING
+
+
+def _takes_descriptors(owner: Any) -> bool:
+    return bool(type(owner).__flags__ & _HEAP_TYPE) and type(getattr(owner, "__dict__", None)) is dict
+
+
+def _is_layer(cls: type) -> bool:
+    """Whether a class of modules is all torch's, so that its code asks for no attributes by computed names."""
+    return cls.__module__.startswith("torch.nn.modules.")
+
+
+@functools.cache
+def _names_in_layer(cls: type) -> frozenset[str]:
+    """The names in the code of a layer's `forward`, and of methods that it names."""
+    found, pending = set[str](), ["forward"]
+    while pending:
+        code = getattr(class_attribute(cls, pending.pop())[1], "__code__", None)
+        if code is not None:
+            new = names_of(code).all - found
+            found |= new
+            pending += new
+    return frozenset(found - _BOOKKEEPING)
+
+
+def _class_level(base: type) -> list[str]:
+    """The plain attributes that a class of the model gives to all its instances."""
+    return [k for k, v in base.__dict__.items() if type(v) in _PLAIN_OR_CONTAINER and k[:2] != "__"]
+
+
+def _is_of_others(value: Any) -> bool:
+    """Whether it is a function of torch, Python or NumPy, which nobody replaces but for a while."""
+    if isinstance(value, types.FunctionType):
+        return not is_users(value.__code__.co_filename)
+    return callable(value) and not isinstance(value, type) and not is_users_class(type(value))

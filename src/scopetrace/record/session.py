@@ -53,11 +53,9 @@ from scopetrace.ir.reads import Read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
 from scopetrace.ir.verify import verify
-from scopetrace.record.attributes import ObjectReads
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.calls import CallRecorder, Progress, leaf_rule
+from scopetrace.record.calls import CallRecorder, Progress, knows_modules, leaf_rule, root_scope
 from scopetrace.record.data import DataReader, NoRealValue
-from scopetrace.record.draws import Draw, Draws
 from scopetrace.record.dynamic_shapes import (
     Argument,
     DynamicShapes,
@@ -66,18 +64,20 @@ from scopetrace.record.dynamic_shapes import (
     refuse_shared,
     symbolic_strides,
 )
-from scopetrace.record.effects import EffectWatch, side_effects
-from scopetrace.record.gradients import (
+from scopetrace.record.effects import (
+    Draw,
+    Draws,
+    EffectWatch,
     inputs_made_leaves,
     refuse_inference_views,
     refuse_lost_gradients,
     refuse_recomputed,
+    side_effects,
     without_hidden_gradients,
 )
-from scopetrace.record.graph_nodes import knows_modules, root_scope
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
-from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.reads import ObjectReads, ReadRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
 from scopetrace.record.snapshot import MISSING, Change, short
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.tensors import FakeTensor
-from scopetrace.record.reach import ATOMS, is_users_class
+from scopetrace.record.code import ATOMS, is_users_class
 
 _NO_CONTENT = (torch.Tensor, torch.nn.Module, type, types.ModuleType, enum.Enum, types.BuiltinFunctionType)
 

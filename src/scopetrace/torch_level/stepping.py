@@ -18,7 +18,7 @@ from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, RecordedTape, Value
 from scopetrace.record import Recording, retraced
-from scopetrace.record.graph_nodes import NodeRunner, root_scope, scope_of_node
+from scopetrace.record.calls import NodeRunner, root_scope, scope_of_node
 from scopetrace.record.model import Model
 from scopetrace.record.retrace import Assumptions
 from scopetrace.torch_level.pure_calls import pure_call
