@@ -25,15 +25,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.dispatch import eager, hop_entry_points, short_way
-from scopetrace._compat.hooks import HookListener, report_hooks
+from scopetrace._compat.ops import eager, hop_entry_points, short_way
+from scopetrace._compat.questions import HookListener, Mine, Replace, report_hooks
 from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import requires_grad_of
-
-Mine = Callable[[], bool]
-Replace = Callable[[Any, str, Any], None]
-"""Sets an attribute of a class or module for the time of the trace."""
 
 
 class Observer(HookListener, Protocol):

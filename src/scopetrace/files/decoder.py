@@ -21,7 +21,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.expressions import decode_expression, restore_environment
-from scopetrace._compat.schema import OPS, find_higher_order, find_op
+from scopetrace._compat.ops import OPS, find_higher_order, find_op
 from scopetrace._compat.shape_env import sym_node
 from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.classes import NamedObject, class_of_name, look_up

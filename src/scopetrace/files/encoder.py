@@ -22,7 +22,7 @@ import torch
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.expressions import encode_expression
-from scopetrace._compat.schema import OPS, is_higher_order, name_of, schema_of
+from scopetrace._compat.ops import OPS, is_higher_order, name_of, schema_of
 from scopetrace._compat.symbols import Symbolic, number_parts
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import NamedObject, look_up

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.ops import is_random
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
@@ -39,7 +40,6 @@ from scopetrace.ir.tape import (
     map_argument,
     values_in,
 )
-from scopetrace.ops.effects import is_random
 from scopetrace.ops.higher_order import with_more_operands, written_inputs
 from scopetrace.ops.view_inverses import by_geometry, geometry_of
 

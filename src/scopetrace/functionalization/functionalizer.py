@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.dispatch import auto_functionalized
-from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.ops import auto_functionalized, is_op, is_random, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
@@ -35,7 +34,6 @@ from scopetrace.ir.tape import (
     map_argument,
 )
 from scopetrace.ir.verify import verify
-from scopetrace.ops.effects import is_random
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,

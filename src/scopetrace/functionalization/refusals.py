@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.symbols import example
 from scopetrace.errors import FunctionalizationError
 from scopetrace.ir.scopes import source_of

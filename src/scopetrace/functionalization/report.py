@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, ProgramTape, Value

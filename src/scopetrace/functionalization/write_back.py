@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, has_unbacked, to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, became, last_of

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.questions import default_dtype, grad_enabled, inference_mode_enabled
-from scopetrace._compat.schema import is_op, schema_of
 from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
 from scopetrace._compat.tensors import (
     FakeMaker,

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from scopetrace._compat.ops import schema_of
 from scopetrace._compat.questions import grad_enabled
-from scopetrace._compat.schema import schema_of
 from scopetrace._compat.symbols import example, is_static, surely_equal, to_expr
 from scopetrace._compat.tensors import (
     FakeMaker,

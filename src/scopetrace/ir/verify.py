@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import InvalidTapeError
 from scopetrace.ir.scopes import Scope

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from scopetrace._compat.schema import schema_of
+from scopetrace._compat.ops import schema_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import map_structure
 from scopetrace.errors import EditError

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.schema import Argument, Schema, op_overloads, schema_of
+from scopetrace._compat.ops import Argument, Schema, op_overloads, schema_of
 from scopetrace.ir.tape import Value
 
 _NAMESPACES = frozenset({"_c10d_functional", "aten", "mkldnn", "quantized", "symm_mem"})

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from scopetrace._compat.decompositions import Decompositions
-from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.ops import is_op, is_random, schema_of
 from scopetrace._compat.symbols import example, to_expr
 from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
@@ -39,7 +39,6 @@ from scopetrace.ir.tape import (
     with_values,
 )
 from scopetrace.ir.verify import verify
-from scopetrace.ops.effects import is_random
 from scopetrace.ops.functional_variants import functional_variant
 from scopetrace.program.fake_run import FakeRun
 from scopetrace.program.graph import live_ops

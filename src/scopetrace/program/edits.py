@@ -21,9 +21,8 @@ from typing import Any, NoReturn
 import torch
 import torch.fx
 
-from scopetrace._compat.dispatch import fake_results
 from scopetrace._compat.graph_module import set_grad_enabled
-from scopetrace._compat.schema import is_higher_order, is_op, schema_of
+from scopetrace._compat.ops import fake_results, is_higher_order, is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.errors import EditError, ScopetraceError

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.dispatch import PreDispatchMode, dispatching_to, with_mode
+from scopetrace._compat.ops import PreDispatchMode, dispatching_to, with_mode
 from scopetrace._compat.tensors import FakeTensor, FakeTensorMode, storage_id
 from scopetrace.containers.structure import map_structure
 from scopetrace.ir.tape import Value, values_in

@@ -19,13 +19,13 @@ import torch
 import torch.fx
 
 from scopetrace._compat.graph_module import TracedGraphModule, make_graph_module, set_grad_enabled
+from scopetrace._compat.ops import is_collective, is_random
 from scopetrace._compat.symbols import Symbolic, SymbolNodes, surely_equal, to_expr
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, map_structure, open_container
 from scopetrace.ir import meta
 from scopetrace.ir.scopes import format_stack
 from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value
-from scopetrace.ops import effects
 
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default)
@@ -330,7 +330,7 @@ def has_effect(op: Op) -> bool:
         return True
     if op.kind == "get_attr":
         return False
-    return not op.values() or effects.has_effect(op.target) or _checks_sizes(op)
+    return not op.values() or is_random(op.target) or is_collective(op.target) or _checks_sizes(op)
 
 
 def _checks_sizes(op: Op) -> bool:

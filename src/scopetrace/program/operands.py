@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.schema import schema_of
+from scopetrace._compat.ops import schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.tape import BodyTape, Value, values_in

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 
-from scopetrace._compat.dispatch import eager
+from scopetrace._compat.ops import eager
 from scopetrace._compat.tensors import buffers_of, parameters_of
 from scopetrace.ir.tape import ProgramTape
 

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import traceback
 
-from scopetrace._compat.dispatch import unwrapped
+from scopetrace._compat.ops import unwrapped
 from scopetrace._compat.questions import grad_enabled
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, offset_of, storage_id, stride_of, without_dispatch

@@ -24,9 +24,9 @@ import torch
 import torch.fx
 from torch.nn.utils import parametrize
 
-from scopetrace._compat.dispatch import eager, paused, unwrapped
 from scopetrace._compat.export import is_guard
-from scopetrace._compat.hooks import acts_on_gradients, is_module_hook
+from scopetrace._compat.ops import eager, paused, unwrapped
+from scopetrace._compat.questions import acts_on_gradients, is_module_hook
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, requires_grad_of, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.autograd import saved_in_storage
 from scopetrace._compat.collectives import Group, Reduction, functional_collectives, recorded_work, unboxed
-from scopetrace._compat.schema import schema_of
+from scopetrace._compat.ops import schema_of
+from scopetrace._compat.questions import saved_in_storage
 from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.tape import Value

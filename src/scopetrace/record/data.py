@@ -19,15 +19,13 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.dispatch import eager
-from scopetrace._compat.schema import is_op
+from scopetrace._compat.ops import eager, is_collective, is_op, is_random
 from scopetrace._compat.shape_env import WatchedShapeEnv, bound_values, evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id
 from scopetrace.errors import DataDependentError
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat
-from scopetrace.ops.effects import has_effect, is_collective
 from scopetrace.record.builder import TapeBuilder, ValueTable
 
 _aten = torch.ops.aten
@@ -293,7 +291,7 @@ class ExampleRun:
     def _is_constant(self, op: Op) -> bool:
         if op.kind == "get_attr":
             return op.target not in self._tape.owners
-        if not is_op(op.target) or has_effect(op.target) or op.unbacked is not None:
+        if not is_op(op.target) or is_random(op.target) or is_collective(op.target) or op.unbacked is not None:
             return False
         return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))
 

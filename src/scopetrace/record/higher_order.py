@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.dispatch import fake_results, in_transform
+from scopetrace._compat.ops import fake_results, in_transform
 from scopetrace._compat.tensors import FakeFactory, run_fake, unbacked_symint, without_dispatch
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.ir.segment import TapeSegment, body_tapes, name_of

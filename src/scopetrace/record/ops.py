@@ -21,10 +21,19 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat import dispatch
+from scopetrace._compat.ops import (
+    PreDispatchMode,
+    autocast_enabled,
+    autocast_may_change,
+    can_decompose,
+    in_transform,
+    schema_of,
+    through_autocast,
+    through_transform,
+    with_mode,
+)
 from scopetrace._compat.questions import default_dtype
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
-from scopetrace._compat.schema import can_decompose, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
     FakeFactory,
@@ -74,7 +83,7 @@ class OpFacts:
         self.in_place = torch.Tag.inplace in func.tags and is_elementwise(func)
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         self.squeezes = schema.name.startswith("aten::squeeze")
-        self.may_be_cast = dispatch.autocast_may_change(func)
+        self.may_be_cast = autocast_may_change(func)
         self.may_write_undeclared = any(name in UNDECLARED_WRITTEN for name in schema.names)
 
 
@@ -115,7 +124,7 @@ class OpRecorder:
         *,
         composites_apart: bool = False,
     ) -> None:
-        self.mode = dispatch.PreDispatchMode(self.on_op, self.on_higher_order)
+        self.mode = PreDispatchMode(self.on_op, self.on_higher_order)
         self.data = data
         self.values = values
         self.reads = reads
@@ -133,16 +142,16 @@ class OpRecorder:
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
-        if dispatch.in_transform():
+        if in_transform():
             if not self._exact:
                 raise Retrace("a transform such as torch.vmap runs", Assumptions(exact_autograd=True))
             start = len(self._builder.tape.ops)
-            out = dispatch.through_transform(self._record, func, args, kwargs)
+            out = through_transform(self._record, func, args, kwargs)
             for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
                 v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
             return out
-        if dispatch.autocast_enabled():
-            out = dispatch.through_autocast(self.mode, func, _device_type(args, kwargs), args, kwargs)
+        if autocast_enabled():
+            out = through_autocast(self.mode, func, _device_type(args, kwargs), args, kwargs)
             if out is not NotImplemented:
                 return out
         return self._record(func, args, kwargs)
@@ -168,7 +177,7 @@ class OpRecorder:
 
     def recorded(self, run: Callable[[], Any]) -> Any:
         """What `run` returns; the ops that it calls are recorded."""
-        return dispatch.with_mode(self.mode, run)
+        return with_mode(self.mode, run)
 
     # ---------------------------------------------------------------- the path of an op
 

@@ -20,10 +20,9 @@ from typing import Any, TypeVar
 import torch
 import torch.fx
 
-from scopetrace._compat.dispatch import dispatching_to, eager
 from scopetrace._compat.export import additional_inputs, without_wrappers
+from scopetrace._compat.ops import dispatching_to, eager, is_random
 from scopetrace._compat.patches import observing
-from scopetrace._compat.schema import is_op
 from scopetrace._compat.tensors import (
     DATA_DEPENDENT,
     NO_SHAPE_RULE,
@@ -224,10 +223,12 @@ class Recording:
     ) -> RecordedTape:
         """The tape of `fn(*args, **kwargs)`; `forward` names the arguments."""
         tape, builder, model = self.tape, self.builder, self.model
-        others = additional_inputs(dynamic_shapes)
+        others: list[Any] = []
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
+            others = additional_inputs(dynamic_shapes)
             dynamic_shapes = dynamic_shapes.dynamic_shapes(forward, args, kwargs)
-        args, kwargs = tape.example_inputs = without_wrappers((args, kwargs))
+            args, kwargs = without_wrappers((args, kwargs))
+        tape.example_inputs = args, kwargs
         self.object_types |= tensor_holders((args, kwargs))
         fake_args, fake_kwargs = self._add_inputs(forward, args, kwargs, dynamic_shapes)
         named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
@@ -328,8 +329,7 @@ class Recording:
             return False
         differs = {v.storage for v in self.tape.inputs} | self.tape.written_storages()
         for op in self.tape.ops:
-            drawn = is_op(op.target) and torch.Tag.nondeterministic_seeded in op.target.tags
-            if drawn or any(v.storage in differs for v in op.inputs()):
+            if is_random(op.target) or any(v.storage in differs for v in op.inputs()):
                 differs |= {v.storage for v in op.values()}
         return value.storage not in differs
 

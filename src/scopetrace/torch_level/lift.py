@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.ops import is_collective
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.tape import Op, RecordedTape, Value, checks_enabled, own_values
 from scopetrace.ir.verify import verify
-from scopetrace.ops.effects import is_collective
 from scopetrace.ops.functional_variants import functional_variant, undeclared_variant
 from scopetrace.torch_level.step import Renew
 from scopetrace.torch_level.stepping import NodeCall, NodeRecord, Trial

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.schema import schema_of
+from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import run_fake
 from scopetrace.ir.tape import Tape
 from scopetrace.torch_level.step import Step

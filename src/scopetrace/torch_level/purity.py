@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.errors import FunctionalizationError
 from scopetrace.ops.functional_variants import undeclared_writes
 

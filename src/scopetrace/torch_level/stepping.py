@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.dispatch import autocast_enabled, in_transform
+from scopetrace._compat.ops import autocast_enabled, in_transform
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Op, RecordedTape, Value

@@ -35,7 +35,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.export import can_be_saved
 from scopetrace._compat.graph_module import set_grad_enabled
-from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir import meta

@@ -15,7 +15,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.tape import Call, FunctionalTape, Op, Value, renamed
 from scopetrace.lower.exported.frames import ModuleCallFrame

@@ -21,8 +21,7 @@ from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature
 
 from scopetrace._compat import export as compat
-from scopetrace._compat.dispatch import outside_modes
-from scopetrace._compat.schema import is_op, schema_of
+from scopetrace._compat.ops import is_op, outside_modes, schema_of
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError

@@ -23,7 +23,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.graph_module import set_grad_enabled
-from scopetrace._compat.schema import schema_of
+from scopetrace._compat.ops import schema_of
 from scopetrace._compat.symbols import Symbolic, example, to_expr
 from scopetrace._compat.tensors import FreshFakes
 from scopetrace.containers.objects import tensor_holders

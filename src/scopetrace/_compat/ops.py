@@ -1,9 +1,17 @@
-"""torch's dispatcher: the pre-dispatch mode that sees every op, transforms, autocast, higher-order ops.
+"""torch's ops: their schemas and effects, and the dispatcher by which they get to the recorder.
+
+Data flow:
+    OpOverload -> schema_of, is_random -> what it takes, returns, writes, aliases, and does beside
+    the model calls an op -> dispatcher -> PreDispatchMode.dispatch -> `on_op`, of autocast and transforms when asked
+    the model calls `torch.cond` or its kind -> `on_higher_order`
 
 Pre-dispatch is where ops arrive before autocast, autograd and decomposition. torch has three mode slots there, for
 proxy tracing, for functionalization and for schema checking. The recorder takes the third: torch's own code (`vmap`,
 symbolic integers, higher-order ops) looks into the first two, and would take the recorder for a proxy tracer. Schema
 checking is a debugging tool, which is never on in a trace.
+
+`OpOverload._schema` makes new Python objects each time its arguments are asked for. `schema_of` reads it once per op
+and caches the result, so that it costs a dictionary lookup.
 """
 
 from __future__ import annotations
@@ -12,7 +20,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch._C import DispatchKey
@@ -32,6 +40,139 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from scopetrace._compat.versions import CURRENT
+
+
+class Argument(NamedTuple):
+    """An argument or a return of an op."""
+
+    name: str
+    """Empty for a return that the schema does not name."""
+    type: str
+    """The TorchScript type: `Tensor`, `Optional[Tensor]`, `List[Tensor]`, `int`, ..."""
+    kwarg_only: bool
+    is_out: bool
+    """Whether it is keyword-only and written, as `out=` is."""
+    is_written: bool
+    """Whether it is annotated as written: `Tensor(a!)`. A return is, when it is the argument that was written."""
+    aliases: frozenset[str]
+    """The alias sets that it is annotated with: `{"alias::a"}` for `Tensor(a)`; empty without annotation."""
+    has_default: bool
+    default: Any
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it takes tensors: one, a list of them, or None in their place."""
+        return "Tensor" in self.type
+
+
+class Schema(NamedTuple):
+    """What an op takes and gives. Obtained by `schema_of`."""
+
+    name: str
+    """Namespace and name without the overload: `aten::add_`."""
+    overload: str
+    """`Tensor`, `out`, ...; empty for the default overload."""
+    arguments: tuple[Argument, ...]
+    returns: tuple[Argument, ...]
+    is_mutable: bool
+    """Whether an argument is written."""
+    names: tuple[str, ...]
+    """The names of the arguments."""
+    written: tuple[str, ...]
+    """The names of the written arguments."""
+
+    @property
+    def op_name(self) -> str:
+        """The name without the namespace: `add_`."""
+        return self.name.partition("::")[2]
+
+
+@functools.cache
+def schema_of(op: Any) -> Schema:
+    """The schema of an `OpOverload`. Raises AttributeError for anything else, higher-order ops included."""
+    schema = op._schema
+    arguments = tuple(map(_argument, schema.arguments))
+    return Schema(
+        name=schema.name,
+        overload=schema.overload_name,
+        arguments=arguments,
+        returns=tuple(map(_argument, schema.returns)),
+        is_mutable=schema.is_mutable,
+        names=tuple(a.name for a in arguments),
+        written=tuple(a.name for a in arguments if a.is_written),
+    )
+
+
+def _argument(a: Any) -> Argument:
+    alias = a.alias_info
+    return Argument(
+        name=a.name,
+        type=str(a.type),
+        kwarg_only=a.kwarg_only,
+        is_out=a.is_out,
+        is_written=alias is not None and alias.is_write,
+        aliases=frozenset() if alias is None else frozenset(map(str, alias.before_set)),
+        has_default=a.has_default_value(),
+        default=a.default_value,
+    )
+
+
+def is_op(target: Any) -> TypeGuard[OpOverload]:
+    """Whether `target` is an op with a schema (`OpOverload`), not a higher-order op, a function or a method name."""
+    return isinstance(target, OpOverload)
+
+
+def can_decompose(op: OpOverload) -> bool:
+    """Whether `op.decompose` can run the op as a composition of others. Those of `prim` are not in the dispatcher."""
+    return op.namespace != "prim" and op._can_decompose()
+
+
+def op_overloads(namespace: str, name: str) -> list[OpOverload]:
+    """All overloads of an op; empty when there is no such op."""
+    packet = getattr(getattr(torch.ops, namespace), name, None)
+    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+
+
+OPS = (OpOverload, HigherOrderOperator)
+"""The classes of ops."""
+
+
+def is_higher_order(target: Any) -> TypeGuard[HigherOrderOperator]:
+    """Whether `target` is an op that takes callables, such as `torch.cond`."""
+    return isinstance(target, HigherOrderOperator)
+
+
+def name_of(op: HigherOrderOperator) -> str:
+    """The name by which `find_higher_order` finds it."""
+    return str(op._name)
+
+
+def is_random(target: Any) -> bool:
+    """Whether an op draws random numbers, so that it advances the generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
+
+
+def is_collective(target: Any) -> bool:
+    """Whether an op communicates: other processes wait for it."""
+    return is_op(target) and schema_of(target).name.startswith(("_c10d_functional", "c10d_functional", "c10d::"))
+
+
+def find_op(name: str, overload: str) -> OpOverload | None:
+    """The op of a schema's name and overload; None where this torch, with the libraries that are imported, has none."""
+    namespace, _, op = name.partition("::")
+    found: Any = torch.ops
+    for part in (namespace, op, overload or "default"):
+        if not part.isidentifier():
+            return None
+        found = getattr(found, part, None)
+    return found if isinstance(found, OpOverload) else None
+
+
+def find_higher_order(name: str) -> HigherOrderOperator | None:
+    """The higher-order op of this name; None where this torch has none."""
+    found = getattr(torch.ops.higher_order, name, None) if name.isidentifier() else None
+    return found if isinstance(found, HigherOrderOperator) else None
+
 
 _subgraphs: Any = importlib.import_module(
     "torch._higher_order_ops.invoke_subgraph"
