@@ -1,8 +1,13 @@
-"""What a forward read from outside of its program, so that a call can be compared with the trace.
+"""What a program depends on beside the tensors that it is given, so that a call can be compared with the trace.
 
 Data flow:
     Python asks for a fact of an input, an attribute, a global or a flag -> a Read on the tape: name, value, place
     a call -> each place is asked again -> another answer is an error, since the program holds for the first one
+    modules of the model, before the forward -> their submodules and hooks as they are, and a copy of each
+    a call -> all these tables are compared with the copies at once -> a TableChange for each that differs
+    arguments of the trace + the names in the forward's code -> an ArgumentNumber for each number that it may read
+    a call -> the same places in its arguments -> InputMismatchError where a number differs
+    a file made from the trace, which cannot check -> FixedValueWarning
 
 Tensors and arguments are no reads: they are the inputs of the program. Nor are values that the forward wrote itself.
 """
@@ -11,8 +16,12 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import itertools
+import operator
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from types import CellType
 from typing import Any, NamedTuple, Protocol
 
@@ -20,6 +29,9 @@ import torch
 
 from scopetrace._compat.questions import fact_of, flag
 from scopetrace._compat.sources import NOT_THE_MODEL
+from scopetrace.containers.objects import effect_targets
+from scopetrace.containers.structure import is_plain_object, open_container
+from scopetrace.errors import FixedValueWarning, InputMismatchError
 from scopetrace.ir.scopes import Frames, source_of, walk_frames
 
 
@@ -59,21 +71,18 @@ class Place(Protocol):
         """What is there at a call; MISSING where there is nothing."""
 
 
-class InTable(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class InTable:
     """An entry of the `__dict__` of a module, an object, a class or a Python file."""
 
     table: Any
     key: str
+    stays = False
 
     @property
     def kind(self) -> str:
         """As `Place.kind`."""
         return "global" if "__name__" in self.table else "attribute"
-
-    @property
-    def stays(self) -> bool:
-        """As `Place.stays`."""
-        return False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
@@ -95,42 +104,26 @@ class InClosure:
             return MISSING
 
 
-class InLayer(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class InLayer:
     """All attributes of one of torch's layers that its code names: a tuple of their values."""
 
     table: dict[str, Any]
     keys: tuple[str, ...]
-
-    @property
-    def kind(self) -> str:
-        """As `Place.kind`."""
-        return "attribute"
-
-    @property
-    def stays(self) -> bool:
-        """As `Place.stays`."""
-        return False
+    kind, stays = "attribute", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
         return tuple([self.table.get(key, MISSING) for key in self.keys])
 
 
-class InSlot(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class InSlot:
     """An attribute of an object that has no `__dict__`."""
 
     owner: Any
     key: str
-
-    @property
-    def kind(self) -> str:
-        """As `Place.kind`."""
-        return "attribute"
-
-    @property
-    def stays(self) -> bool:
-        """As `Place.stays`."""
-        return False
+    kind, stays = "attribute", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
@@ -274,3 +267,157 @@ def same(then: Any, now: Any) -> bool:
         return not isinstance(then, torch.Tensor) and bool(then == now)
     except Exception:  # objects of others may raise anything, as tables of numbers do
         return False
+
+
+# Submodules and hooks ------------------------------------------------------------------------------------------------
+
+
+SUBMODULES = "_modules"
+
+_WORDS = {
+    "_forward_pre_hooks": "forward pre-hooks",
+    "_forward_hooks": "forward hooks",
+    "_backward_pre_hooks": "backward pre-hooks",
+    "_backward_hooks": "backward hooks",
+}
+
+
+_TABLES = (SUBMODULES, *_WORDS)
+_tables_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = operator.itemgetter(*_TABLES)
+
+
+class TableChange(NamedTuple):
+    """A table of a module that is not what it was."""
+
+    module: torch.nn.Module
+    name: str
+    """The module's name in the model."""
+    table: str
+    """`_modules`, or the attribute that has the hooks."""
+    old: dict[Any, Any]
+    new: dict[Any, Any]
+
+    @property
+    def text(self) -> str:
+        """What changed: `forward hooks of fc: 0 when traced and 1 now`."""
+        if self.table != SUBMODULES:
+            hooks = f"{_WORDS[self.table]} of {self.name or 'the model'}"
+            return f"{hooks}: {len(self.old)} when traced and {len(self.new)} now"
+        found = []
+        for key in dict.fromkeys((*self.old, *self.new)):
+            old, new = (type(t[key]).__name__ if key in t else "missing" for t in (self.old, self.new))
+            if self.old.get(key) is not self.new.get(key):
+                name = f"{self.name}.{key}" if self.name else key
+                found.append(f"{name}: {old} when traced and {'another ' if old == new else ''}{new} now")
+        return "; ".join(found) or f"the submodules of {self.name or 'the model'} are in another order"
+
+
+class ModuleTables:
+    """The tables of a model's modules, and what they held in the trace. `names` has those of a module by its id."""
+
+    def __init__(self, modules: Iterable[torch.nn.Module], names: Mapping[int, Sequence[str]]) -> None:
+        self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]  # they have theirs in C++
+        self._names = names
+        self._now: list[dict[Any, Any]] = [table for m in self._modules for table in _tables_of(m.__dict__)]
+        self._then = [table.copy() if table else _EMPTY for table in self._now]
+
+    def changes(self) -> Iterator[TableChange]:
+        """The tables that are not what they were."""
+        if self._now == self._then:
+            return
+        owners = itertools.product(self._modules, _TABLES)
+        for (module, table), new, old in zip(owners, self._now, self._then, strict=True):
+            if new != old:
+                yield TableChange(module, self._names[id(module)][0], table, old, new)
+
+
+_EMPTY: dict[Any, Any] = {}
+
+
+# Numbers in objects among the arguments ------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ArgumentNumber:
+    """A number in an object among the arguments that the forward may read."""
+
+    name: str
+    """In source: `past_key_values.layers[0].cumulative_length`."""
+    value: int | float
+    """That of the example, which the program has."""
+    path: tuple[str, ...]
+    """The keys that lead from (args, kwargs) to the object that is no container of tensors."""
+    attributes: tuple[str, ...]
+    """The attributes that lead from there to the number; empty in a container, whose numbers are compared anyway."""
+
+
+def numbers_read(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    names: Sequence[str],
+    object_types: Collection[type],
+    attributes: Collection[str],
+) -> list[ArgumentNumber]:
+    """The numbers in objects that stand in one of `attributes`; `names` are those of the positional arguments."""
+    search = _Search(object_types, attributes)
+    found = [
+        n for i, (name, x) in enumerate(zip(names, args, strict=True)) for n in search.of(x, name, ("[0]", f"[{i}]"))
+    ]
+    return [*found, *(n for name, x in kwargs.items() for n in search.of(x, name, ("[1]", f"[{name!r}]")))]
+
+
+class _Search:
+    def __init__(self, object_types: Collection[type], attributes: Collection[str]) -> None:
+        self._object_types = object_types
+        self._attributes = attributes
+
+    def of(self, x: Any, name: str, path: tuple[str, ...]) -> Iterator[ArgumentNumber]:
+        children = open_container(x, self._object_types)
+        if children is None:
+            yield from self._in_object(x, name, path, (), [])
+        for key, child in children or ():
+            if key[0] == "." and type(child) in (int, float):
+                if key[1:] in self._attributes:
+                    yield ArgumentNumber(name + key, child, (*path, key), ())
+            else:
+                yield from self.of(child, name + key, (*path, key))
+
+    def _in_object(
+        self, x: Any, name: str, path: tuple[str, ...], attributes: tuple[str, ...], outer: list[Any]
+    ) -> Iterator[ArgumentNumber]:
+        if not is_plain_object(x) or any(x is seen for seen in outer):
+            return
+        for key, value in vars(x).items():
+            if type(value) not in (int, float):
+                yield from self._in_object(value, f"{name}.{key}", path, (*attributes, key), [*outer, x])
+            elif key in self._attributes:
+                yield ArgumentNumber(f"{name}.{key}", value, path, (*attributes, key))
+
+
+def check_numbers(numbers: Sequence[ArgumentNumber], template: Any, arguments: Any) -> None:
+    """Raise InputMismatchError where an object among the arguments, (args, kwargs), has another number."""
+    inside = [n for n in numbers if n.attributes]
+    for number, x in zip(inside, effect_targets(inside, template, arguments), strict=True):
+        now = functools.reduce(lambda found, key: getattr(found, key, None), number.attributes, x)
+        if type(now) is not type(number.value) or now != number.value:
+            raise InputMismatchError(
+                f"{number.name} was {number.value} when traced and is {now!r} now: numbers in objects are fixed in a "
+                "trace; pass it as a tensor, or as an argument of its own that dynamic_shapes= makes dynamic"
+            )
+
+
+def warn_of_numbers(numbers: Sequence[ArgumentNumber], what: str) -> None:
+    """Give a FixedValueWarning that names the numbers which `what`, a file or program, has and cannot check."""
+    if numbers:
+        some = ", ".join(f"{n.name} = {n.value}" for n in numbers[:_SHOWN])
+        more = f", and {len(numbers) - _SHOWN} more, in Trace.specializations" if len(numbers) > _SHOWN else ""
+        warnings.warn(
+            f"{what} is right only where objects among the arguments have the numbers of the trace, and cannot check "
+            f"that: {some}{more}; keep such a number in a tensor, or pass it as an argument of its own with "
+            "dynamic_shapes=",
+            FixedValueWarning,
+            stacklevel=4,
+        )
+
+
+_SHOWN = 5

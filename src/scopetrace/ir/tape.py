@@ -29,11 +29,9 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
 from scopetrace.containers.objects import Returned
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.ir.argument_numbers import ArgumentNumber
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.effects import SideEffect
-from scopetrace.ir.module_tables import ModuleTables
-from scopetrace.ir.reads import Read
+from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope

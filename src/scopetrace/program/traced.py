@@ -52,13 +52,8 @@ from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Removed, Tape, Value, bind, forward_of
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
-from scopetrace.program.boundary import (
-    CallBoundary,
-    as_the_graph_returns,
-    held_now,
-    other_strides,
-    without_autocast,
-)
+from scopetrace.program.boundary import CallBoundary, held_now, other_strides, without_autocast
+from scopetrace.program.compiled import as_the_graph_returns
 from scopetrace.program.decompositions import decomposed
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering

@@ -45,10 +45,8 @@ from scopetrace.errors import (
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.argument_numbers import numbers_read
 from scopetrace.ir.effects import SideEffect
-from scopetrace.ir.module_tables import ModuleTables
-from scopetrace.ir.reads import Read
+from scopetrace.ir.reads import ModuleTables, Read, numbers_read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
 from scopetrace.ir.verify import verify
