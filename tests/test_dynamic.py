@@ -18,7 +18,7 @@ from scopetrace.cli.torchvision_ops import declare_missing_ops
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 from scopetrace.ir.tape import values_in
 from scopetrace.ir.write_back import resolved
-from scopetrace.view.values import type_text
+from scopetrace.view.tree import type_text
 
 
 class Net(nn.Module):

@@ -24,8 +24,7 @@ from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.program.boundary import without_autocast
 from scopetrace.program.traced import TracedProgram
-from scopetrace.record.model import SavedModule
-from scopetrace.record.snapshot import Snapshot
+from scopetrace.record.model import SavedModule, Snapshot
 
 
 def compare_with_model(program: TracedProgram, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

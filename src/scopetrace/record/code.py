@@ -115,7 +115,9 @@ def _read_names(code: types.CodeType) -> Names:
     return Names(*(one.union(*others) for one, *others in zip(own, *inner, strict=True))) if inner else own
 
 
-_MEMO = type(functools.cache(len))
+MEMO = type(functools.cache(len))
+"""The class of functions under `functools.cache`."""
+
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
 _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
 _BIND_ATTRIBUTE = (dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"])
@@ -163,7 +165,7 @@ class Reach:
                 self.add(accessor)
         elif isinstance(x, types.FunctionType):
             self._add_function(x)
-        elif isinstance(x, _MEMO):
+        elif isinstance(x, MEMO):
             self.add(x.__wrapped__)
 
     def add_class(self, kind: type) -> None:

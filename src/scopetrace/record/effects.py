@@ -12,7 +12,7 @@ Data flow:
         -> UnsupportedOpError
 
 Tensors that the graph carries are no side effects: those that the forward binds to attributes of modules. Draws from
-generators that are objects (`random.Random(0)`) are seen by their state: see `record.snapshot`.
+generators that are objects (`random.Random(0)`) are seen by their state: see `record.model`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from scopetrace._compat.tensors import is_view, requires_grad_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.effects import SideEffect
+from scopetrace.ir.reads import MISSING
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.ir.tape import Call, Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, History, can_require_grad
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.code import Reach, is_discarded, is_users, is_users_class, names_of, uses
-from scopetrace.record.model import Model
-from scopetrace.record.snapshot import MISSING, Change, Words, holds_fake, same, short
+from scopetrace.record.model import Change, Model, Words, holds_fake, same, short
 
 # Draws ---------------------------------------------------------------------------------------------------------------
 

@@ -47,8 +47,7 @@ from scopetrace.ir.scopes import Frame, Frames, Scope
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import ATOMS, PACKAGES, Reach, is_users, is_users_class, names_of
-from scopetrace.record.model import Model, attribute_tables, own_names
-from scopetrace.record.snapshot import Change
+from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables, own_names
 
 
 class ReadRecorder:
@@ -281,7 +280,7 @@ def _computed_from(value: Value) -> Iterator[Value]:
 # Python objects ------------------------------------------------------------------------------------------------------
 
 
-_BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl", "forward"}
+_BOOKKEEPING = BOOKKEEPING | {"forward"}
 _HEAP_TYPE = 1 << 9  # classes made by a class statement, whose attributes can be set
 _PLAIN_OR_CONTAINER = frozenset({bool, int, float, str, type(None), torch.dtype, tuple, list, dict, set})
 

@@ -46,7 +46,7 @@ from scopetrace.errors import (
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.effects import SideEffect
-from scopetrace.ir.reads import ModuleTables, Read, numbers_read
+from scopetrace.ir.reads import MISSING, ModuleTables, Read, numbers_read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
 from scopetrace.ir.verify import verify
@@ -72,11 +72,10 @@ from scopetrace.record.effects import (
     side_effects,
     without_hidden_gradients,
 )
-from scopetrace.record.model import Model
+from scopetrace.record.model import Change, Model, short
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ObjectReads, ReadRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
-from scopetrace.record.snapshot import MISSING, Change, short
 
 _one_at_a_time = threading.RLock()  # the flags and methods that a trace changes belong to the whole process
 

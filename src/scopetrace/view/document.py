@@ -17,7 +17,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.select import level, select_calls
-from scopetrace.view.values import named, target_text, value_text
+from scopetrace.view.tree import named, target_text, value_text
 
 
 def document(program: TracedProgram, *, depth: int | None = None, scope: str | None = None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import fnmatch
 from scopetrace.formatting import columns
 from scopetrace.ir.scopes import Scope
 from scopetrace.program.traced import ModuleCall
-from scopetrace.view.values import typed, value_text
+from scopetrace.view.tree import typed, value_text
 
 _LIMIT = 8  # items of a container that a cell shows
 

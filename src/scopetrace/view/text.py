@@ -34,8 +34,7 @@ from scopetrace.ir.tape import signature_of
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.select import matches, unmatched
-from scopetrace.view.tree import Folder, Op, Run, Section, Tree, module_prefix
-from scopetrace.view.values import Namer, named, op_text, typed, value_text
+from scopetrace.view.tree import Folder, Namer, Op, Run, Section, Tree, module_prefix, named, op_text, typed, value_text
 
 _INDENT = "  "
 _LIMIT = 8  # items of a container that a header shows
