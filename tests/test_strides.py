@@ -1,4 +1,4 @@
-"""How tensors lie in memory, as `infer.strides` says it, against torch: all small tensors, in all layouts."""
+"""How tensors lie in memory, as `ops.views` says it, against torch: all small tensors, in all layouts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 
 import scopetrace as st
 from scopetrace._compat.tensors import FakeFactory, storage_id
-from scopetrace.infer import strides
 from scopetrace.infer.inference import Inference
 from scopetrace.ir.tape import Value
+from scopetrace.ops import views
 from scopetrace.ops.views import TO_THE_END, Reshape, view_arguments
 
 aten = torch.ops.aten
@@ -46,14 +46,14 @@ def positions(t: torch.Tensor) -> list[int]:
 
 def test_row_major():
     for t in TENSORS:
-        assert strides.row_major_strides(t.shape) == torch.empty(t.shape).stride()
-        assert strides.is_row_major(t) == (t.stride() == torch.empty(t.shape).stride())
+        assert views.row_major_strides(t.shape) == torch.empty(t.shape).stride()
+        assert views.is_row_major(t) == (t.stride() == torch.empty(t.shape).stride())
 
 
 def test_dense_strides():
     """Dense: the elements fill their memory, each place once. Dimensions of one element may have any stride."""
     for t in TENSORS:
-        found = strides.dense_strides(t)
+        found = views.dense_strides(t)
         assert (found is not None) == (sorted(positions(t)) == list(range(t.numel())))
         if found is not None:
             assert all(n == 1 or a == b for n, a, b in zip(t.shape, found, t.stride(), strict=True))
@@ -62,7 +62,7 @@ def test_dense_strides():
 def test_strides_in_order_of():
     """`empty_like` keeps the order of dense tensors."""
     for t in TENSORS:
-        found = strides.strides_in_order_of(t, t.shape)
+        found = views.strides_in_order_of(t, t.shape)
         assert found is None or found == t.stride()
         if found is not None:
             assert torch.empty_like(t).stride() == t.stride()
@@ -87,7 +87,7 @@ def test_reshape_strides():
     known = unknown = 0
     for t in TENSORS:
         for size in sizes_of(t.numel()):
-            found = strides.reshape_strides(t, size)
+            found = views.reshape_strides(t, size)
             known, unknown = known + (found is not None), unknown + (found is None)
             assert found is None or found == viewed(t, size), (t.shape, t.stride(), size)
     assert unknown < 0.05 * known
@@ -152,7 +152,7 @@ def test_a_view_lies_where_that_of_eager_does(func):
     for t in TENSORS[::3]:
         for args in ARGUMENTS[func](t):
             view = view_arguments(func, t.shape, args)
-            found = None if view is None else strides.place_view(t, view)
+            found = None if view is None else views.place_view(t, view)
             if found is None:
                 continue
             known += 1
@@ -171,10 +171,10 @@ def test_a_view_lies_where_that_of_eager_does(func):
 
 
 def test_a_size_with_minus_one():
-    assert strides.reshaped_size((2, 3, 4), Reshape((-1, 6))) == (4, 6)
-    assert strides.reshaped_size((2, 3, 4), Reshape((-1, 5))) is None
-    assert strides.reshaped_size((2, 3), Reshape((-1, -1))) is None
-    assert strides.reshaped_size((2, 3), Reshape((7,))) is None
+    assert views.reshaped_size((2, 3, 4), Reshape((-1, 6))) == (4, 6)
+    assert views.reshaped_size((2, 3, 4), Reshape((-1, 5))) is None
+    assert views.reshaped_size((2, 3), Reshape((-1, -1))) is None
+    assert views.reshaped_size((2, 3), Reshape((7,))) is None
 
 
 @pytest.mark.parametrize(

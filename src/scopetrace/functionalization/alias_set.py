@@ -24,7 +24,6 @@ import torch
 from scopetrace._compat.symbols import to_expr
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
-from scopetrace.infer.strides import is_contiguous
 from scopetrace.ir.tape import Op, Value
 from scopetrace.ops.overwrite import OVERWRITE
 from scopetrace.ops.view_inverses import (
@@ -37,6 +36,7 @@ from scopetrace.ops.view_inverses import (
     geometry_of,
     index_in,
 )
+from scopetrace.ops.views import is_contiguous
 
 _aten = torch.ops.aten
 _NEEDS_STRIDES = frozenset(

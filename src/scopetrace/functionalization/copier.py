@@ -27,7 +27,6 @@ from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_o
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.functionalization.rewrites import Boundary, schedule
-from scopetrace.infer.strides import is_contiguous
 from scopetrace.ir.tape import (
     BodyTape,
     Call,
@@ -42,6 +41,7 @@ from scopetrace.ir.tape import (
 )
 from scopetrace.ops.higher_order import with_more_operands, written_inputs
 from scopetrace.ops.view_inverses import by_geometry, geometry_of
+from scopetrace.ops.views import is_contiguous
 
 _aten = torch.ops.aten
 _SIZED_BY_OTHER: dict[Target, Any] = {

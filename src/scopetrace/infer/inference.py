@@ -29,9 +29,10 @@ from scopetrace._compat.tensors import (
     stride_of,
     without_dispatch,
 )
-from scopetrace.infer import check, rules, strides
+from scopetrace.infer import check, rules
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.tape import Value, checks_enabled, map_argument, values_in
+from scopetrace.ops import views
 from scopetrace.ops.views import Int, view_arguments
 
 _ATOMS = frozenset(
@@ -228,7 +229,7 @@ def _meta_of(inference: Inference, inputs: list[Value], out: torch.Tensor) -> Ou
             offset = out.storage_offset() - base.storage_offset()
             return OutputMeta(size, stride, offset, out.dtype, out.device, out.requires_grad, 0, i, key)
     if is_symbolic(out):
-        dense = strides.dense_strides(out) if surely_equal(out.storage_offset(), 0) else None
+        dense = views.dense_strides(out) if surely_equal(out.storage_offset(), 0) else None
         if dense is None:
             return None
         stride = dense

@@ -1,7 +1,7 @@
 """The metadata of an op's results without running the op: one table of rules.
 
     view op -> torch's kernel, for plain sizes                           (`is_static_view`)
-            -> else where the view lies                                  (`strides.place_view`)
+            -> else where the view lies                                  (`views.place_view`)
     other   -> size of the result, as expressions of the sizes of the inputs, by the op's rule; and from that
                  dtype and strides, where it is known how they follow     (`_from_inputs`)
                  else dtype and strides of a run with the example's sizes (`_from_example`)
@@ -38,8 +38,8 @@ from scopetrace._compat.tensors import (
     storage_id,
     without_dispatch,
 )
-from scopetrace.infer import strides
 from scopetrace.ir.tape import Value, flat, map_argument
+from scopetrace.ops import views
 from scopetrace.ops.views import Int, Sizes, ViewArguments
 
 _aten = torch.ops.aten
@@ -140,7 +140,7 @@ def is_static_view(base: torch.Tensor, view: ViewArguments) -> bool:
 
 def view_of(func: Any, base: torch.Tensor, view: ViewArguments) -> Outputs | None:
     """The result of a view op with symbolic sizes, without key; None where it is not known."""
-    found = strides.place_view(base, view)
+    found = views.place_view(base, view)
     if found is None:
         return _copy(base, view) if func in (_aten.reshape.default, _aten.flatten.using_ints) else None
     container, places = (list, found) if isinstance(found, list) else (None, [found])
@@ -151,10 +151,10 @@ def view_of(func: Any, base: torch.Tensor, view: ViewArguments) -> Outputs | Non
 
 def _copy(base: torch.Tensor, view: Any) -> Outputs | None:
     """The result of a reshape that cannot be a view, at any size."""
-    size = strides.reshaped_size(base.size(), view)
-    if size is None or strides.reshape_strides(base, size) is not False:
+    size = views.reshaped_size(base.size(), view)
+    if size is None or views.reshape_strides(base, size) is not False:
         return None
-    return Outputs(None, (_new_tensor(size, strides.row_major_strides(size), base.dtype, [base]),))
+    return Outputs(None, (_new_tensor(size, views.row_major_strides(size), base.dtype, [base]),))
 
 
 # ---------------------------------------------------------------- new tensors
@@ -187,8 +187,8 @@ def _from_inputs(
         return None
     if torch.Tag.inplace in func.tags:
         return Identity(0) if dtype is first.dtype and _same_size(size, first) else None
-    if rule.row_major or all(map(strides.is_row_major, fakes)):
-        stride = strides.row_major_strides(size)
+    if rule.row_major or all(map(views.is_row_major, fakes)):
+        stride = views.row_major_strides(size)
     elif elementwise and _have_one_layout(fakes):
         stride = tuple(first.stride())
     else:
@@ -204,7 +204,7 @@ def _have_one_layout(fakes: list[torch.Tensor]) -> bool:
     first, *others = fakes
     size, stride = to_expr(first.size()), to_expr(first.stride())
     same = all(to_expr(t.size()) == size and to_expr(t.stride()) == stride for t in others)
-    return same and 1 not in size and strides.dense_strides(first) is not None
+    return same and 1 not in size and views.dense_strides(first) is not None
 
 
 def _from_example(
@@ -212,7 +212,7 @@ def _from_example(
 ) -> OutputMeta | Identity | None:
     """As the op's result for the example's sizes, with these sizes."""
     fakes = [v.fake for v in inputs]
-    if not all(map(strides.has_fixed_order, fakes)):
+    if not all(map(views.has_fixed_order, fakes)):
         return None
     examples = {id(v): _example_fake(maker, v.fake) for v in inputs}
     try:
@@ -226,7 +226,7 @@ def _from_example(
             return Identity(i) if _same_size(size, v.fake) else None
         if storage_id(examples[id(v)]) == storage_id(out):
             return None
-    stride = strides.strides_in_order_of(out, size)
+    stride = views.strides_in_order_of(out, size)
     if stride is None or out.storage_offset() != 0 or out.device != fakes[0].device:
         return None
     return _new_tensor(size, stride, out.dtype, fakes)

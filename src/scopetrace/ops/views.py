@@ -1,19 +1,40 @@
-"""What a view op says of its view: the arguments of `transpose`, `slice`, `split` and their kind, read in one place.
+"""View ops: what their arguments say, and how tensors and their views lie in memory.
 
+Data flow:
     op + size of the base + arguments after the base -> one of the classes here, with dimensions counted from the front
+    fake tensor + that class, or a new size -> strides as products of sizes, for plain and symbolic sizes; or None
 
 `infer` derives sizes, strides and offset of the view from it; functionalization derives the op that puts a new value of
 the view into its base. Sizes and indices may be symbolic. None: the op is not in the table, or an argument is out of
 range.
+
+An answer on strides holds for every value of the symbols; None means that no answer does, or that it is not known.
+Nothing here asks the ShapeEnv, so no guard is added. Tensors without elements are left to torch: their strides follow
+other rules.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
+
+from scopetrace._compat.symbols import (
+    difference,
+    example,
+    is_static,
+    quotient,
+    surely_equal,
+    to_expr,
+    whole_quotient,
+    without_floor,
+)
+from scopetrace._compat.tensors import without_dispatch
 
 Int = int | torch.SymInt
 Sizes = Sequence[Int]
@@ -229,3 +250,291 @@ _PARSERS: dict[Any, Callable[..., ViewArguments | None]] = {
     _aten.chunk.default: _chunk,
     _aten.unbind.int: _unbind,
 }
+
+
+# ---------------------------------------------------------------- layouts of whole tensors
+
+
+def row_major_strides(size: Sizes) -> tuple[Int, ...]:
+    """The strides of a new contiguous tensor of this size."""
+    return tuple(itertools.accumulate(reversed(size[1:]), operator.mul, initial=1))[::-1][: len(size)]
+
+
+def is_row_major(t: torch.Tensor) -> bool:
+    """Whether the strides are `row_major_strides`, also in dimensions of size 1, where torch takes any."""
+    reach: Any = 1
+    inner: Any = 1
+    for n, stride in zip(reversed(t.size()), reversed(t.stride()), strict=True):
+        reach = reach * inner
+        if not surely_equal(stride, reach):
+            return False
+        inner = n
+    return True
+
+
+def dense_strides(t: torch.Tensor) -> tuple[Int, ...] | None:
+    """The strides of a tensor whose elements fill their memory without gaps or overlaps, as products of its sizes.
+
+    None for other tensors. The dimensions may lie in any order, as in channels-last memory.
+    """
+    strides: list[Any] = list(t.stride())
+    left = [d for d, n in enumerate(t.size()) if not _is_one(n)]
+    given = _strides(t)
+    reach: Any = 1
+    while left:
+        found = next((d for d in left if surely_equal(given[d], reach)), None)
+        if found is None:
+            return None
+        strides[found] = reach
+        reach = reach * t.size(found)
+        left.remove(found)
+    return tuple(strides)
+
+
+def is_contiguous(t: torch.Tensor) -> bool:
+    """Whether the elements lie in row-major order, without gaps."""
+    found, reach = dense_strides(t), 1
+    for n, stride in zip(reversed(t.size()), reversed(found or ()), strict=False):
+        if not surely_equal(stride, reach) and not _is_one(n):
+            return False
+        reach = reach * n
+    return found is not None
+
+
+def has_fixed_order(t: torch.Tensor) -> bool:
+    """Whether the dimensions lie in memory in one order for all sizes, and none reaches into the next."""
+    if is_static(t.stride()) or dense_strides(t) is not None:
+        return True
+    given = _strides(t)
+    order = [d for d, n in enumerate(t.size()) if not _is_one(n) and not _is_zero(given[d])]
+    order.sort(key=lambda d: (example(t.stride(d)), -d))
+    return all(_passes_over(given[outer], given[inner], t.size(inner)) for inner, outer in itertools.pairwise(order))
+
+
+def _passes_over(outer: Any, inner: Any, n: Int) -> bool:
+    """Whether a step of `outer` is at least `n` steps of `inner`."""
+    steps = quotient(outer, inner)
+    if steps is None:
+        return False
+    more = difference(steps, n)
+    return more >= 0 if type(more) is int else quotient(steps, to_expr(n)) is not None
+
+
+def strides_in_order_of(example_result: torch.Tensor, size: Sizes) -> tuple[Int, ...] | None:
+    """Dense strides for `size`, with the dimensions in memory in the order that `example_result` has.
+
+    None where the strides of `example_result`, of the example's sizes, are others.
+    """
+    out = example_result
+    strides: list[Any] = [1] * len(size)
+    reach: Any = 1
+    for d in sorted(range(len(size)), key=lambda d: (out.stride(d), out.shape[d] != 1, -d)):
+        if example(reach) != out.stride(d):
+            return None
+        strides[d] = reach
+        reach = reach * size[d]
+    return tuple(strides)
+
+
+# ---------------------------------------------------------------- the same memory in another shape
+
+
+def reshape_strides(t: torch.Tensor, size: Sizes) -> tuple[Int, ...] | Literal[False] | None:
+    """The strides of `t` seen in another size with as many elements.
+
+    False where `t` cannot be seen so, at any size; None where that is not known.
+    """
+    wanted = _example_strides(t, size)
+    if is_static((*t.size(), *t.stride(), *size)):
+        return wanted
+    found = row_major_strides(size) if is_contiguous(t) else _Regrouping(t, size).strides()
+    if found is None or found is False:
+        return False if found is False and wanted is False else None
+    return found if wanted == tuple([example(n) for n in found]) else None
+
+
+def _example_strides(t: torch.Tensor, size: Sizes) -> tuple[int, ...] | Literal[False]:
+    """As `reshape_strides`, for the example's sizes."""
+    old, stride, new = ([example(n) for n in numbers] for numbers in (t.size(), t.stride(), size))
+    with without_dispatch():
+        try:
+            return torch.empty_strided(old, stride, device="meta").view(new).stride()
+        except RuntimeError:
+            return False
+
+
+class _Regrouping:
+    """torch's `computeStride` (aten/src/ATen/TensorUtils.cpp), where products are equal if their expressions are.
+
+    The old dimensions fall into groups without gaps. New dimensions are made of one group after the other, from the
+    last to the first.
+    """
+
+    def __init__(self, t: torch.Tensor, new_size: Sizes) -> None:
+        self.size, self.stride, self.new_size = list(t.size()), list(t.stride()), new_size
+        self.given = _strides(t)
+        self.found: list[Any] = [1] * len(new_size)
+        self.old, self.new = len(self.size) - 1, len(new_size) - 1
+        self.matched_by_rest = False
+        """Whether the products of one group are equal only because those of all other groups and of the whole are."""
+
+    def strides(self) -> tuple[Int, ...] | Literal[False] | None:
+        """The strides for the new size, as `reshape_strides` gives them."""
+        while self.new >= 0:
+            self._skip_ones()
+            if _is_one(self.new_size[self.new]):
+                self.found[self.new] = self._stride_of_one(self.new)
+                self.new -= 1
+                continue
+            fits = self._match_group() if self.old >= 0 else None
+            if fits is None or not fits:
+                return None if fits is None else False
+        self._skip_ones()
+        return tuple(self.found) if self.old < 0 else None
+
+    def _skip_ones(self) -> None:
+        while self.old >= 0 and _is_one(self.size[self.old]):
+            self.old -= 1
+
+    def _stride_of_one(self, d: int) -> Any:
+        return self.found[d + 1] * self.new_size[d + 1] if d + 1 < len(self.new_size) else self.stride[-1]
+
+    def _match_group(self) -> bool | None:
+        """Take the next dimensions of both that have the same product. False: they have a gap; None: not known."""
+        base, reach, wanted = self.stride[self.old], self.size[self.old], self.new_size[self.new]
+        self.found[self.new] = base
+        self.old, self.new = self.old - 1, self.new - 1
+        while not surely_equal(reach, wanted):
+            if self.old >= 0 and quotient(to_expr(wanted), to_expr(reach)) is not None:
+                gap = self.given[self.old], to_expr(base) * to_expr(reach)
+                if not surely_equal(*gap):
+                    return False if _differ(*gap) else None
+                reach, self.old = reach * self.size[self.old], self.old - 1
+            elif self.new >= 0 and example(reach) >= example(wanted * self.new_size[self.new]):
+                self.found[self.new] = base * wanted
+                wanted, self.new = wanted * self.new_size[self.new], self.new - 1
+            else:
+                sure = not self.matched_by_rest and example(reach) == example(wanted)
+                self.matched_by_rest = True
+                return sure or None
+        return True
+
+
+# ---------------------------------------------------------------- views
+
+
+class Placement(NamedTuple):
+    """Where a view lies: its size and strides, and how many elements it starts after its base."""
+
+    size: tuple[Int, ...]
+    stride: tuple[Int, ...]
+    offset: Int
+
+
+def place_view(t: torch.Tensor, view: ViewArguments) -> Placement | list[Placement] | None:
+    """Where the view, or each of the views, lies in `t`. None where that is not known, or torch would raise."""
+    size, stride = tuple(t.size()), tuple(t.stride())
+    match view:
+        case Permute(dims):
+            return Placement(tuple([size[d] for d in dims]), tuple([stride[d] for d in dims]), 0)
+        case Unsqueeze(d):
+            new = size[d] * stride[d] if d < len(size) else 1
+            return Placement((*size[:d], 1, *size[d:]), (*stride[:d], new, *stride[d:]), 0)
+        case Select():
+            return _place_selected(size, stride, view)
+        case Unbind(d):
+            n = size[d]
+            found = [_place_selected(size, stride, Select(d, i)) for i in range(n if type(n) is int else 0)]
+            known = [placement for placement in found if placement is not None]
+            return known if known and len(known) == len(found) else None
+        case Slice():
+            return _place_slice(size, stride, view)
+        case Expand():
+            return _place_expanded(size, stride, view)
+        case Reshape() | Flatten():
+            return _place_reshaped(t, view)
+    return None
+
+
+def _place_selected(size: tuple[Int, ...], stride: tuple[Int, ...], view: Select) -> Placement | None:
+    d, index = view.dim, view.index
+    n, step = size[d], stride[d]
+    if type(n) is not int or type(index) is not int or type(step) is not int or not -n <= index < n:
+        return None
+    return Placement(size[:d] + size[d + 1 :], stride[:d] + stride[d + 1 :], index % n * step)
+
+
+def _place_slice(size: tuple[Int, ...], stride: tuple[Int, ...], view: Slice) -> Placement | None:
+    d, n, step = view.dim, size[view.dim], stride[view.dim]
+    if view.is_whole():
+        return Placement(size, stride, 0)
+    if type(n) is not int or type(step) is not int or not is_static((view.start, view.end, view.step)) or view.step < 1:
+        return None
+    taken = range(n)[view.start : view.end : view.step]
+    return Placement(
+        (*size[:d], len(taken), *size[d + 1 :]), (*stride[:d], step * view.step, *stride[d + 1 :]), taken.start * step
+    )
+
+
+def _place_expanded(old_size: tuple[Int, ...], old_stride: tuple[Int, ...], view: Expand) -> Placement | None:
+    size: list[Any] = list(view.size)
+    stride: list[Any] = [0] * len(size)
+    new = len(size) - len(old_size)
+    for d in range(len(size) - 1, -1, -1):
+        outside = size[d + 1] * stride[d + 1] if d + 1 < len(size) else 0
+        old, step = (old_size[d - new], old_stride[d - new]) if d >= new else (1, outside)
+        if (_is_rest(size[d]) and d >= new) or surely_equal(size[d], old):
+            size[d], stride[d] = old, step
+        elif not _is_one(old) or (type(size[d]) is int and size[d] < 1):
+            return None
+    return Placement(tuple(size), tuple(stride), 0)
+
+
+def _place_reshaped(t: torch.Tensor, view: Reshape | Flatten) -> Placement | None:
+    if isinstance(view, Flatten) and view.start == view.end:
+        return None  # torch gives the tensor itself
+    size = reshaped_size(t.size(), view)
+    stride = None if size is None else reshape_strides(t, size)
+    return Placement(size, stride, 0) if size is not None and stride is not None and stride is not False else None
+
+
+def reshaped_size(old: Sizes, view: Reshape | Flatten) -> tuple[Int, ...] | None:
+    """The size after `view`, without -1. None where the number of elements may be another one."""
+    if isinstance(view, Flatten):
+        return (*old[: view.start], math.prod(old[view.start : view.end + 1]), *old[view.end + 1 :])
+    rest = [d for d, n in enumerate(view.size) if _is_rest(n)]
+    size: list[Any] = list(view.size)
+    numel, known = math.prod(old), math.prod(n for n in view.size if not _is_rest(n))
+    if len(rest) == 1:
+        size[rest[0]] = whole_quotient(numel, known)
+        if size[rest[0]] is None or example(size[rest[0]]) * example(known) != example(numel):
+            return None
+    elif rest or not surely_equal(known, numel):
+        return None
+    return tuple(size)
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def _strides(t: torch.Tensor) -> list[Any]:
+    """The strides as expressions, without the `Max(1, n)` by which torch counts empty dimensions as one element."""
+    sizes = [to_expr(n) for n in t.size()]
+    return [without_floor(s, sizes) if isinstance(s, torch.SymInt) else s for s in t.stride()]
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether two strides differ at all sizes, since one is a multiple of the other."""
+    return any(type(q) is int and q != 1 for q in (quotient(a, b), quotient(b, a)))
+
+
+def _is_one(n: Any) -> bool:
+    return type(n) is int and n == 1
+
+
+def _is_zero(n: Any) -> bool:
+    return type(n) is int and n == 0
+
+
+def _is_rest(n: Any) -> bool:
+    return type(n) is int and n == -1

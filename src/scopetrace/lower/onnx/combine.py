@@ -29,12 +29,12 @@ from scopetrace._compat.tensors import FreshFakes
 from scopetrace.containers.objects import tensor_holders
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import OnnxExportError
-from scopetrace.infer.strides import is_row_major
 from scopetrace.ir import meta
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, ViewOf
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.overwrite import OVERWRITE
+from scopetrace.ops.views import is_row_major
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.outlined import Function
 
