@@ -135,6 +135,8 @@ class ValueTable:
         self._inference = inference
         self.by_id: dict[int, Value] = {}
         """By the id of a tensor. Only good where the tensor still has the storage of its value; see `value_of`."""
+        self.examples: dict[Value, torch.Tensor] = {}
+        """The example inputs by their placeholders."""
         self._builder = builder
         self._tape = builder.tape
         self._factory = factory
@@ -170,7 +172,7 @@ class ValueTable:
         self._builder.append("call_function", target, args, {}, value)
         return value
 
-    def append_input(self, name: str, fake: torch.Tensor) -> Value:
+    def append_input(self, name: str, fake: torch.Tensor, example: torch.Tensor) -> Value:
         """Append a placeholder. A tensor given twice has two values, and the ops read the first."""
         first = self.by_id.get(id(fake))
         value = self.new_result(fake)
@@ -178,6 +180,7 @@ class ValueTable:
         self._given.add(id(fake))
         self.by_id[id(fake)] = first or value
         self._tape.inputs.append(value)
+        self.examples[value] = example
         return value
 
     def append_body_input(self, name: str, x: Any) -> None:

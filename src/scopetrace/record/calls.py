@@ -33,9 +33,9 @@ from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpE
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.data import DataReader
 from scopetrace.record.model import Model, own_names
 from scopetrace.record.module_paths import HasOtherPath, other_path
+from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
 
@@ -56,7 +56,7 @@ class CallRecorder:
         self,
         builder: TapeBuilder,
         values: ValueTable,
-        data: DataReader,
+        ops: OpRecorder,
         reads: ReadRecorder,
         model: Model,
         object_types: frozenset[type],
@@ -66,7 +66,7 @@ class CallRecorder:
         self._reads = reads
         self._builder = builder
         self._values = values
-        self._data = data
+        self._ops = ops
         self._model = model
         self._object_types = object_types
         self._is_leaf = is_leaf
@@ -210,7 +210,7 @@ class CallRecorder:
             )
         if not self._builder.tape.exact_autograd:
             raise Retrace("the forward differentiates", Assumptions(exact_autograd=True))
-        if acts_on_gradients([*self._data.examples.values(), *self._builder.tape.attributes.values()]):
+        if acts_on_gradients([*self._values.examples.values(), *self._builder.tape.attributes.values()]):
             raise UnsupportedOpError(
                 "the forward differentiates, and a parameter or an input has a hook, which would change the gradient, "
                 "or is a view made under no_grad, which has none",
@@ -375,11 +375,11 @@ class CallRecorder:
 
     def on_number(self, x: Any) -> Any:
         """A tensor with one element, or a symbolic number, becomes text or a key: perhaps the name of a module."""
-        return self._data.number_of(x)
+        return self._ops.data.number_of(x)
 
     def on_numpy(self, t: torch.Tensor) -> Any:
         """A tensor becomes an array of NumPy."""
-        return self._data.data_of(t)
+        return self._ops.data.data_of(t)
 
 
 @contextlib.contextmanager

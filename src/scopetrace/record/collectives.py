@@ -11,6 +11,7 @@ As in eager, a collective has no gradient: what it writes keeps the history that
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,6 @@ from scopetrace._compat.ops import schema_of
 from scopetrace._compat.questions import saved_in_storage
 from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.tape import Value
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.retrace import Assumptions, Retrace
 
@@ -36,10 +36,15 @@ Started = Iterator[tuple[torch.Tensor, list[Write]]]
 class CollectiveRecorder:
     """Records the ops of namespace c10d."""
 
-    def __init__(self, builder: TapeBuilder, values: ValueTable, recorded: Callable[[Callable[[], Any]], Any]) -> None:
-        """`recorded` calls a function and records the ops in it."""
-        self.pending: dict[int, Pending] = {}
-        """By storage: the collective under way that will write there."""
+    def __init__(
+        self,
+        builder: TapeBuilder,
+        values: ValueTable,
+        recorded: Callable[[Callable[[], Any]], Any],
+        pending: dict[int, Pending],
+    ) -> None:
+        """`recorded` calls a function and records the ops in it; `pending` gets what is under way, by storage."""
+        self._pending = pending
         self._builder = builder
         self._values = values
         self._recorded = recorded
@@ -61,7 +66,7 @@ class CollectiveRecorder:
         self._started.append(pending)
         for target in pending.targets():
             self._check_history(target, str(func))
-            self.pending[storage_id(self._values.fake_of(target))] = pending
+            self._pending[storage_id(self._values.fake_of(target))] = pending
         work, boxed = recorded_work(args[0] if isinstance(args[0], list) else [args[0]], pending.finish)
         self._works.append(work)
         returned = schema_of(func).returns
@@ -70,27 +75,16 @@ class CollectiveRecorder:
             return None
         return (args[0], boxed) if len(returned) == 2 else boxed
 
-    def before_use(self, values: list[Value]) -> None:
-        """Finish what writes to memory that an op is about to use."""
-        for value in values:
-            pending = self.pending.get(value.storage)
-            if pending is not None:
+    @contextlib.contextmanager
+    def finishing(self) -> Iterator[None]:
+        """At the end all is finished, also what was never waited for."""
+        try:
+            yield
+            for pending in self._started:
                 pending.finish()
-
-    def finishing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """`fn`, at whose end all is finished, also what was never waited for."""
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            try:
-                out = fn(*args, **kwargs)
-                for pending in self._started:
-                    pending.finish()
-                return out
-            finally:  # Python's collector does not see through the C++ part of a work handle
-                self._started.clear()
-                self._works.clear()
-
-        return run
+        finally:  # Python's collector does not see through the C++ part of a work handle
+            self._started.clear()
+            self._works.clear()
 
     def complete(self, pending: Pending) -> None:
         """Record that the data are there."""
@@ -102,7 +96,8 @@ class CollectiveRecorder:
                 for target, made in writes:
                     target.copy_(made(data))
 
-        self.pending = {storage: p for storage, p in self.pending.items() if p is not pending}
+        for storage in [storage for storage, p in self._pending.items() if p is pending]:
+            del self._pending[storage]
         with torch.no_grad():
             self._recorded(run)
 

@@ -52,8 +52,6 @@ class DataReader:
     """Answers what Python asks of the data of tensors."""
 
     def __init__(self, builder: TapeBuilder, values: ValueTable, factory: FakeFactory, *, specialize: bool) -> None:
-        self.examples: dict[Value, torch.Tensor] = {}
-        """The inputs of the example run by their placeholders."""
         self._builder = builder
         self._values = values
         self._factory = factory
@@ -61,7 +59,7 @@ class DataReader:
 
     @functools.cached_property
     def _example(self) -> ExampleRun:
-        return ExampleRun(self._builder.tape, self._factory.shape_env, self.examples)
+        return ExampleRun(self._builder.tape, self._factory.shape_env, self._values.examples)
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an op of `READERS` gives to Python; NotImplemented where torch is to make a symbol for it.

@@ -53,7 +53,7 @@ from scopetrace.ir.tape import Value, flat
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import FORMS, INLINED
 from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
-from scopetrace.record.collectives import CollectiveRecorder
+from scopetrace.record.collectives import CollectiveRecorder, Pending
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.reads import ReadRecorder
@@ -116,16 +116,15 @@ class OpRecorder:
         self,
         builder: TapeBuilder,
         values: ValueTable,
-        data: DataReader,
         reads: ReadRecorder,
         factory: FakeFactory,
         inference: Inference,
         run_graph: RunGraph,
         *,
+        specialize: bool = False,
         composites_apart: bool = False,
     ) -> None:
         self.mode = PreDispatchMode(self.on_op, self.on_higher_order)
-        self.data = data
         self.values = values
         self.reads = reads
         self._builder = builder
@@ -136,7 +135,30 @@ class OpRecorder:
         self._composites_apart = composites_apart
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
-        self.collectives = CollectiveRecorder(builder, values, self.recorded)
+        self._specialize = specialize
+        self._pending: dict[int, Pending] = {}  # by storage: the collective under way that will write there
+        self._at_end = contextlib.ExitStack()
+
+    @functools.cached_property
+    def data(self) -> DataReader:
+        """Answers what Python asks of the data of tensors."""
+        return DataReader(self._builder, self.values, self._factory, specialize=self._specialize)
+
+    @functools.cached_property
+    def collectives(self) -> CollectiveRecorder:
+        """Records collectives."""
+        recorder = CollectiveRecorder(self._builder, self.values, self.recorded, self._pending)
+        self._at_end.enter_context(recorder.finishing())
+        return recorder
+
+    def finishing(self, fn: Callable[..., Any]) -> Callable[..., Any]:
+        """`fn`, at whose end collectives that are under way are finished."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with self._at_end:
+                return fn(*args, **kwargs)
+
+        return run
 
     # ---------------------------------------------------------------- arrival
 
@@ -243,8 +265,9 @@ class OpRecorder:
                 hint="torch made it inside an op and reads it in backward, or another thread did: take gradients "
                 "outside of the forward, and make tensors in its thread",
             ) from None
-        if self.collectives.pending:
-            self.collectives.before_use(call.inputs)
+        for value in call.inputs if self._pending else ():
+            if value.storage in self._pending:
+                self._pending[value.storage].finish()
         return call
 
     def _lift(self, a: Any, inputs: list[Value]) -> Any:

@@ -52,7 +52,7 @@ from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabl
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_modules, leaf_rule, root_scope
-from scopetrace.record.data import DataReader, NoRealValue
+from scopetrace.record.data import NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
     DynamicShapes,
@@ -194,19 +194,18 @@ class Recording:
         )
         self.builder = TapeBuilder(self.tape, CallRecorder.run.__code__)
         self.values = ValueTable(self.builder, self.factory, inference, model)
-        self.data = DataReader(self.builder, self.values, self.factory, specialize=specialize)
-        self.factory.shape_env.watch(self.builder, self.data if specialize else None)
         self.reads = ReadRecorder(self.builder, self.values, model)
         self.ops = OpRecorder(
             self.builder,
             self.values,
-            self.data,
             self.reads,
             self.factory,
             inference,
             run_graph,
+            specialize=specialize,
             composites_apart=assumptions.composites_apart,
         )
+        self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
         self._is_leaf = leaf_rule(leaf_modules, model)
         self._progress = progress
 
@@ -234,7 +233,7 @@ class Recording:
         draws = Draws(builder)
         watch = Watch((fake_args, fake_kwargs), self.object_types)
         rules = self.object_types, self._is_leaf, self._progress
-        calls = CallRecorder(builder, self.values, self.data, self.reads, model, *rules)
+        calls = CallRecorder(builder, self.values, self.ops, self.reads, model, *rules)
         try:
             with draws.observing(objects.reach), scopes.activate(builder.state):
                 with (
@@ -245,7 +244,7 @@ class Recording:
                     read.watching(mine),
                     dispatching_to(self.ops.mode, self.factory.mode),
                 ):
-                    out = calls.run_root(self.ops.collectives.finishing(fn), fake_args, fake_kwargs)
+                    out = calls.run_root(self.ops.finishing(fn), fake_args, fake_kwargs)
                 missed = tensor_holders((out, fake_args, fake_kwargs)) - self.object_types
                 if missed:
                     raise Retrace(
@@ -263,7 +262,7 @@ class Recording:
             changes = objects.restore()
         variables, attributes = read.found(fn, changes)
         self._add_changes(changes, draws.found, objects, read.overwritten)
-        tape.side_effects += inputs_made_leaves(tape, self.data.examples)
+        tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         for value, op in without_hidden_gradients(tape):
             self.reads.on_hidden_write(value, op)
         tape.reads[:] = [*variables, *tape.reads, *attributes]
@@ -274,7 +273,7 @@ class Recording:
         if builder.deferred:
             raise builder.deferred[0]
         results = leaves(tape.outputs, Value)
-        refuse_lost_gradients(tape, results, self.data.examples)
+        refuse_lost_gradients(tape, results, self.values.examples)
         refuse_inference_views(tape, results)
         refuse_recomputed(tape, builder.recomputed)
         if tape.sizes is not None:
@@ -350,8 +349,7 @@ class Recording:
             if isinstance(leaf, torch.Tensor):
                 if id(leaf) not in fakes:
                     fakes[id(leaf)] = self._fake_input(leaf, path, dynamic)
-                value = self.values.append_input(identifier(path, taken), fakes[id(leaf)])
-                self.data.examples[value] = leaf
+                value = self.values.append_input(identifier(path, taken), fakes[id(leaf)], leaf)
                 tape.input_paths.append(path)
                 return value
             number = None
@@ -454,13 +452,13 @@ class Recording:
         if any(isinstance(e, DATA_DEPENDENT) or any(text in str(e) for text in _NO_DATA) for e in chain):
             return DataDependentError(
                 "Python needs the value of a tensor that depends on the inputs or the model's state",
-                op=self.data.reader(getattr(error, "cond", None), running),
+                op=self.ops.data.reader(getattr(error, "cond", None), running),
                 hint=_BRANCH,
                 **place,
             )
         if isinstance(error, NoRealValue):
             problem = f"Python needs a value, and there is none: {error}"
-            return DataDependentError(problem, op=self.data.reader(None, running), **place)
+            return DataDependentError(problem, op=self.ops.data.reader(None, running), **place)
         if any(text in str(error) for text in _NO_FAKE):
             return UnsupportedOpError(str(error), op=None if running is None else str(running), **place)
         if isinstance(error, NO_SHAPE_RULE):
