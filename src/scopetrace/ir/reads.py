@@ -29,8 +29,7 @@ import torch
 
 from scopetrace._compat.questions import fact_of, flag
 from scopetrace._compat.sources import NOT_THE_MODEL
-from scopetrace.containers.objects import effect_targets
-from scopetrace.containers.structure import is_plain_object, open_container
+from scopetrace.containers.structure import effect_targets, is_plain_object, open_container
 from scopetrace.errors import FixedValueWarning, InputMismatchError
 from scopetrace.ir.scopes import Frames, source_of, walk_frames
 

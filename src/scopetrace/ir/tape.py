@@ -27,8 +27,7 @@ import torch
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
-from scopetrace.containers.objects import Returned
-from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.containers.structure import Returned, leaves, map_structure
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.effects import SideEffect
 from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read

@@ -21,8 +21,7 @@ import torch
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id
-from scopetrace.containers.objects import Returned, apply_effects, effect_targets
-from scopetrace.containers.structure import instantiate, match
+from scopetrace.containers.structure import Returned, apply_effects, effect_targets, instantiate, match
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
     MISSING,

@@ -17,8 +17,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import buffers_of
-from scopetrace.containers.objects import tensor_holders
-from scopetrace.containers.structure import leaves_with_path, match
+from scopetrace.containers.structure import leaves_with_path, match, tensor_holders
 from scopetrace.errors import CheckError, ScopetraceError
 from scopetrace.ir.conditions import Specialization, decided_by
 from scopetrace.ir.tape import ProgramTape, Value

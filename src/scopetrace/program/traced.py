@@ -34,8 +34,7 @@ from scopetrace._compat.graph_module import (
 )
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
-from scopetrace.containers.objects import without_argument_mutation
-from scopetrace.containers.structure import instantiate, leaves
+from scopetrace.containers.structure import instantiate, leaves, without_argument_mutation
 from scopetrace.errors import (
     ArgumentTypeError,
     EditError,

@@ -32,8 +32,18 @@ from scopetrace._compat.tensors import (
     parameters_of,
     with_version,
 )
-from scopetrace.containers.objects import Returned, Watch, refuse_hidden, refuse_without_structure, tensor_holders
-from scopetrace.containers.structure import identifier, instantiate, leaves, leaves_with_path, map_structure
+from scopetrace.containers.structure import (
+    Returned,
+    Watch,
+    identifier,
+    instantiate,
+    leaves,
+    leaves_with_path,
+    map_structure,
+    refuse_hidden,
+    refuse_without_structure,
+    tensor_holders,
+)
 from scopetrace.errors import (
     DataDependentError,
     DynamicShapeError,

@@ -26,8 +26,7 @@ from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.symbols import Symbolic, example, to_expr
 from scopetrace._compat.tensors import FreshFakes
-from scopetrace.containers.objects import tensor_holders
-from scopetrace.containers.structure import leaves_with_path
+from scopetrace.containers.structure import leaves_with_path, tensor_holders
 from scopetrace.errors import OnnxExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import ProgramTape, Value
