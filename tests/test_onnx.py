@@ -701,12 +701,12 @@ def test_external_data(tmp_path):
 
 def test_weights_that_do_not_fit_into_a_file_go_beside_it(tmp_path, monkeypatch):
     """The limit of the format is 2 GiB."""
-    from scopetrace.lower.onnx import assemble
+    from scopetrace.lower.onnx import weights
 
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     x, path = torch.randn(2, 64), tmp_path / "model.onnx"
     for limit, names in ((2 * 65 * 64 * 4, ["model.onnx"]), (2 * 65 * 64 * 4 - 1, ["model.onnx", "model.onnx.data"])):
-        monkeypatch.setattr(assemble, "PROTO_LIMIT", limit)
+        monkeypatch.setattr(weights, "PROTO_LIMIT", limit)
         st.trace(model, (x,)).to_onnx(path, functions=nn.Linear)
         assert sorted(p.name for p in tmp_path.iterdir()) == names
         session = pytest.importorskip("onnxruntime").InferenceSession(path)

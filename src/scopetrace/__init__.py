@@ -8,7 +8,7 @@ print(tr)
 
 from scopetrace import distributed, errors
 from scopetrace.api.functional import Functionalized, functional_backend, functionalize
-from scopetrace.api.trace import OutlinedProgram, Trace, load, save, trace
+from scopetrace.api.trace import OutlinedProgram, Trace, load, save, trace, write_onnx_weights
 from scopetrace.errors import ArgumentError, ScopetraceError, TraceError, VerificationError
 from scopetrace.functionalization.report import Alias as Alias
 from scopetrace.functionalization.report import Mutation as Mutation
@@ -45,6 +45,7 @@ __all__ = [
     "scope",
     "trace",
     "tracing_state",
+    "write_onnx_weights",
 ]
 """What `dir` shows. Classes of objects that people get from others, and earlier names, can be imported as well."""
 

@@ -40,8 +40,9 @@ NAMES = {
     "torch._guards:Source": "_name_template",
     "torch._higher_order_ops.auto_functionalize": "auto_functionalized",
     "torch._higher_order_ops.utils": "_hop_compile_and_call registered_hop_fake_fns",
+    "torch._library.custom_ops": "CustomOpDef",
     "torch._ops": """
-        HigherOrderOperator OpOverload _higher_order_ops _len_torch_dispatch_stack_pre_dispatch
+        HigherOrderOperator OpOverload OpOverloadPacket _higher_order_ops _len_torch_dispatch_stack_pre_dispatch
         _pop_mode_from_pre_dispatch _set_mode_pre_dispatch mode_stack_state_for_pre_dispatch""",
     "torch._ops:OpOverload": "_can_decompose _get_dispatch decompose",
     "torch._refs": "tensor",

@@ -26,14 +26,16 @@ import torch
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
 from torch._higher_order_ops import utils
+from torch._library.custom_ops import CustomOpDef as CustomOpDef
 from torch._ops import (
     HigherOrderOperator,
-    OpOverload,
     _higher_order_ops,
     _pop_mode_from_pre_dispatch,
     _set_mode_pre_dispatch,
     mode_stack_state_for_pre_dispatch,
 )
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils import _pytree as pytree

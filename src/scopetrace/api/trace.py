@@ -36,7 +36,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.exported.constraints import explain
 from scopetrace.lower.exported.program import to_exported_program
-from scopetrace.lower.onnx import Names, Targets, require_packages
+from scopetrace.lower.onnx import CallAttributes, Names, Targets, WeightNames, require_packages
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
@@ -219,8 +219,11 @@ class Trace(Runnable):
         output_names: Names | None = None,
         pair_caches: bool = False,
         optimize: bool = True,
-        external_data: bool | None = None,
-        attributes: bool | Sequence[str] = False,
+        external_data: bool | int | None = None,
+        export_params: bool = True,
+        weight_inputs: WeightNames = (),
+        retain_weights: bool = False,
+        attributes: CallAttributes = False,
         custom_translation_table: Mapping[Any, Callable[..., Any]] | None = None,
         metadata: bool = True,
         verify: bool = False,
@@ -238,9 +241,14 @@ class Trace(Runnable):
             input_names: names for the first inputs, in order; or a dict or function from their own names to others.
             output_names: likewise.
             pair_caches: name the tensors of caches `past_key_values.0.key` as inputs, `present.0.key` as outputs.
-            external_data: put the weights into a file beside `path`; None does so above 2 GB.
+            external_data: put the weights into a file beside `path`, or into several of at most this number of bytes;
+                None does so above 2 GB.
+            export_params: if False, write only references to such files, for `st.write_onnx_weights`.
+            weight_inputs: patterns of names of parameters and buffers that are inputs of the model, as `"*lora*"`.
+            retain_weights: make them outputs, too, for runtimes that keep their state between runs.
+            attributes: names of plain module attributes that become ONNX attributes of the calls, True for all, or a
+                function from a ModuleCall to a dict of its attributes.
             metadata: write scopes and source lines to the nodes.
-            attributes: names of plain module attributes that become ONNX attributes of the calls, or True for all.
             verify: check the file with onnx.checker, and run it in ONNX Runtime beside the model.
             progress: called with what is being done.
 
@@ -257,9 +265,21 @@ class Trace(Runnable):
         from scopetrace.lower.onnx.export import Options, write
 
         self._warn_of_a_form("the ONNX model")
-        names, table = (input_names, output_names), custom_translation_table
-        flags = (pair_caches, metadata)
-        options = Options(functions, plugins, opset_version, *names, optimize, attributes, table, *flags)
+        options = Options(
+            functions=functions,
+            plugins=plugins,
+            opset_version=opset_version,
+            input_names=input_names,
+            output_names=output_names,
+            optimize=optimize,
+            attributes=attributes,
+            custom_translation_table=custom_translation_table,
+            pair_caches=pair_caches,
+            metadata=metadata,
+            weight_inputs=weight_inputs,
+            retain_weights=retain_weights,
+            export_params=export_params,
+        )
         return write(self._program.without_argument_mutation(), path, options, external_data, verify, progress).model
 
     @property
@@ -589,3 +609,20 @@ def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ArgumentTypeError(f"kwargs must be a dict of keyword arguments, not {type(kwargs).__name__}")
     return tuple(args), dict(kwargs or {})
+
+
+def write_onnx_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the files of weights that a file of `Trace.to_onnx(path, export_params=False)` refers to.
+
+    Args:
+        path: the ONNX file, which is only read.
+        tensors: by name, the tensors that the file lacks, such as a state dict. It is asked for one at a time.
+
+    Raises:
+        OnnxDependencyError: a package is missing.
+        OnnxOptionError: a tensor is missing, or has another dtype or shape than in the file. Nothing is written.
+    """
+    require_packages()
+    from scopetrace.lower.onnx.weights import write_weights
+
+    write_weights(path, tensors)

@@ -11,16 +11,30 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
 
+from scopetrace._compat.ops import OpOverload
 from scopetrace.errors import OnnxDependencyError
 from scopetrace.program.outlined import Target
+from scopetrace.program.traced import ModuleCall
 
-Targets = Target | bool | Sequence[Target] | Set[Target] | Mapping[type, str]
-"""Targets of `Trace.outline` (one, or several in a list, tuple or set), a dict from classes to `"domain::Name"`,
-or False for none."""
+_Named = Target | OpOverload
+
+Targets = _Named | bool | Sequence[_Named] | Set[_Named] | Mapping[Any, str]
+"""Targets of `Trace.outline` or ops (one, or several in a list, tuple or set), a dict from classes or ops to
+`"domain::Name"`, or False for none."""
 
 Names = Sequence[str] | Mapping[str, str] | Callable[[str], str]
 """Names for the first inputs or outputs in order, by the names that they have else, or made of these."""
+
+Table = Mapping[Any, Callable[..., Any]]
+"""By op, its ONNX form, as for torch.onnx.export."""
+
+CallAttributes = bool | Sequence[str] | Callable[[ModuleCall], Mapping[str, Any]]
+"""Names of plain attributes of modules, True for all, or a function from a module call to attributes of its node."""
+
+WeightNames = bool | str | Sequence[str] | Callable[[str], bool]
+"""Parameters and buffers by patterns of names (`"*lora*"`), a predicate on names, or True for all."""
 
 _PACKAGES = ("onnx", "onnx_ir", "onnxscript", "onnxruntime")
 

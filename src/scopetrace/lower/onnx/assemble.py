@@ -3,28 +3,25 @@
 Data flow:
     nodes between a subgraph's inputs and outputs -> a graph of its own, with call nodes in place of its call sites
     bodies with equal keys -> one ONNX function; names do not count in a key
-    tensors of the model -> initializers of the main graph, without copying
+    tensors of the model -> inputs of the main graph, for `weights.attach`
 """
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import sys
 from collections import Counter
 from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import onnx_ir as ir
 import torch
 import torch.fx
-from onnx_ir.tensor_adapters import TorchTensor
 
-from scopetrace._compat.onnx import packed_tensor
 from scopetrace.ir import meta
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Operand, Results, Subgraph
 from scopetrace.lower.onnx.naming import SITE, FunctionNames, Labels, SizeNames, forget_sizes_made_inside, output_names
+from scopetrace.lower.onnx.weights import onnx_tensor
 from scopetrace.program.outlined import Function
 
 
@@ -57,43 +54,6 @@ def _attribute_key(attribute: ir.Attr, numbers: dict[ir.Value, int]) -> Any:
     if attribute.type is ir.AttributeType.GRAPH:
         return "graph", body_key(value, numbers)
     return str(attribute.type), repr(value), attribute.ref_attr_name
-
-
-PROTO_LIMIT = 2**31 - 2**27
-"""Bytes of weights that fit into the file: protobuf's limit is 2 GiB, of which the graph needs a part."""
-
-
-def onnx_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
-    """A tensor for ONNX, without a copy; complex numbers as pairs of real ones, as in torch.onnx."""
-    tensor = tensor.detach()
-    if tensor.dtype is torch.float4_e2m1fn_x2:
-        return packed_tensor(tensor)
-    return TorchTensor(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg())
-
-
-def attach(graph: ir.Graph, tensors: Mapping[ir.Value, torch.Tensor], stay_inputs: bool) -> None:
-    """Make initializers of inputs of a graph.
-
-    What the model changes stays an input as well (`stay_inputs`), so that its new value can be given back; its data are
-    the default. Tensors on the meta device have no data: they stay inputs.
-    """
-    for value, tensor in tensors.items():
-        if tensor.device.type == "meta":
-            continue
-        value.const_value = onnx_tensor(tensor)
-        value.const_value.name = value.name
-        if not stay_inputs:
-            graph.inputs.remove(value)
-        graph.register_initializer(value)
-
-
-def save(model: ir.Model, path: str | os.PathLike[str], external_data: bool | None) -> None:
-    """Write a model. `external_data` puts the weights into a file beside it; None does so above PROTO_LIMIT."""
-    if external_data is None:
-        tensors = [v.const_value for v in model.graph.initializers.values() if v.const_value is not None]
-        external_data = sum(t.nbytes for t in tensors) > PROTO_LIMIT
-    Path(path).unlink(missing_ok=True)
-    ir.save(model, path, external_data=f"{Path(path).name}.data" if external_data else None)
 
 
 IR_VERSION = 10
@@ -389,7 +349,9 @@ class Exported:
 
     model: ir.Model
     functions: list[ir.Function]
-    """All functions, callees first, plugins too."""
+    """All functions of module calls, callees first, plugins too."""
+    op_functions: list[ir.Function]
+    """Those of ops, plugins too."""
     plugins: list[ir.Function]
     """The functions whose bodies the model leaves out."""
     without_form: list[str]
@@ -399,6 +361,12 @@ class Exported:
     results: Results
     expected_calls: Counter[type | None]
     """By module class, how many calls of the trace became calls of functions."""
+    given_weights: list[torch.Tensor]
+    """The weights that are inputs, in the order of these after those of the model."""
+    retained: list[torch.Tensor]
+    """Those of them that are outputs as well, in the order of these after those of the model."""
+    without_data: set[str]
+    """The names of the initializers of which only references are written."""
     error: float | None = None
     """The largest absolute error against the model, relative above 1; None where it was not verified."""
 

@@ -240,6 +240,10 @@ class CombinedGraph:
             subgraph.held[name] = self._input(subgraph, value)
         return subgraph.held[name]
 
+    def held_name(self, name: str) -> str | None:
+        """The name of a tensor among those that the main program holds; None for one that nobody reads."""
+        return self._tensors.get((self.main, _identity(self.main.tensor(name))))
+
     def _branch(self, body: FxLowering) -> torch.fx.Node:
         name = self._branches.setdefault(body, f"body_{len(self._branches)}")
         if not hasattr(self.root, name):

@@ -22,16 +22,18 @@ import torch.fx
 from scopetrace.errors import OnnxOpError, OnnxOptionError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import garbage_collection_paused
-from scopetrace.lower.onnx import Names, Targets
-from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported, attach, save
+from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
+from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
 from scopetrace.lower.onnx.flatten import flatten, outlined_layers
 from scopetrace.lower.onnx.naming import TAKEN_FOR_OPS, FunctionNames, SizeNames
-from scopetrace.lower.onnx.translate import Table, exported_program, translate
+from scopetrace.lower.onnx.ops import OpFunctions, split_ops
+from scopetrace.lower.onnx.translate import exported_program, translate
 from scopetrace.lower.onnx.verify import verify
+from scopetrace.lower.onnx.weights import add_outputs, attach, chosen, onnx_tensor, save
 from scopetrace.program.graph import FxLowering
 from scopetrace.program.outlined import Function, Target, is_named, outline_calls
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import ModuleCall, TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
 
@@ -111,13 +113,30 @@ def paired(names: Sequence[str], new: str | None = None) -> list[str]:
     return found
 
 
-def read_attributes(attributes: bool | Sequence[str]) -> Callable[[str], bool]:
-    """A predicate: does the module attribute of this name become an ONNX attribute?"""
-    if isinstance(attributes, bool):
-        return lambda name: attributes
+def read_attributes(attributes: CallAttributes) -> Callable[[ModuleCall], dict[str, Any]]:
+    """Gives the ONNX attributes of a module call: plain Python attributes of its module, or what a function says."""
     if isinstance(attributes, str):
         raise OnnxOptionError(f"attributes={attributes!r}: write attributes=[{attributes!r}], or True for all")
-    return set(attributes).__contains__
+    if callable(attributes):
+        return lambda call: _said_by(attributes, call)
+    wanted = None if attributes is True else set(attributes or ())
+
+    def of(call: ModuleCall) -> dict[str, Any]:
+        found = call.attributes.items()
+        return {n: v for n, v in found if (wanted is None or n in wanted) and is_onnx_attribute(v)}
+
+    return of
+
+
+def _said_by(attributes: Callable[[ModuleCall], Mapping[str, Any]], call: ModuleCall) -> dict[str, Any]:
+    found = dict(attributes(call))
+    for name, value in found.items():
+        if not isinstance(value, torch.Tensor) and not is_onnx_attribute(value):
+            raise OnnxOptionError(
+                f"attributes gives {name}={value!r} for {call.fqn}: an ONNX attribute is an int, float, str, bool, a "
+                "list of one of these, or a tensor"
+            )
+    return found
 
 
 def is_onnx_attribute(value: Any) -> bool:
@@ -141,23 +160,28 @@ class Options:
     input_names: Names | None = None
     output_names: Names | None = None
     optimize: bool = True
-    attributes: bool | Sequence[str] = False
+    attributes: CallAttributes = False
     custom_translation_table: Table | None = None
     pair_caches: bool = False
     metadata: bool = True
+    weight_inputs: WeightNames = ()
+    retain_weights: bool = False
+    export_params: bool = True
 
 
 def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     """The ONNX model of a functional program. `say` is called with progress texts. Raises as `Trace.to_onnx`."""
-    functions, names = read_targets(options.functions, "functions")
-    plugins, plugin_names = read_targets(options.plugins, "plugins")
+    calls, op_functions = split_ops(options.functions, "functions")
+    plugin_calls, op_plugins = split_ops(options.plugins, "plugins")
+    ops = OpFunctions.of(op_functions, op_plugins, options.custom_translation_table)
+    functions, names = read_targets(calls, "functions")
+    plugins, plugin_names = read_targets(plugin_calls, "plugins")
     flat = not functions and not plugins
     say("outlining")
     outlined = outlined_layers(program) if flat else outline_calls(program, [*functions, *plugins])
     main = program if outlined is None else outlined
-    results, taken = Results(main.tape), main.tape.attributes
-    lowering = results.lowering()
-    input_names, output_names = _names(lowering, results, options, taken)
+    results = Results(main.tape)
+    lowering, wanted = results.lowering(), chosen(main.tape.attributes, options.weight_inputs)
 
     bodies = {} if outlined is None else {function.identifier: function for function in outlined.functions}
 
@@ -166,7 +190,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         say(f"translating {len(combined.graph.nodes):,} nodes")
         exported = exported_program(combined.root, combined.graph)
         optimized = options.optimize and not flat
-        return combined, translate(exported, options.opset_version, optimized, options.custom_translation_table)
+        return combined, translate(exported, options.opset_version, optimized, ops)
 
     def is_plugin(function: Function) -> bool:
         return _is_plugin(function, plugins)
@@ -186,41 +210,77 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         FunctionNames({**names, **plugin_names}),
         sizes,
         _attributes(program, main, options.attributes),
-        () if isinstance(options.attributes, bool) else options.attributes,
+        [] if isinstance(options.attributes, bool) or callable(options.attributes) else options.attributes,
         is_plugin,
         flat,
     )
-    model = assembler.model(input_names, output_names)
+    held = _Held(combined, wanted, results.state(), options)
+    input_names, output_names = _names(lowering, results, options, held.retained, main.tape.attributes)
+    count = len(output_names) - len(held.retained)
+    model = assembler.model(input_names, output_names[:count])
     if main.tape.argument_numbers:
         model.metadata_props["scopetrace.fixed_numbers"] = json.dumps(
             {n.name: n.value for n in main.tape.argument_numbers}
         )
-    held, changed = combined.main.held, results.state()
-    values = zip(model.graph.inputs[len(model.graph.inputs) - len(held) :], held, strict=True)
-    tensors = {value: (name, combined.main.tensor(name)) for value, name in values}
-    weights = {value: tensor for value, (name, tensor) in tensors.items() if name not in changed}
+    values = dict(zip(held.names, model.graph.inputs[len(model.graph.inputs) - len(held.names) :], strict=True))
+    constants = {values[name]: held.tensor(name) for name in held.constants}
     if flat:
-        flatten(model, assembler, weights, options.optimize, output_names)
+        flatten(model, assembler, constants if options.export_params else {}, options.optimize, output_names[:count])
         assembler.functions.clear()
         outlined = None
-    else:
-        attach(model.graph, weights, stay_inputs=False)
-    attach(model.graph, {value: t for value, (name, t) in tensors.items() if name in changed}, stay_inputs=True)
+    if not flat or not options.export_params:
+        attach(model.graph, constants, stay_inputs=False)
+    attach(model.graph, {values[name]: held.tensor(name) for name in held.defaults}, stay_inputs=True)
+    model.functions.update({f.identifier(): f for f in ops.functions})
+    add_outputs(model.graph, [values[name] for name in held.retained], output_names[count:])
     return Exported(
         model,
         list(dict.fromkeys(assembler.functions.values())),
-        assembler.plugins,
-        sorted({f.name for subgraph, f in assembler.functions.items() if subgraph.unknown}),
+        [*ops.functions, *ops.plugins],
+        [*assembler.plugins, *ops.plugins],
+        sorted({*ops.without_form, *(f.name for subgraph, f in assembler.functions.items() if subgraph.unknown)}),
         {(f.domain, f.name): s.function.module_type for s, f in assembler.functions.items() if s.function is not None},
         results,
         Counter() if outlined is None else Counter(call.module_type for call in outlined.chosen),
+        [held.tensor(name) for name in held.inputs],
+        [held.tensor(name) for name in held.retained],
+        set() if options.export_params else _without_data(program, [*held.constants, *held.defaults]),
     )
 
 
+class _Held:
+    """What becomes of the parameters, buffers and constants of the main program, by name.
+
+    Attributes:
+        inputs: those that stay inputs.
+        defaults: inputs with a default, which the model changes.
+        constants: the others, which become initializers.
+        retained: inputs that are outputs as well.
+    """
+
+    def __init__(self, combined: CombinedGraph, wanted: set[str], changed: Container[str], options: Options) -> None:
+        self.names, self.tensor = list(combined.main.held), combined.main.tensor
+        given = {combined.held_name(name) for name in wanted}
+        if options.export_params:
+            given |= {name for name in self.names if self.tensor(name).device.type == "meta"}
+        self.inputs = [name for name in self.names if name in given]
+        self.defaults = [name for name in self.names if name not in given and name in changed]
+        self.constants = [name for name in self.names if name not in given and name not in changed]
+        self.retained = [name for name in self.inputs if options.retain_weights and name not in changed]
+
+
+def _without_data(program: TracedProgram, names: Sequence[str]) -> set[str]:
+    """The tensors that a state dict of the model has, or that have no data: others could not be written later."""
+    state = program.model.state_dict() if isinstance(program.model, torch.nn.Module) else program.tape.owners
+    tensors = program.tape.attributes
+    return {name for name in names if name in state or tensors[name].device.type == "meta"}
+
+
 def _names(
-    lowering: FxLowering, results: Results, options: Options, taken: Container[str]
+    lowering: FxLowering, results: Results, options: Options, retained: Sequence[str], taken: Container[str]
 ) -> tuple[list[str], list[str]]:
-    given, returned = [str(n.target) for n in lowering.graph.find_nodes(op="placeholder")], results.names()
+    given = [str(n.target) for n in lowering.graph.find_nodes(op="placeholder")]
+    returned = [*results.names(), *(f"{name}_updated" for name in retained)]
     if options.pair_caches:
         given, returned = paired(given), paired(returned, "present")
     return (
@@ -247,35 +307,45 @@ def _is_plugin(function: Function, plugins: Sequence[Target]) -> bool:
     return any(named)
 
 
-def _attributes(flat: TracedProgram, main: TracedProgram, attributes: bool | Sequence[str]) -> Attributes:
+def _attributes(flat: TracedProgram, main: TracedProgram, attributes: CallAttributes) -> Attributes:
     """Gives the ONNX attributes of a call: plain Python attributes of its module.
 
     A call in a function's body has those that are equal in all calls of modules of the class.
     """
-    is_wanted, calls = read_attributes(attributes), {call.position: call for call in main.calls}
+    attributes_of, calls = read_attributes(attributes), {call.position: call for call in main.calls}
 
     def of(subgraph: Subgraph, site: CallSite, needed: Container[str]) -> dict[str, Any]:
         position = meta.call_position(site.node)
         assert position is not None
         call = calls[position]
-        found = {n: value for n, value in call.attributes.items() if is_wanted(n) and is_onnx_attribute(value)}
-        if subgraph.function is not None:
-            others = [c.attributes for c in flat.calls if c.module_type is call.module_type] if found else []
-            found = {n: v for n, v in found.items() if n in needed or all(o.get(n) == v for o in others)}
-        return found
+        found = attributes_of(call)
+        if subgraph.function is not None and found:
+            others = [attributes_of(c) for c in flat.calls if c.module_type is call.module_type]
+            found = {n: v for n, v in found.items() if n in needed or all(_is_equal(o.get(n), v) for o in others)}
+        return {n: onnx_tensor(v) if isinstance(v, torch.Tensor) else v for n, v in found.items()}
 
     return of
+
+
+def _is_equal(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) and torch.equal(a, b)
+    return bool(a == b)
 
 
 def write(
     program: TracedProgram,
     path: str | os.PathLike[str] | None,
     options: Options,
-    external_data: bool | None,
+    external_data: bool | int | None,
     verified: bool,
     progress: Callable[[str], None] | None,
 ) -> Exported:
     """Export, verify on request, and write to `path` where one is given. For the arguments see `Trace.to_onnx`."""
+    if path is None and not options.export_params:
+        raise OnnxOptionError("export_params=False writes references to files beside the file: give a path")
+    if external_data is not None and not isinstance(external_data, bool) and external_data <= 0:
+        raise OnnxOptionError(f"external_data={external_data}: write True, or the largest size of a file in bytes")
     say = progress or (lambda text: None)
     with garbage_collection_paused():
         exported = export(program, options, say)
@@ -284,5 +354,5 @@ def write(
     exported.error = verify(exported, program, say) if verified else None
     if path is not None:
         say(f"writing {os.fspath(path)}")
-        save(exported.model, path, external_data)
+        save(exported.model, path, external_data, exported.without_data)
     return exported

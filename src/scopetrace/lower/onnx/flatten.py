@@ -16,8 +16,9 @@ from onnx_ir.passes import common
 
 from scopetrace._compat.onnx import optimize
 from scopetrace.errors import OutlineError
-from scopetrace.lower.onnx.assemble import Assembler, attach
+from scopetrace.lower.onnx.assemble import Assembler
 from scopetrace.lower.onnx.translate import quiet
+from scopetrace.lower.onnx.weights import attach
 from scopetrace.program.outlined import OUTERMOST, OutlinedTrace, outline_calls
 from scopetrace.program.traced import TracedProgram
 

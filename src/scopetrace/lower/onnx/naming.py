@@ -91,12 +91,13 @@ class Labels:
         home = Home.of(subgraph.function)
         moved = [Home.of(site.function, site.scope, site.fqn) for site in subgraph.sites]
         for node in ir.traversal.RecursiveGraphIterator(graph):
-            if SCOPE not in node.metadata_props:  # call nodes have theirs already
+            is_call = SCOPE in node.metadata_props
+            if not is_call:
                 source, site = self._source(node), node.metadata_props.get(SITE)
                 here = home if site is None else moved[int(site)]
                 label(node, here, source, node.op_type if source is None else str(source.target))
             scope = node.metadata_props[SCOPE]
-            node.name = unique(scope if node.domain else f"{scope}/{node.op_type}")
+            node.name = unique(scope if is_call else f"{scope}/{node.op_type}")
 
     def _source(self, node: ir.Node) -> torch.fx.Node | None:
         scopes = node.metadata_props.get(_KEY + "name_scopes")

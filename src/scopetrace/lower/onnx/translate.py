@@ -10,8 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.fx
@@ -25,6 +24,8 @@ from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.ir import meta
 from scopetrace.lower.exported.calls import argument_of
+from scopetrace.lower.onnx import Table
+from scopetrace.lower.onnx.ops import OpFunctions
 
 
 def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
@@ -47,11 +48,8 @@ def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedPr
     return ExportedProgram(root, graph, signature, {}, {}, [ModuleCallEntry("", call)])
 
 
-Table = Mapping[Any, Callable[..., Any]]
-
-
 def translate(
-    program: ExportedProgram, opset_version: int | None, optimize: bool, table: Table | None
+    program: ExportedProgram, opset_version: int | None, optimize: bool, ops: OpFunctions
 ) -> torch.onnx.ONNXProgram:
     """The ONNX model of a program, and the decomposed program that it was made from.
 
@@ -64,13 +62,15 @@ def translate(
                 verbose=False,
                 optimize=False,
                 opset_version=opset_version,
-                custom_translation_table=None if table is None else dict(table),
+                custom_translation_table=ops.table,
             )
-            if optimize and result is not None:
+            assert result is not None
+            ops.finish(result.model)
+            if optimize:
                 run_optimizer(result.model, ())
     except torch.onnx.errors.OnnxExporterError as error:
-        raise _explained(error, program, opset_version, table or {}) from error
-    assert result is not None and result.exported_program is not None
+        raise _explained(error, program, opset_version, ops.table) from error
+    assert result.exported_program is not None
     version = result.model.opset_imports.get("")
     if opset_version is not None and version not in (None, opset_version):
         raise OnnxOptionError(f"torch.onnx has no opset {opset_version} for this model: write opset_version={version}")

@@ -29,7 +29,8 @@ from scopetrace._compat.symbols import Symbolic, example, to_expr
 from scopetrace.containers.structure import instantiate
 from scopetrace.errors import InputMismatchError, OnnxVerificationError
 from scopetrace.ir.tape import ProgramTape, Value
-from scopetrace.lower.onnx.assemble import Exported, save
+from scopetrace.lower.onnx.assemble import Exported
+from scopetrace.lower.onnx.weights import save
 from scopetrace.program.check import run_once
 from scopetrace.program.traced import TracedProgram
 
@@ -219,7 +220,7 @@ def verify(exported: Exported, program: TracedProgram, say: Callable[[str], None
 def _files(exported: Exported, folder: Path) -> tuple[Path, Path]:
     """Files of the checked model and of the same with all functions inlined, both with the bodies of plugins."""
     model = exported.model
-    whole = ir.Model(model.graph, ir_version=model.ir_version, functions=exported.functions)
+    whole = ir.Model(model.graph, ir_version=model.ir_version, functions=[*exported.functions, *exported.op_functions])
     try:
         if exported.plugins:
             save(model, folder / "file.onnx", True)
@@ -271,10 +272,11 @@ class _Comparison:
             except RuntimeError as error:  # as of a torch._check
                 refused = error
                 continue
-            found = modular.run(inputs.feed)
+            feed = [*inputs.feed, *self.exported.given_weights]
+            found = modular.run(feed)
             worst = max(worst, self._compare(f"inputs {i + 1}", inputs, expected, found))
             if not compared:
-                self._compare("the inlined file", inputs, found, flat.run(inputs.feed))
+                self._compare("the inlined file", inputs, found, flat.run(feed))
             compared += 1
         if not compared and refused is not None:
             raise OnnxVerificationError(
@@ -305,6 +307,7 @@ class _Comparison:
 
     def _read(self, result: Any, inputs: list[torch.Tensor]) -> list[Any]:
         values = self.exported.results.of_run(result, inputs, self.program.boundary.state.held)
+        values += self.exported.retained
         return [v.detach().clone() if isinstance(v, torch.Tensor) else torch.tensor(v) for v in values]
 
     def _compare(
@@ -330,7 +333,7 @@ class _Comparison:
         runs = [list(map(_plain, self._eager(inputs, seed))) for seed in (0, 1)]
         if any(_error(a, b) for a, b in zip(*runs, strict=True)):
             return "; the model draws random numbers: trace it in eval mode"
-        found = map(_plain, Session(self.modular, optimized=False).run(inputs.feed))
+        found = map(_plain, Session(self.modular, optimized=False).run([*inputs.feed, *self.exported.given_weights]))
         if all(_is_small(_error(a, b), a, self._limit) for a, b in zip(runs[0], found, strict=True)):
             return (
                 "; the file is right, and so is ONNX Runtime without its graph optimizations, which make this error: "

@@ -1,0 +1,157 @@
+"""Weights of an ONNX model: initializers, inputs, in files beside it, or references to files that are written later.
+
+Data flow:
+    tensors of the trace -> initializers (attach); chosen ones stay inputs, and become outputs on request (add_outputs)
+    initializers -> the file, files beside it, or references alone (save)
+    references of a file and tensors by name -> the files that they name (write_weights)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+import re
+import tempfile
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import onnx_ir as ir
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
+
+from scopetrace._compat.onnx import packed_tensor
+from scopetrace.errors import OnnxOptionError
+from scopetrace.lower.onnx import WeightNames
+
+PROTO_LIMIT = 2**31 - 2**27
+"""Bytes of weights that fit into the file: protobuf's limit is 2 GiB, of which the graph needs a part."""
+
+
+def onnx_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
+    """A tensor for ONNX, without a copy; complex numbers as pairs of real ones, as in torch.onnx."""
+    tensor = tensor.detach()
+    if tensor.dtype is torch.float4_e2m1fn_x2:
+        return packed_tensor(tensor)
+    return TorchTensor(torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg())
+
+
+def chosen(names: Collection[str], wanted: WeightNames) -> set[str]:
+    """Those of the names of tensors that `weight_inputs=` names. Raises OnnxOptionError for a pattern of none."""
+    if wanted is True:
+        return set(names)
+    if callable(wanted):
+        return set(filter(wanted, names))
+    found: set[str] = set()
+    for pattern in [wanted] if isinstance(wanted, str) else wanted or ():
+        matching = set(fnmatch.filter(names, pattern))
+        if not matching:
+            some = ", ".join(list(names)[:8])
+            raise OnnxOptionError(f"weight_inputs: {pattern!r} matches no parameter or buffer; there are {some}, …")
+        found |= matching
+    return found
+
+
+def attach(graph: ir.Graph, tensors: Mapping[ir.Value, torch.Tensor], stay_inputs: bool) -> None:
+    """Make initializers of inputs of a graph.
+
+    What the model changes stays an input as well (`stay_inputs`), so that its new value can be given back; its data are
+    the default.
+    """
+    for value, tensor in tensors.items():
+        value.const_value = onnx_tensor(tensor)
+        value.const_value.name = value.name
+        if not stay_inputs:
+            graph.inputs.remove(value)
+        graph.register_initializer(value)
+
+
+def add_outputs(graph: ir.Graph, values: Iterable[ir.Value], names: Sequence[str]) -> None:
+    """Make outputs of inputs of a graph, for a runtime that keeps them from one run to the next."""
+    for value, name in zip(values, names, strict=True):
+        node = ir.node("Identity", [value], name=name)
+        node.outputs[0].name, node.outputs[0].type, node.outputs[0].shape = name, value.type, value.shape
+        graph.append(node)
+        graph.outputs.append(node.outputs[0])
+
+
+def save(
+    model: ir.Model, path: str | os.PathLike[str], external_data: bool | int | None, left_out: Collection[str] = ()
+) -> None:
+    """Write a model. `external_data` puts the weights into a file beside it; None does so above PROTO_LIMIT.
+
+    A number is the largest size of such a file. Of initializers with the names in `left_out`, only references are
+    written. An earlier model of this path is deleted with its files.
+    """
+    if external_data is None:
+        kept = [v.const_value for v in model.graph.initializers.values() if v.name not in left_out]
+        external_data = sum(t.nbytes for t in kept if t is not None) > PROTO_LIMIT
+    target, limit = Path(path), None if isinstance(external_data, bool) else external_data
+    ours = re.compile(re.escape(target.stem) + r"(-\d{5}-of-\d{5})?" + re.escape(target.suffix) + r"(\.data)?")
+    for old in [p for p in target.parent.iterdir() if ours.fullmatch(p.name)]:
+        old.unlink()
+    if left_out:
+        _set_references([v for n, v in model.graph.initializers.items() if n in left_out], target, limit)
+        ir.save(model, target)
+    else:
+        name = f"{target.name}.data" if external_data else None
+        ir.save(model, target, external_data=name, max_shard_size_bytes=limit)
+
+
+def _set_references(values: Sequence[ir.Value], path: Path, limit: int | None) -> None:
+    """Replace the data of initializers by the places in files that they will have."""
+    places: list[tuple[ir.Value, Any, int, int]] = []
+    number, offset = 1, 0
+    for value in values:
+        assert value.const_value is not None
+        length = value.const_value.nbytes
+        if limit is not None and offset and offset + length > limit:
+            number, offset = number + 1, 0
+        places.append((value, value.const_value, number, offset))
+        offset += length
+    for value, tensor, at, offset in places:
+        file = f"{path.name}.data" if number == 1 else f"{path.stem}-{at:05d}-of-{number:05d}{path.suffix}.data"
+        shape = ir.Shape(tuple(tensor.shape))
+        value.const_value = ir.ExternalTensor(
+            file, offset, tensor.nbytes, tensor.dtype, shape=shape, name=str(value.name), base_dir=path.parent
+        )
+
+
+def write_weights(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write the files of weights that an ONNX file of `to_onnx(..., export_params=False)` refers to.
+
+    Args:
+        path: the ONNX file, which is only read.
+        tensors: by name, what the file lacks, such as a state dict. It is asked for one tensor at a time.
+
+    Raises:
+        OnnxOptionError: a tensor is missing, or has another dtype or shape than the file says. Nothing is written.
+    """
+    values = ir.load(path).graph.initializers.values()
+    references = [v.const_value for v in values if isinstance(v.const_value, ir.ExternalTensor)]
+    missing = [str(r.name) for r in references if r.name not in tensors]
+    if missing:
+        raise OnnxOptionError(f"{os.fspath(path)} needs {missing[0]!r} and {len(missing) - 1} more tensors: give all")
+    folder = Path(path).parent
+    with contextlib.ExitStack() as stack:
+        new = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
+        files: dict[str, BinaryIO] = {}
+        for reference in references:
+            place = Path(reference.location).name
+            if place not in files:
+                files[place] = stack.enter_context((new / place).open("wb"))
+            _write(files[place], reference, onnx_tensor(tensors[str(reference.name)]))
+        for name, file in files.items():
+            file.close()
+            (new / name).replace(folder / name)
+
+
+def _write(file: BinaryIO, reference: ir.ExternalTensor, tensor: Any) -> None:
+    given, wanted = [(t.dtype, tuple(t.shape)) for t in (tensor, reference)]
+    if given != wanted:
+        raise OnnxOptionError(
+            f"{reference.name} is {given[0]}{list(given[1])}, and the file has {wanted[0]}{list(wanted[1])}"
+        )
+    file.seek(reference.offset or 0)
+    tensor.tofile(file)
