@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -87,6 +88,72 @@ def test_a_relation_that_no_dim_can_say():
     assert tr(torch.ones(2, 5), torch.ones(10)).shape == (10,)
     with pytest.raises(st.InputMismatchError):
         tr(torch.ones(2, 5), torch.ones(9))
+
+
+D = Dim("d", min=3, max=6)
+
+
+def refusals(program):
+    """By sizes of two inputs, what the program says when it refuses them, None where it takes them."""
+    run, found = program.module(), {}
+    for sizes in itertools.product(range(2, 14), repeat=2):
+        try:
+            found[sizes] = None if run(*map(torch.ones, sizes)) is not None else ""
+        except AssertionError as error:
+            found[sizes] = str(error)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("model", "dynamic_shapes", "sizes", "is_text_the_same"),
+    [
+        (PLUS_ONE, ({0: D}, {0: D + 1}), (5, 6), True),
+        (module_of(lambda self, x, y: x[1:] + y[1::2]), ({0: D + 1}, {0: 2 * D + 1}), (6, 11), True),
+        (module_of(lambda self, x, y: x[::2] + y), ({0: 2 * D}, {0: D}), (8, 4), False),
+    ],
+)
+def test_guards_of_derived_dims(model, dynamic_shapes, sizes, is_text_the_same):
+    args = tuple(map(torch.ones, sizes))
+    theirs = torch.export.export(model, args, dynamic_shapes=dynamic_shapes)
+    ours = st.trace(model, args, dynamic_shapes=dynamic_shapes).to_exported_program()
+    ranges = [sorted(map(str, ep.range_constraints.values())) for ep in (theirs, ours)]
+    assert ranges[0] == ranges[1]
+    want, found = refusals(theirs), refusals(ours)
+    assert [n for n, said in want.items() if said is None] == [n for n, said in found.items() if said is None]
+    assert want == found or not is_text_the_same
+
+
+def test_relations_that_the_model_does_not_need_are_guarded_too():
+    model = module_of(lambda self, x, y: x[:2] + y[-2:])
+    args, dynamic_shapes = (torch.ones(4), torch.ones(11)), ({0: D - 1}, {0: 2 * D + 1})
+    found = refusals(st.trace(model, args, dynamic_shapes=dynamic_shapes).to_exported_program())
+    assert [n for n, said in found.items() if said is None] == [(d - 1, 2 * d + 1) for d in range(3, 7)]
+
+
+CHECKS = module_of(lambda self, x, y: x * 2 if x.shape[0] ** 2 == y.shape[0] * 3 else x + 2)
+RESHAPES = module_of(lambda self, x, y: x.reshape(-1) + y)
+
+
+@pytest.mark.parametrize("decompose", [False, True])
+@pytest.mark.parametrize(
+    ("model", "args", "dims", "right", "wrong"),
+    [
+        (CHECKS, (6, 12), ({0: Dim("a")}, {0: Dim("b")}), (9, 27), [(9, 26), (10, 27)]),
+        (RESHAPES, ((3, 4), 12), ({0: Dim("a"), 1: Dim("b")}, {0: Dim("c")}), ((5, 2), 10), [((5, 2), 9)]),
+    ],
+)
+def test_assertions_in_place_of_guards(model, args, dims, right, wrong, decompose):
+    tr = st.trace(model, tuple(map(torch.ones, args)), dynamic_shapes=dims)
+    ep = tr.to_exported_program(prefer_deferred_runtime_asserts_over_guards=True)
+    run = (ep.run_decompositions() if decompose else ep).module()
+    given = tuple(map(torch.ones, right))
+    torch.testing.assert_close(run(*given), model(*given))
+    for sizes in wrong:
+        message = "Guard failed" if decompose else r"Runtime assertion failed for expression .* on node"
+        with pytest.raises(AssertionError if decompose else RuntimeError, match=message):
+            run(*map(torch.ones, sizes))  # torch's re-tracing makes `eq(n, n)` of assertions, so there are guards again
+        with pytest.raises(AssertionError, match="Guard failed"):
+            tr.to_exported_program().module()(*map(torch.ones, sizes))
 
 
 def test_an_example_of_size_one():
@@ -297,6 +364,17 @@ def test_names_of_arguments_come_first():
     ep = st.trace(model, (torch.ones(3), torch.ones(3), "floor")).to_exported_program()
     assert [spec.arg.name for spec in ep.graph_signature.input_specs] == ["x", "y", "div"]
     torch.testing.assert_close(ep.module()(torch.ones(3), torch.ones(3), "floor"), torch.ones(3))
+
+
+def test_custom_data_is_the_users_alone():
+    args = (torch.randn(2, 4),)
+    ep = st.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), args).to_exported_program()
+    assert not any("custom" in n.meta for n in ep.graph.nodes)
+    ep.graph_module.meta["custom"] = {"of": "graph"}
+    next(n for n in ep.graph.nodes if n.name == "linear").meta["custom"] = {"of": "node"}
+    again = st.trace(ep.module(), args).to_exported_program()
+    assert again.graph_module.meta["custom"] == {"of": "graph"}
+    assert {n.name: n.meta["custom"] for n in again.graph.nodes if "custom" in n.meta} == {"linear": {"of": "node"}}
 
 
 def test_a_tensor_bound_to_an_attribute_is_warned_of():

@@ -84,10 +84,10 @@ def set_tensor_meta(node: torch.fx.Node) -> None:
             node.meta["tensor_meta"] = _extract_tensor_metadata(value)
 
 
-def add_guards(program: Any, conditions: list[str]) -> None:
-    """Let `program.module()` check more conditions on the inputs, written as torch's guards: `L['x'] is L['y']`."""
+def set_guards(program: Any, conditions: list[str]) -> None:
+    """Let `program.module()` check these conditions on the inputs, written as torch's guards: `L['x'] is L['y']`."""
     manifest.require(manifest.missing_on(program, manifest.EXPORTED_PROGRAM))
-    program._guards_code = list(dict.fromkeys([*program._guards_code, *conditions]))
+    program._guards_code = list(dict.fromkeys(conditions))
 
 
 def guards_of(program: Any) -> list[str]:

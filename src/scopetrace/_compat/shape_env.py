@@ -411,8 +411,13 @@ def source_of_input(path: str) -> str:
     return f"L[{root[0]!r}]{path[root.end() :]}"
 
 
+def source_of_size(path: str, dim: int | None = None) -> str:
+    """The size of an argument, or a number, as guards write it: `L['x'].size()[0]`."""
+    return source_of_input(path) + ("" if dim is None else f".size()[{dim}]")
+
+
 def _source(path: str, dim: int | None = None, derive: Callable[[Any], Any] | None = None) -> SizeSource:
-    code = source_of_input(path) + ("" if dim is None else f".size()[{dim}]")
+    code = source_of_size(path, dim)
     if derive is not None:  # torch.export derives by linear functions with integer coefficients
         offset = int(derive(sympy.Integer(0)))
         factor = int(derive(sympy.Integer(1))) - offset
@@ -444,20 +449,6 @@ def takes_small_examples() -> bool:
 
 ANY_LOWER = -(2**63)
 """The least 64-bit integer, as a bound that is none."""
-
-
-def add_derived(env: WatchedShapeEnv, expr: Any, path: str, dim: int, spec: DimSpec) -> None:
-    """Guards for a dimension that is `expr`, a function of the root of its Dim, in the form of torch.export's.
-
-    They serve the ExportedProgram; a trace checks its calls by `SizeRules`.
-    """
-    size = sympy.Symbol(f"derived_{len(env.var_to_sources)}", integer=True)
-    env.var_to_sources[size] = [_source(path, dim)]
-    (root,) = expr.free_symbols
-    env.add_guard(sympy.Eq(size, expr))
-    env.add_guard(sympy.Ge(root, spec.lower, evaluate=False))  # the root is positive for sympy, and 0 may be given
-    if spec.upper is not None:
-        env.add_guard(sympy.Le(root, spec.upper))
 
 
 def new_number(env: WatchedShapeEnv, value: int, path: str, spec: DimSpec) -> sympy.Symbol:

@@ -15,7 +15,8 @@ from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, 
 from torch.fx.proxy import GraphAppendingTracer
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
 from torch.utils._sympy.functions import FloorDiv, Max
-from torch.utils._sympy.interp import sympy_interp
+from torch.utils._sympy.interp import _run_sympy_handler, sympy_interp
+from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
@@ -62,6 +63,8 @@ class SymbolNodes:
         self._tracer = GraphAppendingTracer(graph)
         self._nodes: dict[Any, torch.fx.Node] = {}
         self._sizes: dict[sympy.Symbol, tuple[torch.fx.Node, int]] = {}
+        self._replaced: dict[sympy.Symbol, tuple[torch.fx.Node, int]] = {}
+        """Sizes by the symbols that they had before tracing found what these equal."""
         self._made: dict[sympy.Symbol, tuple[torch.fx.Node, Any]] = {}
 
     def learn_number(self, number: Any, node: torch.fx.Node) -> None:
@@ -73,6 +76,7 @@ class SymbolNodes:
         for dim, size in enumerate(fake.size()):
             if isinstance(size, torch.SymInt):
                 self._sizes.setdefault(size.node.expr, (node, dim))
+                self._replaced.setdefault(size.node._expr, (node, dim))
 
     def node_of(self, number: Any) -> Any:
         """The node that computes `number`, or a Python number if it is constant.
@@ -108,28 +112,37 @@ class SymbolNodes:
                 if not all(map(self._gives, fact.expr.free_symbols)):
                     continue  # about a symbol inside an op, which is in no result
                 if fact.msg in messages or not _is_looser(fact.expr, [other.expr for other in facts]):
-                    self._assert(fact, messages)
+                    self.assert_condition(fact.expr, fact.msg if fact.msg in messages else None)
 
-    def _assert(self, fact: Any, messages: Container[str]) -> None:
-        condition = self._node(fact.expr)
-        shown = fact.expr.reversed if _is_bound(fact.expr) and fact.expr.lhs.is_number else fact.expr
-        said = f"Runtime assertion failed for expression {shown} on node '{condition}'"
-        message = fact.msg if fact.msg in messages else said
-        self._graph.call_function(torch.ops.aten._assert_scalar.default, (condition, message))
+    def assert_condition(self, expr: Any, message: str | None = None) -> None:
+        """Assert in the graph that a condition holds, with torch.export's message if there is none."""
+        condition = self._node(expr)
+        shown = expr.reversed if _is_bound(expr) and expr.lhs.is_number else expr
+        said = message or f"Runtime assertion failed for expression {shown} on node '{condition}'"
+        self._graph.call_function(torch.ops.aten._assert_scalar.default, (condition, said))
 
     def _node(self, expr: Any) -> torch.fx.Node:
         found = self._nodes.get(expr)
         if found is None and isinstance(expr, sympy.Ne) and sympy.Eq(*expr.args) in self._nodes:
             found = self._nodes[expr] = self._graph.call_function(torch.sym_not, (self._nodes[sympy.Eq(*expr.args)],))
         if found is None:
-            parts = {} if all(map(self._gives, expr.free_symbols)) else dummy_symbols((*self._sizes, *self._nodes))
+            is_known = all(self._gives(s) or s in self._replaced for s in expr.free_symbols)
+            parts = {} if is_known else dummy_symbols((*self._sizes, *self._nodes))
             rest = expr.xreplace(parts)
             nodes = {d: self._part(part) for part, d in parts.items() if d in rest.free_symbols}
             nodes |= {s: self._part(s) for s in sorted(rest.free_symbols - nodes.keys(), key=str)}
             proxies = {symbol: torch.fx.Proxy(node, self._tracer) for symbol, node in nodes.items()}
-            result = sympy_interp(_NodeArithmetic, proxies, rest)
-            found = self._nodes[expr] = result.node
+            found = self._nodes[expr] = self._computed(rest, proxies).node
         return found
+
+    def _computed(self, expr: Any, proxies: dict[Any, Any]) -> Any:
+        """The proxy, or the constant, of an expression; a part that was computed before is not computed again."""
+        if expr.is_Atom:
+            return sympy_interp(_NodeArithmetic, proxies, expr)
+        if expr not in self._nodes:
+            args = [self._computed(arg, proxies) for arg in expr.args]
+            self._nodes[expr] = _run_sympy_handler(_NodeArithmetic, args, expr).node
+        return torch.fx.Proxy(self._nodes[expr], self._tracer)
 
     def _gives(self, symbol: sympy.Symbol) -> bool:
         return symbol in self._nodes or symbol in self._sizes or symbol in self._made
@@ -140,6 +153,8 @@ class SymbolNodes:
         if found is None:
             if expr in self._sizes:
                 found = self._size(*self._sizes[expr])
+            elif expr in self._replaced:
+                found = self._size(*self._replaced[expr])
             elif expr in self._made:
                 found = self._graph._resolve_unbacked_binding(*self._made[expr], self.node_of)
             else:
@@ -207,6 +222,11 @@ def expression_text(expr: Any, names: dict[Any, str]) -> str:
     """An expression as text, with these names for its symbols."""
     known = {s: sympy.Symbol(names[s], integer=True) for s in getattr(expr, "free_symbols", ()) if s in names}
     return str(expr.xreplace(known)) if known else str(expr)
+
+
+def python_text(condition: Any) -> str:
+    """A condition as Python code, as the guards of an ExportedProgram are written: `x == 1 + y`."""
+    return str(PythonPrinter().doprint(condition))
 
 
 def to_expr(numbers: Any) -> Any:

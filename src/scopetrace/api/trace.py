@@ -324,7 +324,10 @@ class Trace(Runnable):
         return {} if sizes is None else sizes.range_constraints()
 
     def to_exported_program(
-        self, *, preserve_module_call_signature: Sequence[str] = ()
+        self,
+        *,
+        preserve_module_call_signature: Sequence[str] = (),
+        prefer_deferred_runtime_asserts_over_guards: bool = False,
     ) -> torch.export.ExportedProgram:
         """The program as torch.export gives it, without tracing again; it shares the model's parameters and buffers.
 
@@ -337,6 +340,8 @@ class Trace(Runnable):
             preserve_module_call_signature: fqns, or patterns of them as fnmatch reads them, of the module calls whose
                 signatures are in `module_call_graph`, so that `torch.export.unflatten` gives modules which are called
                 as the model's; `("*",)` is all. Some clients, such as executorch, cannot read signatures.
+            prefer_deferred_runtime_asserts_over_guards: whether the graph asserts what tracing assumed of the sizes
+                (`_assert_scalar`), so that every backend checks it; else `ExportedProgram.module()` does.
 
         Raises ArgumentError for a pattern that matches no module call, ExportError for what else cannot be expressed:
         changes of an input's shape or storage, changes of tensors that are neither parameters nor buffers, leaf
@@ -347,7 +352,8 @@ class Trace(Runnable):
         """
         self._warn_of_a_form("the ExportedProgram")
         program = self._program.without_argument_mutation().with_real_classes()
-        return to_exported_program(program, preserve_module_call_signature)
+        deferred = prefer_deferred_runtime_asserts_over_guards
+        return to_exported_program(program, preserve_module_call_signature, deferred)
 
     def _warn_of_a_form(self, what: str) -> None:
         tape = self._program.tape

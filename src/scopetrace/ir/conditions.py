@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -76,8 +76,21 @@ class SizeRules:
         return found
 
     def range_constraints(self) -> dict[Any, Any]:
-        """By symbol, torch's ValueRanges of the sizes that a call may have."""
-        return ranges({s: limits for s, limits in self.bounds().items() if self.env.replace(s) == s})
+        """By symbol, and expression of a derived Dim, torch's ValueRanges of the sizes that a call may have."""
+        found = {s: limits for s, limits in self.bounds().items() if self.env.replace(s) == s}
+        for d, root in self.derived():
+            if root in found:
+                lower, upper = found[root]
+                found[d.expr] = int(d.expr.subs(root, lower)), None if upper is None else int(d.expr.subs(root, upper))
+        return ranges(found)
+
+    def assumptions(self) -> list[Any]:
+        """What tracing assumed of the sizes, as sympy conditions."""
+        return [guard.expr for guard in self.env.guards]
+
+    def derived(self) -> Iterator[tuple[DynamicInput, Any]]:
+        """The sizes that have a derived Dim, such as `2*s + 1`, each with the symbol of its root."""
+        return ((d, root) for d in self.dynamic if not d.expr.is_Symbol for root in d.expr.free_symbols)
 
     def check(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> None:
         """Raise InputMismatchError, naming argument, dimension and rule, for sizes that were not captured."""
@@ -98,11 +111,11 @@ class SizeRules:
                     f"{self._place(rule.symbol)} is {rule.value}, for which the model goes another way, in "
                     f"{rule.place.get('module')} at {rule.place.get('source')}; trace again for this size"
                 )
-        for guard in self.env.guards:
-            known = {s: values[s] for s in guard.expr.free_symbols if s in values}
-            if len(known) == len(guard.expr.free_symbols) and not evaluated(guard.expr, known):
+        for condition in self.assumptions():
+            known = {s: values[s] for s in condition.free_symbols if s in values}
+            if len(known) == len(condition.free_symbols) and not evaluated(condition, known):
                 said = ", ".join(f"{self._place(s)} is {v}" for s, v in known.items())
-                raise InputMismatchError(f"{said}: the trace holds for {self._say(guard.expr)}; trace again")
+                raise InputMismatchError(f"{said}: the trace holds for {self._say(condition)}; trace again")
 
     def values(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Callable[[Any], Any]:
         """A function from symbolic numbers to their values in a call with these inputs."""

@@ -2,7 +2,8 @@
 
 The keys of torch (`val`, `nn_module_stack`, `stack_trace`, `unbacked_bindings`) have the form that torch.export gives
 them. Those of scopetrace are plain data under `meta["custom"]["scopetrace"]`: `custom` is the one key for other tools
-that torch keeps when it traces a graph again.
+that torch keeps when it traces a graph again. An ExportedProgram has them under `meta["scopetrace"]`, since tools for
+torch.export take `custom` for the users' own.
 """
 
 from __future__ import annotations
@@ -34,7 +35,17 @@ def call_position(node: torch.fx.Node) -> int | None:
 def _place(node: torch.fx.Node) -> dict[str, Any] | None:
     custom = node.meta.get("custom")
     found: dict[str, Any] | None = custom.get(KEY) if isinstance(custom, dict) else None
-    return found
+    return found or node.meta.get(KEY)
+
+
+def leave_custom_to_users(graph: torch.fx.Graph) -> None:
+    """Move what scopetrace wrote from `meta["custom"]["scopetrace"]` to `meta["scopetrace"]`."""
+    for node in graph.nodes:
+        custom = dict(node.meta.pop("custom", {}))
+        if KEY in custom:
+            node.meta[KEY] = custom.pop(KEY)
+        if custom:
+            node.meta["custom"] = custom
 
 
 def set_value(node: torch.fx.Node, value: Any) -> None:

@@ -61,8 +61,10 @@ class FxLowering:
         made: the nodes as they were when the graph was made, before any pass.
     """
 
-    def __init__(self, tape: Tape) -> None:
+    def __init__(self, tape: Tape, asserted: Iterable[Any] = ()) -> None:
+        """`asserted` are conditions on sizes of the inputs that the graph asserts."""
         self._start(tape, torch.fx.Graph())
+        self._asserted = asserted
         self._build()
         self.made = node_states(self.graph)
 
@@ -105,6 +107,8 @@ class FxLowering:
         self._assert_facts(
             [s for op in first if isinstance(op.outputs, Symbolic) for s in to_expr(op.outputs).free_symbols]
         )
+        for condition in self._asserted:
+            self._symbols.assert_condition(condition)
         for op in tape.ops:
             if id(op) in live and op.kind != "placeholder":
                 self._emit(op)

@@ -19,7 +19,6 @@ from scopetrace._compat.shape_env import (
     ANY_LOWER,
     DimSpec,
     WatchedShapeEnv,
-    add_derived,
     new_number,
     new_symbol,
     read_dim,
@@ -80,9 +79,7 @@ class DynamicShapes:
         symbol = self._symbol(spec, root, path, d)
         if symbol is None or spec.derive is None:
             return symbol
-        expr = spec.derive(symbol)
-        add_derived(self.rules.env, expr, path, d, spec)
-        return expr
+        return spec.derive(symbol)
 
     def _symbol(self, spec: DimSpec, value: int, path: str, d: int) -> Any:
         symbol, where = self._named.get(spec.name or ""), f"{path}, dimension {d}"

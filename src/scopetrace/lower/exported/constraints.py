@@ -1,8 +1,9 @@
-"""torch.export's words for dynamic shapes that a model does not hold for: its classes of errors, its "Suggested fixes".
+"""Dynamic shapes in torch.export's words: guards of derived Dims, and errors for models that do not hold for them.
 
 Data flow:
     our DynamicShapeError + what was traced -> torch.export of the same -> its error
     both -> ours, which is an instance of torch's class too and ends with torch's text
+    sizes with derived Dims -> guards (`size_guards`)
 """
 
 from __future__ import annotations
@@ -11,11 +12,38 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch.export import export
 
+from scopetrace._compat.shape_env import source_of_size
+from scopetrace._compat.symbols import python_text
 from scopetrace.errors import DynamicShapeError
+from scopetrace.ir.conditions import DynamicInput, SizeRules
 from scopetrace.ir.tape import ProgramTape
+
+
+def size_guards(sizes: SizeRules) -> list[str]:
+    """Guards for what ranges do not say of derived Dims: the size that is the root itself, and which sizes are whole.
+
+    Where no size is the root, torch writes the guard between two sizes that are derived from it.
+    """
+    plain = {d.expr: _symbol_of(d) for d in reversed(sizes.dynamic) if d.expr.is_Symbol}
+    found = []
+    for d, root in sizes.derived():
+        factor, offset = d.expr.diff(root), d.expr.subs(root, 0)
+        size = _symbol_of(d)
+        if root not in plain:
+            found.append(sympy.Eq(sympy.Mod(size - offset, factor), 0))
+        elif factor == 1:
+            found.append(sympy.Eq(plain[root], size - offset))
+        else:
+            found.append(sympy.Eq(factor * plain[root] + offset, size))
+    return [python_text(condition) for condition in found if condition is not sympy.true]
+
+
+def _symbol_of(size: DynamicInput) -> sympy.Symbol:
+    return sympy.Symbol(source_of_size(size.path, size.dim), integer=True)
 
 
 def refuse_narrowed(tape: ProgramTape, model: Callable[..., Any] | None) -> None:

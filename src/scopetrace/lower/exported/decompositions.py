@@ -20,7 +20,7 @@ import torch.fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 
-from scopetrace._compat.export import add_guards, guards_of
+from scopetrace._compat.export import guards_of, set_guards
 from scopetrace.ir import meta
 
 _ALIAS = torch.ops.aten.alias.default
@@ -36,7 +36,7 @@ class TracedExportedProgram(ExportedProgram):
         done = program.run_decompositions(*args, **kwargs)
         _remove_aliases(done, added)
         found = _copied(done, TracedExportedProgram)
-        add_guards(found, guards_of(self))
+        set_guards(found, [*guards_of(done), *guards_of(self)])
         return found
 
 

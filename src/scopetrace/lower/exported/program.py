@@ -28,7 +28,7 @@ from scopetrace.errors import ArgumentError, ExportError
 from scopetrace.ir import meta
 from scopetrace.ir.tape import FunctionalTape, Value, flat, garbage_collection_paused
 from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
-from scopetrace.lower.exported.constraints import refuse_narrowed
+from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.decompositions import TracedExportedProgram
 from scopetrace.lower.exported.frames import ModuleCallFrame, frames_of
 from scopetrace.lower.exported.identities import Identities
@@ -39,30 +39,35 @@ from scopetrace.program.traced import TracedProgram
 from scopetrace.record import argument_names
 
 
-def to_exported_program(program: TracedProgram, signed: Sequence[str] = ()) -> ExportedProgram:
+def to_exported_program(program: TracedProgram, signed: Sequence[str] = (), deferred: bool = False) -> ExportedProgram:
     """The ExportedProgram of a functional program; it shares the model's parameters and buffers.
 
-    `signed` are fqn patterns of the module calls that get signatures.
+    `signed` are fqn patterns of the module calls that get signatures. If `deferred`, the graph asserts what tracing
+    assumed of the sizes, which are guards else.
 
     Raises ExportError for what an ExportedProgram cannot express, see `Trace.to_exported_program`.
     """
     with garbage_collection_paused(), outside_modes():
         assert isinstance(program.tape, FunctionalTape)
         refuse_narrowed(program.tape, program.model)
-        exported = _build(program.tape, program.forward, signed)
+        exported = _build(program.tape, program.forward, signed, deferred)
         if program.tape.argument_numbers:
             numbers = {n.name: n.value for n in program.tape.argument_numbers}
             exported.graph_module.meta["scopetrace.fixed_numbers"] = numbers
+        if isinstance(program.model, torch.fx.GraphModule) and "custom" in program.model.meta:
+            exported.graph_module.meta["custom"] = dict(program.model.meta["custom"])
         return exported
 
 
-def _build(tape: FunctionalTape, forward: Callable[..., Any] | None, signed: Sequence[str]) -> ExportedProgram:
+def _build(
+    tape: FunctionalTape, forward: Callable[..., Any] | None, signed: Sequence[str], deferred: bool
+) -> ExportedProgram:
     _refuse(tape)
     frames = frames_of(tape)
     chosen = _chosen(frames.values(), signed)
     identities = Identities(tape, frames)
     marked = with_marks(identities.applied(tape), frames, chosen)
-    program = FxLowering(marked)
+    program = FxLowering(marked, tape.sizes.assumptions() if deferred and tape.sizes else ())
     names = argument_names(forward, len(tape.args[0]))
     held_state = states(tape, frames, program.graph)
     lifted = Lifted(program, marked, held_state, names)
@@ -73,6 +78,8 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None, signed: Seq
         _name_functions(lowered.graph)
     place = place_nodes(program.graph, frames)
     calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], chosen, identities, lifted.lower)
+    for lowered in program.walk():
+        meta.leave_custom_to_users(lowered.graph)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
     bodies: dict[str, torch.fx.GraphModule] = {name: body.graph_module() for name, body in program.bodies.items()}
     with torch.set_grad_enabled(tape.ops[0].grad if tape.ops else True):
@@ -92,7 +99,8 @@ def _build(tape: FunctionalTape, forward: Callable[..., Any] | None, signed: Seq
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
         verifiers=[compat.verifier_of(decomposed=tape.decomposed)],
     )
-    compat.add_guards(exported, _one_tensor_guards(tape))
+    said = [*_one_tensor_guards(tape), *(size_guards(tape.sizes) if tape.sizes else [])]
+    compat.set_guards(exported, said if deferred else [*compat.guards_of(exported), *said])
     return exported
 
 
