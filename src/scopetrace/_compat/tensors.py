@@ -363,6 +363,18 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         mode.cache_enabled = before
 
 
+@contextlib.contextmanager
+def known_data(fakes: list[torch.Tensor], real: list[torch.Tensor | None]) -> Iterator[None]:
+    """Inside, a mode that propagates real tensors runs an op on these too, and compares the results."""
+    for fake, tensor in zip(fakes, real, strict=True):
+        fake.real_tensor = tensor  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for fake in fakes:
+            fake.real_tensor = None  # type: ignore[attr-defined]
+
+
 def run_parts(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run the parts of a composite op: in C++ as in eager, or in Python for symbolic sizes."""
     if not _has_kernel(func.name(), _COMPOSITE) or any(map(_is_symbolic, tree_leaves((args, kwargs)))):

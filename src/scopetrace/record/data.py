@@ -22,7 +22,7 @@ import torch
 from scopetrace._compat.ops import eager, is_collective, is_op, is_random
 from scopetrace._compat.shape_env import WatchedShapeEnv, bound_values, evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace._compat.tensors import FakeFactory, FakeTensor, storage_id
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, known_data, storage_id
 from scopetrace.errors import DataDependentError
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat
@@ -103,6 +103,16 @@ class DataReader:
                 )
         with eager():
             return real.clone().requires_grad_(t.requires_grad)
+
+    @contextlib.contextmanager
+    def real_tensors(self, values: list[Value]) -> Iterator[None]:
+        """Inside, the fake mode knows the tensors of the example run, and compares what an op gives for both."""
+        try:
+            real = [self._example.tensor(value) for value in values]
+        except NoRealValue:
+            real = [None] * len(values)
+        with known_data([value.fake for value in values], real):
+            yield
 
     def reader(self, expr: Any, running: Any) -> str | None:
         """The op by which Python got at the value of an expression, while torch ran the op `running`."""

@@ -77,6 +77,7 @@ class OpFacts:
         self.reads = func in READERS
         self.inferable = may_infer(func)
         self.convolves = "conv" in schema.name
+        self.is_custom = not schema.name.startswith(("aten::", "prim"))
         self.reshapes = torch.Tag.inplace_view in func.tags
         self.written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_written)
         self.positions = tuple(enumerate(schema.names))
@@ -381,9 +382,11 @@ class OpRecorder:
             return args[0]
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])
+        compared = self._factory.mode.propagate_real_tensors and facts.is_custom
         with (
             self._builder.run_by_torch(facts.func),
             self._factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
+            self.data.real_tensors(call.inputs) if compared else contextlib.nullcontext(),
         ):
             return run_op(self._factory.mode, facts.func, args, kwargs)
 

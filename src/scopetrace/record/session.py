@@ -204,6 +204,7 @@ class Recording:
         )
         self.builder = TapeBuilder(self.tape, CallRecorder.run.__code__)
         self.values = ValueTable(self.builder, self.factory, inference, model)
+        specialize = specialize or self.factory.mode.propagate_real_tensors
         self.reads = ReadRecorder(self.builder, self.values, model)
         self.ops = OpRecorder(
             self.builder,
