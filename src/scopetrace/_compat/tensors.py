@@ -10,7 +10,7 @@ import contextlib
 import functools
 import operator
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -364,7 +364,7 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 @contextlib.contextmanager
-def known_data(fakes: list[torch.Tensor], real: list[torch.Tensor | None]) -> Iterator[None]:
+def known_data(fakes: list[torch.Tensor], real: list[torch.Tensor]) -> Iterator[None]:
     """Inside, a mode that propagates real tensors runs an op on these too, and compares the results."""
     for fake, tensor in zip(fakes, real, strict=True):
         fake.real_tensor = tensor  # type: ignore[attr-defined]

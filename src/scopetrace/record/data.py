@@ -110,8 +110,8 @@ class DataReader:
         try:
             real = [self._example.tensor(value) for value in values]
         except NoRealValue:
-            real = [None] * len(values)
-        with known_data([value.fake for value in values], real):
+            real = []
+        with known_data([value.fake for value in values if real], real):
             yield
 
     def reader(self, expr: Any, running: Any) -> str | None:

@@ -382,7 +382,7 @@ class OpRecorder:
             return args[0]
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])
-        compared = self._factory.mode.propagate_real_tensors and facts.is_custom
+        compared = facts.is_custom and self._factory.mode.propagate_real_tensors
         with (
             self._builder.run_by_torch(facts.func),
             self._factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
