@@ -206,23 +206,6 @@ def test_a_long_chain_of_writes_stays_linear():
     assert count < 300 * 8
 
 
-def test_custom_autograd_functions_are_refused_where_gradients_count():
-    class Straight(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.round()
-
-        @staticmethod
-        def backward(ctx, g):
-            return g
-
-    x = torch.randn(3, requires_grad=True)
-    with pytest.raises(st.UnsupportedOpError, match="Straight"):
-        st.trace(lambda x: Straight.apply(x * 2), (x,))
-    with torch.no_grad():
-        pure(lambda x: Straight.apply(x * 2), x)
-
-
 def test_custom_ops_with_a_registered_backward_keep_it():
     @torch.library.custom_op("scopetrace_tests::rounded", mutates_args=())
     def rounded(x: torch.Tensor) -> torch.Tensor:

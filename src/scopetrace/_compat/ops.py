@@ -25,6 +25,8 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
+from torch._functorch.autograd_function import custom_function_call as custom_function_call
+from torch._functorch.pyfunctorch import dispatch_functorch
 from torch._higher_order_ops import utils
 from torch._library.custom_ops import CustomOpDef as CustomOpDef
 from torch._ops import (
@@ -341,6 +343,11 @@ def through_transform(on_op: OnOp, func: OpOverload, args: Any, kwargs: Any) -> 
     """Apply the running functorch transforms to `func`; `on_op` gets the ops that come out below them."""
     with _BelowTransforms(on_op):
         return func(*args, **kwargs)
+
+
+def function_in_transform(args: Any) -> Any:
+    """Apply the innermost functorch transform to a `torch.autograd.Function`, which is the first of `args`."""
+    return dispatch_functorch(custom_function_call, args, {})
 
 
 # Autocast ------------------------------------------------------------------------------------------------------------

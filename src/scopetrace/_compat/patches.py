@@ -21,11 +21,12 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.function import _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.ops import eager, hop_entry_points, short_way
+from scopetrace._compat.ops import eager, hop_entry_points, in_transform, short_way
 from scopetrace._compat.questions import HookListener, Mine, Replace, report_hooks
 from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
@@ -48,8 +49,8 @@ class Observer(HookListener, Protocol):
     def differentiated(self, t: torch.Tensor) -> torch.Tensor:
         """What stands for `t` in autograd's graph of the forward."""
 
-    def on_custom_function(self, cls: type, args: Any) -> None:
-        """A `torch.autograd.Function` is applied."""
+    def on_custom_function(self, cls: type, args: Any) -> Any:
+        """A `torch.autograd.Function` is applied. Returns what it gives, or NotImplemented to let torch apply it."""
 
     def on_seed(self) -> None:
         """The forward seeds torch's generator."""
@@ -248,17 +249,22 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
 
 
 def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:
-    outer = torch.autograd.Function.__dict__["apply"]
+    """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
+
+    Inside of a transform such as torch.vmap, the function that is applied below it is reported.
+    """
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if mine():
             if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
                 return _reentrant(observer, args[0], args[2:])
-            if cls.__module__ != "torch._library.autograd":  # that of a custom op, which is recorded itself
-                observer.on_custom_function(cls, args)
-        return outer.__get__(None, cls)(*args, **kwargs)
+            if cls.__module__ != "torch._library.autograd" and not in_transform():  # a custom op is recorded itself
+                found = observer.on_custom_function(cls, args)
+                if found is not NotImplemented:
+                    return found
+        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
 
-    replace(torch.autograd.Function, "apply", classmethod(apply))
+    replace(_SingleLevelFunction, "apply", classmethod(apply))
 
 
 def _reentrant(observer: Observer, function: Callable[..., Any], args: Any) -> Any:

@@ -21,11 +21,15 @@ class Results:
 
     def own(self, old: Value, new: Value) -> Value:
         """The present value `new` of a result or changed input `old`, laid out as in eager."""
-        new = as_laid_out(self._emit, new, old.fake)
+        new = self.laid_out(old, new)
         if new.storage in self._taken:
             new = self._emit(_aten.clone.default, new)
         self._taken.add(new.storage)
         return new
+
+    def laid_out(self, old: Value, new: Value) -> Value:
+        """As `own`, in memory that others may share."""
+        return as_laid_out(self._emit, new, old.fake)
 
 
 def as_laid_out(emit: Emit, new: Value, old: torch.Tensor) -> Value:

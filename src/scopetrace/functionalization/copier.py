@@ -39,7 +39,7 @@ from scopetrace.ir.tape import (
     map_argument,
     values_in,
 )
-from scopetrace.ops.higher_order import with_more_operands, written_inputs
+from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
 from scopetrace.ops.view_inverses import by_geometry, geometry_of
 from scopetrace.ops.views import is_contiguous
 
@@ -75,10 +75,11 @@ class TapeCopier(abc.ABC):
         self._stops: dict[int, list[Call]] = {}
         self._find_roots()
 
-    def run_body(self, calls: dict[Call, Call], changed: list[int]) -> BodyTape:
+    def run_body(self, calls: dict[Call, Call], changed: list[int], own_memory: bool = True) -> BodyTape:
         """Copy the body of a higher-order op; it gives the new values of the inputs `changed` too.
 
-        `calls` are the new ones by the old ones, of the calls around the body.
+        `calls` are the new ones by the old ones, of the calls around the body. With `own_memory`, no result shares
+        memory with an input or another result.
         """
         assert isinstance(self.new, BodyTape)
         self._calls = calls
@@ -90,7 +91,8 @@ class TapeCopier(abc.ABC):
             results = Results(self.emitter.bound(self.moved(last)), self.new.inputs)
             placeholders = [op.outputs for op in self.old.ops if op.kind == "placeholder"]
             given = [*self.old.outputs, *(placeholders[i] for i in changed)]
-            self.new.outputs = tuple([results.own(v, self.read(v, last)) if isinstance(v, Value) else v for v in given])
+            own = results.own if own_memory else results.laid_out
+            self.new.outputs = tuple(map_structure(lambda v: own(v, self.read(v, last)), given, Value))
         self._finish(leaves(self.new.outputs, Value))
         return self.new
 
@@ -287,13 +289,17 @@ class TapeCopier(abc.ABC):
 
     def _copy_with_bodies(self, op: Op) -> None:
         """A higher-order op: its bodies without mutation. What they write to comes out as more results."""
-        changed = sorted({i for body in op.bodies() for i in written_inputs(body)})
+        takes_all = FORMS[op.target].takes_all
+        changed = sorted({i for body in op.bodies() for i in written_inputs(body)}) if takes_all else []
         pure: dict[BodyTape, BodyTape] = {}
         for body in op.bodies():
             needed = bool(changed) or body.has_writes()
-            pure[body] = type(self)(body).run_body(self._calls, changed) if needed else body
+            pure[body] = type(self)(body).run_body(self._calls, changed, takes_all) if needed else body
         origin = self.moved(op)
         lifted = [self.emitter.constant(origin, real) for real in lift_constants(list(pure.values()))]
+        shared = {v.storage for v in op.inputs()}.intersection(v.storage for v in op.values())
+        if not takes_all and (lifted or not shared.isdisjoint(self.sets)):
+            raise refusal(f"{op.target} gives a view of memory that is written, or a body needs a constant", op)
         emit = self.emitter.bound(origin)
 
         def present(x: Any) -> Any:

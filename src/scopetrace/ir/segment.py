@@ -52,15 +52,20 @@ def body_tapes(tape: Tape, segments: list[TapeSegment]) -> tuple[list[BodyTape],
 
     That is values of `tape` and symbolic sizes.
     """
-    captured: dict[Any, Any] = {}
+    taken = captured(segments)
+    return [body_tape(tape, segment, taken) for segment in segments], taken
+
+
+def captured(segments: list[TapeSegment]) -> list[Any]:
+    """What the segments read and do not make: values and symbolic sizes, each once."""
+    found: dict[Any, Any] = {}
     for segment in segments:
         made = {v for op in segment.kept() for v in op.values()}
-        captured |= {v: v for v in _read(segment) if v not in made}
+        found |= {v: v for v in _read(segment) if v not in made}
     for segment in segments:
-        for number in free_symbols(segment, list(captured)):
-            captured.setdefault(to_expr(number), number)
-    taken = list(captured.values())
-    return [body_tape(tape, segment, taken) for segment in segments], taken
+        for number in free_symbols(segment, list(found)):
+            found.setdefault(to_expr(number), number)
+    return list(found.values())
 
 
 def _read(segment: TapeSegment) -> Iterator[Value]:
@@ -79,7 +84,7 @@ def free_symbols(segment: TapeSegment, captured: list[Any]) -> Iterator[Any]:
         yield from known.lacks(flat((op.args, op.kwargs)))
         known.add(*flat(op.outputs), *(op.unbacked or ()))
     yield from known.lacks(leaves([(call.args, call.kwargs, call.outputs) for call in segment.calls], Symbolic))
-    yield from known.lacks(segment.outputs)
+    yield from known.lacks(flat(segment.outputs))
 
 
 class _Known:

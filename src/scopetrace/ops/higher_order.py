@@ -28,6 +28,8 @@ class Form:
     """Whether a body runs at most once in a call, so that it may write to its operands."""
     has_rest: bool = False
     """Whether the operands are not one argument but all arguments from the last of `operands` on."""
+    takes_all: bool = True
+    """Whether each body takes all operands, and gives results in memory of their own."""
 
     def gathered(self, args: tuple[Any, ...]) -> list[Any]:
         """The arguments, the operands always in lists or tuples."""
@@ -47,6 +49,9 @@ FORMS: dict[Any, Form] = {
     _hops.scan: Form(((0, "combine_fn", "scan_combine_graph"),), (1, 2, 3), sliced=2, carried=1),
     _hops.map_impl: Form(((0, "f", "body_graph"),), (1, 2), sliced=1),
     _hops.associative_scan: Form(((0, "combine_fn", "associative_scan_combine_graph"),), (1, 1, 2), sliced=1),
+    _hops.autograd_function_apply: Form(
+        ((0, "forward", "fwd_body"), (1, "backward", "bwd_body")), (2,), has_rest=True, takes_all=False
+    ),
     _hops.invoke_subgraph: Form(((0, "subgraph", "repeated_subgraph"),), (2,), runs_once=True, has_rest=True),
 }
 """The ops whose callables are recorded as bodies."""

@@ -122,7 +122,7 @@ class _Reader:
         form = FORMS[op.target]
         args = form.gathered(op.args)
         operands = [x for i in form.operands for x in args[i]]
-        for body in op.bodies():
+        for body in op.bodies() if form.takes_all else op.bodies()[:1]:
             inside = _Params()
             for inner, x in zip([o for o in body.ops if o.kind == "placeholder"], operands, strict=False):
                 for name in params.of(x) if isinstance(x, Value) else ():

@@ -94,7 +94,7 @@ def _boundary_problems(program: FxLowering) -> Iterator[str]:
     for name, body in program.bodies.items():
         taken = sum(n.op == "placeholder" for n in body.graph.nodes)
         for node in program.graph.find_nodes(op="get_attr", target=name):
-            for user in filter(lambda user: user.target in FORMS, node.users):
+            for user in filter(lambda user: user.target in FORMS and FORMS[user.target].takes_all, node.users):
                 given = operand_count(user.target, user.args)
                 if given != taken:
                     yield f"{user.name}: it gives {given} operands to {name}, which takes {taken}"

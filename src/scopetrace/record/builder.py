@@ -47,6 +47,8 @@ class TapeBuilder:
         """The last exception that an op raised, and the op."""
         self.deferred: list[TraceError] = []
         """Errors that the forward may have caught, but after which the tape is not the program."""
+        self.opaque_to_autograd: str | None = None
+        """A higher-order op on the tape of which autograd has no history, though it sees every op."""
         self.recomputed: list[range] = []
         """The ops of each region that eager computes again in backward, as positions in the tape."""
         self._boundary = boundary

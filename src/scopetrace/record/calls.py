@@ -210,6 +210,14 @@ class CallRecorder:
             )
         if not self._builder.tape.exact_autograd:
             raise Retrace("the forward differentiates", Assumptions(exact_autograd=True))
+        op = self._builder.opaque_to_autograd
+        if op is not None:
+            raise UnsupportedOpError(
+                f"the forward differentiates, and has {op} of tensors that require grad",
+                op=op,
+                **self._builder.where(),
+                hint="trace the forward alone, without torch.autograd.grad in it",
+            )
         if acts_on_gradients([*self._values.examples.values(), *self._builder.tape.attributes.values()]):
             raise UnsupportedOpError(
                 "the forward differentiates, and a parameter or an input has a hook, which would change the gradient, "
@@ -223,23 +231,17 @@ class CallRecorder:
         """The fake tensor of a parameter, by which the forward differentiates."""
         return t if self._model.owner(t) is None else self._values.value_of(t).fake
 
-    def on_custom_function(self, cls: type, args: Any) -> None:
-        """A function with a backward of its own is applied, which a graph of its forward would lose."""
+    def on_custom_function(self, cls: type, args: Any) -> Any:
+        """A function with a backward of its own is applied."""
         if is_module_hook(cls):
             self._refuse_hook("a backward hook of a module", "nn.Module.register_full_backward_hook")
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
         for t in tensors:
             self._reads.on_gradient(t)
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            raise UnsupportedOpError(
-                f"{cls.__qualname__} is a torch.autograd.Function, whose backward a graph of ops does not have",
-                op=f"{cls.__module__}.{cls.__qualname__}",
-                **self._builder.where(),
-                hint=(
-                    "trace under torch.no_grad(), name the module in leaf_modules=, "
-                    "or make it a torch.library.custom_op"
-                ),
-            )
+        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+            return NotImplemented
+        with paused():
+            return self._ops.apply_function(cls, args)
 
     def on_hook(self, t: torch.Tensor, method: str) -> None:
         """The forward hangs a hook on a tensor. On a tensor that does not require grad, torch raises itself.

@@ -45,6 +45,8 @@ class BodyRecorder:
         self.values = values
         self.factory = factory
         self.hop = hop
+        self.name = str(hop)
+        """What the scopes of its bodies are in."""
         self.form = FORMS[hop]
         self.recorded = recorded
         self.args = self.form.gathered(args)
@@ -85,15 +87,23 @@ class BodyRecorder:
 
     def _segment(self, position: int, parameter: str, graph: str) -> tuple[TapeSegment, Any]:
         """Run a callable and take what it recorded off the tape; also, how pytree puts its results together."""
+
+        def run() -> tuple[list[Any], Any]:
+            given = [self._placeholder(i, x, group) for i, (x, group) in enumerate(self.given)]
+            flat, spec = pytree.tree_flatten(self.recorded(self.args[position], given))
+            return [self._output(leaf, parameter) for leaf in flat], spec
+
+        return self._cut(run, parameter, graph)
+
+    def _cut(self, run: Callable[[], tuple[list[Any], Any]], parameter: str, graph: str) -> tuple[TapeSegment, Any]:
+        """Call `run`, which returns what the body gives and more, and take what it records off the tape."""
         builder, tape = self.builder, self.builder.tape
         start, first_call = len(tape.ops), len(tape.calls)
-        scope = builder.state.current_scope.child(str(self.hop)).child(parameter)
+        scope = builder.state.current_scope.child(self.name).child(parameter)
         mark = builder.state.enter_module(scope)
         raising = True
         try:
-            given = [self._placeholder(i, x, group) for i, (x, group) in enumerate(self.given)]
-            flat, spec = pytree.tree_flatten(self.recorded(self.args[position], given))
-            outputs = [self._output(leaf, parameter) for leaf in flat]
+            outputs, spec = run()
             raising = False
         except Exception:  # noted and passed on: the forward may catch it, and the tape would lack the body
             builder.deferred.append(body_error("an exception left a body, and was caught", tape.root.path))
@@ -192,16 +202,13 @@ class BodyRecorder:
         return pytree.tree_unflatten(list(out), spec)
 
     def _give_grad(self, out: Any) -> None:
-        if self.builder.tape.exact_autograd:
-            raise UnsupportedOpError(
-                f"the forward differentiates, and has a {self.hop} of tensors that require grad",
-                op=str(self.hop),
-                **self.builder.where(),
-                hint="trace the forward alone, without torch.autograd.grad in it",
-            )
+        """Results that require grad; where autograd sees every op, with a history that it cannot go back through."""
         for t in out:
             if isinstance(t, torch.Tensor) and t.is_floating_point():
                 t.requires_grad_()
+                if self.builder.tape.exact_autograd:
+                    self.factory.give_history(t)
+                    self.builder.opaque_to_autograd = str(self.hop)
 
     def _results_of(self, body: BodyTape) -> Callable[..., Any]:
         """For the shape function: the body as a callable, whose results are those recorded, with new memory."""

@@ -26,6 +26,8 @@ from scopetrace._compat.ops import (
     autocast_enabled,
     autocast_may_change,
     can_decompose,
+    custom_function_call,
+    function_in_transform,
     in_transform,
     schema_of,
     through_autocast,
@@ -55,6 +57,7 @@ from scopetrace.ops.higher_order import FORMS, INLINED
 from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
 from scopetrace.record.collectives import CollectiveRecorder, Pending
 from scopetrace.record.data import READERS, DataReader
+from scopetrace.record.functions import FunctionRecorder
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.retrace import Assumptions, Retrace
@@ -166,8 +169,7 @@ class OpRecorder:
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
         if in_transform():
-            if not self._exact:
-                raise Retrace("a transform such as torch.vmap runs", Assumptions(exact_autograd=True))
+            self._expect_exact()
             start = len(self._builder.tape.ops)
             out = through_transform(self._record, func, args, kwargs)
             for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
@@ -179,10 +181,17 @@ class OpRecorder:
                 return out
         return self._record(func, args, kwargs)
 
+    def _expect_exact(self) -> None:
+        if not self._exact:
+            raise Retrace("a transform such as torch.vmap runs", Assumptions(exact_autograd=True))
+
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind arrive."""
         if hop in INLINED:
             return self._run_callable(args[0], args[1:])
+        if hop is custom_function_call:
+            self._expect_exact()
+            return self.recorded(lambda: function_in_transform(args))
         if hop not in FORMS or kwargs:
             raise UnsupportedOpError(
                 "a higher-order op that is not recorded" + (f" with {', '.join(kwargs)}" if hop in FORMS else ""),
@@ -191,6 +200,10 @@ class OpRecorder:
                 hint="write the branch or loop so that Python decides it",
             )
         return BodyRecorder(self._builder, self.values, self._factory, hop, args, self._run_callable).run()
+
+    def apply_function(self, cls: type, args: tuple[Any, ...]) -> Any:
+        """A `torch.autograd.Function` is applied, and autograd sees it."""
+        return FunctionRecorder(cls, args, self._builder, self.values, self._factory, self._run_callable).run()
 
     def _run_callable(self, fn: Any, args: Any) -> Any:
         """Call what a higher-order op was given, recording its ops. A graph is no module call: its nodes run."""

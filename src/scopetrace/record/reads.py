@@ -165,7 +165,9 @@ class ReadRecorder:
 
     def on_gradient(self, t: torch.Tensor) -> None:
         """It matters whether autograd records what is done to a tensor."""
-        self.on_flag("torch.is_grad_enabled", (), questions.grad_enabled())
+        if not questions.grad_enabled() and self._grad:
+            return  # a block of the forward itself switches autograd off
+        self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
         self.on_fact(t, "requires_grad", (), requires_grad_of(t))
 
     def on_layout(self, *, offset: bool = False) -> None:

@@ -1,0 +1,202 @@
+"""A `torch.autograd.Function` under autograd: one op, `autograd_function_apply`, with forward and backward as bodies.
+
+Data flow:
+    arguments -> forward runs on new tensors without autograd, with a `ctx` of ours -> body of the forward
+    a gradient for each result -> backward runs with that `ctx` -> body of the backward
+    what backward reads and does not make -> saved: more results of the forward, and operands of the backward
+
+The op is torch's own: a call of the trace makes a Function of both bodies and applies it. Where autograd does not see
+the call, the ops of the forward are recorded in its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch.autograd.function import FunctionCtx
+from torch.utils import _pytree as pytree
+
+from scopetrace._compat.tensors import FakeFactory, requires_grad_of, run_fake
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.segment import body_tape, captured
+from scopetrace.ir.tape import BodyTape, Value
+from scopetrace.ops.higher_order import written_inputs
+from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.higher_order import BodyRecorder
+
+_apply = torch.ops.higher_order.autograd_function_apply
+
+
+class FunctionRecorder(BodyRecorder):
+    """Records one application of `cls`, a `torch.autograd.Function`, to `arguments`."""
+
+    def __init__(
+        self,
+        cls: Any,
+        arguments: tuple[Any, ...],
+        builder: TapeBuilder,
+        values: ValueTable,
+        factory: FakeFactory,
+        recorded: Callable[[Any, Any], Any],
+    ) -> None:
+        tensors = [a for a in arguments if isinstance(a, torch.Tensor)]
+        super().__init__(builder, values, factory, _apply, (None, None, *tensors), recorded)
+        self.name, self._path = cls.__name__, f"{cls.__module__}.{cls.__qualname__}"
+        self._arguments = arguments
+        self._forward, self._backward = _parts_of(cls)
+        self._ctx = _Context(tuple(isinstance(a, torch.Tensor) and requires_grad_of(a) for a in arguments))
+        self._results: tuple[Any, ...] = ()
+        self._is_one = False
+
+    def run(self) -> Any:
+        """What the function returns to the model."""
+        with torch.no_grad():
+            forward, results = self._cut(self._run_forward, "forward", "fwd_body")
+            backward, _ = self._cut(self._run_backward, "backward", "bwd_body")
+        saved = captured([backward])
+        marked = {self.values.value_of(t) for t in self._ctx.saved_tensors if isinstance(t, torch.Tensor)}
+        kwargs = {
+            "non_differentiable_idx": [i for i, t in enumerate(results) if not self._is_differentiable(t)],
+            "saved_for_backward_idx": [i for i, x in enumerate(saved) if isinstance(x, Value) and x in marked],
+        }
+        forward.outputs = [tuple(forward.outputs), tuple(saved)]
+        operands = captured([forward])
+        backward.outputs += [None for _ in operands]
+        bodies = [body_tape(self.builder.tape, s, given) for s, given in ((forward, operands), (backward, saved))]
+        made = {v for segment in (forward, backward) for op in segment.kept() for v in op.values()}
+        outer = {v.storage for v in (*self.operands, *operands) if isinstance(v, Value)}
+        self.values.forget(made, {v.storage for v in made} - outer)
+        self._check_written(bodies, len(results))
+        out = self._give_out(bodies[0], [*self.operands, *operands], kwargs["non_differentiable_idx"])
+        self._append_op((*bodies, *self.operands, *operands), kwargs, out)
+        left = iter(out)
+        found = [next(left) if isinstance(x, torch.Tensor) else x for x in self._results]
+        return found[0] if self._is_one else tuple(found)
+
+    # ---------------------------------------------------------------- running both parts
+
+    def _run_forward(self) -> tuple[list[Any], list[torch.Tensor]]:
+        given = iter([self._placeholder(i, x, group) for i, (x, group) in enumerate(self.given)])
+        inside = [next(given) if isinstance(a, torch.Tensor) else a for a in self._arguments]
+        found = self.recorded(self._forward, (self._ctx, *inside))
+        self._is_one = not isinstance(found, tuple)
+        self._results = (found,) if self._is_one else found
+        if self._ctx.dirty_tensors:
+            self._refuse("writes to its arguments (mark_dirty)", "return a new tensor")
+        results = [t for t in self._results if isinstance(t, torch.Tensor)]
+        inner = [x for x in self._results if not isinstance(x, torch.Tensor)]
+        if any(isinstance(x, torch.Tensor) for x in pytree.tree_leaves(inner)):
+            self._refuse("returns tensors inside of a container", "return a tuple of tensors")
+        values = [self.values.value_of(t) for t in results]
+        if not self._ctx.materialize_grads and sum(map(self._is_differentiable, results)) > 1:
+            self._refuse(
+                "has several results, and asks for None in place of gradients that are zero",
+                "leave out ctx.set_materialize_grads(False)",
+            )
+        return values, results
+
+    def _is_differentiable(self, t: torch.Tensor) -> bool:
+        floating = t.is_floating_point() or t.is_complex()
+        return floating and all(t is not other for other in self._ctx.non_differentiable)
+
+    def _run_backward(self) -> tuple[list[Any], None]:
+        grads: list[Any] = []
+        for i, t in enumerate(self._results):
+            if not isinstance(t, torch.Tensor):
+                grads.append(None)
+                continue
+            grad = self._like(self.values.value_of(t).fake)
+            self.values.append_body_input(f"grad_{i}", grad)
+            is_zero = not self._is_differentiable(t) and not self._ctx.materialize_grads
+            grads.append(None if is_zero else grad)
+        found = self.recorded(self._backward, (self._ctx, *grads))
+        found = found if isinstance(found, tuple) else (found,)
+        count = len(self._arguments)
+        if len(found) < count or any(x is not None for x in found[count:]):
+            self._refuse(f"returns {len(found)} gradients for {count} arguments", "return one for each")
+        needed = zip(found[:count], self._ctx.needs_input_grad, self._arguments, strict=True)
+        given = [grad if is_needed else None for grad, is_needed, a in needed if isinstance(a, torch.Tensor)]
+        return [grad if grad is None else self.values.value_of(grad) for grad in given], None
+
+    def _refuse(self, problem: str, hint: str) -> NoReturn:
+        hint += ", trace under torch.no_grad(), name the module in leaf_modules=, or make it a torch.library.custom_op"
+        raise UnsupportedOpError(
+            f"{self._path} is a torch.autograd.Function that {problem}",
+            op=self._path,
+            **self.builder.where(),
+            hint=hint,
+        )
+
+    def _check_written(self, bodies: list[BodyTape], gradients: int) -> None:
+        """Neither part may write to tensors from outside; backward may write to the gradients that it gets."""
+        forward, backward = map(written_inputs, bodies)
+        if forward or any(i >= gradients for i in backward):
+            self._refuse("writes to a tensor from outside", "clone() it first")
+
+    # ---------------------------------------------------------------- the op
+
+    def _give_out(self, forward: BodyTape, operands: list[Any], constant: list[int]) -> list[torch.Tensor]:
+        """The results: new tensors, or aliases of operands where forward returns a view."""
+        placeholders = [op.outputs for op in forward.ops if op.kind == "placeholder"]
+        given = {v.storage: (v, x) for v, x in zip(placeholders, operands, strict=True) if isinstance(v, Value)}
+        found: list[torch.Tensor] = []
+        taken: set[int] = set()
+        for i, v in enumerate(forward.outputs[0]):
+            if v.storage not in given:
+                if v.storage in taken:
+                    self._refuse("returns two results that share memory", "clone() one of them")
+                taken.add(v.storage)
+                found.append(self._like(v.fake))
+            else:
+                found.append(self._alias(v, *given[v.storage]))
+            if i not in constant:
+                self._give_grad(found[-1:])
+        return found
+
+    def _alias(self, v: Value, placeholder: Value, operand: Value) -> torch.Tensor:
+        if v.fake.dtype != operand.fake.dtype:
+            self._refuse("returns a view of another dtype", "clone() it")
+        offset = operand.offset + v.offset - placeholder.offset
+        mode, base = self.factory.mode, operand.fake
+        alias = run_fake(mode, torch.ops.aten.detach.default, (base,), {})
+        args = (alias, list(v.fake.size()), list(v.fake.stride()), offset)
+        found: torch.Tensor = run_fake(mode, torch.ops.aten.as_strided.default, args, {})
+        return found
+
+    def _append_op(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: list[torch.Tensor]) -> None:
+        outputs = self.values.new_results(tuple(out))
+        for value in outputs:
+            value.autograd_placeholder = value.fake.requires_grad
+        self.builder.append("call_function", self.hop, args, kwargs, outputs)
+
+
+class _Context(FunctionCtx):
+    """The `ctx` of a `torch.autograd.Function` whose forward and backward run without autograd."""
+
+    def __init__(self, needs_input_grad: tuple[bool, ...]) -> None:
+        self.needs_input_grad = needs_input_grad
+        self.to_save: tuple[Any, ...] = ()
+        self.dirty_tensors: tuple[torch.Tensor, ...] = ()
+        self.non_differentiable: tuple[torch.Tensor, ...] = ()
+        self.materialize_grads = True
+
+    @property
+    def saved_tensors(self) -> tuple[Any, ...]:
+        """What the forward gave to `save_for_backward`."""
+        return tuple(self.to_save)
+
+
+def _parts_of(cls: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward of a `torch.autograd.Function` with `ctx` as first argument, whichever way it is written, and the
+    backward."""
+
+    def in_two(ctx: Any, *args: Any) -> Any:
+        out = cls.forward(*args)
+        cls.setup_context(ctx, args, out)
+        return out
+
+    has_setup = cls.setup_context is not torch.autograd.Function.setup_context
+    backward = cls.backward if cls.vjp is torch.autograd.Function.vjp else cls.vjp
+    return (in_two if has_setup else cls.forward), backward

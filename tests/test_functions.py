@@ -1,0 +1,452 @@
+"""`torch.autograd.Function` under autograd: its own backward runs in a call of the trace."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from compare import assert_like_eager
+from torch import nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.export import Dim
+
+import scopetrace as st
+
+X = torch.linspace(-1, 2, 12).view(3, 4)
+W = torch.linspace(1, 2, 4)
+
+
+class Round(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.round()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Reverse(Function):
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.neg() * ctx.factor, None
+
+
+class Same(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 3
+
+
+class Exp(Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.exp()
+        ctx.save_for_backward(y)
+        return y
+
+    @staticmethod
+    def backward(ctx, grad):
+        (y,) = ctx.saved_tensors
+        return grad * y
+
+
+class Linear(Function):
+    @staticmethod
+    def forward(ctx, x, weight, bias=None):
+        ctx.save_for_backward(x, weight, bias)
+        return x @ weight.t() if bias is None else x @ weight.t() + bias
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight, bias = ctx.saved_tensors
+        assert ctx.needs_input_grad[1]
+        gx = grad @ weight if ctx.needs_input_grad[0] else None
+        gb = grad.sum(0) if bias is not None and ctx.needs_input_grad[2] else None
+        return gx, grad.t() @ x, gb
+
+
+class Sorted(Function):
+    @staticmethod
+    def forward(ctx, x):
+        values, indices = x.sort(-1)
+        ctx.mark_non_differentiable(indices)
+        ctx.save_for_backward(indices)
+        return values, indices, "sorted"
+
+    @staticmethod
+    def backward(ctx, grad, _, name):
+        assert name is None
+        (indices,) = ctx.saved_tensors
+        return torch.zeros_like(grad).scatter(-1, indices, grad)
+
+
+class Two(Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.n = x.shape[0]
+        ctx.x = x
+        return x * y, x + y
+
+    @staticmethod
+    def backward(ctx, gp, gs):
+        return gp * 2 + gs, gp * ctx.x / ctx.n + gs
+
+
+class Setup(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, k=2.0):
+        return (x * k).sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        x, ctx.k = inputs
+        ctx.save_for_backward(x, output)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, y = ctx.saved_tensors
+        return grad * (x * ctx.k).cos() * ctx.k + 0 * y, None
+
+
+class InPlaceInside(Function):
+    @staticmethod
+    def forward(ctx, x):
+        y = x.clone()
+        y[0] = 2
+        y.mul_(3).relu_()
+        ctx.mask = y > 0
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        grad = grad.clone()
+        grad[~ctx.mask] = 0
+        grad[0].zero_()
+        return grad.mul_(3)
+
+
+class Closed(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * W
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * W * 5
+
+
+class NoneGradients(Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        ctx.set_materialize_grads(False)
+        return x * y
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+class Unused(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, a, b):
+        return a * 2 + b * 30 + (b + 1) * 0
+
+
+class Nested(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return Exp.apply(x) + Round.apply(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Round.apply(grad) * 2
+
+
+class Dropped(Function):
+    @staticmethod
+    def forward(ctx, x, p):
+        mask = torch.rand_like(x) > p
+        ctx.save_for_backward(mask)
+        return x * mask
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+class ByVjp(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def vjp(ctx, grad):
+        return grad * 7
+
+
+class Linear2(Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight):
+        return weight @ x
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad @ weight, torch.outer(grad, x)
+
+
+W1 = torch.linspace(-1, 1, 20).view(5, 4).requires_grad_()
+B1 = torch.linspace(-1, 1, 5).requires_grad_()
+
+PROGRAMS = {
+    "straight-through": lambda x: Round.apply(x * 2) * x,
+    "reversal": lambda x: Reverse.apply(x * 2, 0.5).sin(),
+    "an input itself": lambda x: Same.apply(x) * x,
+    "an intermediate itself": lambda x: Same.apply(x * 1).exp(),
+    "saved result": lambda x: Exp.apply(x) + x,
+    "linear": lambda x: Linear.apply(x, W1, B1),
+    "linear without a bias": lambda x: Linear.apply(x, W1),
+    "non-differentiable": lambda x: (lambda v, i, _: v * i)(*Sorted.apply(x)),
+    "two results": lambda x: (lambda a, b: a + b)(*Two.apply(x, x * 2)),
+    "one of two results": lambda x: Two.apply(x, x * 2)[1],
+    "one tensor twice": lambda x: Two.apply(x, x)[0],
+    "setup_context": lambda x: Setup.apply(x),
+    "setup_context by keyword": lambda x: Setup.apply(x, k=3.0),
+    "in-place ops inside": lambda x: InPlaceInside.apply(x * 2),
+    "closure": lambda x: Closed.apply(x),
+    "None for a gradient": lambda x: NoneGradients.apply(x, x * 2) + x,
+    "a result that is not used": lambda x: Unused.apply(x)[0],
+    "nested": lambda x: Nested.apply(x),
+    "random": lambda x: Dropped.apply(x, 0.5),
+    "vjp": lambda x: ByVjp.apply(x),
+    "in vmap": lambda x: torch.vmap(Setup.apply)(x),
+    "in vmap, of some arguments": lambda x: torch.vmap(lambda r, k: Linear2.apply(r, k), (0, None))(x, W1),
+    "a bound apply": lambda x, apply=Exp.apply: apply(x),
+    "twice": lambda x: Exp.apply(Exp.apply(x)),
+    "written afterwards": lambda x: Round.apply(x).mul_(2).relu_(),
+    "under no_grad inside": lambda x: x * torch.no_grad()(Exp.apply)(x),
+    "in a branch": lambda x: torch.cond(x.sum() > 0, lambda x: Exp.apply(x) * 2, lambda x: Round.apply(x), (x,)),
+}
+
+
+def outcome(f, x):
+    """Result and gradients."""
+    x = x.clone().requires_grad_()
+    W1.grad = B1.grad = None
+    torch.manual_seed(0)
+    y = f(x)
+    (y * torch.linspace(-2, 3, y.numel()).view_as(y)).sum().backward()
+    return y.detach(), x.grad, W1.grad, B1.grad
+
+
+@pytest.mark.parametrize("functional", [True, False])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_values_and_gradients_are_those_of_eager(name, functional):
+    f = PROGRAMS[name]
+    tr = st.trace(f, (X.clone().requires_grad_(),), functional=functional)
+    tr.lint()
+    for x in (X, -X, X * 3):
+        torch.testing.assert_close(outcome(tr, x), outcome(f, x))
+    assert_like_eager(f, tr, (X.clone().requires_grad_(),))
+
+
+def graded():
+    return X.clone().requires_grad_()
+
+
+def test_the_text_has_both_bodies():
+    tr = st.trace(PROGRAMS["saved result"], (graded(),))
+    assert str(tr).splitlines()[2:] == [
+        "  %getitem: f32[3, 4], = torch.ops.higher_order.autograd_function_apply(fwd_body_0, bwd_body_0, %x, "
+        "non_differentiable_idx=[], saved_for_backward_idx=[0])",
+        "    fwd_body_0(%x: f32[3, 4]) -> ((%exp: f32[3, 4],), (%exp: f32[3, 4],))",
+        "      %exp: f32[3, 4] = aten.exp(%x)",
+        "    bwd_body_0(%grad_0: f32[3, 4], %arg1: f32[3, 4]) -> (%mul: f32[3, 4],)",
+        "      %mul: f32[3, 4] = aten.mul.Tensor(%grad_0, %arg1)",
+        "  %add: f32[3, 4] = aten.add.Tensor(%getitem, %x)",
+    ]
+    body = tr.graph_module.fwd_body_0.graph
+    assert [str(tr.scope_of(n)) for n in body.nodes if n.name == "exp"] == ["function/Exp/forward"]
+
+
+def test_derivatives_of_derivatives():
+    for name in ("saved result", "linear", "setup_context", "two results", "closure"):
+        f = PROGRAMS[name]
+        tr = st.trace(f, (graded(),))
+        found = []
+        for g in (f, tr):
+            x = graded()
+            (first,) = torch.autograd.grad(g(x).square().sum(), x, create_graph=True)
+            found.append(torch.autograd.grad(first.square().sum(), x)[0])
+        torch.testing.assert_close(found[1], found[0])
+
+
+def test_files_pickles_and_copies(tmp_path):
+    f = PROGRAMS["linear"]
+    tr = st.trace(f, (graded(),))
+    tr.save(tmp_path / "linear.st")
+    loaded = st.load(tmp_path / "linear.st")
+    loaded.lint()
+    assert str(loaded).splitlines()[2:] == str(tr).splitlines()[2:]
+    expected = outcome(f, X)
+    for gm in (loaded, copy.deepcopy(tr), pickle.loads(pickle.dumps(tr))):
+        found = outcome(gm, X)
+        torch.testing.assert_close(found[:2], expected[:2])
+
+
+def test_dynamic_sizes():
+    for name in ("linear", "two results", "non-differentiable", "in-place ops inside"):
+        f = PROGRAMS[name]
+        tr = st.trace(f, (graded(),), dynamic_shapes=({0: Dim("n", min=2)},))
+        tr.lint()
+        for n in (2, 3, 7):
+            x = torch.randn(n, 4)
+            torch.testing.assert_close(outcome(tr, x), outcome(f, x))
+
+
+def test_decompositions_outlining_and_tracing_again():
+    for name in ("linear", "non-differentiable", "saved result", "reversal", "in-place ops inside"):
+        f = PROGRAMS[name]
+        tr = st.trace(f, (graded(),))
+        for other in (tr.decompose(), st.trace(tr.graph_module, (graded(),)), st.trace(tr, (graded(),))):
+            other.lint()
+            torch.testing.assert_close(outcome(lambda x, g=other: _one(g(x)), X), outcome(f, X))
+
+
+def _one(x):
+    return x[0] if isinstance(x, (tuple, list)) else x
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(Round.apply(self.a(x)).relu())
+
+
+def gradients_of(f, model, x):
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(f(x).square().sum(), [x, *model.parameters()])
+
+
+def test_a_model_outlined_and_exported():
+    net = Net()
+    tr = st.trace(nn.Sequential(net, net), (graded(),))
+    expected = gradients_of(tr.model, net, X)
+    outlined = tr.outline(Net)
+    outlined.lint()
+    program = tr.to_exported_program()
+    assert "autograd_function_apply" in str(program.graph)
+    for f in (tr, outlined, program.module(), torch.compile(tr.graph_module, backend="aot_eager")):
+        found = gradients_of(lambda x, f=f: _one(f(x)), net, X)
+        torch.testing.assert_close(found, expected)
+
+
+def test_a_call_whose_arguments_require_other_gradients_is_refused():
+    net = Net()
+    net.a.weight.requires_grad_(False)
+    tr = st.trace(lambda x: Linear.apply(x, net.b.weight), (X,))
+    with pytest.raises(st.errors.InputMismatchError, match="requires_grad"):
+        tr(graded())
+
+
+class Writes(Function):
+    @staticmethod
+    def forward(ctx, x):
+        W.add_(0)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Dirty(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+class Short(Function):
+    @staticmethod
+    def forward(ctx, x, y):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad
+
+
+class Partial(Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.set_materialize_grads(False)
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx, a, b):
+        return a
+
+
+class Branches(Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if grad.sum() > 0 else -grad
+
+
+@pytest.mark.parametrize(
+    "f, error, message",
+    [
+        (Writes.apply, st.errors.UnsupportedOpError, "writes to a tensor from outside"),
+        (lambda x: Dirty.apply(x * 1), st.errors.UnsupportedOpError, "mark_dirty"),
+        (lambda x: Short.apply(x, x), st.errors.UnsupportedOpError, "1 gradients for 2 arguments"),
+        (lambda x: Partial.apply(x)[0], st.errors.UnsupportedOpError, "set_materialize_grads"),
+        (Branches.apply, st.errors.DataDependentError, "value"),
+        (
+            lambda x: torch.autograd.grad(Setup.apply(x).sum(), x, create_graph=True)[0],
+            st.errors.UnsupportedOpError,
+            "the forward differentiates, and has autograd_function_apply",
+        ),
+    ],
+)
+def test_what_is_refused(f, error, message):
+    with pytest.raises(error, match=message):
+        st.trace(lambda x: f(x), (graded(),))
+    with torch.no_grad():
+        if "differentiates" not in message:
+            st.trace(lambda x: f(x), (X,))
