@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from scopetrace.api.functional import assert_pure, functional_backend, functionalize
 from scopetrace.errors import FunctionalizationError, InputMismatchError, ScopetraceError
-from scopetrace.ir import meta
+from scopetrace.program.graph import scope_path
 
 LEVELS = ("aten", "torch")
 FORMS = ("slice_scatter", "index_put", "where", "cat")
@@ -612,7 +612,7 @@ def test_scopes_are_those_of_the_modules_that_dynamo_went_through(level):
     def backend(gm, example_inputs):
         made = functionalize(gm, example_inputs, level=level)
         calls = [n for n in made.graph_module.graph.nodes if n.op.startswith("call")]
-        graphs.extend((meta.scope_path(n), n.name) for n in calls)
+        graphs.extend((scope_path(n), n.name) for n in calls)
         stacks.extend([*n.meta["nn_module_stack"].values()] for n in calls)
         return made
 

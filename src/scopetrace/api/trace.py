@@ -28,7 +28,6 @@ from scopetrace.errors import (
 )
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
-from scopetrace.ir import meta
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.effects import SideEffect, refusal
 from scopetrace.ir.reads import warn_of_numbers
@@ -40,6 +39,7 @@ from scopetrace.lower.onnx import CallAttributes, Names, Targets, WeightNames, r
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
+from scopetrace.program.graph import scope_path
 from scopetrace.program.lint import lint
 from scopetrace.program.outlined import Function, OutlinedTrace, Target, outline_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
@@ -144,7 +144,7 @@ class Trace(Runnable):
                 f"scope_of takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}; "
                 "Trace.scope.walk() and Trace.calls have the scopes and module calls by name"
             )
-        known = meta.scope_path(node) is not None
+        known = scope_path(node) is not None
         return (self._held if known else self._program).scope_of(node)
 
     @property

@@ -17,7 +17,6 @@ import torch.fx
 from scopetrace._compat.symbols import example, to_expr
 from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import ExportError
-from scopetrace.ir import meta
 from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.write_back import (
     FromGraph,
@@ -30,7 +29,7 @@ from scopetrace.ir.write_back import (
     WriteBack,
     resolved,
 )
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, node_value, set_node_value, set_origin, set_place
 
 _aten = torch.ops.aten
 
@@ -74,16 +73,16 @@ class ResultNodes(Resolver[Any]):
         if not any(isinstance(step, StridedStep) for step in source.steps):
             return node
         if isinstance(source.base, (GraphInput, StateRef)):
-            stride = meta.value(self.before(source.base)).stride()
+            stride = node_value(self.before(source.base)).stride()
         else:
             stride = source.base.stride if isinstance(source.base, FromGraph) else None
-        same = stride is None or to_expr(meta.value(node).stride()) == to_expr(stride)
+        same = stride is None or to_expr(node_value(node).stride()) == to_expr(stride)
         return node if same else self._laid_out(node, stride)
 
     def view(self, base: Any, step: ViewStep | StridedStep) -> torch.fx.Node:
         """One step of a view."""
         if isinstance(step, StridedStep):
-            offset = meta.value(base).storage_offset() + step.shift
+            offset = node_value(base).storage_offset() + step.shift
             return self.node(_aten.as_strided.default, (base, *self._resolved((step.size, step.stride, offset))))
         out = self.node(step.op, (base, *self._resolved(step.args)), self._resolved(step.kwargs))
         return out if step.slot is None else self.node(operator.getitem, (out, step.slot))
@@ -92,11 +91,11 @@ class ResultNodes(Resolver[Any]):
         """A new node."""
         with self._lowering.graph.inserting_before(self._lowering.output):
             node = self._lowering.graph.call_function(op, args, kwargs)
-        fakes, options = torch.fx.map_arg((args, kwargs or {}), meta.value)
+        fakes, options = torch.fx.map_arg((args, kwargs or {}), node_value)
         value = op(*fakes) if op is operator.getitem else run_fake(fakes[0].fake_mode, op, fakes, options)
-        meta.set_value(node, value)
-        meta.set_place(node, str(self._lowering.tape.root), 0)
-        meta.set_origin(node, {}, None)
+        set_node_value(node, value)
+        set_place(node, str(self._lowering.tape.root), 0)
+        set_origin(node, {}, None)
         return node
 
     def copied(self, value: torch.fx.Node) -> torch.fx.Node:
@@ -114,7 +113,7 @@ class ResultNodes(Resolver[Any]):
         inner = self.node(_aten.permute.default, (node, order))
         copy = self.node(_aten.clone.default, (inner,), {"memory_format": torch.contiguous_format})
         found = self.node(_aten.permute.default, (copy, [order.index(d) for d in range(len(order))]))
-        if to_expr(meta.value(found).stride()) != to_expr(tuple(stride)):
+        if to_expr(node_value(found).stride()) != to_expr(tuple(stride)):
             raise ExportError(
                 "a result is made with as_strided from a tensor that does not fill its memory",
                 module=self._lowering.tape.root.path,

@@ -27,7 +27,6 @@ from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.errors import EditError, ScopetraceError
 from scopetrace.functionalization.emitter import Emitter
-from scopetrace.ir import meta
 from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import (
     BodyTape,
@@ -45,7 +44,7 @@ from scopetrace.ir.tape import (
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
 from scopetrace.program.fake_run import FakeRun
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, scope_path, set_node_value, set_place
 from scopetrace.program.matching import Matching, Place, around
 from scopetrace.program.operands import are_alike, fakes_of, written_by
 from scopetrace.program.outputs import outputs_of_edit
@@ -172,11 +171,11 @@ class _GraphReader:
         """Write value, scope and call of each node into its meta."""
         for node, result in self.results.items():
             op, place = self.op_of.get(node), self.matching.place(node)
-            if node not in self.matching.was or meta.scope_path(node) is not None:
+            if node not in self.matching.was or scope_path(node) is not None:
                 scope, call = (place.scope, place.call) if op is None else (op.scope, op.call)
-                meta.set_place(node, scope.path, 0 if call is None else call.position)
+                set_place(node, scope.path, 0 if call is None else call.position)
             if result is None or leaves(result, (Value, *Symbolic)):
-                meta.set_value(node, fakes_of(result))
+                set_node_value(node, fakes_of(result))
         for reader in self.readers.values():
             reader.describe()
 

@@ -1,9 +1,13 @@
-"""A tape as a `torch.fx` graph.
+"""A tape as a `torch.fx` graph, and typed access to `node.meta`: all that scopetrace writes there.
 
 Data flow:
     ops of the tape -> without dead ones -> one node each, in order, with `node.meta` as torch.export writes it
     results of ops with several outputs -> `getitem` nodes; parameters, buffers and constants -> `get_attr` nodes
     symbolic sizes among arguments -> `sym_size` nodes and arithmetic; bodies of higher-order ops -> graphs of their own
+
+The keys of torch (`val`, `nn_module_stack`, `stack_trace`, `unbacked_bindings`) have the form that torch.export gives
+them. Those of scopetrace are plain data under `meta["custom"]["scopetrace"]`: `custom` is the one key for other tools
+that torch keeps when it traces a graph again.
 """
 
 from __future__ import annotations
@@ -23,7 +27,6 @@ from scopetrace._compat.ops import is_collective, is_random
 from scopetrace._compat.symbols import Symbolic, SymbolNodes, surely_equal, to_expr
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, map_structure, open_container
-from scopetrace.ir import meta
 from scopetrace.ir.scopes import format_stack
 from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value
 
@@ -117,8 +120,8 @@ class FxLowering:
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
         self.output = self.graph.output(self.lower(returned))
-        meta.set_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
-        meta.set_place(self.output, str(tape.root), 0)
+        set_node_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
+        set_place(self.output, str(tape.root), 0)
 
     @property
     def is_edited(self) -> bool:
@@ -201,7 +204,7 @@ class FxLowering:
         self._describe(node, op)
         self._bind(node, op)
         if op.unbacked:
-            meta.set_unbacked_bindings(node, op.unbacked)
+            set_unbacked_bindings(node, op.unbacked)
             self._symbols.learn_made(node, op.unbacked)
             self._assert_facts(op.unbacked)
 
@@ -210,15 +213,15 @@ class FxLowering:
         self._symbols.assert_facts(self.tape.shape_env, made, self._messages)
 
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
-        meta.set_place(node, op.scope.path, op.call.position if op.call is not None else 0)
+        set_place(node, op.scope.path, op.call.position if op.call is not None else 0)
         if op.kind != "placeholder":
-            meta.set_origin(node, self._module_stack(op.call) | _modules_within(op), format_stack(op.frames))
+            set_origin(node, self._module_stack(op.call) | _modules_within(op), format_stack(op.frames))
         if op.meta is not None:
-            meta.set_given(node, op.meta)
+            set_given(node, op.meta)
 
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
-        meta.set_value(node, map_structure(_fake, op.outputs, (Value, *Symbolic)))
+        set_node_value(node, map_structure(_fake, op.outputs, (Value, *Symbolic)))
         if isinstance(op.outputs, (Value, *Symbolic)):
             self._bind_one(node, op.outputs)
             return
@@ -244,7 +247,7 @@ class FxLowering:
         how, key = _how(key)
         taken = self.graph.create_node("call_function", how, (node, key))
         self._describe(taken, op)
-        meta.set_value(taken, map_structure(_fake, part, (Value, *Symbolic)))
+        set_node_value(taken, map_structure(_fake, part, (Value, *Symbolic)))
         return taken
 
     def _as_arguments(self, x: Any) -> Any:
@@ -283,7 +286,7 @@ class FxLowering:
     def _switch_grad(self, enabled: bool) -> None:
         if enabled != self._grad:
             node = self.graph.create_node("call_function", set_grad_enabled, (enabled,), name="set_grad_enabled")
-            meta.set_place(node, str(self.tape.root), 0)
+            set_place(node, str(self.tape.root), 0)
             self._grad = enabled
 
 
@@ -357,3 +360,70 @@ def _how(key: int | str) -> tuple[Any, Any]:
 
 def _fake(x: Any) -> Any:
     return x.fake if isinstance(x, Value) else x
+
+
+# node.meta -----------------------------------------------------------------------------------------------------------
+
+
+KEY = "scopetrace"
+
+
+def set_place(node: torch.fx.Node, scope: str, call: int) -> None:
+    """Write the path of the node's scope, and the position in `Trace.calls` of the innermost call around it."""
+    node.meta.setdefault("custom", {})[KEY] = {"scope": scope, "call": call}
+
+
+def scope_path(node: torch.fx.Node) -> str | None:
+    """The path of the node's scope, such as `"Net/Linear[fc]"`; None for a node of another tool."""
+    place = _place(node)
+    return None if place is None else str(place["scope"])
+
+
+def call_position(node: torch.fx.Node) -> int | None:
+    """The position in `Trace.calls` of the innermost call around the node; None for a node of another tool."""
+    place = _place(node)
+    return None if place is None else int(place["call"])
+
+
+def _place(node: torch.fx.Node) -> dict[str, Any] | None:
+    custom = node.meta.get("custom")
+    found: dict[str, Any] | None = custom.get(KEY) if isinstance(custom, dict) else None
+    return found or node.meta.get(KEY)
+
+
+def leave_custom_to_users(graph: torch.fx.Graph) -> None:
+    """Move what scopetrace wrote from `meta["custom"]["scopetrace"]` to `meta["scopetrace"]`."""
+    for node in graph.nodes:
+        custom = dict(node.meta.pop("custom", {}))
+        if KEY in custom:
+            node.meta[KEY] = custom.pop(KEY)
+        if custom:
+            node.meta["custom"] = custom
+
+
+def set_node_value(node: torch.fx.Node, value: Any) -> None:
+    """Write what the node returns: a fake tensor, a symbolic number, or a nesting of these."""
+    node.meta["val"] = value
+
+
+def node_value(node: torch.fx.Node) -> Any:
+    """What the node returns: a fake tensor, a symbolic number, or a nesting of these; None where it returns nothing."""
+    return node.meta.get("val")
+
+
+def set_origin(node: torch.fx.Node, module_stack: dict[str, tuple[str, str]], stack_trace: str | None) -> None:
+    """Write `nn_module_stack` and `stack_trace` as torch.export does. The dict is copied."""
+    node.meta["nn_module_stack"] = dict(module_stack)
+    if stack_trace is not None:
+        node.meta["stack_trace"] = stack_trace
+
+
+def set_given(node: torch.fx.Node, given: dict[str, Any]) -> None:
+    """Write what a user or an earlier graph says of the node: `custom` beside ours, other keys in place of ours."""
+    node.meta.update({key: dict(found) for key, found in given.items() if key != "custom"})
+    node.meta["custom"] = {**given.get("custom", {}), **node.meta.get("custom", {})}
+
+
+def set_unbacked_bindings(node: torch.fx.Node, bindings: Any) -> None:
+    """Write `unbacked_bindings`: by symbol that the node makes, where in its result it stands."""
+    node.meta["unbacked_bindings"] = bindings

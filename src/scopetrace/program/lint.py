@@ -12,12 +12,11 @@ import torch.fx
 
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import InvalidTapeError, LintError
-from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import ProgramTape, Tape
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS, operand_count
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 
@@ -43,7 +42,7 @@ def _graph_problems(graph_module: torch.fx.GraphModule) -> Iterator[str]:
 def _node_problems(program: FxLowering, calls: list[ModuleCall], scopes: dict[str, Scope]) -> Iterator[str]:
     table = {call.position: call for call in calls}
     for node in program.graph.nodes:
-        path, position = meta.scope_path(node), meta.call_position(node)
+        path, position = scope_path(node), call_position(node)
         if path is None and position is None:
             continue  # made by a user's pass
         if path not in scopes:
@@ -52,7 +51,7 @@ def _node_problems(program: FxLowering, calls: list[ModuleCall], scopes: dict[st
             yield f"{node.name}: its call {position} is not in the trace"
         elif table[position].scope not in scopes[path].ancestors():
             yield f"{node.name}: its scope {path} is not inside its call's, {table[position].scope}"
-        if node.op in ("placeholder", "get_attr") and meta.value(node) is None and node.target not in program.bodies:
+        if node.op in ("placeholder", "get_attr") and node_value(node) is None and node.target not in program.bodies:
             yield f"{node.name}: it has no meta['val']"
 
 

@@ -16,10 +16,9 @@ from typing import Any, NamedTuple
 
 import torch.fx
 
-from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope, common_scope
 from scopetrace.ir.tape import Call
-from scopetrace.program.graph import NodeState
+from scopetrace.program.graph import NodeState, call_position, scope_path
 
 Node = torch.fx.Node
 _STEPS = ("call_function", "call_method", "call_module")
@@ -86,7 +85,7 @@ class Matching:
         found: dict[Node | None, None] = {}
         for state, path in self._readers[old]:
             reader = self.now.get(state.node)
-            if reader is None or not _is_between(meta.call_position(state.node), start, stop):
+            if reader is None or not _is_between(call_position(state.node), start, stop):
                 continue
             found[dict(operands(reader.args, reader.kwargs)).get(path)] = None
         return list(found)
@@ -109,7 +108,7 @@ class Matching:
     def _of_meta(self, node: Node) -> Place | None:
         if node.op == "output":
             return self._root
-        call, scope = self._calls.get(_position(node)), self._scopes.get(meta.scope_path(node) or "")
+        call, scope = self._calls.get(_position(node)), self._scopes.get(scope_path(node) or "")
         if call is None:
             return None
         return Place(call, scope if scope is not None and call.scope in scope.ancestors() else call.scope)
@@ -194,20 +193,20 @@ def _collect(x: Any, path: tuple[Any, ...], found: list[tuple[tuple[Any, ...], N
 
 def _are_one(state: NodeState, node: Node) -> bool:
     """Whether a node of another graph with the name of an old one is that node, perhaps with another target."""
-    return state.op == node.op and meta.call_position(state.node) == meta.call_position(node)
+    return state.op == node.op and call_position(state.node) == call_position(node)
 
 
 def _by_kind(nodes: Iterable[Node]) -> dict[Any, list[Node]]:
     """Nodes by what they call and in which call, in order; only those that have their place in meta."""
     found = collections.defaultdict[Any, list[Node]](list)
     for node in nodes:
-        if meta.call_position(node) is not None:
-            found[node.op, node.target, meta.call_position(node), meta.scope_path(node)].append(node)
+        if call_position(node) is not None:
+            found[node.op, node.target, call_position(node), scope_path(node)].append(node)
     return found
 
 
 def _position(node: Node) -> int:
-    position = meta.call_position(node)
+    position = call_position(node)
     return -1 if position is None else position
 
 

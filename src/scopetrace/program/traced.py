@@ -44,7 +44,6 @@ from scopetrace.errors import (
     TraceFileError,
 )
 from scopetrace.functionalization.functionalizer import functionalize
-from scopetrace.ir import meta
 from scopetrace.ir.conditions import decided_by
 from scopetrace.ir.effects import refusal
 from scopetrace.ir.scopes import Scope, common_scope
@@ -55,7 +54,7 @@ from scopetrace.program.boundary import CallBoundary, held_now, other_strides, w
 from scopetrace.program.compiled import as_the_graph_returns
 from scopetrace.program.decompositions import decomposed
 from scopetrace.program.edits import Reading
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, call_position, scope_path
 from scopetrace.program.inline import inlined
 from scopetrace.program.state import HeldTensors
 
@@ -173,7 +172,7 @@ class ModuleCall:
 
 def _with_position(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node]]:
     """The nodes that a module call made, with the position of the innermost one."""
-    found = [(meta.call_position(n), n) for n in graph.nodes if n.op not in ("placeholder", "output")]
+    found = [(call_position(n), n) for n in graph.nodes if n.op not in ("placeholder", "output")]
     return [(position, n) for position, n in found if position is not None]
 
 
@@ -326,11 +325,11 @@ class TracedProgram:
 
     def scope_of(self, node: torch.fx.Node) -> Scope:
         """See `Trace.scope_of`."""
-        path = meta.scope_path(node)
+        path = scope_path(node)
         if path is not None and path in self.scopes:
             return self.scopes[path]
         for near in (list(node.users), node.all_input_nodes):
-            found = [self.scopes[p] for n in near if (p := meta.scope_path(n)) in self.scopes and n.op != "output"]
+            found = [self.scopes[p] for n in near if (p := scope_path(n)) in self.scopes and n.op != "output"]
             if found:
                 return common_scope(found)
         return self.tape.root

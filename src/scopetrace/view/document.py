@@ -12,9 +12,8 @@ import torch
 import torch.fx
 
 from scopetrace.containers.structure import container_type, open_container
-from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.select import level, select_calls
 from scopetrace.view.tree import named, target_text, value_text
@@ -38,7 +37,7 @@ def document(program: TracedProgram, *, depth: int | None = None, scope: str | N
         _op(n, root) | ({"graph": name} if name else {})
         for name, inner in graphs
         for n in inner.nodes
-        if n.op.startswith("call_") and (meta.scope_path(n) or root.path) in chosen
+        if n.op.startswith("call_") and (scope_path(n) or root.path) in chosen
     ]
     return {
         "model": root.path,
@@ -73,8 +72,8 @@ def _op(node: torch.fx.Node, root: Scope) -> dict[str, Any]:
     return {
         "name": node.name,
         "target": target_text(node),
-        "scope": meta.scope_path(node) or root.path,
-        "call": meta.call_position(node) or 0,
+        "scope": scope_path(node) or root.path,
+        "call": call_position(node) or 0,
         **_type(node),
         "inputs": [n.name for n in node.all_input_nodes],
         "args": [plain_data(a) for a in node.args],
@@ -98,7 +97,7 @@ def _call(call: ModuleCall) -> dict[str, Any]:
 
 def _type(node: torch.fx.Node) -> dict[str, Any]:
     """Shape and dtype of a node's tensor; None for ops with several results, whose `getitem` nodes have their own."""
-    value = meta.value(node)
+    value = node_value(node)
     if not isinstance(value, torch.Tensor):
         return {"shape": None, "dtype": None}
     shape = [size if isinstance(size, int) else str(size) for size in value.shape]

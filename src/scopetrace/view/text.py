@@ -29,9 +29,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace.ir import meta
 from scopetrace.ir.tape import signature_of
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, node_value
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.select import matches, unmatched
 from scopetrace.view.tree import Folder, Namer, Op, Run, Section, Tree, module_prefix, named, op_text, typed, value_text
@@ -183,7 +182,7 @@ def outermost(section: Section, pattern: str) -> Iterator[Section]:
 
 def _op_line(op: Op, name: Namer) -> str:
     """`%linear: f32[1, 16] = aten.linear(%x, self.weight)`, or the right side alone for an op without results."""
-    value = meta.value(op.node)
+    value = node_value(op.node)
     text = op_text(op.node, name)
     if op.parts:
         slots = range(len(value)) if isinstance(value, (list, tuple)) else sorted(op.parts)
@@ -204,7 +203,7 @@ def _in_place(node: torch.fx.Node, prefix: str | None, constants: Container[str]
     if (
         node.op != "get_attr"
         or prefix is None
-        or meta.value(node) is None
+        or node_value(node) is None
         or not target.startswith(prefix)
         or target in constants
     ):

@@ -26,9 +26,8 @@ from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.symbols import Symbolic, number_text
 from scopetrace.containers.structure import container_type, leaves, open_container
 from scopetrace.formatting import LONGEST, short_repr
-from scopetrace.ir import meta
 from scopetrace.ir.tape import BodyTape, Tape
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 
@@ -117,7 +116,7 @@ class Tree:
                     self._fill(body, section)
 
     def _call_of(self, node: torch.fx.Node) -> ModuleCall:
-        position = meta.call_position(node)
+        position = call_position(node)
         return next((call for call in self.calls if call.position == position), self.calls[0])
 
     def _number(self, section: Section, count: int) -> int:
@@ -210,7 +209,7 @@ def _taken(node: torch.fx.Node) -> tuple[torch.fx.Node, int] | None:
     if node.target is not operator.getitem:
         return None
     source, slot = node.args
-    if isinstance(source, torch.fx.Node) and isinstance(slot, int) and isinstance(meta.value(source), (list, tuple)):
+    if isinstance(source, torch.fx.Node) and isinstance(slot, int) and isinstance(node_value(source), (list, tuple)):
         return source, slot
     return None
 
@@ -224,9 +223,9 @@ def _places(nodes: list[torch.fx.Node]) -> list[tuple[torch.fx.Node, int, str]]:
     places: list[tuple[torch.fx.Node, int, str]] = []
     near: tuple[int, str] = (0, "")
     for node in reversed(nodes):
-        position = meta.call_position(node)
+        position = call_position(node)
         if position is not None and node.target is not set_grad_enabled:
-            near = (position, meta.scope_path(node) or "")
+            near = (position, scope_path(node) or "")
         places.append((node, *near))
     return places[::-1]
 
@@ -345,7 +344,7 @@ class Folder:
         return section.signature
 
     def _op(self, op: Op, names: _Names) -> str:
-        return f"{tuple(op.parts)} {type_text(meta.value(op.node))} = {op_text(op.node, names)}"
+        return f"{tuple(op.parts)} {type_text(node_value(op.node))} = {op_text(op.node, names)}"
 
 
 class _Names:
@@ -360,7 +359,7 @@ class _Names:
         self.outside: list[torch.fx.Node] = []
         if section.program is not None:  # a body uses nothing from outside but its operands
             taken = section.program.graph.find_nodes(op="placeholder")
-            self._found = {node: f"operand {i}: {type_text(meta.value(node))}" for i, node in enumerate(taken)}
+            self._found = {node: f"operand {i}: {type_text(node_value(node))}" for i, node in enumerate(taken)}
         self._found |= dict.fromkeys(tree.bodies, "body")
 
     def __call__(self, node: torch.fx.Node) -> str:
@@ -369,10 +368,10 @@ class _Names:
             return f"%{op.number - self._section.first}.{slot}"
         target = str(node.target)
         if node.op == "get_attr" and self._prefix and target.startswith(self._prefix):
-            return f"self.{target.removeprefix(self._prefix)}: {type_text(meta.value(node))}"
+            return f"self.{target.removeprefix(self._prefix)}: {type_text(node_value(node))}"
         text = self._found.get(node)
         if text is None:
-            text = self._found[node] = f"{len(self.outside)}: {type_text(meta.value(node))}{self._content(node)}"
+            text = self._found[node] = f"{len(self.outside)}: {type_text(node_value(node))}{self._content(node)}"
             self.outside.append(node)
         return text
 
@@ -438,7 +437,7 @@ def named(node: torch.fx.Node) -> str:
 
 def typed(node: torch.fx.Node) -> str:
     """`%name: f32[2, 3]`."""
-    text = type_text(meta.value(node))
+    text = type_text(node_value(node))
     return f"{named(node)}: {text}" if text else named(node)
 
 

@@ -38,13 +38,12 @@ from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.ir import meta
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
 from scopetrace.lower.exported.frames import ModuleCallFrame
 from scopetrace.lower.exported.identities import Identities, casts
 from scopetrace.ops.functional_variants import by_name, tensor_of
-from scopetrace.program.graph import has_effect, live_ops
+from scopetrace.program.graph import call_position, has_effect, live_ops
 
 Node = torch.fx.Node
 
@@ -273,7 +272,7 @@ def _grad_regions(nodes: list[Node]) -> list[tuple[list[Node], bool]]:
 
 
 def _wanted(node: torch.fx.Node, at: dict[int, ModuleCallFrame]) -> ModuleCallFrame | None:
-    position = meta.call_position(node)
+    position = call_position(node)
     return None if position is None or "nn_module_stack" not in node.meta else at[position]
 
 

@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 
 from scopetrace._compat.export import guards_of, set_guards
-from scopetrace.ir import meta
+from scopetrace.program.graph import node_value
 
 _ALIAS = torch.ops.aten.alias.default
 
@@ -63,7 +63,7 @@ def _add_aliases(program: ExportedProgram) -> set[str]:
     named = {x.name for x in _tensors_of_calls(program)}
     renamed: dict[str, str] = {}
     for node in list(program.graph.nodes):
-        if node.name in named and node.op == "call_function" and isinstance(meta.value(node), torch.Tensor):
+        if node.name in named and node.op == "call_function" and isinstance(node_value(node), torch.Tensor):
             with program.graph.inserting_after(node):
                 alias = program.graph.call_function(_ALIAS, (node,))
             alias.meta = dict(node.meta)

@@ -22,11 +22,10 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, persistent_buffers_of
 from scopetrace.containers.structure import container_type, identifier, map_structure
 from scopetrace.errors import ExportError
-from scopetrace.ir import meta
 from scopetrace.ir.tape import Call, FunctionalTape, Value
 from scopetrace.lower.exported.calls import PLAIN, argument_of, is_erased
 from scopetrace.lower.exported.frames import ModuleCallFrame
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, node_value, set_node_value
 
 _PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_"}
 
@@ -174,7 +173,7 @@ class Lifted:
             return self._placeholder(
                 state.placeholder, self._tape.fake_mode.from_tensor(state.tensor, static_shapes=True)
             )
-        node = self._placeholder(state.placeholder, meta.value(read))
+        node = self._placeholder(state.placeholder, node_value(read))
         self._move(read, node)
         return node
 
@@ -190,7 +189,7 @@ class Lifted:
         if taken.op == "call_function":  # as in torch.export, an input has its name, and an op another
             node.name, taken.name = taken.name, node.name
         node.target = node.name
-        meta.set_value(node, value)
+        set_node_value(node, value)
         return node
 
     def _arguments(self, names: list[str]) -> tuple[list[torch.fx.Node], Any]:

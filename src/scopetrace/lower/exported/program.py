@@ -25,7 +25,6 @@ from scopetrace._compat.ops import is_op, outside_modes, schema_of
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
-from scopetrace.ir import meta
 from scopetrace.ir.tape import FunctionalTape, Value, flat, garbage_collection_paused
 from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
@@ -34,7 +33,7 @@ from scopetrace.lower.exported.frames import ModuleCallFrame, frames_of
 from scopetrace.lower.exported.identities import Identities
 from scopetrace.lower.exported.inputs import Lifted, states
 from scopetrace.lower.exported.outputs import Outputs
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, leave_custom_to_users, node_value, set_node_value
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record import argument_names
 
@@ -79,7 +78,7 @@ def _build(
     place = place_nodes(program.graph, frames)
     calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], chosen, identities, lifted.lower)
     for lowered in program.walk():
-        meta.leave_custom_to_users(lowered.graph)
+        leave_custom_to_users(lowered.graph)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
     bodies: dict[str, torch.fx.GraphModule] = {name: body.graph_module() for name, body in program.bodies.items()}
     with torch.set_grad_enabled(tape.ops[0].grad if tape.ops else True):
@@ -146,9 +145,9 @@ def _fill_values(graph: torch.fx.Graph) -> None:
     """Compute `tensor_meta`, and `val` of the nodes of symbolic-size arithmetic, which lowering leaves without."""
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
-            args = torch.fx.map_arg(node.args, meta.value)
+            args = torch.fx.map_arg(node.args, node_value)
             symbolic = node.target is not torch.ops.aten._assert_scalar.default
-            meta.set_value(node, node.target(*args) if symbolic and callable(node.target) else None)
+            set_node_value(node, node.target(*args) if symbolic and callable(node.target) else None)
         if node.op != "output":
             compat.set_tensor_meta(node)
 

@@ -18,10 +18,10 @@ import onnx_ir as ir
 import torch
 import torch.fx
 
-from scopetrace.ir import meta
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Operand, Results, Subgraph
 from scopetrace.lower.onnx.naming import SITE, FunctionNames, Labels, SizeNames, forget_sizes_made_inside, output_names
 from scopetrace.lower.onnx.weights import onnx_tensor
+from scopetrace.program.graph import node_value
 from scopetrace.program.outlined import Function
 
 
@@ -189,7 +189,7 @@ class Assembler:
         nodes = [x for x in leaving if isinstance(x, torch.fx.Node) and x.op != "placeholder"]
         outputs = [x for x in nodes if x in self._original]
         read = [n for n in inputs if n in self._original] if outputs else []
-        values = {n: self.sizes.new_value(meta.value(n)) for n in inputs if n not in read}
+        values = {n: self.sizes.new_value(node_value(n)) for n in inputs if n not in read}
         if outputs:
             graph = ir.convenience.extract(
                 self._graph, [self._original[n] for n in read], [self._original[n] for n in outputs]

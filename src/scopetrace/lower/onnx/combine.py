@@ -28,13 +28,12 @@ from scopetrace._compat.symbols import Symbolic, example, to_expr
 from scopetrace._compat.tensors import FreshFakes
 from scopetrace.containers.structure import leaves_with_path, tensor_holders
 from scopetrace.errors import OnnxExportError
-from scopetrace.ir import meta
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, ViewOf
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.overwrite import OVERWRITE
 from scopetrace.ops.views import is_row_major
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, node_value, scope_path, set_node_value
 from scopetrace.program.outlined import Function
 
 Operand = torch.fx.Node | bool | int | float | complex
@@ -62,7 +61,7 @@ class CallSite:
     @property
     def scope(self) -> str:
         """The scope path of the module call that it stands for."""
-        return meta.scope_path(self.node) or ""
+        return scope_path(self.node) or ""
 
     @property
     def fqn(self) -> str:
@@ -150,14 +149,14 @@ class CombinedGraph:
 
     def _leave_out(self, subgraph: Subgraph) -> None:
         nodes = subgraph.program.graph.nodes
-        subgraph.inputs = [self._input(subgraph, meta.value(n)) for n in nodes if n.op == "placeholder"]
+        subgraph.inputs = [self._input(subgraph, node_value(n)) for n in nodes if n.op == "placeholder"]
         given = pytree.tree_leaves(subgraph.program.output.args[0])
-        subgraph.unknown = [self._input(subgraph, meta.value(n)) for n in given]
+        subgraph.unknown = [self._input(subgraph, node_value(n)) for n in given]
         subgraph.outputs = list(subgraph.unknown)
 
     def _copy(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
         if node.op == "placeholder":
-            new = self._input(subgraph, meta.value(node))
+            new = self._input(subgraph, node_value(node))
             subgraph.inputs.append(new)
             self._nodes[subgraph, node] = new
         elif node.op == "get_attr":
@@ -168,7 +167,7 @@ class CombinedGraph:
             raise OnnxExportError(
                 "a leaf module has no ONNX form",
                 op=str(node.target),
-                module=meta.scope_path(node),
+                module=scope_path(node),
                 hint="name it in plugins= in place of leaf_modules=",
             )
         elif node.target is INVOKE:
@@ -187,7 +186,7 @@ class CombinedGraph:
 
     def _strided(self, subgraph: Subgraph, node: torch.fx.Node) -> torch.fx.Node:
         """`as_strided`, on a row-major copy of its base in the order of memory: ONNX knows no strides."""
-        base, view = meta.value(node.all_input_nodes[0]), meta.value(node)
+        base, view = node_value(node.all_input_nodes[0]), node_value(node)
         order, shift = in_memory_order(base.stride()), view.storage_offset() - base.storage_offset()
         last = shift + sum((n - 1) * step for n, step in zip(view.shape, view.stride(), strict=True))
         is_inside = example(shift) >= 0 and example(last) < max(example(base.numel()), 1)
@@ -196,7 +195,7 @@ class CombinedGraph:
             raise OnnxExportError(
                 "as_strided reads memory that its base does not fill, and ONNX knows no memory",
                 op=str(node.target),
-                module=meta.scope_path(node),
+                module=scope_path(node),
                 hint="index the tensor that the base is a part of, or clone() the base first",
             )
 
@@ -213,14 +212,14 @@ class CombinedGraph:
     def _input(self, subgraph: Subgraph, value: Any) -> torch.fx.Node:
         with self.graph.inserting_before(self._start):
             node = self.graph.placeholder(f"input_{next(self._count)}")
-        meta.set_value(node, value)
+        set_node_value(node, value)
         self._subgraph_of[node] = subgraph
         return node
 
     def _attribute(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
         name, program = str(node.target), subgraph.program
         if name in program.tape.attributes:
-            self._nodes[subgraph, node] = self._held(subgraph, name, subgraph.tensor(name), meta.value(node))
+            self._nodes[subgraph, node] = self._held(subgraph, name, subgraph.tensor(name), node_value(node))
         elif name in program.bodies and any(user.target is not INVOKE for user in node.users):
             self._nodes[subgraph, node] = self._branch(
                 program.bodies[name]
@@ -229,7 +228,7 @@ class CombinedGraph:
             raise OnnxExportError(
                 "an op takes an object that is no tensor, such as packed weights",
                 op=str(user.target),
-                module=meta.scope_path(user),
+                module=scope_path(user),
                 hint="trace the model before it is quantized, or name the module in plugins=",
             )
 
@@ -249,7 +248,7 @@ class CombinedGraph:
         if not hasattr(self.root, name):
             for inner in body.walk():
                 for node in inner.graph.nodes:  # torch computes the values of conditions again, and wants an entry
-                    meta.set_value(node, meta.value(node))
+                    set_node_value(node, node_value(node))
             self.root.add_module(name, body.graph_module())
         return self.graph.create_node("get_attr", name, name=name)
 
@@ -262,7 +261,7 @@ class CombinedGraph:
             self._add(callee)
         operands = [self._map(subgraph, a) for a in node.args[2:]]
         callee.fits_all &= list(map(_kind, operands)) == list(map(_kind, callee.inputs))
-        results = [self._input(subgraph, value) for value in meta.value(node)]
+        results = [self._input(subgraph, value) for value in node_value(node)]
         for user in node.users:
             assert user.target is operator.getitem
             self._nodes[subgraph, user] = results[user.args[1]]  # type: ignore[index]
@@ -284,7 +283,7 @@ class CombinedGraph:
         self.graph.erase_node(self._start)
         for node in self.inputs:
             if node.users or not nodes:  # torch.onnx takes no empty graph
-                meta.set_value(node, self.fakes.like(self._subgraph_of[node], meta.value(node)))
+                set_node_value(node, self.fakes.like(self._subgraph_of[node], node_value(node)))
             else:
                 self.graph.erase_node(node)
         self.graph.output(tuple(nodes))
@@ -293,7 +292,7 @@ class CombinedGraph:
 
 def _kind(x: Operand) -> Hashable:
     """A key that is equal for values of equal sizes."""
-    value = meta.value(x) if isinstance(x, torch.fx.Node) else x
+    value = node_value(x) if isinstance(x, torch.fx.Node) else x
     if isinstance(value, torch.Tensor):
         return to_expr(tuple(value.shape))
     return to_expr(value) if isinstance(value, Symbolic) else value

@@ -20,7 +20,6 @@ import torch
 import torch.fx
 
 from scopetrace.errors import OnnxOpError, OnnxOptionError
-from scopetrace.ir import meta
 from scopetrace.ir.tape import garbage_collection_paused
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
@@ -31,7 +30,7 @@ from scopetrace.lower.onnx.ops import OpFunctions, split_ops
 from scopetrace.lower.onnx.translate import exported_program, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import add_outputs, attach, chosen, onnx_tensor, save
-from scopetrace.program.graph import FxLowering
+from scopetrace.program.graph import FxLowering, call_position
 from scopetrace.program.outlined import Function, Target, is_named, outline_calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
@@ -315,7 +314,7 @@ def _attributes(flat: TracedProgram, main: TracedProgram, attributes: CallAttrib
     attributes_of, calls = read_attributes(attributes), {call.position: call for call in main.calls}
 
     def of(subgraph: Subgraph, site: CallSite, needed: Container[str]) -> dict[str, Any]:
-        position = meta.call_position(site.node)
+        position = call_position(site.node)
         assert position is not None
         call = calls[position]
         found = attributes_of(call)

@@ -19,10 +19,10 @@ import torch.fx
 
 from scopetrace._compat.onnx import onnx_type
 from scopetrace._compat.symbols import expression_text, to_expr
-from scopetrace.ir import meta
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.lower.onnx.combine import CallSite, Subgraph, result_name
 from scopetrace.outline import FunctionOutput
+from scopetrace.program.graph import scope_path
 from scopetrace.program.outlined import Function
 
 _KEY = "pkg.torch.onnx."
@@ -174,7 +174,7 @@ class Home:
 
 def label(node: ir.Node, home: Home, source: torch.fx.Node | None, target: str) -> None:
     """Set `metadata_props`: scope, module classes and source lines of the torch.fx node."""
-    path = None if source is None else meta.scope_path(source)
+    path = None if source is None else scope_path(source)
     stack = [] if source is None else home.stack_of(source.meta.get("nn_module_stack") or {})
     name = node.op_type if source is None else source.name
     node.metadata_props.clear()

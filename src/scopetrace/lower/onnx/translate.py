@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once, with_batch_statistics
 from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
-from scopetrace.ir import meta
 from scopetrace.lower.exported.calls import argument_of
 from scopetrace.lower.onnx import Table
 from scopetrace.lower.onnx.ops import OpFunctions
+from scopetrace.program.graph import scope_path, set_node_value, set_unbacked_bindings
 
 
 def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedProgram:
@@ -35,8 +35,8 @@ def exported_program(root: torch.nn.Module, graph: torch.fx.Graph) -> ExportedPr
     ins, outs = [argument_of(n) for n in inputs], [argument_of(n) for n in outputs]
     for node in graph.nodes:
         if node.op != "placeholder":
-            meta.set_value(node, None)  # torch computes the values again, with its own symbols
-            meta.set_unbacked_bindings(node, {})
+            set_node_value(node, None)  # torch computes the values again, with its own symbols
+            set_unbacked_bindings(node, {})
             node.meta.setdefault("nn_module_stack", {})
             node.meta.setdefault("stack_trace", "")
     signature = ExportGraphSignature(
@@ -100,13 +100,13 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
     name = node_in_error(causes)
     ops, missing = (list(program.graph.nodes), []) if name is None else decomposed(program, opset_version, table)
     if missing:
-        return OnnxOpError(list(dict.fromkeys((_op(n), meta.scope_path(n), _source(n)) for n in missing)))
+        return OnnxOpError(list(dict.fromkeys((_op(n), scope_path(n), _source(n)) for n in missing)))
     said = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0]
     node = next((n for n in ops if n.name == name or (name is None and _is_in(n, str(causes[-1])))), None)
     problem = f"torch.onnx failed{f' at {name}' if name else ''}: {type(causes[-1]).__name__}: {said}"
     if node is None:
         return OnnxExportError(problem)
-    return OnnxExportError(problem, op=_op(node), module=meta.scope_path(node), source=_source(node))
+    return OnnxExportError(problem, op=_op(node), module=scope_path(node), source=_source(node))
 
 
 def _is_in(node: torch.fx.Node, text: str) -> bool:
