@@ -328,6 +328,10 @@ def unwrapped(t: torch.Tensor) -> torch.Tensor:
     return t
 
 
+without_transforms: Any = torch._C._DisableFuncTorch
+"""A context in which tensors are made and read as outside of functorch transforms."""
+
+
 class _BelowTransforms(TorchDispatchMode):
     """Sees the ops that functorch transforms turn an op into, on plain tensors."""
 

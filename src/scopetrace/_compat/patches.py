@@ -52,6 +52,9 @@ class Observer(HookListener, Protocol):
     def on_custom_function(self, cls: type, args: Any) -> Any:
         """A `torch.autograd.Function` is applied. Returns what it gives, or NotImplemented to let torch apply it."""
 
+    def on_reentrant(self, tensors: list[torch.Tensor]) -> None:
+        """A reentrant checkpoint begins: its results require grad only if one of these does."""
+
     def on_seed(self) -> None:
         """The forward seeds torch's generator."""
 
@@ -270,7 +273,9 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
 def _reentrant(observer: Observer, function: Callable[..., Any], args: Any) -> Any:
     """A reentrant checkpoint: what it wraps runs. Its results require grad only if one of its arguments does."""
     mark = observer.mark()
-    keeps = any(requires_grad_of(t) for t in args if isinstance(t, torch.Tensor))
+    tensors = [t for t in args if isinstance(t, torch.Tensor)]
+    observer.on_reentrant(tensors)
+    keeps = any(map(requires_grad_of, tensors))
     with contextlib.nullcontext() if keeps else torch.no_grad():
         out = function(*args)
     observer.on_recomputed(mark)

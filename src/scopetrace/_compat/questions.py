@@ -242,18 +242,33 @@ def _tell_grad_mode(listener: Listener, enabled: bool, frame: FrameType) -> None
 
 
 def _report_switches(replace: Replace, listener: Listener, mine: Mine) -> None:
-    switch, autocast = torch._C._set_grad_enabled, torch.amp.autocast_mode.autocast
-    enter, leave, infer = autocast.__enter__, autocast.__exit__, torch.inference_mode.__enter__
+    switch, inference = torch._C._set_grad_enabled, torch.inference_mode
+    enter, leave = inference.__enter__, inference.__exit__
 
     def set_grad_enabled(enabled: bool) -> None:
         if _slots._schema_check_mode is not None and mine():
             _tell_grad_mode(listener, enabled, sys._getframe(1))
         switch(enabled)
 
-    def enter_inference(self: Any) -> Any:
-        if mine() and self.mode:
-            listener.on_grad_mode(False)
-        return infer(self)
+    def __enter__(self: Any) -> Any:
+        if mine():
+            listener.on_grad_mode(not self.mode)  # `inference_mode(False)` switches autograd on
+        return enter(self)
+
+    def __exit__(self: Any, *error: Any) -> None:
+        if mine():
+            listener.on_grad_block_end()
+        leave(self, *error)
+
+    replace(torch._C, "_set_grad_enabled", set_grad_enabled)
+    replace(inference, "__enter__", __enter__)
+    replace(inference, "__exit__", __exit__)
+    _report_autocast(replace, listener, mine)
+
+
+def _report_autocast(replace: Replace, listener: Listener, mine: Mine) -> None:
+    autocast = torch.amp.autocast_mode.autocast
+    enter, leave = autocast.__enter__, autocast.__exit__
 
     def __enter__(self: Any) -> Any:
         if mine():
@@ -265,8 +280,6 @@ def _report_switches(replace: Replace, listener: Listener, mine: Mine) -> None:
             listener.on_autocast(False)
         return leave(self, *error)
 
-    replace(torch._C, "_set_grad_enabled", set_grad_enabled)
-    replace(torch.inference_mode, "__enter__", enter_inference)
     replace(autocast, "__enter__", __enter__)
     replace(autocast, "__exit__", __exit__)
 

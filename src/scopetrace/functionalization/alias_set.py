@@ -75,7 +75,7 @@ class AliasSet:
         self.version = 0
         """How many writes there were."""
         self.is_seen = False
-        """Whether autograd sees one of the writes, where it is on in the call."""
+        """Whether autograd is on at one of the writes, which is not hidden from it."""
         self.reshaped: dict[Value, tuple[Value, Op]] = {}
         """By `transpose_` and its kind: what became of an alias, and the op."""
         self._emitter = emitter

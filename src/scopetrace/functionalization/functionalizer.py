@@ -32,6 +32,7 @@ from scopetrace.ir.tape import (
     checks_enabled,
     garbage_collection_paused,
     map_argument,
+    values_in,
 )
 from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import (
@@ -153,7 +154,10 @@ class Functionalizer(TapeCopier):
         args, kwargs = self.present((op.args, op.kwargs), op)
         kept = self._kept_for_backward(op)
         if kept:
-            args, kwargs = self._apart(op, (args, kwargs), kept)
+            args, kwargs = self._apart(op, _aten.clone.default, (args, kwargs), kept)
+        if name in _WITHOUT_DERIVATIVE:
+            now = {v for v in values_in(args) if v.requires_grad}
+            args, kwargs = self._apart(op, _aten.detach.default, (args, kwargs), now)
         args, kwargs = call_variant(variant, func, args, kwargs)
         if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
             variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
@@ -176,10 +180,10 @@ class Functionalizer(TapeCopier):
         outside = {v.storage for v in self.originals.values()}
         return {v for v in now if v.storage in outside}
 
-    def _apart(self, op: Op, x: Any, kept: set[Value]) -> Any:
-        """The arguments with copies of the values `kept`."""
-        clone = self.emitter.bound(self.moved(op))
-        return map_argument(lambda v: clone(_aten.clone.default, v) if isinstance(v, Value) and v in kept else v, x)
+    def _apart(self, op: Op, by: Any, x: Any, values: set[Value]) -> Any:
+        """The arguments with copies, or what else the op `by` makes, of some values."""
+        emit = self.emitter.bound(self.moved(op))
+        return map_argument(lambda v: emit(by, v) if isinstance(v, Value) and v in values else v, x)
 
     def _store(self, op: Op, variant: FunctionalVariant, out: Any) -> None:
         """Write the variant's results where they belong, and bind what the op returned."""
@@ -229,25 +233,22 @@ class Functionalizer(TapeCopier):
             for value in returned:
                 aliases.link(value, ViewMeta(aliases.same(target)))
             aliases.replace(aliases.same(target), new)
-            aliases.is_seen = aliases.is_seen or self._is_seen(op)
+            aliases.is_seen = aliases.is_seen or op.grad
             return
         hidden = self._is_hidden(op, target)
         if hidden:
             new = aliases.overwritten(aliases.read(target, origin), new, origin)
         aliases.write(target, new, origin, hidden=hidden)
-        aliases.is_seen = aliases.is_seen or (self._is_seen(op) and not hidden)
-
-    def _is_seen(self, op: Op) -> bool:
-        """Whether autograd is on for an op, where it is on in the call."""
-        return op.grad or not (isinstance(self.old, RecordedTape) and self.old.grad)
+        aliases.is_seen = aliases.is_seen or (op.grad and not hidden)
 
     def _is_hidden(self, op: Op, target: Value) -> bool:
         """Whether autograd does not see a write, though values in this memory may carry gradients."""
         if not self.grad:
             return False
         aliases = self.sets[target.storage]
-        seen = op.grad and (target in op.tracked or not aliases.has_history(target))
-        brings = op.grad and any(v is not target for v in op.tracked)
+        recorded = op.grad and not _is_logical(op)
+        seen = recorded and (target in op.tracked or not aliases.has_history(target))
+        brings = recorded and any(v is not target for v in op.tracked)
         detached = self._detached(aliases, target) if brings or self._severed else None
         if detached in self._severed:
             return True
@@ -427,7 +428,16 @@ _KEEPS_NOTHING = frozenset(
 )
 """Ops in place whose backward does not need what they overwrite."""
 
-_COVERING = frozenset({"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"})
+_WITHOUT_DERIVATIVE = frozenset({"normal_", "bernoulli_", "uniform_"})
+"""Ops in place whose functional variants have no derivative, or none of complex numbers. That of what they overwrite is
+zero."""
+
+_COVERING = frozenset(
+    {
+        *("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"),
+        *("eq_", "ne_", "lt_", "le_", "gt_", "ge_"),  # the gradient of both operands is zero
+    }
+)
 
 
 def _covers(op: Op) -> bool:
@@ -436,6 +446,11 @@ def _covers(op: Op) -> bool:
         return bool(op.writes)
     schema = schema_of(op.target)
     return schema.op_name in _COVERING or is_random(op.target) or any(a.is_out for a in schema.arguments)
+
+
+def _is_logical(op: Op) -> bool:
+    """Whether autograd leaves the history of what an op writes as it was: `logical_not_` and its kind."""
+    return is_op(op.target) and schema_of(op.target).op_name.startswith("logical_")
 
 
 _OTHER_MEMORY: dict[str, Callable[[Functionalizer, Op], None]] = {

@@ -82,8 +82,7 @@ class _Builder:
             if aliases is not None and aliases.version and last.storage == value.storage:
                 new = self.read(last)
                 given = self._give(new, copy=int(self._is_overwritten(new, last)))
-                enabled = True if new.requires_grad and not self.old.grad else None
-                found.append(CopyInto(target, given, enabled if aliases.is_seen else False))
+                found.append(CopyInto(target, given, self._mode_of_writes(aliases, new)))
         return found
 
     def _change(self, target: Target, op: Op, after: Value) -> ChangeShape | SetTo:
@@ -109,6 +108,12 @@ class _Builder:
     def _mode(self, op: Op) -> bool | None:
         """As `ViewStep.grad`, for this op."""
         return None if op.grad == self.old.grad else op.grad
+
+    def _mode_of_writes(self, aliases: AliasSet, new: Value) -> bool | None:
+        """As `CopyInto.grad`, for the new value of a base."""
+        if self.old.grad:
+            return None if aliases.is_seen else False
+        return True if aliases.is_seen and new.requires_grad else None
 
     def _last(self, value: Value) -> Value:
         return last_of(self.sets, value)

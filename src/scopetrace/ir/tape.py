@@ -395,6 +395,11 @@ class Tape:
         for body in self.bodies():
             yield from body.walk()
 
+    @property
+    def outer_grad(self) -> bool:
+        """Whether autograd is on around the ops: the mode that the graph begins and ends in."""
+        return self.ops[0].grad if self.ops else True
+
     def has_writes(self) -> bool:
         """Whether an op writes, of this tape or of a body inside it."""
         return any(op.writes for inner in self.walk() for op in inner.ops)
@@ -473,6 +478,11 @@ class ProgramTape(Tape):
     write_back: WriteBack | None = None
     """What makes the results and effects of the recorded program from what the graph gives; None where the graph's
     outputs are the results, and there are no effects."""
+
+    @property
+    def outer_grad(self) -> bool:
+        """As `grad`."""
+        return self.grad
 
     @property
     def result(self) -> Template:

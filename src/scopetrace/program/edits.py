@@ -119,7 +119,7 @@ class _GraphReader:
         self._fakes = FakeRun(self.tape.fake_mode, self._own_tensor)
         self._read_before: dict[str, Value] = {}  # parameters, buffers and constants
         self._attribute_ops = {op.target: op for op in old.tape.ops if op.kind == "get_attr"}
-        self._grad = old.tape.ops[0].grad if old.tape.ops else True
+        self._grad = old.tape.outer_grad
         self._grads = _grads(old)
         self._facts = _facts(old.tape)
 
@@ -488,7 +488,7 @@ def _empty(old: Tape) -> Any:
 
 def _grads(old: FxLowering) -> dict[Node, bool]:
     """By node of the old graph, whether autograd is on there by the switches in the graph."""
-    grad, found = (old.tape.ops[0].grad if old.tape.ops else True), {}
+    grad, found = old.tape.outer_grad, {}
     for state in old.made:
         if state.target is set_grad_enabled:
             grad = bool(state.args[0])

@@ -97,8 +97,7 @@ class FxLowering:
         self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
         self._opaque: dict[str, Any] = {}
         self.bodies: dict[str, FxLowering] = {}
-        self._grad = tape.ops[0].grad if tape.ops else True
-        self._outer_grad = self._grad
+        self._grad = tape.outer_grad
 
     def _build(self) -> None:
         tape = self.tape
@@ -115,7 +114,7 @@ class FxLowering:
         for op in tape.ops:
             if id(op) in live and op.kind != "placeholder":
                 self._emit(op)
-        self._switch_grad(self._outer_grad)
+        self._switch_grad(tape.outer_grad)
         returned = tape.outputs
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
@@ -279,8 +278,12 @@ class FxLowering:
     # ---------------------------------------------------------------- autograd on and off
 
     def _switch_grad_for(self, op: Op) -> None:
-        """Switch autograd only where the mode matters: before an op with an input that requires grad."""
-        if op.grad != self._grad and op.kind != "placeholder" and any(v.fake.requires_grad for v in op.inputs()):
+        """Switch autograd only where the mode matters: before an op with an input that requires grad.
+
+        Back to the mode of the call before any op, since an input may require grad that did not when traced.
+        """
+        is_outer = op.grad == self.tape.outer_grad and op.kind != "placeholder"
+        if op.grad != self._grad and (is_outer or any(v.fake.requires_grad for v in op.inputs())):
             self._switch_grad(op.grad)
 
     def _switch_grad(self, enabled: bool) -> None:

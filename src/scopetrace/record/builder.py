@@ -8,7 +8,7 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
 
@@ -144,7 +144,9 @@ class ValueTable:
         self._factory = factory
         self._model = model
         self._by_storage: dict[int, list[Value]] = {}
-        self._keep: list[torch.Tensor] = []  # ids and storages must not be used again while the trace runs
+        self._keep: list[torch.Tensor | torch.UntypedStorage] = []  # their ids must not be used again in this trace
+        self.transformed = False
+        """Whether a transform such as torch.vmap took a tensor of the model itself as an argument."""
         self._given: set[int] = set()  # the ids of the inputs
         self._of_bodies: set[int] = set()  # the storages that bodies of higher-order ops made
         self._replaced: set[int] = set()  # the storages that tensors of the model had before they got another in place
@@ -217,6 +219,10 @@ class ValueTable:
     def in_storage(self, storage: int) -> list[Value]:
         """The values that lie in a storage, in the order in which they were made."""
         return self._by_storage.get(storage, [])
+
+    def sharing(self, t: torch.Tensor) -> list[Value]:
+        """The values in the memory of a tensor that the forward has."""
+        return self.in_storage(self.value_of(t).storage)
 
     def fake_of(self, t: torch.Tensor) -> torch.Tensor:
         """The fake tensor of this trace for a known tensor; `t` itself where it is one."""
@@ -334,6 +340,10 @@ class ValueTable:
         return first.storage == second.storage and geometry_key(first.fake) == geometry_key(second.fake)
 
     # ---------------------------------------------------------------- tensors that change in place
+
+    def keep_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Before some tensors get other memory in place: no new tensor may get the storage that their values have."""
+        self._keep += [t.untyped_storage() for t in tensors if t.layout is torch.strided]
 
     def freeze(self, value: Value, layout: tuple[Any, ...]) -> None:
         """After an op gave the tensor of `value` another shape in place: the value keeps what it was before.

@@ -25,7 +25,7 @@ import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
-from scopetrace._compat.ops import eager, paused, unwrapped
+from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.questions import acts_on_gradients, is_module_hook
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, requires_grad_of, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure
@@ -218,6 +218,14 @@ class CallRecorder:
                 **self._builder.where(),
                 hint="trace the forward alone, without torch.autograd.grad in it",
             )
+        if self._values.transformed and not in_transform():
+            raise UnsupportedOpError(
+                "the forward differentiates, and a transform such as torch.vmap took a parameter as its argument, "
+                "from where no gradient would come",
+                op="torch.autograd.grad",
+                **self._builder.where(),
+                hint="give the transform `parameter * 1`, or use the parameter inside of its function",
+            )
         if acts_on_gradients([*self._values.examples.values(), *self._builder.tape.attributes.values()]):
             raise UnsupportedOpError(
                 "the forward differentiates, and a parameter or an input has a hook, which would change the gradient, "
@@ -243,12 +251,18 @@ class CallRecorder:
         with paused():
             return self._ops.apply_function(cls, args)
 
+    def on_reentrant(self, tensors: list[torch.Tensor]) -> None:
+        """A reentrant checkpoint begins."""
+        for t in tensors:
+            self._reads.on_requires_grad(t)
+
     def on_hook(self, t: torch.Tensor, method: str) -> None:
         """The forward hangs a hook on a tensor. On a tensor that does not require grad, torch raises itself.
 
-        A leaf from outside keeps its gradient anyway.
+        A leaf from outside keeps its gradient anyway. A view made in inference mode requires grad where its base does.
         """
-        if t.requires_grad and not (method == "retain_grad" and self._values.is_outside(t) and t.is_leaf):
+        required = t.requires_grad or any(v.requires_grad for v in self._values.sharing(t))
+        if required and not (method == "retain_grad" and self._values.is_outside(t) and t.is_leaf):
             self._refuse_hook("a hook on the gradient of a tensor", f"Tensor.{method}")
 
     def on_graph(self, t: torch.Tensor) -> None:
@@ -351,6 +365,7 @@ class CallRecorder:
             self._reads.on_gradient(t)
             if requires_grad_of(t):
                 self._refuse_flag("sets `.data` of a tensor that it made and that requires grad", "data")
+            values.keep_memory([t])
             return False
         if self.paused or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
             raise UnsupportedOpError(

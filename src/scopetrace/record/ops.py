@@ -32,7 +32,9 @@ from scopetrace._compat.ops import (
     schema_of,
     through_autocast,
     through_transform,
+    unwrapped,
     with_mode,
+    without_transforms,
 )
 from scopetrace._compat.questions import default_dtype
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
@@ -51,7 +53,7 @@ from scopetrace._compat.tensors import (
 from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
-from scopetrace.ir.tape import Value, flat
+from scopetrace.ir.tape import Value, flat, map_argument
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import FORMS, INLINED
 from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
@@ -170,6 +172,7 @@ class OpRecorder:
         """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
         if in_transform():
             self._expect_exact()
+            args, kwargs = map_argument(self._differentiable, (args, kwargs))
             start = len(self._builder.tape.ops)
             out = through_transform(self._record, func, args, kwargs)
             for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
@@ -184,6 +187,17 @@ class OpRecorder:
     def _expect_exact(self) -> None:
         if not self._exact:
             raise Retrace("a transform such as torch.vmap runs", Assumptions(exact_autograd=True))
+
+    def _differentiable(self, x: Any) -> Any:
+        """A tensor of the model as the fake one by which autograd around a transform differentiates."""
+        own = unwrapped(x) if isinstance(x, torch.Tensor) else None
+        if own is None or isinstance(own, FakeTensor):
+            return x
+        if own is not x:
+            self.values.transformed = True
+            return x
+        with without_transforms():
+            return self.values.value_of(x).fake
 
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind arrive."""
@@ -367,6 +381,8 @@ class OpRecorder:
             return self.recorded(lambda: facts.func.decompose(*args, **kwargs))
         unseen = bool(facts.written) and self._prepare_write(call)
         args, kwargs = self._with_fakes(call.given)
+        if facts.reshapes:
+            self.values.keep_memory(v.fake for v in call.inputs)
         before = _BeforeWrite(call, _tensors((args, kwargs)), undeclared)
         with torch.no_grad() if unseen else contextlib.nullcontext():
             out = self._execute(call, args, kwargs, key)

@@ -28,6 +28,7 @@ from scopetrace._compat import questions
 from scopetrace._compat.questions import Mine
 from scopetrace._compat.tensors import requires_grad_of
 from scopetrace.containers.structure import leaves
+from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     MISSING,
     CallInputs,
@@ -45,6 +46,7 @@ from scopetrace.ir.reads import (
 )
 from scopetrace.ir.scopes import Frame, Frames, Scope
 from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import ATOMS, PACKAGES, Reach, is_users, is_users_class, names_of
 from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables, own_names
@@ -118,18 +120,16 @@ class ReadRecorder:
         """Autograd matters in a block where an op takes what a parameter or an input may give a gradient."""
         ops = self._builder.tape.ops
         self._hidden += [range(start, len(ops)) for start in self._blocks if start is not None]
-        carriers: set[Value] = set()
-        for i, op in enumerate(ops if self._hidden else ()):
-            if op.kind == "placeholder":
-                carries = True
-            elif op.kind == "get_attr":
-                carries = any(v.real is not None and v.real.requires_grad for v in op.values())
-            else:
-                carries = any(v in carriers for v in op.inputs())
-                if carries and any(i in hidden for hidden in self._hidden):
-                    self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
-                    return
-            carriers.update(v for v in op.values() if carries and v.fake.dtype.is_floating_point)
+        if not self._hidden:
+            return
+        inputs = [v for op in ops if op.kind == "placeholder" for v in op.values()]
+        state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
+        leaves = dict.fromkeys([*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)], 1)
+        history = History(ops, leaves, assumed=True)
+        inside = (op for hidden in self._hidden for op in ops[hidden.start : hidden.stop])
+        op = next((op for op in inside if any(map(history.of, op.inputs()))), None)
+        if op is not None:
+            self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()), op.frames)
 
     def on_autocast(self, entered: bool) -> None:
         """As `Listener.on_autocast`."""
@@ -152,6 +152,13 @@ class ReadRecorder:
         """As `Listener.on_fact`. The facts of a tensor made in the forward follow from those of the inputs."""
         value = self._values.by_id.get(id(t))
         inputs = self._builder.tape.inputs
+        if name == "_version" and value is not None and value.storage in self._builder.tape.written_storages():
+            raise UnsupportedOpError(
+                "the forward reads the version of a tensor that it has written, which counts other writes in a trace",
+                op="Tensor._version",
+                **self._builder.where(),
+                hint="read it before the first write",
+            )
         if name == "contiguous":
             if value is not None and answer is t:
                 self._contiguous.append((value, len(self._builder.tape.ops), self._builder.frames()))
@@ -161,7 +168,7 @@ class ReadRecorder:
             self.on_layout(offset=name == "storage_offset")
         elif name in ("requires_grad", "is_leaf", "grad_fn"):
             self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
-            self._requires_grad(t)
+            self.on_requires_grad(t)
 
     def on_gradient(self, t: torch.Tensor) -> None:
         """It matters whether autograd records what is done to a tensor."""
@@ -191,7 +198,7 @@ class ReadRecorder:
     def on_hidden_write(self, value: Value, op: Op) -> None:
         """With gradients to an input or attribute, a write that autograd does not see would be another program."""
         if not self._grad:
-            self.on_flag("torch.is_grad_enabled", (), False)
+            self._note_once("torch.is_grad_enabled()", False, Flag("torch.is_grad_enabled", ()), op.frames)
             return
         inputs, path = self._builder.tape.inputs, op.scope.path
         place: Place | None = None
@@ -206,14 +213,18 @@ class ReadRecorder:
             self._known.add(place)
             self._reads.append(Read(f"{name}.requires_grad", False, place, op.frames, path))
 
-    def _requires_grad(self, t: torch.Tensor) -> None:
+    def on_requires_grad(self, t: torch.Tensor) -> None:
+        """It matters whether a tensor requires grad, where autograd is on."""
         owner = self._model.owner(t)
         if owner is not None:
             self._of_model(*owner)
             return
         tape = self._builder.tape
-        for i, value in enumerate(tape.inputs):
-            self._fact(i, "requires_grad", (), value.requires_grad)
+        inputs = [v for v in tape.inputs if v is self._values.by_id.get(id(t))] or tape.inputs
+        for value in inputs:
+            self._fact(tape.inputs.index(value), "requires_grad", (), value.requires_grad)
+        if inputs is not tape.inputs:
+            return
         for fqn, (module, name) in tape.owners.items():
             if module is not None:
                 self._of_model(fqn, module, name)

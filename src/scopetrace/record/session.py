@@ -472,6 +472,13 @@ class Recording:
             return DataDependentError(problem, op=self.ops.data.reader(None, running), **place)
         if any(text in str(error) for text in _NO_FAKE):
             return UnsupportedOpError(str(error), op=None if running is None else str(running), **place)
+        if "modified by an inplace operation" in str(error):
+            return UnsupportedOpError(
+                "the forward differentiates what it has written to since, and autograd needs the values from before",
+                op="torch.autograd.grad",
+                hint="write out of place, or clone() the tensor before the ops that use it",
+                **place,
+            )
         if isinstance(error, NO_SHAPE_RULE):
             first = (str(error).splitlines() or [""])[0]
             hint = (

@@ -81,7 +81,7 @@ def _build(
         leave_custom_to_users(lowered.graph)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
     bodies: dict[str, torch.fx.GraphModule] = {name: body.graph_module() for name, body in program.bodies.items()}
-    with torch.set_grad_enabled(tape.ops[0].grad if tape.ops else True):
+    with torch.set_grad_enabled(tape.outer_grad):
         holder, graph, signature = compat.with_grad_regions(bodies, program.graph, signature)
     held = [state for state, _ in lifted.state.values()]
     taken: set[str] = set()
