@@ -19,7 +19,7 @@ import itertools
 import os
 import types
 import weakref
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from typing import Any, Protocol, TypeVar, Union
 
 import torch
@@ -552,31 +552,37 @@ def flat(x: Argument | Output) -> list[Any]:
 
 def map_argument(fn: Callable[[Any], Any], x: Any) -> Any:
     """An op's argument or output with `fn` of each leaf in its place."""
-    if isinstance(x, (list, tuple)):
-        return type(x)([map_argument(fn, item) for item in x])
-    if isinstance(x, dict):
-        return {name: map_argument(fn, item) for name, item in x.items()}
+    kind = type(x)
+    if kind is not Value and kind not in _LEAVES:
+        if isinstance(x, (list, tuple)):
+            return kind([map_argument(fn, item) for item in x])
+        if isinstance(x, dict):
+            return {name: map_argument(fn, item) for name, item in x.items()}
     return fn(x)
 
 
 def values_in(x: Any) -> list[Value]:
     """The values among the leaves of an op's arguments or outputs, in order. Of a template, use `leaves`."""
+    if type(x) is Value:
+        return [x]
     found: list[Value] = []
-    _collect(x, found)
+    _collect((x,), found)
     return found
 
 
-def _collect(x: Any, found: list[Value]) -> None:
-    kind = type(x)
-    if kind is Value:
-        found.append(x)
-    elif kind is not int and kind is not float:  # as most leaves are
-        if isinstance(x, (list, tuple)):
-            for item in x:
-                _collect(item, found)
-        elif isinstance(x, dict):
-            for item in x.values():
-                _collect(item, found)
+def _collect(items: Iterable[Any], found: list[Value]) -> None:
+    for x in items:
+        kind = type(x)
+        if kind is Value:
+            found.append(x)
+        elif kind not in _LEAVES:
+            if isinstance(x, (list, tuple)):
+                _collect(x, found)
+            elif isinstance(x, dict):
+                _collect(x.values(), found)
+
+
+_LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype})  # as most leaves are: isinstance takes longer
 
 
 def renamed(x: Any, values: Mapping[Value, Value]) -> Any:
