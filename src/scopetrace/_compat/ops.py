@@ -1,7 +1,8 @@
-"""torch's ops: their schemas and effects, and the dispatcher by which they get to the recorder.
+"""torch's ops: their schemas and effects, their decompositions, and the dispatcher by which they get to the recorder.
 
 Data flow:
     OpOverload -> schema_of, is_random -> what it takes, returns, writes, aliases, and does beside
+    OpOverload -> Decompositions.rule -> what to run in its place
     the model calls an op -> dispatcher -> PreDispatchMode.dispatch -> `on_op`, of autocast and transforms when asked
     the model calls `torch.cond` or its kind -> `on_higher_order`
 
@@ -19,12 +20,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch._C import DispatchKey
 from torch._dispatch.python import enable_python_dispatcher
+from torch._export.utils import _is_cia_op, _is_preservable_cia_op
 from torch._functorch.autograd_function import custom_function_call as custom_function_call
 from torch._functorch.pyfunctorch import dispatch_functorch
 from torch._higher_order_ops import utils
@@ -443,3 +445,35 @@ def auto_functionalized() -> Any:
     from torch._higher_order_ops.auto_functionalize import auto_functionalized as op
 
     return op
+
+
+# Decompositions ------------------------------------------------------------------------------------------------------
+
+
+Rule = Callable[..., Any]
+
+
+@functools.cache
+def core_aten() -> dict[Any, Rule]:
+    """`torch.export.default_decompositions()`, read once: making it takes half a second."""
+    return dict(torch.export.default_decompositions().items())
+
+
+class Decompositions:
+    """What stands for each op in a table, as `ExportedProgram.run_decompositions` reads it."""
+
+    def __init__(self, table: Mapping[Any, Rule] | None) -> None:
+        """`table` is by op; None for `core_aten`."""
+        self._table: Mapping[Any, Rule] = core_aten() if table is None else table
+        self.rule = functools.cache(self._rule)
+
+    def _rule(self, op: OpOverload) -> Rule | None:
+        """What to run in the place of an op; None for an op that stays.
+
+        Composite ops that return their argument or a view of it on some inputs, such as `reshape`, `dropout` and
+        `to`, are always taken apart, since other compilers cannot know which.
+        """
+        if op in self._table:
+            return self._table[op]
+        has_kernel = torch._C._dispatch_has_kernel(op.name())
+        return op.decompose if has_kernel and _is_cia_op(op) and not _is_preservable_cia_op(op) else None

@@ -29,8 +29,7 @@ from scopetrace.errors import (
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.conditions import Specialization
-from scopetrace.ir.effects import SideEffect, refusal
-from scopetrace.ir.reads import warn_of_numbers
+from scopetrace.ir.reads import SideEffect, refusal, warn_of_numbers
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.exported.constraints import explain

@@ -12,7 +12,7 @@ from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, progress, quiet, takes_model
 from scopetrace.errors import UsageError
 from scopetrace.view.document import document, json_text
-from scopetrace.view.select import calls_table, level, select_calls, unmatched
+from scopetrace.view.text import calls_table, level, select_calls, unmatched
 
 
 @click.command()

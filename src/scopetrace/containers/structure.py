@@ -75,6 +75,19 @@ class OpaqueContainer:
         return f"{self.kind.__name__}({', '.join(fields)})"
 
 
+class Removed:
+    """Stands in the template of a call for a value that an edit of the graph removed."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        """The name that its node had."""
+
+    def __repr__(self) -> str:
+        return f"<removed: {self.name}>"
+
+
 def container_type(x: Any) -> type:
     """The class of a value, or the class that a template's container stands for."""
     return x.kind if isinstance(x, OpaqueContainer) else type(x)

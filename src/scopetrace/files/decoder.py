@@ -25,13 +25,13 @@ from scopetrace._compat.ops import OPS, find_higher_order, find_op
 from scopetrace._compat.shape_env import sym_node
 from scopetrace._compat.tensors import FakeFactory, without_dispatch
 from scopetrace.containers.classes import NamedObject, class_of_name, look_up
-from scopetrace.containers.structure import rebuilt
+from scopetrace.containers.structure import Removed, rebuilt
 from scopetrace.errors import TraceFileError
 from scopetrace.files.records import LEFT_OUT, RECORDS
 from scopetrace.files.tensors import TensorReader, dtype_of
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import Code, Scope
-from scopetrace.ir.tape import Call, Op, Removed, Tape, Value, flat
+from scopetrace.ir.tape import Call, Op, Tape, Value, flat
 
 _NUMBERS = {"SymInt": torch.SymInt, "SymFloat": torch.SymFloat, "SymBool": torch.SymBool}
 _PYTHON_NUMBERS: dict[str, type] = {"int": int, "float": float, "bool": bool}

@@ -26,12 +26,12 @@ from scopetrace._compat.ops import OPS, is_higher_order, name_of, schema_of
 from scopetrace._compat.symbols import Symbolic, number_parts
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import NamedObject, look_up
-from scopetrace.containers.structure import is_plain_object, taken_apart
+from scopetrace.containers.structure import Removed, is_plain_object, taken_apart
 from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
 from scopetrace.files.tensors import TensorWriter, can_hold
 from scopetrace.formatting import short_repr
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import Call, ProgramTape, Removed, Tape, Value, is_plain, signature_of
+from scopetrace.ir.tape import Call, ProgramTape, Tape, Value, is_plain, signature_of
 
 _ITSELF = (type(None), bool, int, str)
 

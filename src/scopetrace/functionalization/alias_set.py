@@ -25,7 +25,7 @@ from scopetrace._compat.symbols import to_expr
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import Op, Value
-from scopetrace.ops.overwrite import OVERWRITE
+from scopetrace.ops.history import OVERWRITE
 from scopetrace.ops.view_inverses import (
     Positions,
     Strided,

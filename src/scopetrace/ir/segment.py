@@ -6,15 +6,17 @@ What the ops of the segment read from outside (values of the tape, symbolic size
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 
 from scopetrace._compat.symbols import Symbolic, dummy_symbols, symbols_of, to_expr
 from scopetrace.containers.structure import identifier, leaves
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import BodyTape, Call, Op, Tape, Value, flat, renamed
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, flat, renamed
+
+_T = TypeVar("_T", bound=Tape)
 
 
 @dataclasses.dataclass
@@ -163,3 +165,24 @@ def _position(segment: TapeSegment, i: int, placeholders: int) -> int:
     """Where position `i` of the recording is in the body, whose placeholders come first."""
     before = segment.ops[: max(0, i - segment.start)]
     return placeholders + sum(op.kind not in ("get_attr", "placeholder") for op in before)
+
+
+def own_values(tape: _T) -> _T:
+    """Give a tape that was made of another one's ops, but of calls of its own, ops and values of its own."""
+    values: dict[Value, Value] = {}
+    tape.ops = [op.copied(values) for op in tape.ops]
+    return with_values(tape, values)
+
+
+def with_values(tape: _T, values: Mapping[Value, Value]) -> _T:
+    """Put other values into calls, inputs and outputs of a tape whose ops have them already. Returns the tape."""
+    for call in tape.calls:
+        call.args, call.kwargs, call.outputs = renamed((call.args, call.kwargs, call.outputs), values)
+        call.mutated = renamed(call.mutated, values)
+    tape.inputs, tape.outputs = renamed((tape.inputs, tape.outputs), values)
+    if isinstance(tape, ProgramTape):
+        tape.args = renamed(tape.args, values)
+        tape.attribute_writes = [dataclasses.replace(w, value=values[w.value]) for w in tape.attribute_writes]
+    if isinstance(tape, FunctionalTape):
+        tape.returned = renamed(tape.returned, values)
+    return tape

@@ -20,7 +20,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, Protocol, TypeVar, Union
+from typing import Any, Protocol, Union
 
 import torch
 
@@ -29,8 +29,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
 from scopetrace.containers.structure import Returned, leaves, map_structure
 from scopetrace.ir.conditions import SizeRules, Specialization
-from scopetrace.ir.effects import SideEffect
-from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read
+from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read, SideEffect
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope
@@ -315,19 +314,6 @@ def signature_of(function: Callable[..., Any]) -> inspect.Signature:
 _signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = weakref.WeakKeyDictionary()
 
 
-class Removed:
-    """Stands in the template of a call for a value that an edit of the graph removed."""
-
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        """The name that its node had."""
-
-    def __repr__(self) -> str:
-        return f"<removed: {self.name}>"
-
-
 @dataclasses.dataclass(eq=False)
 class AttributeWrite:
     """A module attribute that the forward bound to a new tensor (`self.n = self.n + 1`)."""
@@ -531,9 +517,6 @@ class FunctionalTape(ProgramTape):
         return self.written
 
 
-_T = TypeVar("_T", bound=Tape)
-
-
 def is_plain(x: Any) -> bool:
     """Whether `x` is text, a number, None, a dtype or a device, or a list or tuple of these."""
     if isinstance(x, (tuple, list)):
@@ -588,27 +571,6 @@ _LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype})  # as most
 def renamed(x: Any, values: Mapping[Value, Value]) -> Any:
     """An op's argument, or a template, with other values in place of those that are keys of `values`."""
     return map_structure(lambda v: values.get(v, v), x, (Value, BodyTape))
-
-
-def own_values(tape: _T) -> _T:
-    """Give a tape that was made of another one's ops, but of calls of its own, ops and values of its own."""
-    values: dict[Value, Value] = {}
-    tape.ops = [op.copied(values) for op in tape.ops]
-    return with_values(tape, values)
-
-
-def with_values(tape: _T, values: Mapping[Value, Value]) -> _T:
-    """Put other values into calls, inputs and outputs of a tape whose ops have them already. Returns the tape."""
-    for call in tape.calls:
-        call.args, call.kwargs, call.outputs = renamed((call.args, call.kwargs, call.outputs), values)
-        call.mutated = renamed(call.mutated, values)
-    tape.inputs, tape.outputs = renamed((tape.inputs, tape.outputs), values)
-    if isinstance(tape, ProgramTape):
-        tape.args = renamed(tape.args, values)
-        tape.attribute_writes = [dataclasses.replace(w, value=values[w.value]) for w in tape.attribute_writes]
-    if isinstance(tape, FunctionalTape):
-        tape.returned = renamed(tape.returned, values)
-    return tape
 
 
 def checks_enabled() -> bool:

@@ -4,16 +4,41 @@
 
 Autograd has one history for a tensor and all its views: a write to one of them is a write to all. `detach()` begins
 another one in the same memory.
+
+`scopetrace::overwrite(old, new)` has the value of `new` and the gradient of `old`. That is what a write hidden from
+autograd means (under `no_grad`, through `detach()` or `.data`): the data changes, the history does not. No op of ATen
+says it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 
 from scopetrace.ir.tape import Op, Value
-from scopetrace.ops.overwrite import OVERWRITE
+
+
+@torch.library.custom_op("scopetrace::overwrite", mutates_args=())
+def overwrite(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """A copy of `new` (same shape and dtype as `old`), through which gradients flow to `old`."""
+    return new.clone()
+
+
+@overwrite.register_fake
+def _(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(new)
+
+
+def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return grad, None
+
+
+overwrite.register_autograd(_backward)
+
+OVERWRITE = torch.ops.scopetrace.overwrite.default
+
 
 DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 """Ops whose result autograd takes for a tensor of its own."""

@@ -16,19 +16,8 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols
-from scopetrace.ir.tape import (
-    BodyTape,
-    Call,
-    FunctionalTape,
-    Op,
-    Value,
-    bind,
-    checks_enabled,
-    forward_of,
-    own_values,
-    renamed,
-)
+from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols, own_values
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, checks_enabled, forward_of, renamed
 from scopetrace.ir.verify import verify
 from scopetrace.outline.key import call_key, content_hash
 from scopetrace.outline.readers import Bound, Captured, Place, Readers

@@ -18,14 +18,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from scopetrace._compat.decompositions import Decompositions
-from scopetrace._compat.ops import is_op, is_random, schema_of
+from scopetrace._compat.ops import Decompositions, is_op, is_random, schema_of
 from scopetrace._compat.symbols import example, to_expr
 from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.scopes import source_of
+from scopetrace.ir.segment import with_values
 from scopetrace.ir.tape import (
     BodyTape,
     Call,
@@ -36,13 +36,11 @@ from scopetrace.ir.tape import (
     garbage_collection_paused,
     renamed,
     values_in,
-    with_values,
 )
 from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import functional_variant
-from scopetrace.program.fake_run import FakeRun
+from scopetrace.program.fake_run import FakeRun, written_by
 from scopetrace.program.graph import live_ops
-from scopetrace.program.operands import written_by
 
 _aten = torch.ops.aten
 _HINT = "give the op a decomposition of ATen ops on tensors, or leave it out of the table"

@@ -24,7 +24,7 @@ import torch.fx
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.ops import fake_results, is_higher_order, is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
-from scopetrace.containers.structure import leaves, map_structure
+from scopetrace.containers.structure import Removed, leaves, map_structure
 from scopetrace.errors import EditError, ScopetraceError
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.ir.scopes import source_of
@@ -34,7 +34,6 @@ from scopetrace.ir.tape import (
     FunctionalTape,
     Op,
     ProgramTape,
-    Removed,
     Tape,
     Value,
     checks_enabled,
@@ -43,10 +42,9 @@ from scopetrace.ir.tape import (
 )
 from scopetrace.ir.verify import verify
 from scopetrace.ops.higher_order import FORMS
-from scopetrace.program.fake_run import FakeRun
+from scopetrace.program.fake_run import FakeRun, are_alike, fakes_of, written_by
 from scopetrace.program.graph import FxLowering, scope_path, set_node_value, set_place
 from scopetrace.program.matching import Matching, Place, around
-from scopetrace.program.operands import are_alike, fakes_of, written_by
 from scopetrace.program.outputs import outputs_of_edit
 from scopetrace.program.ranges import settle_ranges
 from scopetrace.program.state import HeldTensors

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace.containers.structure import leaves
+from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
-from scopetrace.ir.tape import Call, FunctionalTape, Removed
+from scopetrace.ir.tape import Call, FunctionalTape
 from scopetrace.outline import FunctionSignature, OutlinedBody, Readers, outline
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering

@@ -10,8 +10,8 @@ from __future__ import annotations
 import collections
 from typing import Any
 
-from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.ir.tape import Call, Op, Removed, Tape, Value
+from scopetrace.containers.structure import Removed, leaves, map_structure
+from scopetrace.ir.tape import Call, Op, Tape, Value
 from scopetrace.program.matching import around
 
 

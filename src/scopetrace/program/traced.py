@@ -34,7 +34,7 @@ from scopetrace._compat.graph_module import (
 )
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
-from scopetrace.containers.structure import instantiate, leaves, without_argument_mutation
+from scopetrace.containers.structure import Removed, instantiate, leaves, without_argument_mutation
 from scopetrace.errors import (
     ArgumentTypeError,
     EditError,
@@ -45,9 +45,9 @@ from scopetrace.errors import (
 )
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir.conditions import decided_by
-from scopetrace.ir.effects import refusal
+from scopetrace.ir.reads import refusal
 from scopetrace.ir.scopes import Scope, common_scope
-from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Removed, Tape, Value, bind, forward_of
+from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Tape, Value, bind, forward_of
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
 from scopetrace.program.boundary import CallBoundary, held_now, other_strides, without_autocast

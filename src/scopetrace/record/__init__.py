@@ -1,13 +1,18 @@
 """Running the callable once, under fake tensors: the recorded tape.
 
 session         one recording, put together from the parts below: `record`
-builder         the tape under construction, and which value of it each tensor is
-ops             the path of one op
 calls           module calls, leaf modules, and what else the forward does
+ops             the path of one op
 data            Python reads the data of tensors; specialization
+collectives     collectives of torch.distributed, as functional ones
+functions       functions with a backward of their own
 higher_order    torch.cond and its kind
+reads           what the forward reads beside its arguments
+effects         what it does that no op says: Python objects, draws, autograd's flags
+code            what its code says: functions that it may run, names that they read and write
+builder         the tape under construction, and which value of it each tensor is
+model           names of the traced model, and its state before the trace
 dynamic_shapes  sizes that may differ from call to call
-model           names and state of the traced model
 """
 
 from scopetrace.record.session import Recording, argument_names, record, retraced

@@ -1,13 +1,15 @@
-"""The tape under construction, and which value of it each tensor is.
+"""The tape under construction, which value of it each tensor is, and what the recording takes for granted.
 
 Data flow:
     an op with its outputs -> TapeBuilder.append -> an Op with scope, call and source frames, at the end of the tape
     a tensor of the model, the trace or Python -> ValueTable.value_of -> the Value that stands for it
+    an assumption that does not hold -> Retrace -> another recording, with other Assumptions
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CodeType
 from typing import Any, TypeVar
@@ -24,6 +26,37 @@ from scopetrace.infer.inference import Inference
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value
 from scopetrace.record.model import Model
+
+
+@dataclasses.dataclass(frozen=True)
+class Assumptions:
+    """What is known of the forward before it runs. The defaults are what is taken for granted at first."""
+
+    exact_autograd: bool = False
+    """Whether torch runs every op, so that results have autograd's own history."""
+    composites_apart: bool = False
+    """Whether composite ops are recorded as their parts, so that the tensors that autograd saves in them are known."""
+    object_types: frozenset[type] = frozenset()
+    """The classes, unknown to pytree, whose instances hold tensors in their attributes."""
+
+    def __or__(self, other: Assumptions) -> Assumptions:
+        return Assumptions(
+            self.exact_autograd or other.exact_autograd,
+            self.composites_apart or other.composites_apart,
+            self.object_types | other.object_types,
+        )
+
+
+class Retrace(BaseException):
+    """The forward has to run again, with these assumptions too. Users never see it.
+
+    It is no Exception, so that a forward that catches its own errors does not swallow it.
+    """
+
+    def __init__(self, why: str, needed: Assumptions) -> None:
+        super().__init__(why)
+        self.needed = needed
+
 
 _aten = torch.ops.aten
 T = TypeVar("T")

@@ -23,8 +23,7 @@ from scopetrace._compat.ops import schema_of
 from scopetrace._compat.questions import saved_in_storage
 from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.retrace import Assumptions, Retrace
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 
 Write = tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]
 """A tensor that a collective writes, and its new data made of the result of the functional op."""

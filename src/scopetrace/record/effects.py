@@ -37,8 +37,7 @@ import torch
 from scopetrace._compat.tensors import is_view, requires_grad_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.effects import SideEffect
-from scopetrace.ir.reads import MISSING
+from scopetrace.ir.reads import MISSING, SideEffect
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.ir.tape import Call, Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, History, can_require_grad

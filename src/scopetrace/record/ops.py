@@ -56,13 +56,12 @@ from scopetrace.infer.rules import Identity, Outputs, is_elementwise
 from scopetrace.ir.tape import Value, flat, map_argument
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import FORMS, INLINED
-from scopetrace.record.builder import TapeBuilder, ValueTable, layout_of
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable, layout_of
 from scopetrace.record.collectives import CollectiveRecorder, Pending
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.functions import FunctionRecorder
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.retrace import Assumptions, Retrace
 
 _aten = torch.ops.aten
 _END_OF_PROFILED = torch.ops.profiler._record_function_exit._RecordFunction

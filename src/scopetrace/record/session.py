@@ -55,12 +55,11 @@ from scopetrace.errors import (
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.effects import SideEffect
-from scopetrace.ir.reads import MISSING, ModuleTables, Read, numbers_read
+from scopetrace.ir.reads import MISSING, ModuleTables, Read, SideEffect, numbers_read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
 from scopetrace.ir.verify import verify
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_modules, leaf_rule, root_scope
 from scopetrace.record.data import NoRealValue
 from scopetrace.record.dynamic_shapes import (
@@ -85,7 +84,6 @@ from scopetrace.record.effects import (
 from scopetrace.record.model import Change, Model, short
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ObjectReads, ReadRecorder
-from scopetrace.record.retrace import Assumptions, Retrace
 
 _one_at_a_time = threading.RLock()  # the flags and methods that a trace changes belong to the whole process
 

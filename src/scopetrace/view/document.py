@@ -15,7 +15,7 @@ from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir.scopes import Scope
 from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
 from scopetrace.program.traced import ModuleCall, TracedProgram
-from scopetrace.view.select import level, select_calls
+from scopetrace.view.text import level, select_calls
 from scopetrace.view.tree import named, target_text, value_text
 
 

@@ -31,7 +31,7 @@ from scopetrace.errors import OnnxExportError
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, ViewOf
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
-from scopetrace.ops.overwrite import OVERWRITE
+from scopetrace.ops.history import OVERWRITE
 from scopetrace.ops.views import is_row_major
 from scopetrace.program.graph import FxLowering, node_value, scope_path, set_node_value
 from scopetrace.program.outlined import Function
