@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import itertools
 
@@ -54,6 +56,7 @@ def test_suggested_fixes(model, args, dynamic_shapes, fix):
     [
         ((torch.ones(3),), Dim("n", min=6), torch.fx.experimental.symbolic_shapes.ConstraintViolationError),
         ((torch.ones(8),), 2 * Dim("n") + 1, torch._dynamo.exc.UserError),
+        ((torch.ones(3),), Dim.STATIC(min=6, max=8), ValueError),
     ],
 )
 def test_errors_are_those_of_torch_too(args, dim, error):
@@ -366,6 +369,37 @@ def test_names_of_arguments_come_first():
     torch.testing.assert_close(ep.module()(torch.ones(3), torch.ones(3), "floor"), torch.ones(3))
 
 
+def test_a_graph_that_knows_source_lines_only():
+    def forward(x):
+        x = x.relu()
+        x *= 2.0
+        return x
+
+    x = torch.randn(2, 4)
+    graph = torch.fx.experimental.proxy_tensor.make_fx(forward, record_stack_traces=True)(x)
+    ep = st.trace(graph, (x,)).to_exported_program().run_decompositions({})
+    lines = [n.meta["stack_trace"].splitlines()[1].strip() for n in ep.graph.nodes if n.op == "call_function"]
+    assert lines == ["x = x.relu()", "x *= 2.0"]
+
+
+def test_a_model_that_asks_whether_it_is_traced():
+    def forward(self, x):
+        return x + 1 if torch.fx._symbolic_trace.is_fx_tracing() and torch.compiler.is_exporting() else x - 1
+
+    x = torch.zeros(3)
+    assert not torch.fx._symbolic_trace.is_fx_tracing()
+    torch.testing.assert_close(st.trace(module_of(forward), (x,))(x), x + 1)
+    assert not torch.fx._symbolic_trace.is_fx_tracing()
+
+
+def test_an_active_fake_mode():
+    with torch._subclasses.FakeTensorMode():
+        model, x = nn.Linear(2, 2), torch.ones(5, 2)
+        ep = st.trace(model, (x,)).to_exported_program()
+        for program in (ep, ep.run_decompositions()):
+            assert program.module()(x).shape == (5, 2)
+
+
 def test_custom_data_is_the_users_alone():
     args = (torch.randn(2, 4),)
     ep = st.trace(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), args).to_exported_program()
@@ -455,3 +489,96 @@ def test_an_op_without_a_fake_kernel_and_a_value_are_those_of_the_example():
     assert [s.expression for s in tr.specializations] == ["Eq(u0, 1)"]
     with pytest.raises(st.InputMismatchError):
         tr(torch.full((2, 3), 6.0), args[1])
+
+
+# Arguments that are neither tensors nor numbers ----------------------------------------------------------------------
+
+
+Plain = enum.Enum("Plain", ["A", "B"])
+
+
+class Text(enum.StrEnum):
+    A, B = "a", "b"
+
+
+class Number(enum.IntEnum):
+    A, B = 1, 2
+
+
+@pytest.mark.parametrize("kind", [Plain, Text, Number])
+def test_an_enum_as_argument(kind, tmp_path):
+    model = module_of(lambda self, x, modes: x + 1 if modes[0] is kind.A else x - 1)
+    tr, x = st.trace(model, (torch.ones(3), [kind.A])), torch.zeros(3)
+    programs = [ep := tr.to_exported_program(), ep.run_decompositions()]
+    if kind is not Plain:  # torch.export.save does not know others
+        torch.export.save(ep, tmp_path / "p.pt2")
+        with torch.serialization.safe_globals([kind]):
+            programs.append(torch.export.load(tmp_path / "p.pt2"))
+    for program in programs:
+        torch.testing.assert_close(program.module()(x, [kind.A]), x + 1)
+        with pytest.raises(AssertionError, match="Guard failed"):
+            program.module()(x, [kind.B])
+
+
+def test_an_opaque_object_as_argument():
+    @dataclasses.dataclass(frozen=True)
+    class Settings(torch._opaque_base.OpaqueBase):
+        scale: int
+
+        def __fx_repr__(self):
+            return f"Settings({self.scale})", {"Settings": Settings}
+
+    torch._library.opaque_object.register_opaque_type(Settings, typ="value")
+    tr = st.trace(module_of(lambda self, x, s: x * s.scale), (torch.ones(3), Settings(4)))
+    with pytest.warns(st.errors.FixedValueWarning, match=r"s.scale = 4"):
+        ep = tr.to_exported_program()
+    torch.testing.assert_close(ep.module()(torch.ones(3), Settings(4)), torch.full((3,), 4.0))
+
+
+@pytest.mark.parametrize("value", [torch.float32, torch.device("cpu"), 1 + 2j, nn.Linear(3, 3)])
+def test_other_objects_are_refused_as_arguments(value):
+    tr = st.trace(module_of(lambda self, x, s: x * 2), (torch.ones(3), value))
+    with pytest.raises(st.ExportError, match=f"the argument s is a {type(value).__name__}"):
+        tr.to_exported_program()
+
+
+# Blocks of another grad mode -----------------------------------------------------------------------------------------
+
+
+class Places(nn.Module):
+    def forward(self, x):
+        return x.topk(2)[1]
+
+
+class Switches(nn.Module):
+    """Returns one of several results of an op, between blocks of the other grad mode that have several results."""
+
+    def __init__(self, grad):
+        super().__init__()
+        self.grad, self.places, self.fc = grad, Places(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.set_grad_enabled(not self.grad):
+            y = self.fc(x)
+            z = self.fc(y)
+        i = self.places(y + z)
+        with torch.set_grad_enabled(not self.grad):
+            y, z = self.fc(x), self.fc(y).max(0)[0]
+        return i, y, z
+
+
+@pytest.mark.parametrize(
+    ("grad", "route"),  # for False torch's own decompositions raise IndexError, of torch.export's programs too
+    [(True, "module"), (True, "decomposed"), (True, "unflattened"), (False, "module"), (False, "unflattened")],
+)
+def test_blocks_of_another_grad_mode_around_ops_with_several_results(grad, route):
+    model, x = Switches(grad), torch.randn(4, 4, requires_grad=True)
+    with torch.set_grad_enabled(grad):
+        ep = st.trace(model, (x,)).to_exported_program(preserve_module_call_signature=("*",))
+        if route == "decomposed":
+            ep = ep.run_decompositions()
+        run = torch.export.unflatten(ep) if route == "unflattened" else ep.module()
+        found, want = run(x), model(x)
+    torch.testing.assert_close(found, want)
+    if route != "decomposed":  # where torch drops the blocks
+        assert [t.requires_grad for t in found] == [t.requires_grad for t in want]

@@ -9,6 +9,7 @@ import torch
 import torch.fx
 from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
 from torch._export.verifier import TrainingIRVerifier, Verifier
+from torch._library.opaque_object import get_opaque_type_name, is_opaque_value_type
 from torch.export._unlift import GuardsFn
 from torch.export.dynamic_shapes import AdditionalInputs, _IntWrapper
 from torch.export.graph_signature import ExportGraphSignature
@@ -22,7 +23,7 @@ from scopetrace._compat.tensors import FakeTensor, is_symbolic
 
 def with_grad_regions(
     bodies: dict[str, torch.fx.GraphModule], graph: torch.fx.Graph, signature: ExportGraphSignature
-) -> tuple[Any, torch.fx.Graph, ExportGraphSignature]:
+) -> tuple[Any, torch.fx.Graph, ExportGraphSignature, dict[str, str]]:
     """Move the nodes between switches of the grad mode into `wrap_with_set_grad_enabled`, as torch.export does.
 
     Args:
@@ -30,13 +31,19 @@ def with_grad_regions(
         graph: the graph, with calls of `set_grad_enabled`.
         signature: that of the program.
 
-    Returns the object that holds the GraphModules, the new graph and its signature.
+    Returns the object that holds the GraphModules, the new graph, its signature, and the new names of nodes by the old.
     """
     if not graph.find_nodes(op="call_function", target=set_grad_enabled):
-        return bodies, graph, signature
+        return bodies, graph, signature, {}
+    for node in graph.nodes:
+        node.meta["name"] = node.name
     gm, changed = replace_set_grad_with_hop_pass(torch.fx.GraphModule(bodies, graph), signature)
     assert changed is not None
-    return gm, gm.graph, changed
+    renamed = {node.meta["name"]: node.name for node in gm.graph.nodes if "name" in node.meta}
+    for module in gm.modules():
+        for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+            node.meta.pop("name", None)
+    return gm, gm.graph, changed, renamed
 
 
 def verifier_of(*, decomposed: bool) -> type[Verifier]:
@@ -93,6 +100,11 @@ def set_guards(program: Any, conditions: list[str]) -> None:
 def guards_of(program: Any) -> list[str]:
     """The conditions on the inputs that `program.module()` checks."""
     return list(program._guards_code)
+
+
+def opaque_name(x: Any) -> str | None:
+    """The name of torch's opaque type of a value, as an Enum is; None for other objects."""
+    return get_opaque_type_name(type(x)) if is_opaque_value_type(type(x)) else None
 
 
 def is_guard(module: Any) -> bool:

@@ -43,6 +43,7 @@ NAMES = {
     "torch._higher_order_ops.auto_functionalize": "auto_functionalized",
     "torch._higher_order_ops.utils": "_hop_compile_and_call registered_hop_fake_fns",
     "torch._library.custom_ops": "CustomOpDef",
+    "torch._library.opaque_object": "get_opaque_type_name is_opaque_value_type",
     "torch._ops": """
         HigherOrderOperator OpOverload OpOverloadPacket _higher_order_ops _len_torch_dispatch_stack_pre_dispatch
         _pop_mode_from_pre_dispatch _set_mode_pre_dispatch mode_stack_state_for_pre_dispatch""",
@@ -57,6 +58,7 @@ NAMES = {
     "torch.autograd.function": "_SingleLevelFunction",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.compiler": "_is_compiling_flag _is_exporting_flag",
+    "torch.fx._symbolic_trace": "_is_fx_tracing_flag",
     "torch.export._unlift": "GuardsFn",
     "torch.export.dynamic_shapes": "_DerivedDim _DimHint _DimHintType _IntWrapper",
     "torch.export.dynamic_shapes:_DimHintType": "AUTO STATIC",

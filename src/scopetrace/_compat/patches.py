@@ -497,16 +497,23 @@ def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
 
 @contextlib.contextmanager
 def exporting(flag: bool = True) -> Iterator[None]:
-    """`torch.compiler.is_exporting()` and `is_compiling()` return `flag` inside, as under torch.export.
+    """`is_exporting()` and `is_compiling()` of torch.compiler, and torch.fx's `is_fx_tracing()`, return `flag` inside.
 
-    Models ask them to choose a path that can be traced.
+    As under torch.export: models ask them to choose a path that can be traced.
     """
-    old = torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag
-    torch.compiler._is_compiling_flag = torch.compiler._is_exporting_flag = flag
+    flags = (
+        (torch.compiler, "_is_compiling_flag"),
+        (torch.compiler, "_is_exporting_flag"),
+        (torch.fx._symbolic_trace, "_is_fx_tracing_flag"),
+    )
+    old = [getattr(module, name) for module, name in flags]
+    for module, name in flags:
+        setattr(module, name, flag)
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag, torch.compiler._is_exporting_flag = old
+        for (module, name), before in zip(flags, old, strict=True):
+            setattr(module, name, before)
 
 
 @contextlib.contextmanager

@@ -492,6 +492,8 @@ class DimSpec:
     upper: int | None
     may_be_fixed: bool = False
     """`Dim.AUTO`: a model that requires one size makes the dimension static, and that is no error."""
+    is_static: bool = False
+    """`Dim.STATIC`: the size of the example, which has to be in the range."""
     may_be_equal: bool = False
     """A name given as a string: a model in which the dimension equals another one has one name for both."""
     derive: Callable[[Any], Any] | None = None
@@ -510,7 +512,8 @@ class DimSpec:
 def read_dim(dim: Any, least: int = 0) -> DimSpec | int | None:
     """One entry of `dynamic_shapes` in any of torch.export's forms; `least` is the lower bound where it says none.
 
-    Returns a DimSpec for a dynamic dimension, an int for a size that the example must have, None for a static one.
+    Returns a DimSpec for a dynamic dimension, or one with a range, an int for a size that the example must have, None
+    for a static one.
     Raises TypeError for anything else.
     """
     if dim is None or isinstance(dim, int):
@@ -523,10 +526,9 @@ def read_dim(dim: Any, least: int = 0) -> DimSpec | int | None:
     if isinstance(dim, Dim):
         return DimSpec(dim.__name__, dim.min, _bounded(dim.max))
     if isinstance(dim, _DimHint):
-        if dim.type is _DimHintType.STATIC:
-            return None
-        lower = least if dim.min is None else dim.min
-        return DimSpec(None, lower, _bounded(dim.max), may_be_fixed=dim.type is _DimHintType.AUTO)
+        lower, is_static = least if dim.min is None else dim.min, dim.type is _DimHintType.STATIC
+        is_auto = dim.type is _DimHintType.AUTO
+        return DimSpec(None, lower, _bounded(dim.max), may_be_fixed=is_auto, is_static=is_static)
     raise TypeError(f"{dim!r} is none of None, int, str, Dim, Dim.AUTO, Dim.DYNAMIC, Dim.STATIC")
 
 

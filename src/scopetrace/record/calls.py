@@ -96,7 +96,7 @@ class CallRecorder:
             self._refuse_other_path(module, args, kwargs)
         if call is not None and call.module is module and method not in self._entered[-1]:
             self._entered[-1] |= {"call", method}
-            if method == "forward" and call.parent is None and knows_modules(module):
+            if method == "forward" and call.parent is None and knows_origins(module):
                 return NodeRunner(module, self._builder).call(args, kwargs)
             return run(module, *args, **kwargs)  # the open call on its way in, no new one of the same module
         fqn, scope = self._place(module)
@@ -496,9 +496,11 @@ class NodeRunner(torch.fx.Interpreter):
         return module.forward(*args, **kwargs) if is_guard(module) else super().call_module(target, args, kwargs)
 
 
-def knows_modules(module: Any) -> TypeGuard[torch.fx.GraphModule]:
+def knows_origins(module: Any) -> TypeGuard[torch.fx.GraphModule]:
     """Whether it is a GraphModule with nodes of which is known where they come from."""
-    return isinstance(module, torch.fx.GraphModule) and any("nn_module_stack" in n.meta for n in module.graph.nodes)
+    return isinstance(module, torch.fx.GraphModule) and any(
+        n.stack_trace or "nn_module_stack" in n.meta for n in module.graph.nodes
+    )
 
 
 def root_scope(gm: torch.fx.GraphModule) -> Scope:

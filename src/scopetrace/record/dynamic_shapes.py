@@ -269,6 +269,9 @@ def _read(dim: Any, value: int, where: str, path: str) -> DimSpec | None:
         if said != value:
             raise DynamicShapeError(f"{where} is {value} in the example, and {said} in dynamic_shapes")
         return None
+    if said is not None and said.is_static:
+        _check_limits(said, value, where)
+        return None
     if said is not None and said.name is not None and where == path:
         raise DynamicShapeError(
             f"dynamic_shapes has the Dim {said.name} for {path}, which is a whole number, not a size",

@@ -60,7 +60,7 @@ from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
-from scopetrace.record.calls import CallRecorder, Progress, knows_modules, leaf_rule, root_scope
+from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_rule, root_scope
 from scopetrace.record.data import NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
@@ -114,7 +114,7 @@ def record(
         model = Model(fn)
         _refuse_wrapped(model)
         _refuse_lazy(model)
-        root = root_scope(model.root) if knows_modules(model.root) else scopes.Scope("", model.type_name)
+        root = root_scope(model.root) if knows_origins(model.root) else scopes.Scope("", model.type_name)
         recording = Recording(
             model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
         )

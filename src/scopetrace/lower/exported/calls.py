@@ -86,8 +86,14 @@ class ModuleCalls:
         while not self._settle():
             pass
 
-    def entries(self, fqns: list[str]) -> list[ModuleCallEntry]:
-        """An entry for each module of `fqns`, then one for each second and later call of a module."""
+    def entries(self, fqns: list[str], renamed: dict[str, str]) -> list[ModuleCallEntry]:
+        """An entry for each module of `fqns`, then one for each second and later call of a module.
+
+        `renamed` has new names of nodes.
+        """
+        for passed in self._passed.values():
+            for x in [*passed.signature.inputs, *passed.signature.outputs] if passed.signature else ():
+                x.name = renamed.get(x.name, x.name)
         signed = {f.name: p.signature for f, p in self._passed.items() if f.fqn not in self._unsigned}
         found = [ModuleCallEntry(fqn, signed.pop(fqn, None)) for fqn in fqns if fqn]
         return found + [ModuleCallEntry(name, signature) for name, signature in signed.items()]

@@ -21,6 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 
 from scopetrace._compat.export import guards_of, set_guards
+from scopetrace._compat.ops import outside_modes
 from scopetrace.program.graph import node_value
 
 _ALIAS = torch.ops.aten.alias.default
@@ -31,11 +32,12 @@ class TracedExportedProgram(ExportedProgram):
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> ExportedProgram:
         """As torch's, with the module signatures naming the same values as before."""
-        program = _copied(self, ExportedProgram)
-        added = _add_aliases(program)
-        done = program.run_decompositions(*args, **kwargs)
-        _remove_aliases(done, added)
-        found = _copied(done, TracedExportedProgram)
+        with outside_modes():  # a FakeTensorMode of the user is not that of the program
+            program = _copied(self, ExportedProgram)
+            added = _add_aliases(program)
+            done = program.run_decompositions(*args, **kwargs)
+            _remove_aliases(done, added)
+            found = _copied(done, TracedExportedProgram)
         set_guards(found, [*guards_of(done), *guards_of(self)])
         return found
 

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import enum
 import re
 from collections.abc import Container, Iterator
 from typing import Any
 
 import torch
 import torch.fx
-from torch.export.graph_signature import ConstantArgument, InputKind, InputSpec, TensorArgument
+from torch.export.graph_signature import ConstantArgument, CustomObjArgument, InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
+from scopetrace._compat.export import opaque_name
+from scopetrace._compat.shape_env import source_of_input
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, persistent_buffers_of
 from scopetrace.containers.structure import container_type, identifier, map_structure
@@ -140,6 +143,7 @@ class Lifted:
         spec: the pytree spec of (args, kwargs).
         inputs: the placeholders of the tensors among the arguments.
         state: by name on the tape, the State and its placeholder.
+        guards: conditions on arguments, beside those that the specs say.
     """
 
     def __init__(self, program: FxLowering, tape: FunctionalTape, held: dict[str, State], names: list[str]) -> None:
@@ -152,6 +156,7 @@ class Lifted:
         self.specs = [
             InputSpec(s.kind, TensorArgument(node.name), s.fqn, s.persistent) for s, node in self.state.values()
         ]
+        self.guards: list[str] = []
         arguments, self.spec = self._arguments(names)
         for node in reversed([*(node for _, node in self.state.values()), *arguments]):
             next(iter(self._graph.nodes)).prepend(node)
@@ -202,9 +207,14 @@ class Lifted:
                 node = next(tensors if isinstance(leaf, Value) else numbers)
                 node.target = node.name  # torch.export knows arguments by their targets
                 spec = argument_of(node)
-            elif type(leaf) in PLAIN:
+            elif type(plain := _plain(leaf)) in PLAIN:
+                node = self._placeholder(identifier(path, set()), plain)
+                spec = ConstantArgument(node.name, plain)
+            elif (kind := opaque_name(leaf)) is not None:
                 node = self._placeholder(identifier(path, set()), leaf)
-                spec = ConstantArgument(node.name, leaf)
+                spec = CustomObjArgument(node.name, kind, leaf)
+                if isinstance(leaf, enum.Enum):
+                    self.guards.append(f"{source_of_input(path)}.name == {leaf.name!r}")
             else:
                 kind = container_type(leaf).__name__
                 raise ExportError(
@@ -215,3 +225,8 @@ class Lifted:
             found.append(node)
             self.specs.append(InputSpec(InputKind.USER_INPUT, spec, None))
         return found, tree
+
+
+def _plain(x: Any) -> Any:
+    """The number or text that an Enum of these is; other objects as they are."""
+    return x.value if isinstance(x, enum.Enum) and isinstance(x, (int, str)) else x

@@ -82,7 +82,7 @@ def _build(
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
     bodies: dict[str, torch.fx.GraphModule] = {name: body.graph_module() for name, body in program.bodies.items()}
     with torch.set_grad_enabled(tape.outer_grad):
-        holder, graph, signature = compat.with_grad_regions(bodies, program.graph, signature)
+        holder, graph, signature, renamed = compat.with_grad_regions(bodies, program.graph, signature)
     held = [state for state, _ in lifted.state.values()]
     taken: set[str] = set()
     argument_identifiers = [*(identifier(name, taken) for name in names), *tape.args[1]]
@@ -93,12 +93,12 @@ def _build(
         signature,
         state_dict={name: s.tensor for s in held if s.in_state_dict for name in (s.fqn, *s.aliases)},
         range_constraints=compat.symbol_ranges(tape.shape_env) | (tape.sizes.range_constraints() if tape.sizes else {}),
-        module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape))],
+        module_call_graph=[ModuleCallEntry("", root), *calls.entries(_module_names(tape), renamed)],
         example_inputs=_example_inputs(tape),
         constants={name: s.tensor for s in held if not s.in_state_dict for name in (s.fqn, *s.aliases)},
         verifiers=[compat.verifier_of(decomposed=tape.decomposed)],
     )
-    said = [*_one_tensor_guards(tape), *(size_guards(tape.sizes) if tape.sizes else [])]
+    said = [*lifted.guards, *_one_tensor_guards(tape), *(size_guards(tape.sizes) if tape.sizes else [])]
     compat.set_guards(exported, said if deferred else [*compat.guards_of(exported), *said])
     return exported
 
