@@ -116,6 +116,7 @@ EXPORTED_PROGRAM = "_guards_code"
 """Attributes of ExportedPrograms, checked when one is made."""
 
 LATER = {
+    "torch._dynamo._trace_wrapped_higher_order_op": "TransformGetItemToIndex",
     "torch._dynamo.config": "fake_tensor_cache_enabled",
     "torch._higher_order_ops.invoke_subgraph": "invoke_subgraph_placeholder",
 }

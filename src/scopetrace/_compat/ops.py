@@ -440,6 +440,13 @@ def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:
         return hop.python_key_table[FakeTensorMode](mode, *args)
 
 
+def indexing_as_op() -> contextlib.AbstractContextManager[Any]:
+    """Inside, `table[i]` with a tensor `i` of no dimension is an op, where torch would ask for the number."""
+    from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+
+    return TransformGetItemToIndex()
+
+
 def auto_functionalized() -> Any:
     """The higher-order op that runs a mutable op on copies of what it writes, and returns these copies."""
     from torch._higher_order_ops.auto_functionalize import auto_functionalized as op

@@ -291,10 +291,7 @@ class TapeCopier(abc.ABC):
         """A higher-order op: its bodies without mutation. What they write to comes out as more results."""
         takes_all = FORMS[op.target].takes_all
         changed = sorted({i for body in op.bodies() for i in written_inputs(body)}) if takes_all else []
-        pure: dict[BodyTape, BodyTape] = {}
-        for body in op.bodies():
-            needed = bool(changed) or body.has_writes()
-            pure[body] = type(self)(body).run_body(self._calls, changed, takes_all) if needed else body
+        pure = {body: type(self)(body).run_body(self._calls, changed, takes_all) for body in op.bodies()}
         origin = self.moved(op)
         lifted = [self.emitter.constant(origin, real) for real in lift_constants(list(pure.values()))]
         shared = {v.storage for v in op.inputs()}.intersection(v.storage for v in op.values())

@@ -37,8 +37,8 @@ class TapeSegment:
 
     @property
     def is_condition(self) -> bool:
-        """Whether it returns one value, which says if a loop goes on."""
-        return self.name == "while_loop_cond_graph"
+        """Whether it gives one value, not a tuple, as what says if a loop goes on, or computes a score."""
+        return self.name in ("while_loop_cond_graph", "sdpa_score", "sdpa_mask")
 
     def hoisted(self) -> list[Op]:
         """The reads of parameters, buffers and constants, which stay outside."""

@@ -198,8 +198,9 @@ class Op:
         return found
 
     def bodies(self) -> list[BodyTape]:
-        """Of a higher-order op such as `cond`, the tapes among its arguments."""
-        return [a for a in self.args if type(a) is BodyTape]
+        """Of a higher-order op such as `cond`, the tapes in its arguments. One of them is an argument itself."""
+        found = [a for a in self.args if type(a) is BodyTape]
+        return [a for a in flat(self.args) if type(a) is BodyTape] if found else found
 
     def replace(self, **changed: Any) -> Op:
         """A copy with other fields, as of `dataclasses.replace`. The values of this op stay its own."""
@@ -421,7 +422,7 @@ class BodyTape(Tape):
     name: str = ""
     """What its GraphModule is named after, as `true_graph`."""
     is_condition: bool = False
-    """Whether it says if a loop goes on."""
+    """Whether it gives one value, not a tuple: it says if a loop goes on, or computes a score."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -34,6 +34,7 @@ class Form:
     def gathered(self, args: tuple[Any, ...]) -> list[Any]:
         """The arguments, the operands always in lists or tuples."""
         last = self.operands[-1]
+        args = (*args, *[()] * (last + 1 - len(args)))
         return [*args[:last], tuple(args[last:])] if self.has_rest else list(args)
 
     def spread(self, args: list[Any]) -> tuple[Any, ...]:
@@ -52,6 +53,7 @@ FORMS: dict[Any, Form] = {
     _hops.autograd_function_apply: Form(
         ((0, "forward", "fwd_body"), (1, "backward", "bwd_body")), (2,), has_rest=True, takes_all=False
     ),
+    _hops.flex_attention: Form(((3, "score_mod", "sdpa_score"), (4, "mask_mod", "sdpa_mask")), (7, 8), takes_all=False),
     _hops.invoke_subgraph: Form(((0, "subgraph", "repeated_subgraph"),), (2,), runs_once=True, has_rest=True),
 }
 """The ops whose callables are recorded as bodies."""

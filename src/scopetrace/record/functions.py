@@ -65,12 +65,10 @@ class FunctionRecorder(BodyRecorder):
         operands = captured([forward])
         backward.outputs += [None for _ in operands]
         bodies = [body_tape(self.builder.tape, s, given) for s, given in ((forward, operands), (backward, saved))]
-        made = {v for segment in (forward, backward) for op in segment.kept() for v in op.values()}
-        outer = {v.storage for v in (*self.operands, *operands) if isinstance(v, Value)}
-        self.values.forget(made, {v.storage for v in made} - outer)
+        self._forget([forward, backward], operands)
         self._check_written(bodies, len(results))
         out = self._give_out(bodies[0], [*self.operands, *operands], kwargs["non_differentiable_idx"])
-        self._append_op((*bodies, *self.operands, *operands), kwargs, out)
+        self._append_op((*bodies, *self.operands, *operands), kwargs, tuple(out))
         left = iter(out)
         found = [next(left) if isinstance(x, torch.Tensor) else x for x in self._results]
         return found[0] if self._is_one else tuple(found)
@@ -164,12 +162,6 @@ class FunctionRecorder(BodyRecorder):
         args = (alias, list(v.fake.size()), list(v.fake.stride()), offset)
         found: torch.Tensor = run_fake(mode, torch.ops.aten.as_strided.default, args, {})
         return found
-
-    def _append_op(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: list[torch.Tensor]) -> None:
-        outputs = self.values.new_results(tuple(out))
-        for value in outputs:
-            value.autograd_placeholder = value.fake.requires_grad
-        self.builder.append("call_function", self.hop, args, kwargs, outputs)
 
 
 class _Context(FunctionCtx):

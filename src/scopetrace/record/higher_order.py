@@ -21,7 +21,7 @@ from scopetrace._compat.ops import fake_results, in_transform
 from scopetrace._compat.tensors import FakeFactory, run_fake, unbacked_symint, without_dispatch
 from scopetrace.errors import ControlFlowError, UnsupportedOpError
 from scopetrace.ir.segment import TapeSegment, body_tapes, name_of
-from scopetrace.ir.tape import BodyTape, Op, Value, values_in
+from scopetrace.ir.tape import BodyTape, Op, Value, map_argument, values_in
 from scopetrace.ops.functional_variants import is_metadata_only
 from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
 from scopetrace.record.builder import TapeBuilder, ValueTable, body_error
@@ -62,6 +62,20 @@ class BodyRecorder:
 
     def run(self) -> Any:
         """What the op returns to the model."""
+        self._refuse_transforms()
+        recorded = [self._segment(*body) for body in self.form.bodies]
+        segments = [segment for segment, _ in recorded]
+        if len({str(spec) for segment, spec in recorded if not segment.is_condition}) > 1:
+            self._refuse("the branches return different structures", "return the same structure from each")
+        bodies, captured = body_tapes(self.builder.tape, segments)
+        inputs = [*self.operands, *captured]
+        self._forget(segments, captured)
+        for body in bodies:
+            self._check_results(body)
+        written = self._written(bodies, inputs)
+        return self._append(bodies, recorded[-1][1], captured, tuple(written))
+
+    def _refuse_transforms(self) -> None:
         if in_transform():
             raise UnsupportedOpError(
                 "a higher-order op inside of torch.vmap, grad or another transform",
@@ -69,19 +83,6 @@ class BodyRecorder:
                 hint="call it outside, or compute both sides and pick with torch.where",
                 **self.builder.where(),
             )
-        recorded = [self._segment(*body) for body in self.form.bodies]
-        segments = [segment for segment, _ in recorded]
-        if len({str(spec) for segment, spec in recorded if not segment.is_condition}) > 1:
-            self._refuse("the branches return different structures", "return the same structure from each")
-        recorded_values = {v for segment in segments for op in segment.kept() for v in op.values()}
-        bodies, captured = body_tapes(self.builder.tape, segments)
-        made = {v.storage for body in bodies for op in body.ops for v in op.values()}
-        inputs = [*self.operands, *captured]
-        self.values.forget(recorded_values, made - {v.storage for v in inputs if isinstance(v, Value)})
-        for body in bodies:
-            self._check_results(body)
-        written = self._written(bodies, inputs)
-        return self._append(bodies, recorded[-1][1], captured, tuple(written))
 
     # ---------------------------------------------------------------- running a callable
 
@@ -152,6 +153,12 @@ class BodyRecorder:
             return leaf
         self._refuse(f"a body returns a {type(leaf).__name__}", "return tensors, or whole numbers")
 
+    def _forget(self, segments: list[TapeSegment], captured: list[Any]) -> None:
+        """What the segments made is unknown outside. `captured` is what they read from there."""
+        made = {v for segment in segments for op in segment.kept() for v in op.values()}
+        outside = {v.storage for v in (*self.operands, *captured) if isinstance(v, Value)}
+        self.values.forget(made, {v.storage for v in made} - outside)
+
     # ---------------------------------------------------------------- what torch does not allow
 
     def _check_results(self, body: BodyTape) -> None:
@@ -187,7 +194,7 @@ class BodyRecorder:
     def _append(self, bodies: list[BodyTape], spec: Any, captured: list[Any], written: tuple[Value, ...]) -> Any:
         lifted = self.form.spread([self._lifted(a) for a in self.args])
         args = self.form.gathered(with_more_operands(self.hop, lifted, captured))
-        fakes = [_fake(a) for a in args]
+        fakes = fakes_of(args)
         for (position, _, _), body in zip(self.form.bodies, bodies, strict=True):
             args[position], fakes[position] = body, self._results_of(body)
         out = tuple(fake_results(self.factory.mode, self.hop, self.form.spread(fakes)))
@@ -195,11 +202,15 @@ class BodyRecorder:
         taken = self.form.spread(args)
         if torch.is_grad_enabled() and any(v.fake.requires_grad for v in values_in(taken)):
             self._give_grad(out)
+        self._append_op(taken, {}, out, written, unbacked)
+        return pytree.tree_unflatten(list(out), spec)
+
+    def _append_op(self, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any, *rest: Any) -> None:
+        """Put the op on the tape, with these results; `rest` are the further fields of Op."""
         outputs = self.values.new_results(out)
         for value in values_in(outputs):
             value.autograd_placeholder = value.fake.requires_grad
-        self.builder.append("call_function", self.hop, taken, {}, outputs, written, unbacked)
-        return pytree.tree_unflatten(list(out), spec)
+        self.builder.append("call_function", self.hop, args, kwargs, outputs, *rest)
 
     def _give_grad(self, out: Any) -> None:
         """Results that require grad; where autograd sees every op, with a history that it cannot go back through."""
@@ -215,10 +226,9 @@ class BodyRecorder:
         return lambda *_: tuple([self._like(v.fake) if isinstance(v, Value) else v for v in body.outputs])
 
 
-def _fake(x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return type(x)([_fake(item) for item in x])
-    return x.fake if isinstance(x, Value) else x
+def fakes_of(x: Any) -> Any:
+    """An op's arguments with fake tensors in place of values."""
+    return map_argument(lambda leaf: leaf.fake if isinstance(leaf, Value) else leaf, x)
 
 
 def _writes_to(op: Op, body: BodyTape) -> bool:

@@ -59,11 +59,13 @@ from scopetrace.ops.higher_order import FORMS, INLINED
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable, layout_of
 from scopetrace.record.collectives import CollectiveRecorder, Pending
 from scopetrace.record.data import READERS, DataReader
+from scopetrace.record.flex_attention import FlexRecorder
 from scopetrace.record.functions import FunctionRecorder
 from scopetrace.record.higher_order import BodyRecorder
 from scopetrace.record.reads import ReadRecorder
 
 _aten = torch.ops.aten
+_flex_attention = torch.ops.higher_order.flex_attention
 _END_OF_PROFILED = torch.ops.profiler._record_function_exit._RecordFunction
 _Parameter = torch.nn.Parameter
 
@@ -212,7 +214,8 @@ class OpRecorder:
                 **self._builder.where(),
                 hint="write the branch or loop so that Python decides it",
             )
-        return BodyRecorder(self._builder, self.values, self._factory, hop, args, self._run_callable).run()
+        recorder = FlexRecorder if hop is _flex_attention else BodyRecorder
+        return recorder(self._builder, self.values, self._factory, hop, args, self._run_callable).run()
 
     def apply_function(self, cls: type, args: tuple[Any, ...]) -> Any:
         """A `torch.autograd.Function` is applied, and autograd sees it."""
