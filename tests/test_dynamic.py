@@ -13,7 +13,7 @@ from torch import nn
 from torch.export import Dim, ShapesCollection
 
 import scopetrace as st
-from scopetrace.api.trace import program_of
+from scopetrace.api.runnable import program_of
 from scopetrace.cli.torchvision_ops import declare_missing_ops
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 from scopetrace.ir.tape import values_in

@@ -14,7 +14,7 @@ from processes import in_another_process
 from torch import nn
 
 import scopetrace as st
-from scopetrace.api.trace import program_of
+from scopetrace.api.runnable import program_of
 
 X = torch.arange(4.0)
 

@@ -11,7 +11,7 @@ from nets import Net
 from torch import nn
 
 import scopetrace as st
-from scopetrace.api.trace import program_of
+from scopetrace.api.runnable import program_of
 
 
 class Stateful(nn.Module):

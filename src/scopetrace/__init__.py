@@ -8,7 +8,7 @@ print(tr)
 
 from scopetrace import distributed, errors
 from scopetrace.api.functional import Functionalized, functional_backend, functionalize
-from scopetrace.api.trace import OutlinedProgram, Trace, load, save, trace, write_onnx_weights
+from scopetrace.api.trace import OutlinedProgram, Trace, diff, load, save, trace, write_onnx_weights
 from scopetrace.errors import ArgumentError, ScopetraceError, TraceError, VerificationError
 from scopetrace.functionalization.report import Alias as Alias
 from scopetrace.functionalization.report import Mutation as Mutation
@@ -36,6 +36,7 @@ __all__ = [
     "TraceError",
     "TracingConfig",
     "VerificationError",
+    "diff",
     "distributed",
     "errors",
     "functional_backend",

@@ -132,6 +132,10 @@ class TraceFileError(ScopetraceError):
     """A file that is no trace, is damaged, or is of another version; or a trace that a file cannot hold."""
 
 
+class CallNotFoundError(ArgumentError, LookupError):
+    """A name, class or pattern that no module call of the trace has."""
+
+
 class OutlineError(ArgumentError):
     """A target of `outline` matches no module call, or a call that cannot be a function."""
 
@@ -195,6 +199,10 @@ class OnnxDependencyError(ScopetraceError, ImportError):
 
 class OnnxVerificationError(VerificationError):
     """The ONNX model is not valid, or does not compute what the model computes."""
+
+
+class ViewDependencyError(ScopetraceError, ImportError):
+    """A package or program that draws pictures is not installed; the message names the extra that brings it."""
 
 
 # Warnings ------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import storage_id
-from scopetrace.api.trace import Runnable, program_of
+from scopetrace.api.runnable import Runnable, program_of
 from scopetrace.errors import ArgumentError
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.program.traced import TracedProgram

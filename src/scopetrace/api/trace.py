@@ -18,6 +18,7 @@ import torch.export
 import torch.fx
 
 from scopetrace.api.module import to_module
+from scopetrace.api.runnable import Runnable
 from scopetrace.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -27,23 +28,26 @@ from scopetrace.errors import (
     SideEffectWarning,
 )
 from scopetrace.functionalization.functionalizer import functionalize
-from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.reads import SideEffect, refusal, warn_of_numbers
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.write_back import WriteBack
 from scopetrace.lower.exported.constraints import explain
 from scopetrace.lower.exported.program import to_exported_program
 from scopetrace.lower.onnx import CallAttributes, Names, Targets, WeightNames, require_packages
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
+from scopetrace.program.activations import CallValues, activations
 from scopetrace.program.check import compare_with_model
 from scopetrace.program.graph import scope_path
 from scopetrace.program.lint import lint
-from scopetrace.program.outlined import Function, OutlinedTrace, Target, outline_calls
+from scopetrace.program.outlined import Function, OutlinedTrace, OutlineTarget, outline_calls
+from scopetrace.program.selection import Calls, Target, outermost
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.record import record
 from scopetrace.record.calls import Progress
+from scopetrace.view.boxes import boxes
+from scopetrace.view.diff import Diff, compare, digest
+from scopetrace.view.summary import Summary
 from scopetrace.view.text import render
 
 if TYPE_CHECKING:
@@ -52,63 +56,6 @@ if TYPE_CHECKING:
 
 Leaf = type[torch.nn.Module] | str | Callable[[torch.nn.Module, str], bool]
 """Which modules are leaves: those of a class, with a matching fqn, or for which the predicate is true."""
-
-
-class Runnable:
-    """A graph and its write-back: what Trace, OutlinedProgram and Functionalized have in common."""
-
-    def __init__(self, program: TracedProgram) -> None:
-        self._held = program
-
-    @property
-    def _program(self) -> TracedProgram:
-        """The program that the graph is now: an edit of `graph_module` is an edit of the program."""
-        self._held = self._held.current
-        return self._held
-
-    @property
-    def graph_module(self) -> torch.fx.GraphModule:
-        """The graph: the input tensors in order as placeholders, the result's tensors in order as outputs.
-
-        Parameters, buffers and constants are `get_attr` nodes; the module holds the model's own tensors. In an
-        OutlinedProgram, equal module calls are `invoke_subgraph` nodes that share a submodule.
-        """
-        return self._held.graph_module
-
-    @property
-    def write_back(self) -> WriteBack | None:
-        """The steps after the graph that change inputs and build results; None where its outputs are the result."""
-        return self._program.tape.write_back
-
-    @property
-    def mutations(self) -> list[Mutation]:
-        """What the original changes in its inputs, parameters and buffers, in the order of execution."""
-        return mutations(self._program.reported)
-
-    @property
-    def aliases(self) -> list[Alias]:
-        """For each tensor of the result: whether it is new, an input, or a view of an input or earlier result."""
-        return aliases(self._program.reported)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the graph, then the write-back: same results and same effects as the original.
-
-        Raises InputMismatchError when the structure, shapes, dtypes, devices or Python values of the arguments are not
-        those of the trace, tensors share memory in another way, or a value that the trace is specialized on differs.
-        Raises SideEffectError at a second call where the program depends on what forward wrote into Python objects.
-        """
-        return self._held(*args, **kwargs)
-
-    def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A call that runs `graph`, such as a compiled form of `graph_module`, in its place.
-
-        `graph` gets the tensors among the inputs, then the dynamic numbers, and returns the values of the output node
-        of `graph_module`, as list or tuple. Values in other memory or with other strides than those of `graph_module`
-        are copied or viewed again, so that the write-back is right.
-
-        Raises InputMismatchError as a call does, CompiledGraphError for values of other shapes or dtypes.
-        """
-        return self._program.run(graph, *args, **kwargs)
 
 
 class Trace(Runnable):
@@ -147,9 +94,85 @@ class Trace(Runnable):
         return (self._held if known else self._program).scope_of(node)
 
     @property
-    def calls(self) -> list[ModuleCall]:
-        """Every module call in forward order, the root first."""
-        return self._program.calls
+    def calls(self) -> Calls:
+        """Every module call in forward order, the root first.
+
+        A list; besides, `tr.calls["layers.*.mlp"]`, `tr.calls[nn.Linear]` and `tr.calls[predicate]` give the calls that
+        a pattern of names, a class, a module or a predicate names. Raises CallNotFoundError where there is none.
+        """
+        return Calls(self._program.calls)
+
+    def call(self, fqn: str, index: int = 0) -> ModuleCall:
+        """The call of the module with this name, `"layers.0.mlp"`; `index` 1 is its second call.
+
+        Raises CallNotFoundError, which names similar ones.
+        """
+        return self.calls.of(fqn, index)
+
+    def activations(self, *args: Any, of: Target | Iterable[Target] = "*", **kwargs: Any) -> dict[str, CallValues]:
+        """Call the trace, and give the values of the arguments and results of chosen module calls.
+
+        By `"fqn"`, for a second call of a module `"fqn#1"`, in the order of execution. The call changes inputs and
+        buffers as any call does. With autograd on, values have their gradients' history.
+
+        Args:
+            of: which calls: a pattern of names, a class, a module, a predicate on a ModuleCall, or several of these.
+
+        Raises what a call does; CallNotFoundError where a target names no call, or one in a body of `torch.cond`.
+        """
+        several = isinstance(of, Iterable) and not isinstance(of, (str, torch.nn.Module))
+        targets: list[Any] = list(of) if several else [of]  # type: ignore[arg-type]
+        chosen = {call for target in targets for call in self.calls[target]}
+        return activations(self._program, [call for call in self.calls if call in chosen], args, kwargs)
+
+    def summary(self, depth: int | None = None) -> Summary:
+        """Shapes, parameters, FLOPs and memory by module; prints as a table, `rows` and `to_dict()` have it as data.
+
+        Args:
+            depth: how many levels of calls below the root have rows; None for all.
+        """
+        return Summary(self._shown, depth)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The program as one HTML file, to be opened in a browser; written to `path` if one is given.
+
+        Modules are boxes that open and close; it needs no network, and is searched by name. The fragment of the URL is
+        the box that it opens: `model.html#Net/Block[layers.3]`. Of 14,000 ops it shows as many as are opened.
+
+        Raises OSError where the file cannot be written.
+        """
+        from scopetrace.view.html import page
+
+        text = page(boxes(self._shown))
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def to_svg(
+        self, path: str | os.PathLike[str] | None = None, *, depth: int = 1, scope: Target | None = None
+    ) -> bytes:
+        """The program as a picture, drawn by Graphviz; written to `path` if one is given, as PNG where it ends so.
+
+        Args:
+            path: a file whose name ends in `.svg`, `.png` or `.pdf`; None gives SVG.
+            depth: levels of calls below the root that are open; of equal neighbours, only the first is drawn.
+            scope: the calls to draw, as for `Trace.calls`; None is the root.
+
+        Raises ViewDependencyError without Graphviz or `scopetrace[view]`, CallNotFoundError, ArgumentError for another
+        ending, OSError where the file cannot be written.
+        """
+        from scopetrace.view.dot import picture
+
+        suffix = Path(path).suffix.lower() if path is not None else ".svg"
+        if suffix not in (".svg", ".png", ".pdf"):
+            raise ArgumentError(f"path={str(path)!r}: a picture is a file that ends in .svg, .png or .pdf")
+        root = boxes(self._shown)
+        chosen = set(outermost(self.calls[scope])) if scope is not None else {root.call}
+        roots = [box for box in root.walk() if box.kind == "call" and box.call in chosen]
+        data = picture(roots, depth, suffix[1:])
+        if path is not None:
+            Path(path).write_bytes(data)
+        return data
 
     def with_graph(self, graph_module: torch.fx.GraphModule) -> Trace:
         """A trace with the graph that a pass made from this one's, and the same inputs, results and effects.
@@ -194,13 +217,13 @@ class Trace(Runnable):
         """
         return to_module(self._program)
 
-    def outline(self, *targets: Target) -> OutlinedProgram:
+    def outline(self, *targets: OutlineTarget) -> OutlinedProgram:
         """The same program with chosen module calls as calls of shared functions.
 
         Args:
-            targets: module classes, fqn patterns as fnmatch reads them (`"layers.*.attn"`), predicates on a ModuleCall,
-                or `"repeated"`: every class of which at least two calls are equal; `"layers"`: of these the outermost
-                calls only; True: every call inside the model.
+            targets: module classes, modules, patterns of names, scope paths and class names as fnmatch reads them
+                (`"layers.*.attn"`), predicates on a ModuleCall; or `"repeated"`: every class of which two or more calls
+                are equal; `"layers"`: of these the outermost calls only; True: every call inside the model.
 
         Raises:
             OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
@@ -376,12 +399,14 @@ class Trace(Runnable):
         """
         compare_with_model(self._program, *_arguments(args, kwargs))
 
-    def print_readable(self, depth: int | None = None, *, scope: str | None = None, print_output: bool = True) -> str:
+    def print_readable(
+        self, depth: int | None = None, *, scope: Target | None = None, print_output: bool = True
+    ) -> str:
         """Print the program as text, and return it.
 
         Args:
             depth: how many levels of calls below the root are shown with their ops; deeper ones are a line each.
-            scope: an fnmatch pattern of scope paths; only calls that match are shown.
+            scope: the calls to show, as for `Trace.calls`, or a pattern of the paths of user scopes; None is all.
             print_output: False to return the text only.
         """
         text = render(self._shown, depth, scope)
@@ -432,6 +457,25 @@ class Trace(Runnable):
     def __iter__(self) -> Iterator[ModuleCall]:
         return iter(self.calls)
 
+    @property
+    def digest(self) -> str:
+        """A SHA-256 of what the trace does, in hexadecimal: equal in each run and process for equal programs.
+
+        It covers inputs, ops with their arguments, types and scopes, module calls, constants, parameters by name and
+        type, results and effects; not the values of parameters and buffers, names of nodes and source lines.
+        """
+        return digest(self._program)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether two traces do the same: whether their digests are equal. `st.diff` tells what differs."""
+        return self is other or (self.digest == other.digest if isinstance(other, Trace) else NotImplemented)
+
+    def __hash__(self) -> int:
+        return hash(self.scope.path)  # an edit changes the digest
+
+    def _repr_html_(self) -> str:
+        return self.summary(depth=2)._repr_html_()
+
 
 class OutlinedProgram(Runnable):
     """A traced program in which chosen module calls are calls of shared functions. It runs and prints."""
@@ -464,7 +508,7 @@ class OutlinedProgram(Runnable):
 
     def inline(self) -> Trace:
         """The flat program: the trace that this one was made from. Raises EditError for a graph edited since."""
-        if self._program.tape.edited and not program_of(self._source).tape.edited:
+        if self._program.tape.edited and not self._source._program.tape.edited:
             raise EditError(
                 "the graph of this outlined program was edited, and the trace that it was made from was not",
                 module=self._program.tape.root.path,
@@ -491,9 +535,20 @@ class OutlinedProgram(Runnable):
         return f"<OutlinedProgram {self._program.tape.root.path}: {len(self.functions)} functions>"
 
 
-def program_of(traced: Runnable) -> TracedProgram:
-    """The program that a trace holds, for `distributed` and `cli`, which read tapes."""
-    return traced._program
+def diff(before: Trace, after: Trace) -> Diff:
+    """What two traces do differently, by scope: inputs, parameters, ops, module calls, results, effects.
+
+    Of two versions of a model, or of a trace before and after a pass. Prints as a list of lines with `-` and `+`; is
+    false where there are no differences, that is, where the digests are equal.
+
+    Raises ArgumentTypeError for what is no Trace.
+    """
+    for given in (before, after):
+        if not isinstance(given, Trace):
+            raise ArgumentTypeError(
+                f"diff takes two traces, not {type(given).__name__}; st.trace and st.load give them"
+            )
+    return compare(before._program, after._program)
 
 
 def save(traced: Trace, path: str | os.PathLike[str]) -> None:

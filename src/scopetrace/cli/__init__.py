@@ -1,6 +1,7 @@
-"""The command line: `scopetrace show`, `onnx`, `order`, `plan`. Each command is a file, added to `main` below.
+"""The command line. Each command is a file, added to `main` below.
 
-Exit codes: 0, 1 when a model cannot be traced or raises, 2 for a wrong argument (one line on standard error).
+Exit codes: 0, 1 when a model cannot be traced or raises, 2 for a wrong argument (one line on standard error), 3 when
+`diff` finds differences.
 """
 
 from __future__ import annotations
@@ -9,11 +10,15 @@ import sys
 
 import click
 
+from scopetrace.cli.demo import demo
+from scopetrace.cli.diff import diff
 from scopetrace.cli.group import OneLineGroup
 from scopetrace.cli.onnx import onnx
 from scopetrace.cli.order import order
 from scopetrace.cli.plan import plan
 from scopetrace.cli.show import show
+from scopetrace.cli.summary import summary
+from scopetrace.cli.view import view
 
 
 @click.group(
@@ -30,7 +35,5 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-main.add_command(show)
-main.add_command(onnx)
-main.add_command(order)
-main.add_command(plan)
+for command in (demo, show, summary, view, diff, onnx, order, plan):
+    main.add_command(command)

@@ -2,41 +2,22 @@
 
 from __future__ import annotations
 
-import dataclasses
-import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 import torch
 
-from scopetrace.api.trace import program_of
+from scopetrace.api.runnable import program_of
 from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, progress, quiet, takes_model
 from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
-from scopetrace.program.outlined import OUTERMOST, REPEATED
-from scopetrace.program.traced import ModuleCall
 
 if TYPE_CHECKING:
     from scopetrace.lower.onnx.assemble import Exported
 
 _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'"
-
-
-@dataclasses.dataclass(frozen=True)
-class Matching:
-    """A target of `Trace.outline`: calls whose module's fqn or class name matches an fnmatch pattern."""
-
-    pattern: str
-
-    def __call__(self, call: ModuleCall) -> bool:
-        """Whether a call matches."""
-        names = [call.fqn, call.module_type.__name__ if call.module_type is not None else None]
-        return any(name is not None and fnmatch.fnmatchcase(name, self.pattern) for name in names)
-
-    def __repr__(self) -> str:
-        return repr(self.pattern)
 
 
 @click.command()
@@ -82,8 +63,7 @@ def onnx(
     require_packages()
     from scopetrace.lower.onnx.export import Options, write
 
-    targets = [f if f in (REPEATED, OUTERMOST) else Matching(f) for f in functions]
-    options = Options(targets, [Matching(p) for p in plugins], opset, None, None, optimize, attributes)
+    options = Options(functions, plugins, opset, None, None, optimize, attributes)
     with quiet(), progress() as say, torch.no_grad():
         program = program_of(asked.trace(say)).without_argument_mutation()
         text = _table(write(program, output, options, external_data or None, verify, say), output)

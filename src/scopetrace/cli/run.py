@@ -9,6 +9,7 @@ import logging
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import click
@@ -17,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 from torch.utils._pytree import tree_map_only
 
-from scopetrace.api.trace import Trace, trace
+from scopetrace.api.trace import Trace, load, trace
 from scopetrace.cli.dynamic import parse_dynamic
 from scopetrace.cli.group import ModelError, error_text, model_raised
 from scopetrace.cli.inputs import Forward, Input, parse_input
@@ -78,11 +79,17 @@ class Asked:
     train: bool
     specialize: bool
 
+    def of(self, target: str) -> Asked:
+        """The same inputs and options with another model."""
+        return dataclasses.replace(self, target=target)
+
     def trace(self, say: Say, *, functional: bool = True) -> Trace:
         """Make the model and trace it.
 
         Raises UsageError for a wrong argument, ModelError for a model that cannot be traced or raises.
         """
+        if self.target.endswith(".st"):
+            return self._load()
         say(f"making {self.target}")
         with torch.device("meta") if self.meta else contextlib.nullcontext():
             model = load_model(self.target).train(self.train)
@@ -108,6 +115,13 @@ class Asked:
             if explained is None:
                 raise
             raise explained from error
+
+    def _load(self) -> Trace:
+        if self.inputs or self.dynamic_shapes or self.meta or self.train or self.specialize:
+            raise UsageError(f"{self.target} is a saved trace, which has its inputs: leave out the options for them")
+        if not Path(self.target).exists():
+            raise UsageError(f"there is no file {self.target}; st.save(trace, path) writes one")
+        return load(self.target)
 
 
 def _explained(error: Exception, forward: Forward, inputs: list[Input], model: str) -> Exception | None:

@@ -7,7 +7,8 @@ from typing import Any
 import click
 import torch
 
-from scopetrace.api.trace import Trace, program_of
+from scopetrace.api.runnable import program_of
+from scopetrace.api.trace import Trace
 from scopetrace.cli.group import print_result
 from scopetrace.cli.run import Asked, progress, quiet, takes_model
 from scopetrace.errors import UsageError

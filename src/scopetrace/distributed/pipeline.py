@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from scopetrace.api.trace import Trace, program_of
+from scopetrace.api.runnable import program_of
+from scopetrace.api.trace import Trace
 from scopetrace.containers.structure import leaves
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
 from scopetrace.errors import PlanError

@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 import torch
 
-from scopetrace.api.trace import Trace, program_of
+from scopetrace.api.runnable import program_of
+from scopetrace.api.trace import Trace
 from scopetrace.distributed.costs import call_flops, op_results
 from scopetrace.distributed.groups import ROOT, Group
 from scopetrace.distributed.plan import Plan, ShardGroup

@@ -10,7 +10,6 @@ This is what torch.onnx's `export_modules_as_functions` did, and not for ONNX al
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -25,10 +24,11 @@ from scopetrace.ir.tape import Call, FunctionalTape
 from scopetrace.outline import FunctionSignature, OutlinedBody, Readers, outline
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
+from scopetrace.program.selection import Target, is_named
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
-Target = type | torch.nn.Module | str | bool | Callable[[ModuleCall], bool]
-"""A class, a module, a pattern of names or a predicate; or one of the following."""
+OutlineTarget = Target | bool
+"""What names module calls, or one of the following."""
 REPEATED = "repeated"
 """Every class of which at least two calls are equal."""
 OUTERMOST = "layers"
@@ -123,7 +123,7 @@ class _Inlining(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def outline_calls(source: TracedProgram, targets: Iterable[Target]) -> OutlinedTrace:
+def outline_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
     """Make functions of the calls that `targets` name; see `Trace.outline`. Raises OutlineError."""
     tape = source.tape
     if any(op.writes for op in tape.ops):
@@ -205,23 +205,6 @@ def _possible(calls: list[ModuleCall], readers: Readers, once: bool) -> Iterator
 def _lost(call: Call) -> bool:
     """Whether an edit of the graph removed an argument or result of a call."""
     return bool(leaves((call.args, call.kwargs, call.outputs), Removed))
-
-
-def is_named(call: ModuleCall, target: Any) -> bool:
-    """Whether a class, module, fqn pattern or predicate names a call. Raises OutlineError for other targets."""
-    if isinstance(target, type):
-        own = call.module_type if call.module is None else type(call.module)
-        return own is not None and issubclass(own, target)
-    if isinstance(target, torch.nn.Module):
-        return call.module is target
-    if isinstance(target, str):
-        return call.fqn is not None and fnmatch.fnmatchcase(call.fqn, target)
-    if callable(target):
-        return bool(target(call))
-    raise OutlineError(
-        f"{target!r} is a {type(target).__name__}; give a module class, a module of the model, a pattern of names "
-        "such as 'layers.*.attn', a predicate on a ModuleCall, or \"repeated\""
-    )
 
 
 def _said(target: Any) -> str:

@@ -21,7 +21,6 @@ Data flow:
 
 from __future__ import annotations
 
-import fnmatch
 import functools
 import inspect
 import itertools
@@ -35,6 +34,7 @@ from scopetrace.formatting import columns
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import signature_of
 from scopetrace.program.graph import FxLowering, node_value
+from scopetrace.program.selection import Target, is_named, is_scope_named
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.tree import Folder, Namer, Op, Run, Section, Tree, module_prefix, named, op_text, typed, value_text
 
@@ -42,12 +42,12 @@ _INDENT = "  "
 _LIMIT = 8  # items of a container that a header shows
 
 
-def render(program: TracedProgram, depth: int | None = None, scope: str | None = None) -> str:
+def render(program: TracedProgram, depth: int | None = None, scope: Target | None = None) -> str:
     """The program as text, without a newline at the end.
 
     Args:
         depth: how many levels of calls below the first are shown with what is in them; None for all.
-        scope: an fnmatch pattern of scope paths, in which brackets stand for themselves; None for the whole program.
+        scope: what to show: a pattern, class, module or predicate; None for the whole program. See `is_named`.
     """
     return "\n".join(_Writer(program, depth).lines(scope))
 
@@ -61,17 +61,17 @@ class _Writer:
         self._constants = self._tape.constants
         self._folder = Folder(self._tree, self._constants)
 
-    def lines(self, pattern: str | None) -> Iterator[str]:
+    def lines(self, target: Target | None) -> Iterator[str]:
         """The lines of the text, in order."""
         root = self._tree.root
         yield self._summary(root)
-        if pattern is None:
-            yield from self._section(root, "", 0, _label(root))
+        if target is None:
+            yield from self._section(root, "", 0, label_of(root))
             yield from self._specializations()
             return
-        found = list(outermost(root, pattern))
+        found = list(outermost(root, target))
         if not found:
-            yield unmatched(root.call.scope, pattern)
+            yield unmatched(root.call.scope, target) if isinstance(target, str) else "no module call is chosen"
         shown: dict[int, str] = {}
         for run in self._folder.runs(found):
             yield from self._sections(run, "", 0, _path_label, shown)
@@ -121,11 +121,11 @@ class _Writer:
         for run in self._folder.runs(section.items):
             first = run.members[0]
             if isinstance(first, Op):
-                yield indent + _INDENT + _op_line(first, name)
+                yield indent + _INDENT + op_line(first, name)
                 for body in first.bodies:
                     yield from self._section(body, indent + 2 * _INDENT, depth, body.body)
             else:
-                yield from self._sections(run, indent + _INDENT, depth, _label, shown)
+                yield from self._sections(run, indent + _INDENT, depth, label_of, shown)
 
     def _is_closed(self, section: Section, depth: int) -> bool:
         return section.call.is_leaf or (self._depth is not None and depth > self._depth)
@@ -146,7 +146,7 @@ class _Writer:
         else:
             yield indent + self._header(first, names[0], f"as {like}")
         if len(names) > 1:
-            yield f"{indent}{_joined(names[1:])} ×{len(names) - 1} as {like}{self._fold_values(run)}"
+            yield f"{indent}{joined(names[1:])} ×{len(names) - 1} as {like}{self._fold_values(run)}"
 
     def _header(self, section: Section, label: str, *notes: str) -> str:
         call = section.call
@@ -170,19 +170,19 @@ class _Writer:
 # -------------------------------------------------------------------- choosing by path and depth
 
 
-def outermost(section: Section, pattern: str) -> Iterator[Section]:
-    """The sections whose path matches and that are not inside another match."""
-    if matches(section.path, pattern):
+def outermost(section: Section, target: Target) -> Iterator[Section]:
+    """The sections that a target names and that are not inside another one of them."""
+    if is_named(section.call, target) if section.is_call else _is_scope_of(section, target):
         yield section
         return
     for item in section.items:
         if isinstance(item, Section):
-            yield from outermost(item, pattern)
+            yield from outermost(item, target)
 
 
-def matches(path: str, pattern: str) -> bool:
-    """Whether a scope path matches an fnmatch pattern. Brackets stand for themselves: most paths contain them."""
-    return fnmatch.fnmatchcase(path, pattern.replace("[", "[[]"))
+def _is_scope_of(section: Section, target: Target) -> bool:
+    found = next((s for s in section.call.scope.walk() if s.path == section.path), None)
+    return isinstance(target, str) and found is not None and is_scope_named(found, target)
 
 
 def level(scope: Scope, pattern: str | None = None) -> int | None:
@@ -191,7 +191,7 @@ def level(scope: Scope, pattern: str | None = None) -> int | None:
     None where neither the scope nor one around it matches.
     """
     around = list(scope.ancestors())
-    found = [i for i, s in enumerate(around) if (s.parent is None if pattern is None else matches(s.path, pattern))]
+    found = [i for i, s in enumerate(around) if (s.parent is None if pattern is None else is_scope_named(s, pattern))]
     return sum(s.is_module for s in around[: found[-1]]) if found else None
 
 
@@ -228,7 +228,7 @@ def _row(call: ModuleCall) -> tuple[str, ...]:
 # -------------------------------------------------------------------- parts of lines
 
 
-def _op_line(op: Op, name: Namer) -> str:
+def op_line(op: Op, name: Namer) -> str:
     """`%linear: f32[1, 16] = aten.linear(%x, self.weight)`, or the right side alone for an op without results."""
     value = node_value(op.node)
     text = op_text(op.node, name)
@@ -259,7 +259,7 @@ def _in_place(node: torch.fx.Node, prefix: str | None, constants: Container[str]
     return f"self.{target.removeprefix(prefix)}"
 
 
-def _label(section: Section) -> str:
+def label_of(section: Section) -> str:
     """`Linear[fc]`, with `#1` for a second call of the same module."""
     return section.user_scope or section.call.scope.label + _index(section.call)
 
@@ -272,7 +272,7 @@ def _index(call: ModuleCall) -> str:
     return f"#{call.index}" if call.index else ""
 
 
-def _joined(labels: list[str]) -> str:
+def joined(labels: list[str]) -> str:
     """The labels of a run as one: `BertLayer[layer.1 … layer.11]`."""
     first, last = labels[0], labels[-1]
     if first == last:

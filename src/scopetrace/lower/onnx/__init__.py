@@ -15,12 +15,12 @@ from typing import Any
 
 from scopetrace._compat.ops import OpOverload
 from scopetrace.errors import OnnxDependencyError
-from scopetrace.program.outlined import Target
+from scopetrace.program.outlined import OutlineTarget
 from scopetrace.program.traced import ModuleCall
 
-_Named = Target | OpOverload
+_Named = OutlineTarget | OpOverload
 
-Targets = _Named | bool | Sequence[_Named] | Set[_Named] | Mapping[Any, str]
+Targets = _Named | Sequence[_Named] | Set[_Named] | Mapping[Any, str]
 """Targets of `Trace.outline` or ops (one, or several in a list, tuple or set), a dict from classes or ops to
 `"domain::Name"`, or False for none."""
 

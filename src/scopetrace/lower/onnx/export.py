@@ -31,7 +31,8 @@ from scopetrace.lower.onnx.translate import exported_program, translate
 from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import add_outputs, attach, chosen, onnx_tensor, save
 from scopetrace.program.graph import FxLowering, call_position
-from scopetrace.program.outlined import Function, Target, is_named, outline_calls
+from scopetrace.program.outlined import Function, OutlineTarget, outline_calls
+from scopetrace.program.selection import is_named
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
@@ -39,7 +40,7 @@ _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")
 _OF_RUNTIMES = frozenset({"ai.onnx", "ai.onnx.ml", "ai.onnx.training", "ai.onnx.preview.training", "com.microsoft"})
 
 
-def read_targets(targets: Targets, where: str) -> tuple[list[Target], dict[type, str]]:
+def read_targets(targets: Targets, where: str) -> tuple[list[OutlineTarget], dict[type, str]]:
     """The targets for `Trace.outline`, and the names given to classes. Raises OnnxOptionError."""
     if isinstance(targets, Mapping):
         for cls, name in targets.items():
@@ -295,7 +296,7 @@ def _without_metadata(model: ir.Model) -> None:
             node.metadata_props.clear()
 
 
-def _is_plugin(function: Function, plugins: Sequence[Target]) -> bool:
+def _is_plugin(function: Function, plugins: Sequence[OutlineTarget]) -> bool:
     """Whether `plugins=` names all calls of a function. Raises OnnxOptionError where it names only some."""
     named = [any(is_named(call, target) for target in plugins) for call in function.calls]
     if any(named) and not all(named):

@@ -1,0 +1,287 @@
+"use strict";
+// The page of a traced model: boxes that open and close. Each open box is laid out by itself when it is first drawn, so a
+// click costs the layout of that box and of those around it, whatever the size of the model.
+
+const program = JSON.parse(document.getElementById("program").textContent);
+const boxes = program.boxes;                       // outer before inner; `children` are positions in this list
+boxes.forEach((box, id) => { box.id = id; box.children.forEach((c) => { boxes[c].around = id; }); });
+const byKey = new Map(boxes.map((box) => [box.key, box]));
+const open = new Set([0]);
+let selected = null;
+
+const HEAD = 24, PAD = 14, LINE = 15, MANY = 500;  // more children than MANY are a column: no layout of a graph is readable then
+const pen = document.createElement("canvas").getContext("2d");
+const widths = new Map();
+function width(text, size) {
+  const key = size + text;
+  if (!widths.has(key)) { pen.font = size + "px system-ui, sans-serif"; widths.set(key, pen.measureText(text).width); }
+  return widths.get(key);
+}
+const cut = (text, length) => (text.length > length ? text.slice(0, length - 1) + "…" : text);
+
+// ---- layout: box -> its size, with the places of its children, ports and edges
+
+const layouts = new Map();
+function forget(id) { for (let at = id; at !== undefined; at = boxes[at].around) layouts.delete(at); }
+const isOpen = (box) => open.has(box.id) && box.children.length > 0;
+
+function size(box) {
+  if (isOpen(box)) return layout(box);
+  const notes = box.cost ? [box.cost] : [];
+  const w = Math.max(width(cut(box.label, 60), 12), ...notes.map((n) => width(n, 10))) + 26;
+  return { width: Math.max(w, 50), height: 12 + LINE * (1 + notes.length) };
+}
+
+function layout(box) {
+  if (!layouts.has(box.id)) layouts.set(box.id, box.children.length > MANY ? column(box) : layered(box));
+  return layouts.get(box.id);
+}
+
+function port(name, type) { return { width: Math.max(width(name, 12), width(type, 10)) + 20, height: 34, name, type }; }
+
+function ends(box) {
+  const nodes = new Map();
+  box.inputs.forEach(([name, type], k) => nodes.set("i" + k, port(name, type)));
+  box.outputs.forEach(([name, type], k) => nodes.set("o" + k, port(name, type)));
+  return nodes;
+}
+
+function layered(box) {
+  const graph = new dagre.graphlib.Graph();
+  graph.setGraph({ nodesep: 18, ranksep: 34, edgesep: 10 });
+  graph.setDefaultEdgeLabel(() => ({}));
+  const ports = ends(box);
+  const used = new Set();
+  const wires = new Map();
+  for (const [child, slot, target, into, type] of box.edges) {
+    if (box.kind === "run" && child < 0 && target > 0) continue;  // what all members take is drawn to the first
+    const from = child < 0 ? "i" + slot : "c" + child, to = target < 0 ? "o" + into : "c" + target;
+    used.add(from).add(to);
+    const wire = from + " " + to;
+    wires.set(wire, [...(wires.get(wire) || []), type]);
+  }
+  box.children.forEach((id, k) => graph.setNode("c" + k, { ...size(boxes[id]), child: id }));
+  ports.forEach((node, name) => { if (used.has(name)) graph.setNode(name, node); });
+  wires.forEach((types, wire) => {
+    const label = types[0] + (types.length > 1 ? " +" + (types.length - 1) : "");
+    graph.setEdge(...wire.split(" "), { label, width: width(label, 10) + 6, height: 12, labelpos: "c" });
+  });
+  dagre.layout(graph);
+  const edges = graph.edges().map((e) => ({ ...graph.edge(e) }));
+  return framed(box, graph.nodes().map((n) => graph.node(n)).filter(Boolean), edges, graph.graph());
+}
+
+function column(box) {
+  let y = 0, widest = 0;
+  const nodes = box.children.map((id) => {
+    const node = { ...size(boxes[id]), child: id };
+    node.y = y + node.height / 2; y += node.height + 8; widest = Math.max(widest, node.width);
+    return node;
+  });
+  nodes.forEach((node) => { node.x = widest / 2; });
+  return framed(box, nodes, [], { width: widest, height: y });
+}
+
+function framed(box, nodes, edges, inner) {
+  const head = width(cut(box.label, 80), 12) + 40;
+  const shift = Math.max(0, head - inner.width) / 2;
+  return { nodes, edges, shift, width: Math.max(inner.width, head) + 2 * PAD, height: inner.height + HEAD + 2 * PAD };
+}
+
+// ---- drawing
+
+const NS = "http://www.w3.org/2000/svg";
+function draw(parent, tag, attributes, text) {
+  const node = document.createElementNS(NS, tag);
+  for (const [name, value] of Object.entries(attributes)) node.setAttribute(name, value);
+  if (text !== undefined) node.textContent = text;
+  parent.appendChild(node);
+  return node;
+}
+
+const canvas = document.getElementById("canvas");
+const view = document.getElementById("view");
+const placed = new Map();                          // id -> the middle of the box on the plane, and its element
+
+function render() {
+  view.textContent = "";
+  placed.clear();
+  const { width: w, height: h } = size(boxes[0]);
+  drawBox(view, boxes[0], w / 2, h / 2, w, h, 0, 0);
+}
+
+function drawBox(parent, box, x, y, w, h, left, top) {
+  const kind = box.kind + (isOpen(box) ? " open" : "") + (box.mutates.length ? " mutates" : "") + (box === selected ? " selected" : "");
+  const group = draw(parent, "g", { class: "box " + kind, transform: `translate(${x - w / 2},${y - h / 2})` });
+  placed.set(box.id, { x: left + x, y: top + y, w, h, group });
+  const rect = draw(group, "rect", { width: w, height: h });
+  rect.addEventListener("click", (event) => { event.stopPropagation(); if (!moved) { select(box); if (box.children.length) toggle(box); } });
+  draw(rect, "title", {}, box.key);
+  const sign = box.children.length ? (isOpen(box) ? "▾ " : "▸ ") : "";
+  if (!isOpen(box)) {
+    draw(group, "text", { x: w / 2, y: 17, "text-anchor": "middle" }, sign + cut(box.label, 60));
+    if (box.cost) draw(group, "text", { x: w / 2, y: 17 + LINE, "text-anchor": "middle", class: "note" }, box.cost);
+    return;
+  }
+  draw(group, "text", { x: 10, y: 17 }, sign + cut(box.label, 80));
+  const { nodes, edges, shift } = layout(box);
+  const dx = PAD + shift, dy = PAD + HEAD;
+  const inner = draw(group, "g", { transform: `translate(${dx},${dy})` });
+  for (const edge of edges) drawEdge(inner, edge);
+  for (const node of nodes) {
+    if (node.child !== undefined) {
+      drawBox(inner, boxes[node.child], node.x, node.y, node.width, node.height, left + x - w / 2 + dx, top + y - h / 2 + dy);
+    } else drawPort(inner, node);
+  }
+}
+
+function drawPort(parent, node) {
+  const group = draw(parent, "g", { class: "port", transform: `translate(${node.x - node.width / 2},${node.y - node.height / 2})` });
+  draw(group, "rect", { width: node.width, height: node.height });
+  draw(group, "text", { x: node.width / 2, y: 14, "text-anchor": "middle" }, node.name);
+  draw(group, "text", { x: node.width / 2, y: 28, "text-anchor": "middle", class: "note" }, node.type);
+}
+
+function drawEdge(parent, edge) {
+  const [first, ...rest] = edge.points;
+  const last = rest.pop();
+  let path = `M${first.x},${first.y}`;
+  rest.forEach((p, k) => {
+    const next = rest[k + 1] || last;
+    path += ` Q${p.x},${p.y} ${(p.x + next.x) / 2},${(p.y + next.y) / 2}`;
+  });
+  draw(parent, "path", { class: "edge", d: `${path} L${last.x},${last.y}` });
+  draw(parent, "text", { x: edge.x, y: edge.y + 4, "text-anchor": "middle", class: "note" }, edge.label);
+}
+
+// ---- opening, selecting, searching
+
+function toggle(box) {
+  const before = placed.get(box.id);
+  if (open.has(box.id)) open.delete(box.id); else open.add(box.id);
+  forget(box.id);
+  render();
+  const after = placed.get(box.id);                // the box stays where it is on the screen
+  if (before && after) { at.x += (before.x - before.w / 2 - after.x + after.w / 2) * at.scale; at.y += (before.y - before.h / 2 - after.y + after.h / 2) * at.scale; }
+  place();
+}
+
+function select(box) {
+  if (selected) placed.get(selected.id)?.group.classList.remove("selected");
+  selected = box;
+  placed.get(box.id)?.group.classList.add("selected");
+  history.replaceState(null, "", "#" + encodeURIComponent(box.key));
+  describe(box);
+}
+
+function reveal(box) {
+  for (let around = box.around; around !== undefined; around = boxes[around].around) {
+    if (!open.has(around)) { open.add(around); layouts.delete(around); }
+  }
+  forget(box.id);
+  render();
+  select(box);
+  const where = placed.get(box.id);
+  at.scale = Math.max(at.scale, 0.6);
+  at.x = canvas.clientWidth / 2 - where.x * at.scale;
+  at.y = canvas.clientHeight / 3 - where.y * at.scale;
+  place();
+}
+
+const words = boxes.map((box) => [box.label, box.key, box.name || "", box.text || ""].join("\n").toLowerCase());
+function find(text) {
+  const asked = text.trim().toLowerCase();
+  return asked ? boxes.filter((box) => words[box.id].includes(asked)).slice(0, 50) : [];
+}
+
+const search = document.getElementById("search"), hits = document.getElementById("hits");
+search.addEventListener("input", () => {
+  hits.textContent = "";
+  for (const box of find(search.value)) {
+    const item = document.createElement("li");
+    item.textContent = box.text ? cut(box.text, 90) : box.label;
+    const where = document.createElement("small");
+    where.textContent = box.key;
+    item.appendChild(where);
+    item.addEventListener("mousedown", () => { hits.textContent = ""; reveal(box); });
+    hits.appendChild(item);
+  }
+});
+search.addEventListener("keydown", (event) => {
+  if (event.key === "Enter") { const [first] = find(search.value); if (first) { hits.textContent = ""; reveal(first); } }
+  if (event.key === "Escape") { search.value = ""; hits.textContent = ""; search.blur(); }
+});
+search.addEventListener("blur", () => { hits.textContent = ""; });
+document.addEventListener("keydown", (event) => {
+  if (event.key === "/" && document.activeElement !== search) { event.preventDefault(); search.focus(); }
+});
+
+// ---- the panel
+
+const panel = document.getElementById("panel");
+function part(tag, text, parent) {
+  const node = document.createElement(tag);
+  if (text !== undefined) node.textContent = text;
+  (parent || panel).appendChild(node);
+  return node;
+}
+function table(title, rows) {
+  if (!rows.length) return;
+  part("h3", title);
+  const body = part("table");
+  for (const row of rows) { const line = part("tr", undefined, body); row.forEach((cell) => part("td", cell, line)); }
+}
+function describe(box) {
+  panel.textContent = "";
+  part("h2", box.label);
+  part("code", box.text || box.key);
+  table("", box.facts);
+  table("takes", box.inputs);
+  table("gives", box.outputs);
+  table("attributes of the module", box.attributes || []);
+  table("parameters and buffers", box.parameters.map((name) => [name]));
+  table("changes", box.mutates.map((name) => [name]));
+  if (box.source !== undefined) { part("h3", "source"); part("code", program.sources[box.source]); }
+}
+
+// ---- moving
+
+const at = { x: 20, y: 20, scale: 1 };
+let moved = false;
+function place() { view.setAttribute("transform", `translate(${at.x},${at.y}) scale(${at.scale})`); }
+function fit() {
+  const { width: w, height: h } = size(boxes[0]);
+  at.scale = Math.min(1, (canvas.clientWidth - 40) / w, (canvas.clientHeight - 40) / h);
+  at.x = (canvas.clientWidth - w * at.scale) / 2;
+  at.y = 20;
+  place();
+}
+canvas.addEventListener("wheel", (event) => {
+  event.preventDefault();
+  const factor = Math.exp(-event.deltaY / 500), frame = canvas.getBoundingClientRect();
+  const x = event.clientX - frame.left, y = event.clientY - frame.top;
+  at.x = x - (x - at.x) * factor; at.y = y - (y - at.y) * factor; at.scale *= factor;
+  place();
+}, { passive: false });
+canvas.addEventListener("pointerdown", (event) => {
+  moved = false;
+  const from = { x: event.clientX - at.x, y: event.clientY - at.y, left: event.clientX, top: event.clientY };
+  const move = (e) => {
+    if (Math.abs(e.clientX - from.left) + Math.abs(e.clientY - from.top) > 4) moved = true;
+    at.x = e.clientX - from.x; at.y = e.clientY - from.y; place();
+  };
+  window.addEventListener("pointermove", move);
+  window.addEventListener("pointerup", () => window.removeEventListener("pointermove", move), { once: true });
+});
+function foldAll() { open.clear(); open.add(0); layouts.clear(); render(); fit(); }
+document.getElementById("fit").addEventListener("click", fit);
+document.getElementById("fold").addEventListener("click", foldAll);
+
+function follow() {
+  const box = byKey.get(decodeURIComponent(location.hash.slice(1)));
+  if (box && box !== selected) reveal(box);
+}
+window.addEventListener("hashchange", follow);
+foldAll();
+describe(boxes[0]);
+follow();

@@ -1,0 +1,288 @@
+"""What two programs do differently, by scope.
+
+Data flow:
+    two Trees -> the items of both root sections aligned by what they call, and again inside each pair of sections
+    aligned ops -> one number for both their nodes -> their lines compared with numbers in place of names -> Difference
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import html
+import itertools
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+import torch.fx
+
+from scopetrace.containers.structure import leaves
+from scopetrace.program.graph import node_value
+from scopetrace.program.traced import TracedProgram
+from scopetrace.view.text import label_of, op_line
+from scopetrace.view.tree import Op, Section, Tree, named, op_text, target_text, type_text, typed, value_text
+
+_SMALL = 16  # elements of a constant that are shown
+
+VERSION = 1
+"""Of the form of `Diff.to_dict()`: raised where a key goes or changes its meaning."""
+
+Kind = Literal["added", "removed", "changed"]
+What = Literal["op", "call", "input", "output", "attribute"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One thing that differs."""
+
+    kind: Kind
+    what: What
+    """`attribute`: a parameter, buffer or constant; `output`: the result, or what a call changes after the graph."""
+    scope: str
+    """The path of the scope that it is in."""
+    before: str | None
+    """Its text in the first program; None where it was added."""
+    after: str | None
+    """Its text in the second program; None where it was removed."""
+
+    def lines(self) -> list[str]:
+        """A line that begins with `-` for what was, and one with `+` for what is."""
+        return [f"{sign} {text}" for sign, text in (("-", self.before), ("+", self.after)) if text is not None]
+
+
+class Diff:
+    """The differences of two programs, in the order of execution. False where there are none.
+
+    Attributes:
+        differences: each with its scope.
+    """
+
+    def __init__(self, differences: list[Difference]) -> None:
+        self.differences = differences
+
+    def __bool__(self) -> bool:
+        return bool(self.differences)
+
+    def __len__(self) -> int:
+        return len(self.differences)
+
+    def __iter__(self) -> Iterator[Difference]:
+        return iter(self.differences)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The differences as plain data, for JSON; docs/diff.md has the schema."""
+        return {"version": VERSION, "differences": [dataclasses.asdict(d) for d in self.differences]}
+
+    def to_json(self) -> str:
+        """`to_dict()` as JSON text."""
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False)
+
+    def __str__(self) -> str:
+        lines = []
+        for scope, found in itertools.groupby(self.differences, lambda d: d.scope):
+            lines += [scope, *(f"  {line}" for difference in found for line in difference.lines())]
+        return "\n".join([*lines, self._counts()])
+
+    def _counts(self) -> str:
+        counts = Counter(d.kind for d in self.differences)
+        return ", ".join(f"{n:,} {kind}" for kind, n in sorted(counts.items())) if counts else "no differences"
+
+    def __repr__(self) -> str:
+        return f"<Diff: {self._counts()}>"
+
+    def _repr_html_(self) -> str:
+        colours = {"+": "#dafbe1", "-": "#ffebe9"}
+        rows = []
+        for line in str(self).splitlines():
+            colour = colours.get(line.strip()[:1], "transparent") if line.startswith("  ") else "transparent"
+            rows.append(f"<div style='background:{colour}'>{html.escape(line)}</div>")
+        return f"<div style='font-family:monospace;white-space:pre-wrap'>{''.join(rows)}</div>"
+
+
+def compare(before: TracedProgram, after: TracedProgram) -> Diff:
+    """The differences of two programs."""
+    return _Comparison(before, after).run()
+
+
+class _Side:
+    """One program, with texts of its parts in which nodes have numbers that do not depend on the graph's names."""
+
+    def __init__(self, program: TracedProgram) -> None:
+        self.program = program
+        self.root = Tree(program).root
+        self._numbers: dict[torch.fx.Node, str] = {}
+        self._inputs = program.lowering.graph.find_nodes(op="placeholder")
+        for position, node in enumerate(self._inputs):
+            self._numbers[node] = f"input {position}"
+
+    def give(self, nodes: list[torch.fx.Node], number: int) -> None:
+        """Give the results of an op or call their number."""
+        self._numbers |= {node: f"#{number}.{slot}" for slot, node in enumerate(nodes)}
+
+    def number(self, node: torch.fx.Node) -> str:
+        """The number of a node; an attribute, and a node without a number, by its name."""
+        return self._numbers.get(node) or named(node)
+
+    def inputs(self) -> dict[Any, str]:
+        """The text of each input of the graph, by position."""
+        return dict(enumerate(map(typed, self._inputs)))
+
+    def attributes(self) -> dict[Any, str]:
+        """By name, the text of each parameter, buffer and constant that the graph reads; of constants with values."""
+        found: dict[Any, str] = {}
+        for node in self.program.lowering.graph.find_nodes(op="get_attr"):
+            name, value = str(node.target), node_value(node)
+            if value is not None:
+                constant = self.program.tape.constants.get(name)
+                found[name] = typed(node) + ("" if constant is None else f" = {_content(constant)}")
+        return found
+
+    def op(self, op: Op) -> tuple[str, str]:
+        """An op as text, and the same with numbers in place of names."""
+        results = type_text(node_value(op.node))
+        return op_line(op, named), f"{results} = {op_text(op.node, self.number)}"
+
+    def call(self, section: Section) -> tuple[str, str]:
+        """A call with its arguments as text, and the same with numbers in place of names."""
+        if not section.is_call:
+            return label_of(section), ""
+        found = []
+        for name in (named, self.number):
+            given = ", ".join(f"{k}={value_text(x, name)}" for k, x in section.call.argument_templates.items())
+            found.append(f"{label_of(section)}({given}) -> {value_text(section.call.output_template, name)}")
+        return found[0], found[1]
+
+    def result(self) -> tuple[str, str]:
+        """The result as text, and the same with numbers in place of names."""
+        template = self.root.call.output_template
+        return value_text(template, named), value_text(template, self.number)
+
+    def effects(self) -> dict[Any, str]:
+        """The steps after the graph, by position."""
+        return dict(enumerate(str(self.program.tape.write_back or "").splitlines()))
+
+
+class _Comparison:
+    """Compares two programs in the order of execution: operands get their numbers before the ops that read them."""
+
+    def __init__(self, before: TracedProgram, after: TracedProgram) -> None:
+        self._a, self._b = _Side(before), _Side(after)
+        self._numbers = itertools.count()
+        self._found: list[Difference] = []
+
+    def run(self) -> Diff:
+        a, b = self._a, self._b
+        self._tables("input", a.inputs(), b.inputs())
+        self._tables("attribute", a.attributes(), b.attributes())
+        self._sections(a.root, b.root)
+        (was, old), (now, new) = a.result(), b.result()
+        if old != new:
+            self._note("output", b.root.path, was, now)
+        self._tables("output", a.effects(), b.effects())
+        return Diff(self._found)
+
+    def _tables(self, what: What, before: dict[Any, str], after: dict[Any, str]) -> None:
+        for key in dict.fromkeys([*before, *after]):
+            self._note(what, self._b.root.path, before.get(key), after.get(key))
+
+    def _note(self, what: What, scope: str, before: str | None, after: str | None) -> None:
+        if before != after:
+            kind: Kind = "added" if before is None else "removed" if after is None else "changed"
+            self._found.append(Difference(kind, what, scope, before, after))
+
+    def _sections(self, before: Section, after: Section) -> None:
+        old, new = ([_key(item) for item in section.items] for section in (before, after))
+        for tag, i, stop, j, end in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
+            if tag == "equal":
+                for a, b in zip(before.items[i:stop], after.items[j:end], strict=True):
+                    self._pair(a, b, after.path)
+            else:
+                self._block(before.items[i:stop], after.items[j:end], before.path, after.path)
+
+    def _block(self, old: list[Op | Section], new: list[Op | Section], was: str, now: str) -> None:
+        """Items that have no counterpart; an op in the place of a single other one has changed."""
+        if len(old) == len(new) == 1 and isinstance(old[0], Op) and isinstance(new[0], Op):
+            self._pair(old[0], new[0], now)
+            return
+        for item in old:
+            self._note(_what(item), was, _one(self._a, item), None)
+        for item in new:
+            self._note(_what(item), now, None, _one(self._b, item))
+        if len(old) == len(new) == 1:  # what reads the new one in place of the old has not changed for it
+            self._give(*map(_results, (old[0], new[0])))
+
+    def _pair(self, a: Op | Section, b: Op | Section, scope: str) -> None:
+        if isinstance(a, Op) and isinstance(b, Op):
+            (was, old), (now, new) = self._a.op(a), self._b.op(b)
+            self._give(_results(a), _results(b))
+            if old != new:
+                self._found.append(Difference("changed", "op", scope, was, now))
+            for one, other in zip(a.bodies, b.bodies, strict=False):
+                self._sections(one, other)
+        elif isinstance(a, Section) and isinstance(b, Section):
+            self._sections(a, b)
+            (was, old), (now, new) = self._a.call(a), self._b.call(b)
+            if old != new:
+                self._found.append(Difference("changed", "call", scope, was, now))
+
+    def _give(self, old: list[torch.fx.Node], new: list[torch.fx.Node]) -> None:
+        number = next(self._numbers)
+        self._a.give(old, number)
+        self._b.give(new, number)
+
+
+def _results(item: Op | Section) -> list[torch.fx.Node]:
+    """The nodes of what an op gives or a call returns."""
+    if isinstance(item, Op):
+        return [item.node, *(node for _, node in sorted(item.parts.items()))]
+    return leaves(item.call.output_template, torch.fx.Node) if item.is_call else []
+
+
+def _key(item: Op | Section) -> str:
+    return target_text(item.node) if isinstance(item, Op) else label_of(item)
+
+
+def _what(item: Op | Section) -> What:
+    return "op" if isinstance(item, Op) else "call"
+
+
+def _one(side: _Side, item: Op | Section) -> str:
+    """An item that has no counterpart as one line."""
+    if isinstance(item, Op):
+        return side.op(item)[0]
+    return f"{side.call(item)[0]}  # {item.op_count} op{'s' * (item.op_count != 1)}"
+
+
+def _content(constant: torch.Tensor) -> str:
+    """The values of a small constant, of others a hash of them."""
+    if constant.is_meta or constant.layout is not torch.strided:
+        return "…"
+    if constant.numel() <= _SMALL:
+        return str(constant.tolist())
+    data = constant.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return f"sha256 {hashlib.sha256(data.numpy().tobytes()).hexdigest()[:16]}"
+
+
+def digest(program: TracedProgram) -> str:
+    """A SHA-256 of what a program does: inputs, ops with arguments, types and scopes, calls, constants, effects."""
+    side, numbers = _Side(program), itertools.count()
+    lines = [*side.inputs().values(), *side.attributes().values()]
+
+    def add(section: Section) -> None:
+        for item in section.items:
+            if isinstance(item, Op):
+                lines.append(f"{section.path}: {side.op(item)[1]}")
+                side.give(_results(item), next(numbers))
+                for body in item.bodies:
+                    add(body)
+            else:
+                add(item)
+                lines.append(f"{section.path}: {side.call(item)[1]}")
+
+    add(side.root)
+    lines += side.effects().values()
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,105 @@
+"""A program as one HTML file: boxes that open, fold and are searched, without a network.
+
+Data flow:
+    Box -> a list of plain records -> JSON inside the page, beside the script that draws it and dagre, which lays it out
+
+What comes from the model (names, strings, source lines) is only in the JSON, and the script writes it as text.
+"""
+
+from __future__ import annotations
+
+import html
+import importlib.resources
+import json
+import re
+from typing import Any
+
+from scopetrace.formatting import amount
+from scopetrace.view.boxes import Box, Edge, End
+from scopetrace.view.measures import cost_text
+from scopetrace.view.tree import named, value_text
+
+_LONGEST = 300  # characters of an attribute that are shown
+
+
+def page(root: Box) -> str:
+    """The HTML of a program. It opens at the box whose key is the fragment of the URL: `#Net/Block[layers.3]`."""
+    data = json.dumps(document(root), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    parts = {
+        "title": html.escape(root.label),
+        "style": _asset("page.css"),
+        "program": data.replace("<", "\\u003c"),  # so that no text of the model ends the script element
+        "layout": _asset("dagre.min.js"),
+        "script": _asset("page.js"),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], _asset("page.html"))
+
+
+def document(root: Box) -> dict[str, Any]:
+    """The boxes as plain records, outer before inner, with `children` as positions in the list."""
+    found = list(root.walk())
+    positions = {box: position for position, box in enumerate(found)}
+    sources: dict[str, int] = {}
+    records = []
+    for box in found:
+        record = _record(box)
+        record["children"] = [positions[child] for child in box.children]
+        if box.source:
+            record["source"] = sources.setdefault(box.source, len(sources))
+        records.append(record)
+    return {"version": 1, "boxes": records, "sources": list(sources)}
+
+
+def _record(box: Box) -> dict[str, Any]:
+    return {
+        "key": box.key,
+        "label": box.label,
+        "kind": box.kind,
+        "text": box.text,
+        "name": box.call.fqn if box.kind == "call" else "",
+        "cost": cost_text(box.cost) if box.kind != "op" else "",
+        "facts": _facts(box),
+        "inputs": [[port.name, port.type] for port in box.inputs],
+        "outputs": [[port.name, port.type] for port in box.outputs],
+        "edges": [_edge(edge) for edge in box.edges],
+        "parameters": box.parameters,
+        "mutates": box.mutates,
+        **({"attributes": _attributes(box)} if box.kind == "call" else {}),
+    }
+
+
+def _edge(edge: Edge) -> list[Any]:
+    """`[child, port, child, port, type]`; -1 stands for the box around."""
+
+    def end(x: End) -> list[int]:
+        return [-1 if x.child is None else x.child, x.port]
+
+    return [*end(edge.source), *end(edge.target), edge.type]
+
+
+def _attributes(box: Box) -> list[list[str]]:
+    found = ((name, value_text(x, named)) for name, x in box.call.attributes.items())
+    return [[name, text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"] for name, text in found]
+
+
+def _facts(box: Box) -> list[list[str]]:
+    cost, rows = box.cost, []
+    if box.kind == "call" and box.call.module_type is not None:
+        rows.append(["class", f"{box.call.module_type.__module__}.{box.call.module_type.__qualname__}"])
+    if box.kind == "call" and box.call.fqn:
+        rows.append(["name", box.call.fqn])
+    if box.kind != "op":
+        rows.append(["ops", f"{cost.ops:,}"])
+    if cost.parameters:
+        rows.append(["parameters", f"{cost.parameter_count:,} ({amount(cost.parameter_bytes, 'B')})"])
+        if cost.trainable_count != cost.parameter_count:
+            rows.append(["trainable", f"{cost.trainable_count:,}"])
+    if cost.flops:
+        rows.append(["FLOPs", amount(cost.flops, "")])
+    if cost.activation_bytes:
+        rows.append(["activations", amount(cost.activation_bytes, "B")])
+    return rows
+
+
+def _asset(name: str) -> str:
+    return (importlib.resources.files("scopetrace.view") / "assets" / name).read_text(encoding="utf-8")

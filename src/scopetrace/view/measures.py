@@ -1,0 +1,184 @@
+"""What a call costs: parameters, FLOPs and the memory of what its ops make.
+
+Data flow:
+    ops of a section and of those inside -> parameters that they read, each tensor once
+                                         -> FLOPs of each op, by torch's own counter on tensors without data
+                                         -> bytes of each new storage among their results
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import torch
+import torch.fx
+from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
+
+from scopetrace._compat.ops import can_decompose, is_op
+from scopetrace._compat.symbols import Symbolic, example
+from scopetrace._compat.tensors import storage_id
+from scopetrace.formatting import amount
+from scopetrace.program.graph import node_value
+from scopetrace.program.traced import TracedProgram
+from scopetrace.view.tree import Op, Section
+
+
+@dataclasses.dataclass(frozen=True)
+class Measures:
+    """The cost of a part of a program; sizes that are symbolic count with those of the example."""
+
+    ops: int = 0
+    flops: int = 0
+    """Floating-point operations as `torch.utils.flop_counter` counts them: two for each multiply-add."""
+    activation_bytes: int = 0
+    """Memory of the results of the ops, without views of memory that was there before."""
+    parameters: tuple[torch.Tensor, ...] = ()
+    """The parameters that the ops read, each tensor once."""
+    buffers: tuple[torch.Tensor, ...] = ()
+    """Likewise buffers and constants."""
+
+    @property
+    def parameter_count(self) -> int:
+        """Elements of all parameters."""
+        return sum(p.numel() for p in self.parameters)
+
+    @property
+    def trainable_count(self) -> int:
+        """Elements of the parameters that require gradients."""
+        return sum(p.numel() for p in self.parameters if p.requires_grad)
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Memory of the parameters."""
+        return sum(map(byte_count, self.parameters))
+
+    @property
+    def buffer_bytes(self) -> int:
+        """Memory of buffers and constants."""
+        return sum(map(byte_count, self.buffers))
+
+
+def cost_text(cost: Measures) -> str:
+    """`1.2 M parameters, 22 MFLOP`; empty where it has neither."""
+    parts = [f"{amount(cost.parameter_count, '').strip()} parameters"] if cost.parameters else []
+    return ", ".join([*parts, *([amount(cost.flops, "FLOP")] if cost.flops else [])])
+
+
+def byte_count(tensor: torch.Tensor) -> int:
+    """Bytes of the elements of a tensor."""
+    return math.prod(map(example, tensor.shape)) * tensor.element_size()
+
+
+class Meter:
+    """Measures the sections of a program; a section is measured once."""
+
+    def __init__(self, program: TracedProgram) -> None:
+        self._attributes = program.tape.attributes
+        self._of_leaves = {call.position: call for call in program.calls if call.is_leaf}
+        self._flops: dict[Hashable, int] = {}
+        self._found: dict[Section, Measures] = {}
+        self._ops: dict[Op, Measures] = {}
+
+    def of(self, section: Section) -> Measures:
+        """What a section costs, with all that is in it; a body of a higher-order op counts once."""
+        if section not in self._found:
+            parts = [self.of_op(item) if isinstance(item, Op) else self.of(item) for item in section.items]
+            if section.is_call and section.call.is_leaf and section.call.module is not None:
+                parts.append(_held(section.call.module.parameters()))
+            self._found[section] = _sum(parts)
+        return self._found[section]
+
+    def sum(self, sections: Iterable[Section]) -> Measures:
+        """What several sections cost together."""
+        return _sum(list(map(self.of, sections)))
+
+    def of_op(self, op: Op) -> Measures:
+        """What an op costs, with its bodies."""
+        if op not in self._ops:
+            self._ops[op] = self._measured(op)
+        return self._ops[op]
+
+    def _measured(self, op: Op) -> Measures:
+        read = [n for n in op.node.all_input_nodes if n.op == "get_attr" and str(n.target) in self._attributes]
+        own = dataclasses.replace(
+            _held(self._attributes[str(n.target)] for n in read),
+            ops=1,
+            flops=self.flops(op.node),
+            activation_bytes=new_bytes(op.node),
+        )
+        return _sum([own, *map(self.of, op.bodies)])
+
+    def flops(self, node: torch.fx.Node) -> int:
+        """Floating-point operations of one op; 0 where torch has no formula, or the op does not run without data."""
+        if not is_op(node.target) or not (node.target.overloadpacket in flop_registry or can_decompose(node.target)):
+            return 0
+        given = tree_map_only(torch.fx.Node, node_value, (node.args, node.kwargs))
+        leaves, spec = tree_flatten(given)
+        key = (node.target, spec, *map(_signature, leaves))
+        try:
+            if key not in self._flops:
+                self._flops[key] = _counted(node.target, *tree_map_only(_SIZED, _without_data, given))
+            return self._flops[key]
+        except TypeError:  # an unhashable Python argument
+            return _counted(node.target, *tree_map_only(_SIZED, _without_data, given))
+
+
+_SIZED = (torch.Tensor, *Symbolic)
+
+
+def _without_data(x: Any) -> Any:
+    """A tensor of the example's sizes on the meta device; of a symbolic number the example's."""
+    if not isinstance(x, torch.Tensor):
+        return example(x)
+    sizes, strides = (tuple(map(example, numbers)) for numbers in (x.shape, x.stride()))
+    return torch.empty_strided(sizes, strides, dtype=x.dtype, device="meta")
+
+
+def _signature(x: Any) -> Hashable:
+    return (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+
+
+def _counted(target: Any, args: Any, kwargs: Any) -> int:
+    counter = FlopCounterMode(display=False)
+    try:
+        with torch.no_grad(), counter:
+            target(*args, **kwargs)
+    except Exception:  # ops whose results depend on data, or that the meta device does not have
+        return 0
+    return int(counter.get_total_flops())
+
+
+def new_bytes(node: torch.fx.Node) -> int:
+    """Bytes of the results of an op that are in memory of their own."""
+    before = {storage_id(t) for n in node.all_input_nodes for t in _tensors(node_value(n))}
+    made = {storage_id(t): t for t in _tensors(node_value(node))}
+    return sum(byte_count(t) for storage, t in made.items() if storage not in before)
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    found = value if isinstance(value, (list, tuple)) else [value]
+    return [t for t in found if isinstance(t, torch.Tensor)]
+
+
+def _held(tensors: Iterable[torch.Tensor]) -> Measures:
+    found = list({id(t): t for t in tensors}.values())
+    parameters = tuple(t for t in found if isinstance(t, torch.nn.Parameter))
+    return Measures(parameters=parameters, buffers=tuple(t for t in found if not isinstance(t, torch.nn.Parameter)))
+
+
+def _sum(parts: list[Measures]) -> Measures:
+    return Measures(
+        sum(part.ops for part in parts),
+        sum(part.flops for part in parts),
+        sum(part.activation_bytes for part in parts),
+        _once(t for part in parts for t in part.parameters),
+        _once(t for part in parts for t in part.buffers),
+    )
+
+
+def _once(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple({id(t): t for t in tensors}.values())

@@ -1,0 +1,226 @@
+"""A program by module: shapes, parameters, FLOPs and memory of each call, as text, data or HTML.
+
+Data flow:
+    Tree of sections + Meter -> a Row for each section down to a depth
+    rows -> a table, in which equal neighbours are one line; dicts; an HTML table
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import html
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.fx
+
+from scopetrace.containers.structure import leaves
+from scopetrace.formatting import amount, columns
+from scopetrace.program.graph import node_value
+from scopetrace.program.traced import TracedProgram
+from scopetrace.view.measures import Measures, Meter
+from scopetrace.view.text import joined, label_of
+from scopetrace.view.tree import Folder, Op, Run, Section, Tree, type_text
+
+_SHOWN = 3  # tensors of a cell
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A module call, a user scope, or the body of a higher-order op. Counts include all that is inside."""
+
+    path: str
+    """The scope's path."""
+    fqn: str | None
+    """The module's name; None for what is no submodule of the model."""
+    type: str
+    """The module's class; empty for a user scope or a body."""
+    index: int
+    """0 for the first call of the module, 1 for its second."""
+    depth: int
+    """0 for the root."""
+    inputs: tuple[str, ...]
+    """The tensors among the arguments: `f32[1, 8]`."""
+    outputs: tuple[str, ...]
+    """The tensors of the result."""
+    ops: int
+    parameters: int
+    """Elements of the parameters that it reads, each tensor once."""
+    trainable: int
+    """Of these, elements of parameters that require gradients."""
+    parameter_bytes: int
+    buffer_bytes: int
+    """Bytes of the buffers and constants that it reads."""
+    flops: int
+    """Floating-point operations as `torch.utils.flop_counter` counts them, two for each multiply-add."""
+    activation_bytes: int
+    """Bytes of the results of its ops, without views."""
+    share: float
+    """Its part of the FLOPs of the program, from 0 to 1; of the activation bytes where it has no FLOPs."""
+
+
+class Summary:
+    """What each module of a program takes and costs. Prints as a table; in a notebook, as an HTML table.
+
+    Attributes:
+        rows: a Row for each call, user scope and body, outer before inner, in the order of execution.
+        unused: by name, the elements of the model's parameters that no op of the program reads.
+    """
+
+    def __init__(self, program: TracedProgram, depth: int | None = None) -> None:
+        """`depth`: levels of sections below the root that have rows; None for all."""
+        self._tree = Tree(program)
+        self._meter = Meter(program)
+        self._depth = depth
+        self._root = self._meter.of(self._tree.root)
+        self._folder = Folder(self._tree, program.tape.constants)
+        self.rows = list(self._rows(self._tree.root, 0))
+        self.unused = _unused(program.model, self._root)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The rows and the totals as plain data, for JSON. Sizes are elements or bytes."""
+        rows = [dataclasses.asdict(row) for row in self.rows]
+        return {"total": rows[0], "unused_parameters": self.unused, "rows": rows}
+
+    def __str__(self) -> str:
+        return "\n".join([columns([_HEADER, *(line.cells() for line in self._lines())]), "", *self._notes()])
+
+    def __repr__(self) -> str:
+        return f"<Summary of {self.rows[0].path}: {len(self.rows)} rows>"
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th style='text-align:left'>{cell}</th>" for cell in _HEADER)
+        body = "".join(f"<tr>{line.html()}</tr>" for line in self._lines())
+        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+    # ---------------------------------------------------------------- rows
+
+    def _rows(self, section: Section, depth: int) -> Iterator[Row]:
+        yield self._row(section, depth, self._meter.of(section))
+        if self._depth is None or depth < self._depth:
+            for inner in _inside(section):
+                yield from self._rows(inner, depth + 1)
+
+    def _row(self, section: Section, depth: int, cost: Measures) -> Row:
+        call = section.call
+        inputs, outputs = (call.argument_templates, call.output_template) if section.is_call else ((), ())
+        return Row(
+            section.path,
+            call.fqn,
+            call.scope.type_name if section.is_call else "",
+            call.index,
+            depth,
+            _types(inputs),
+            _types(outputs),
+            cost.ops,
+            cost.parameter_count,
+            cost.trainable_count,
+            cost.parameter_bytes,
+            cost.buffer_bytes,
+            cost.flops,
+            cost.activation_bytes,
+            _share(cost, self._root),
+        )
+
+    # ---------------------------------------------------------------- text
+
+    def _lines(self) -> Iterator[_Line]:
+        root = self._tree.root
+        yield _Line(label_of(root), self._row(root, 0, self._root))
+        yield from self._lines_in(root, 1)
+
+    def _lines_in(self, section: Section, depth: int) -> Iterator[_Line]:
+        if self._depth is not None and depth > self._depth:
+            return
+        for run in self._folder.runs(section.items):
+            first, *others = run.members
+            if isinstance(first, Section):
+                yield _Line(_label(first), self._row(first, depth, self._meter.of(first)))
+                yield from self._lines_in(first, depth + 1)
+                if others:
+                    yield self._folded(run, depth)
+            else:
+                for body in first.bodies:
+                    yield _Line(_label(body), self._row(body, depth, self._meter.of(body)))
+                    yield from self._lines_in(body, depth + 1)
+
+    def _folded(self, run: Run, depth: int) -> _Line:
+        """The members of a run after the first, as one line."""
+        others = run.sections[1:]
+        cost = self._meter.sum(others)
+        label = f"{joined([_label(member) for member in others])} ×{len(others)}"
+        return _Line(label, self._row(others[-1], depth, cost))
+
+    def _notes(self) -> Iterator[str]:
+        cost = self._root
+        frozen = cost.parameter_count - cost.trainable_count
+        said = f"{cost.parameter_count:,} parameters, {amount(cost.parameter_bytes, 'B')}"
+        yield said + (f"; {frozen:,} of them do not require gradients" if frozen else "")
+        if cost.buffers:
+            yield f"{amount(cost.buffer_bytes, 'B')} of buffers and constants"
+        yield f"{amount(cost.flops, 'FLOP')}, {amount(cost.activation_bytes, 'B')} of activations"
+        if self.unused:
+            names = [*self.unused]
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            yield f"not used: {sum(self.unused.values()):,} parameters, in {', '.join(names[:3])}{more}"
+
+
+_HEADER = ("module", "input", "output", "parameters", "FLOPs", "activations", "share")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Line:
+    """One line of the table."""
+
+    label: str
+    row: Row
+
+    def cells(self) -> tuple[str, ...]:
+        return ("  " * self.row.depth + self.label, *self._facts())
+
+    def _facts(self) -> tuple[str, ...]:
+        row = self.row
+        counts = (
+            f"{row.parameters:,}" if row.parameters else "-",
+            amount(row.flops, "") if row.flops else "-",
+            amount(row.activation_bytes, "B") if row.activation_bytes else "-",
+        )
+        return (_cell(row.inputs), _cell(row.outputs), *counts, f"{row.share:.0%}")
+
+    def html(self) -> str:
+        label = f"<td style='text-align:left;padding-left:{self.row.depth + 0.5}em'>{html.escape(self.label)}</td>"
+        return label + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in self._facts())
+
+
+def _inside(section: Section) -> Iterator[Section]:
+    for item in section.items:
+        yield from item.bodies if isinstance(item, Op) else [item]
+
+
+def _label(section: Section) -> str:
+    return section.body or label_of(section)
+
+
+def _types(x: Any) -> tuple[str, ...]:
+    """The tensors in a structure as text, each node once."""
+    return tuple(type_text(node_value(node)) for node in dict.fromkeys(leaves(x, torch.fx.Node)))
+
+
+def _cell(types: tuple[str, ...]) -> str:
+    more = f", … {len(types) - _SHOWN} more" if len(types) > _SHOWN else ""
+    return ", ".join(types[:_SHOWN]) + more if types else "-"
+
+
+def _share(part: Measures, whole: Measures) -> float:
+    if whole.flops:
+        return part.flops / whole.flops
+    return part.activation_bytes / whole.activation_bytes if whole.activation_bytes else 1.0
+
+
+def _unused(model: Any, cost: Measures) -> dict[str, int]:
+    if not isinstance(model, torch.nn.Module):
+        return {}
+    used = {id(p) for p in cost.parameters}
+    return {name: p.numel() for name, p in model.named_parameters() if id(p) not in used}
