@@ -9,6 +9,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 import scopetrace
@@ -523,3 +524,51 @@ def test_a_wrong_dynamic_size_is_one_line(text, message):
     result = run("show", "timm:test_vit", "--input", "x=2x3x160x160", "--dynamic", text)
     assert result.exit_code == 2
     assert message in result.output and len(result.output.splitlines()) == 1
+
+
+# To look at ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_summary():
+    out = run("summary", "cli_models:model", "-i", "x=2x4", "--depth", "1").stdout
+    assert "Sequential[body]  f32[2, 4]  f32[2, 4]  40" in out
+    assert "40 parameters, 160 B" in out
+    data = json.loads(run("summary", "cli_models:model", "-i", "x=2x4", "--json").stdout)
+    assert data["total"]["flops"] == 128
+
+
+def test_a_page_and_pictures_of_it(tmp_path, monkeypatch):
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    page = tmp_path / "net.html"
+    assert run("view", "cli_models:model", "-i", "x=2x4", "-o", str(page)).stdout.strip() == str(page)
+    assert "Sequential[body]" in page.read_text()
+    assert not opened
+    path = run("view", "cli_models:model", "-i", "x=2x4").stdout.strip()
+    assert opened == [Path(path).as_uri()]
+    assert "ends in .svg, .png or .pdf" in run("view", "cli_models:model", "-i", "x=2x4", "-o", "net.jpg").stderr
+
+
+def test_what_two_models_do_differently(tmp_path):
+    same = run("diff", "cli_models:model", "cli_models:Net", "-i", "x=2x4")
+    assert (same.exit_code, same.stdout.strip()) == (0, "no differences")
+    html = tmp_path / "diff.html"
+    other = run("diff", "cli_models:model", "cli_models:Parts.inner", "-i", "0=2x4", "--json", "--html", html)
+    assert other.exit_code == 3
+    assert json.loads(other.stdout)["version"] == 1
+    assert html.read_text().startswith("<!doctype html>")
+
+
+def test_a_saved_trace_is_a_target(tmp_path):
+    path = str(tmp_path / "net.st")
+    scopetrace.trace(torch.nn.Linear(4, 2), (torch.ones(1, 4),)).save(path)
+    assert "aten.linear" in run("show", path).stdout
+    assert "leave out the options" in run("show", path, "-i", "x=1x4").stderr
+    assert "there is no file" in run("show", str(tmp_path / "other.st")).stderr
+
+
+def test_the_demo(tmp_path):
+    out = run("demo", "-o", str(tmp_path / "demo.html"))
+    assert out.exit_code == 0
+    assert "Block[layers.1, layers.2] ×2 as Block[layers.0]" in out.stdout
+    assert (tmp_path / "demo.html").exists()

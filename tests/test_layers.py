@@ -28,7 +28,7 @@ LAYERS = {
     "torch_level": "a torch-level GraphModule made functional",
     "lower": "ExportedProgram and ONNX",
     "order": "in which order modules run and parameters are used",
-    "view": "text",
+    "view": "text, summaries, pictures, pages, differences",
     "api": "what people hold: Trace, OutlinedProgram, Functionalized, load",
     "distributed": "FSDP2 plans and pipeline stages",
     "cli": "the command line",

@@ -20,8 +20,9 @@ EARLIER = """
 """
 
 OF_A_TRACE = """
-    aliases calls check decompose graph_module lint model mutations order outline print_readable range_constraints run
-    save scope scope_of side_effects specializations to_exported_program to_module to_onnx with_graph write_back
+    activations aliases call calls check decompose digest graph_module lint model mutations order outline print_readable
+    range_constraints run save scope scope_of side_effects specializations summary to_exported_program to_html to_module
+    to_onnx to_svg with_graph write_back
 """
 
 
@@ -56,7 +57,7 @@ def test_every_error_has_a_listed_base():
     assert all(issubclass(c, UserWarning) and c.__doc__ for c in warnings)
     assert all(issubclass(c, st.ScopetraceError) for c in classes)
     other = {c.__name__ for c in classes if not issubclass(c, bases)}
-    assert other == {"ScopetraceError", "ScopeError", "TraceFileError", "OnnxDependencyError"}
+    assert other == {"ScopetraceError", "ScopeError", "TraceFileError", "OnnxDependencyError", "ViewDependencyError"}
     assert all(c.__doc__ for c in classes)
 
 

@@ -18,7 +18,7 @@ import torch.export
 import torch.fx
 
 from scopetrace.api.module import to_module
-from scopetrace.api.runnable import Runnable
+from scopetrace.api.runnable import Runnable, program_of
 from scopetrace.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -474,7 +474,7 @@ class Trace(Runnable):
         return hash(self.scope.path)  # an edit changes the digest
 
     def _repr_html_(self) -> str:
-        return self.summary(depth=2)._repr_html_()
+        return self.summary(depth=2).to_html()
 
 
 class OutlinedProgram(Runnable):
@@ -508,7 +508,7 @@ class OutlinedProgram(Runnable):
 
     def inline(self) -> Trace:
         """The flat program: the trace that this one was made from. Raises EditError for a graph edited since."""
-        if self._program.tape.edited and not self._source._program.tape.edited:
+        if self._program.tape.edited and not program_of(self._source).tape.edited:
             raise EditError(
                 "the graph of this outlined program was edited, and the trace that it was made from was not",
                 module=self._program.tape.root.path,
@@ -548,7 +548,7 @@ def diff(before: Trace, after: Trace) -> Diff:
             raise ArgumentTypeError(
                 f"diff takes two traces, not {type(given).__name__}; st.trace and st.load give them"
             )
-    return compare(before._program, after._program)
+    return compare(program_of(before), program_of(after))
 
 
 def save(traced: Trace, path: str | os.PathLike[str]) -> None:

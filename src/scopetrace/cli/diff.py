@@ -31,6 +31,6 @@ def diff(asked: Asked, other: str, as_json: bool, html: Path | None) -> None:
     with quiet(), progress() as say, torch.no_grad():
         found = diff_of_traces(asked.trace(say), asked.of(other).trace(say))
     if html is not None:
-        html.write_text(f"<!doctype html><meta charset='utf-8'>{found._repr_html_()}", encoding="utf-8")
+        html.write_text(f"<!doctype html><meta charset='utf-8'>{found.to_html()}", encoding="utf-8")
     print_result(found.to_json() if as_json else str(found))
     sys.exit(3 if found else 0)

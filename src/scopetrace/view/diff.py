@@ -94,13 +94,17 @@ class Diff:
     def __repr__(self) -> str:
         return f"<Diff: {self._counts()}>"
 
-    def _repr_html_(self) -> str:
+    def to_html(self) -> str:
+        """A piece of HTML, with all texts of the model escaped."""
         colours = {"+": "#dafbe1", "-": "#ffebe9"}
         rows = []
         for line in str(self).splitlines():
             colour = colours.get(line.strip()[:1], "transparent") if line.startswith("  ") else "transparent"
             rows.append(f"<div style='background:{colour}'>{html.escape(line)}</div>")
         return f"<div style='font-family:monospace;white-space:pre-wrap'>{''.join(rows)}</div>"
+
+    def _repr_html_(self) -> str:  # for notebooks
+        return self.to_html()
 
 
 def compare(before: TracedProgram, after: TracedProgram) -> Diff:
@@ -284,5 +288,5 @@ def digest(program: TracedProgram) -> str:
                 lines.append(f"{section.path}: {side.call(item)[1]}")
 
     add(side.root)
-    lines += side.effects().values()
+    lines += [side.result()[1], *side.effects().values()]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

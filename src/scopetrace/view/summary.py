@@ -89,11 +89,15 @@ class Summary:
     def __repr__(self) -> str:
         return f"<Summary of {self.rows[0].path}: {len(self.rows)} rows>"
 
-    def _repr_html_(self) -> str:
+    def to_html(self) -> str:
+        """A piece of HTML, with all texts of the model escaped."""
         head = "".join(f"<th style='text-align:left'>{cell}</th>" for cell in _HEADER)
         body = "".join(f"<tr>{line.html()}</tr>" for line in self._lines())
         notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+
+    def _repr_html_(self) -> str:  # for notebooks
+        return self.to_html()
 
     # ---------------------------------------------------------------- rows
 
@@ -156,8 +160,9 @@ class Summary:
     def _notes(self) -> Iterator[str]:
         cost = self._root
         frozen = cost.parameter_count - cost.trainable_count
-        said = f"{cost.parameter_count:,} parameters, {amount(cost.parameter_bytes, 'B')}"
-        yield said + (f"; {frozen:,} of them do not require gradients" if frozen else "")
+        if cost.parameters:
+            said = f"{cost.parameter_count:,} parameters, {amount(cost.parameter_bytes, 'B')}"
+            yield said + (f"; {frozen:,} of them do not require gradients" if frozen else "")
         if cost.buffers:
             yield f"{amount(cost.buffer_bytes, 'B')} of buffers and constants"
         yield f"{amount(cost.flops, 'FLOP')}, {amount(cost.activation_bytes, 'B')} of activations"
