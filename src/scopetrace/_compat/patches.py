@@ -200,12 +200,6 @@ def _original(fn: Callable[..., Any]) -> Callable[..., Any]:
     return getattr(fn, "_scopetrace_original", fn)
 
 
-def forward_of_class(cls: type) -> Any:
-    """The `forward` that a class has outside of a trace; None if it has none that can be replaced."""
-    owner = _owner(cls)
-    return None if owner is None else _original(owner.__dict__["forward"])
-
-
 def _is_compiled(module: torch.nn.Module) -> bool:
     return "_orig_mod" in module.__dict__.get("_modules", ()) and type(module).__name__ == "OptimizedModule"
 

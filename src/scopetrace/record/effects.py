@@ -34,14 +34,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from scopetrace._compat.ops import is_random
 from scopetrace._compat.tensors import is_view, requires_grad_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import MISSING, SideEffect
+from scopetrace.ir.reads import MISSING, Read, SideEffect
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
-from scopetrace.ir.tape import Call, Op, RecordedTape, Value
+from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, History, can_require_grad
-from scopetrace.record.builder import TapeBuilder
+from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, is_discarded, is_users, is_users_class, names_of, uses
 from scopetrace.record.model import Change, Model, Words, holds_fake, same, short
 
@@ -143,8 +144,19 @@ def _is_function(x: Any) -> bool:
 class EffectWatch:
     """What a forward may write to, saved: made before it runs."""
 
-    def __init__(self, fn: Any, model: Model, arguments: list[tuple[str, Any]], object_types: Collection[type]) -> None:
+    def __init__(
+        self,
+        fn: Any,
+        model: Model,
+        arguments: list[tuple[str, Any]],
+        object_types: Collection[type],
+        builder: TapeBuilder,
+        values: ValueTable,
+    ) -> None:
         self._model = model
+        self._tape = builder.tape
+        self._values = values
+        self._draws = Draws(builder)
         self._snapshot = model.snapshot
         self.reach = Reach(self._add_outside)
         for name, argument in arguments:
@@ -182,6 +194,10 @@ class EffectWatch:
             for kind in classes:
                 reach.add_class(kind)
 
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, draws are noted."""
+        return self._draws.observing(self.reach)
+
     def restore(self, *, outside: bool = False) -> list[Change]:
         """Put the model and its arguments back, and say what had changed; elsewhere fake tensors are removed.
 
@@ -209,6 +225,42 @@ class EffectWatch:
                     found.append(Change(f"{kind.__name__}.{name}", f".{name}", old, new, kind))
         return [change for change in found if not same(change.old, change.new)]
 
+    def note(self, changes: list[Change], overwritten: Mapping[tuple[int, str], Read]) -> None:
+        """Put `changes`, which `restore` gave, and draws on the tape.
+
+        A tensor of the trace that the forward bound to an attribute of the model's modules is an AttributeWrite there.
+        `overwritten` has what the forward read of attributes that it changed.
+        """
+        others: list[Change] = []
+        effects: list[SideEffect] = []
+        for change in changes:
+            names, value = self._model.names.get(id(change.holder)), None
+            if names and change.attribute and isinstance(change.new, torch.Tensor):
+                value = self._values.bound_value(change.new)
+            if names and value is not None:
+                self._tape.attribute_writes.append(AttributeWrite(change.holder, names[0], change.attribute, value))
+                read = overwritten.get((id(change.holder), change.attribute))
+                if read is not None and not self._is_same_in_each_call(change.new):  # the next call reads this tensor
+                    old, new = short(change.old), short(change.new)
+                    effects.append(SideEffect(change.name, old, new, read.module, read.source, True))
+            elif (change.old is None or change.old is MISSING) and self._is_same_in_each_call(change.new):
+                others.append(change._replace(is_memo=True))
+            else:
+                others.append(change)
+        found = _side_effects(others, self._draws.found, self.reach.functions, self._tape.calls)
+        self._tape.side_effects = [*effects, *found]
+
+    def _is_same_in_each_call(self, x: Any) -> bool:
+        """Whether `x` is a tensor that neither inputs, random numbers nor state that the forward writes decide."""
+        value = self._values.bound_value(x) if isinstance(x, torch.Tensor) else None
+        if value is None:
+            return False
+        differs = {v.storage for v in self._tape.inputs} | self._tape.written_storages()
+        for op in self._tape.ops:
+            if is_random(op.target) or any(v.storage in differs for v in op.inputs()):
+                differs |= {v.storage for v in op.values()}
+        return value.storage not in differs
+
 
 def _bind(put: Callable[[str, Any], None], remove: Callable[[str], None], name: str, value: Any) -> None:
     if value is MISSING:
@@ -227,7 +279,7 @@ def _content(cell: types.CellType) -> Any:
 # What the changes mean -----------------------------------------------------------------------------------------------
 
 
-def side_effects(
+def _side_effects(
     changes: list[Change], draws: list[Draw], functions: list[types.FunctionType], calls: list[Call]
 ) -> list[SideEffect]:
     """The effects of a forward that called `calls` and may have run `functions`."""

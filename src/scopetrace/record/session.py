@@ -21,7 +21,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.export import additional_inputs, without_wrappers
-from scopetrace._compat.ops import dispatching_to, eager, is_random
+from scopetrace._compat.ops import dispatching_to, eager
 from scopetrace._compat.patches import observing
 from scopetrace._compat.tensors import (
     DATA_DEPENDENT,
@@ -55,9 +55,9 @@ from scopetrace.errors import (
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.reads import MISSING, ModuleTables, Read, SideEffect, numbers_read
+from scopetrace.ir.reads import ModuleTables, Read, SideEffect, numbers_read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
-from scopetrace.ir.tape import AttributeWrite, RecordedTape, Value, checks_enabled, garbage_collection_paused
+from scopetrace.ir.tape import RecordedTape, Value, checks_enabled, garbage_collection_paused
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_rule, root_scope
@@ -71,17 +71,14 @@ from scopetrace.record.dynamic_shapes import (
     symbolic_strides,
 )
 from scopetrace.record.effects import (
-    Draw,
-    Draws,
     EffectWatch,
     inputs_made_leaves,
     refuse_inference_views,
     refuse_lost_gradients,
     refuse_recomputed,
-    side_effects,
     without_hidden_gradients,
 )
-from scopetrace.record.model import Change, Model, short
+from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ObjectReads, ReadRecorder
 
@@ -227,7 +224,7 @@ class Recording:
         dynamic_shapes: Any = None,
     ) -> RecordedTape:
         """The tape of `fn(*args, **kwargs)`; `forward` names the arguments."""
-        tape, builder, model = self.tape, self.builder, self.model
+        tape = self.tape
         others: list[Any] = []
         if callable(getattr(dynamic_shapes, "dynamic_shapes", None)):  # ShapesCollection, AdditionalInputs
             others = additional_inputs(dynamic_shapes)
@@ -235,62 +232,72 @@ class Recording:
             args, kwargs = without_wrappers((args, kwargs))
         tape.example_inputs = args, kwargs
         self.object_types |= tensor_holders((args, kwargs))
-        fake_args, fake_kwargs = self._add_inputs(forward, args, kwargs, dynamic_shapes)
-        named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
-        objects = EffectWatch(fn, model, named, self.object_types)
-        read = ObjectReads(builder, model, objects.reach)
-        draws = Draws(builder)
-        watch = Watch((fake_args, fake_kwargs), self.object_types)
-        rules = self.object_types, self._is_leaf, self._progress
-        calls = CallRecorder(builder, self.values, self.ops, self.reads, model, *rules)
+        fakes = self._add_inputs(forward, args, kwargs, dynamic_shapes)
+        names = argument_names(forward, len(args))
+        given = [*zip(names, args, strict=True), *kwargs.items()]
+        effects = EffectWatch(fn, self.model, given, self.object_types, self.builder, self.values)
+        reads = ObjectReads(self.builder, self.model, effects.reach)
         try:
-            with draws.observing(objects.reach), scopes.activate(builder.state):
-                with (
-                    self._errors_explained(),
-                    self._unseeded(),
-                    observing(calls, model.modules) as mine,
-                    self.reads.watching(mine),
-                    read.watching(mine),
-                    dispatching_to(self.ops.mode, self.factory.mode),
-                ):
-                    out = calls.run_root(self.ops.finishing(fn), fake_args, fake_kwargs)
-                missed = tensor_holders((out, fake_args, fake_kwargs)) - self.object_types
-                if missed:
-                    raise Retrace(
-                        "objects hold tensors that held none before the forward", Assumptions(object_types=missed)
-                    )
-                effects = watch.effects(self.values.value_of)
-                tape.outputs = Returned(tape.calls[0].outputs, effects) if effects else tape.calls[0].outputs
-                refuse_without_structure(out, (FakeTensor,), self.object_types)
-                refuse_hidden(out, (FakeTensor,), "the result", self.object_types)
-                refuse_hidden((fake_args, fake_kwargs), (FakeTensor,), "the arguments", self.object_types)
+            self._run_forward(fn, fakes, effects, reads)
         except Retrace:
-            objects.restore(outside=True)
+            effects.restore(outside=True)
             raise
         finally:
-            changes = objects.restore()
-        variables, attributes = read.found(fn, changes)
-        self._add_changes(changes, draws.found, objects, read.overwritten)
-        tape.side_effects += inputs_made_leaves(tape, self.values.examples)
+            changes = effects.restore()
+        variables, attributes = reads.found(fn, changes)
+        effects.note(changes, reads.overwritten)
         for value, op in without_hidden_gradients(tape):
             self.reads.on_hidden_write(value, op)
         tape.reads[:] = [*variables, *tape.reads, *attributes]
+        tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         tape.side_effects += [_of_iterator(read) for read in tape.reads if isinstance(read.value, Iterator)]
-        found = numbers_read(args, kwargs, argument_names(forward, len(args)), self.object_types, objects.reach.names)
+        found = numbers_read(args, kwargs, names, self.object_types, effects.reach.names)
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
         tape.argument_numbers = [n for n in found if n.name not in dynamic]
-        if builder.deferred:
-            raise builder.deferred[0]
-        results = leaves(tape.outputs, Value)
-        refuse_lost_gradients(tape, results, self.values.examples)
-        refuse_inference_views(tape, results)
-        refuse_recomputed(tape, builder.recomputed)
-        if tape.sizes is not None:
-            tape.sizes.refuse_fixed()
-            self._refuse_others(forward, others)
+        self._refuse(forward, others)
         if checks_enabled():
             verify(tape, "recording")
         return tape
+
+    def _run_forward(self, fn: Callable[..., Any], fakes: Any, effects: EffectWatch, reads: ObjectReads) -> None:
+        """Run `fn` on `fakes`, (args, kwargs), with everything on the tape that it does."""
+        tape, object_types = self.tape, self.object_types
+        containers = Watch(fakes, object_types)
+        rules = object_types, self._is_leaf, self._progress
+        calls = CallRecorder(self.builder, self.values, self.ops, self.reads, self.model, *rules)
+        with effects.watching(), scopes.activate(self.builder.state):
+            with (
+                self._errors_explained(),
+                self._unseeded(),
+                observing(calls, self.model.modules) as mine,
+                self.reads.watching(mine),
+                reads.watching(mine),
+                dispatching_to(self.ops.mode, self.factory.mode),
+            ):
+                out = calls.run_root(self.ops.finishing(fn), *fakes)
+            missed = tensor_holders((out, fakes)) - object_types
+            if missed:
+                raise Retrace(
+                    "objects hold tensors that held none before the forward", Assumptions(object_types=missed)
+                )
+            changed = containers.effects(self.values.value_of)
+            tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
+            refuse_without_structure(out, (FakeTensor,), object_types)
+            refuse_hidden(out, (FakeTensor,), "the result", object_types)
+            refuse_hidden(fakes, (FakeTensor,), "the arguments", object_types)
+
+    def _refuse(self, forward: Callable[..., Any], others: list[Any]) -> None:
+        """Raise where the tape is not what the forward does, or does not take the sizes that it is to take."""
+        tape = self.tape
+        if self.builder.deferred:
+            raise self.builder.deferred[0]
+        results = leaves(tape.outputs, Value)
+        refuse_lost_gradients(tape, results, self.values.examples)
+        refuse_inference_views(tape, results)
+        refuse_recomputed(tape, self.builder.recomputed)
+        if tape.sizes is not None:
+            tape.sizes.refuse_fixed()
+            self._refuse_others(forward, others)
 
     def _refuse_others(self, forward: Callable[..., Any], others: list[Any]) -> None:
         """Raise DynamicShapeError for inputs of `AdditionalInputs` of which the model does not take the sizes."""
@@ -304,39 +311,6 @@ class Recording:
                 self.tape.sizes.check([leaf for _, leaf in given if isinstance(leaf, torch.Tensor)], numbers)
             except InputMismatchError as error:
                 raise DynamicShapeError(f"an input of AdditionalInputs does not fit the model: {error}") from None
-
-    def _add_changes(
-        self, changes: list[Change], draws: list[Draw], objects: EffectWatch, overwritten: dict[tuple[int, str], Read]
-    ) -> None:
-        """What the forward bound to attributes of the model's modules is on the tape, if it is a tensor of it."""
-        others: list[Change] = []
-        effects: list[SideEffect] = []
-        for change in changes:
-            names, value = self.model.names.get(id(change.holder)), None
-            if names and change.attribute and isinstance(change.new, torch.Tensor):
-                value = self.values.bound_value(change.new)
-            if names and value is not None:
-                self.tape.attribute_writes.append(AttributeWrite(change.holder, names[0], change.attribute, value))
-                read = overwritten.get((id(change.holder), change.attribute))
-                if read is not None and not self._is_same_in_each_call(change.new):  # the next call reads this tensor
-                    old, new = short(change.old), short(change.new)
-                    effects.append(SideEffect(change.name, old, new, read.module, read.source, True))
-            elif (change.old is None or change.old is MISSING) and self._is_same_in_each_call(change.new):
-                others.append(change._replace(is_memo=True))
-            else:
-                others.append(change)
-        self.tape.side_effects = [*effects, *side_effects(others, draws, objects.reach.functions, self.tape.calls)]
-
-    def _is_same_in_each_call(self, x: Any) -> bool:
-        """Whether `x` is a tensor that neither inputs, random numbers nor state that the forward writes decide."""
-        value = self.values.bound_value(x) if isinstance(x, torch.Tensor) else None
-        if value is None:
-            return False
-        differs = {v.storage for v in self.tape.inputs} | self.tape.written_storages()
-        for op in self.tape.ops:
-            if is_random(op.target) or any(v.storage in differs for v in op.inputs()):
-                differs |= {v.storage for v in op.values()}
-        return value.storage not in differs
 
     # ---------------------------------------------------------------- inputs
 
