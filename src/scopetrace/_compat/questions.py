@@ -28,7 +28,7 @@ from torch._ops import mode_stack_state_for_pre_dispatch
 from torch.nn.modules._functions import BackwardHookFunction
 
 from scopetrace._compat.ops import is_recording
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, is_of_python, prefixes
+from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, PYTHON, SCOPETRACE, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.tensors import is_view, storage_id
 
 Mine = Callable[[], bool]
@@ -211,6 +211,11 @@ def _report_environment(replace: Replace, listener: Listener, mine: Mine) -> Non
                 listener.on_environment(key, found)
 
     replace(environment, "__getitem__", __getitem__)
+
+
+def is_of_python(path: str) -> bool:
+    """Whether a file is of Python's own library, in which other packages may be installed too."""
+    return path.startswith(PYTHON) and not path.startswith(PACKAGES)
 
 
 def _asker() -> str:

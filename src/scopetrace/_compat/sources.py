@@ -27,10 +27,6 @@ SCOPETRACE = prefixes(Path(__file__).parents[1])
 
 NOT_THE_MODEL = (*TORCH, *SYMPY, *SCOPETRACE)
 
-_PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
-_PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-
-
-def is_of_python(path: str) -> bool:
-    """Whether a file is of Python's own library, in which other packages may be installed too."""
-    return path.startswith(_PYTHON) and not path.startswith(_PACKAGES)
+# Python's own library, in which packages may be installed too; those are not of it.
+PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
+PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))

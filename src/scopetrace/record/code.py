@@ -22,7 +22,6 @@ import enum
 import functools
 import linecache
 import sys
-import sysconfig
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -30,10 +29,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace._compat.sources import NOT_THE_MODEL, is_of_python
+from scopetrace._compat.questions import is_of_python
+from scopetrace._compat.sources import NOT_THE_MODEL
 
-PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-"""Where libraries are installed."""
 _OPERATORS = (
     *(
         "forward",

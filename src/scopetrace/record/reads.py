@@ -26,6 +26,7 @@ import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.questions import Mine
+from scopetrace._compat.sources import PACKAGES
 from scopetrace._compat.tensors import requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
@@ -48,7 +49,7 @@ from scopetrace.ir.scopes import Frame, Frames, Scope
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import ATOMS, PACKAGES, Reach, is_users, is_users_class, names_of
+from scopetrace.record.code import ATOMS, Reach, is_users, is_users_class, names_of
 from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables, own_names
 
 
