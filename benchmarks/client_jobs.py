@@ -89,9 +89,10 @@ def litert(make: Callable[[], Program], decomposed: Callable[[], Program], args:
     real, program = torch.export.export, make()
     torch.export.export = lambda *_, **__: program
     try:
-        return litert_torch.convert(torch.nn.Identity().eval(), args)  # type: ignore[no-any-return]
+        converted = litert_torch.convert(torch.nn.Identity().eval(), args)
     finally:
         torch.export.export = real
+    return lambda *args: torch.as_tensor(converted(*(a.int() if a.dtype is torch.int64 else a for a in args)))
 
 
 def openvino(make: Callable[[], Program], decomposed: Callable[[], Program], args: Any) -> Result:

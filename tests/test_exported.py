@@ -857,3 +857,12 @@ def test_scripted_modules():
     ep = exported(model, X)
     torch.testing.assert_close(ep.module()(X), model(X))
     assert list(ep.state_dict) == ["0.weight", "0.bias"]
+
+
+def test_decompositions_of_a_program_into_which_a_client_put_functions():
+    ep = exported(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), X)
+    for node in ep.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default):
+        node.target = lambda x: torch.sigmoid(x)
+    ep.graph_module.recompile()
+    decomposed = ep.run_decompositions({})
+    assert [n for n in decomposed.graph.nodes if n.target is torch.ops.aten.sigmoid.default]

@@ -40,23 +40,57 @@ class TracedGraphModule(_LazyGraphModule):
     old ones. A pickle has the nodes with their names and meta; a pickle of torch's class has the Python code only.
     """
 
+    has_regions = True
+    calls_functions: bool
+    forward_with_regions: Callable[..., Any]
+
     def _call_impl(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_dynamo_compiling() and get_proxy_mode() is not None and not kwargs:
+        if torch.compiler.is_dynamo_compiling():
+            _make_code(self)
+            if self.calls_functions:
+                return self.forward_with_regions(*args)
+        elif get_proxy_mode() is not None and not kwargs:
             with preserve_node_meta():
                 return torch.fx.Interpreter(self).run(*args)
         return super()._call_impl(*args, **kwargs)
-
-    @property
-    def _initialize_hook(self) -> Any:
-        """Raises AttributeError. torch.compile looks for this hook before all else, and needs the code after that."""
-        self._real_recompile()
-        raise AttributeError("_initialize_hook")
 
     def __reduce__(self) -> Any:
         used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
         held = {name: look_up(self, name) for name in used}
         is_body = isinstance(self, BodyGraphModule)
         return _unpickle, (held, dumps(_records(self.graph)), self._get_name(), self.training, is_body)
+
+
+@torch.compiler.assume_constant_result
+def _make_code(graph_module: TracedGraphModule) -> None:
+    """Generate the Python code of a graph, while torch.compile compiles.
+
+    Dynamo refuses `invoke_subgraph` in code, and makes it of a call of a region (`nested_compile_region`).
+    """
+    graph_module._real_recompile()
+    if any(switches_grad(m) for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule)):
+        for module in graph_module.modules():
+            if isinstance(module, TracedGraphModule):
+                module.has_regions = False  # Dynamo takes one region for calls with autograd on and off
+    call = torch.ops.higher_order.invoke_subgraph
+    graph_module.calls_functions = bool(graph_module.graph.find_nodes(op="call_function", target=call))
+    if graph_module.calls_functions:
+        graph = _copied(graph_module.graph)
+        for node in graph.find_nodes(op="call_function", target=call):
+            node.target = call_region if graph_module.has_regions else call_inline
+        graph_module.forward_with_regions = _method(graph, graph_module)
+
+
+def call_region(body: torch.nn.Module, _: str, *operands: Any) -> Any:
+    """What Dynamo makes an `invoke_subgraph` of: a call of a `torch.compiler.nested_compile_region`."""
+    from torch._higher_order_ops.invoke_subgraph import invoke_subgraph_placeholder
+
+    return invoke_subgraph_placeholder(body, *operands)
+
+
+def call_inline(body: torch.nn.Module, _: str, *operands: Any) -> Any:
+    """The ops of the body in place of a call."""
+    return body(*operands)
 
 
 class BodyGraphModule(TracedGraphModule):
@@ -74,10 +108,20 @@ def switches_grad(graph_module: torch.fx.GraphModule) -> bool:
 
 def without_grad_switches(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
     """A function that runs a graph without the nodes that switch autograd on or off, on the GraphModule's tensors."""
-    graph = torch.fx.Graph()
-    graph.output(graph.graph_copy(graph_module.graph, {}))
+    graph = _copied(graph_module.graph)
     for node in graph.find_nodes(op="call_function", target=set_grad_enabled):
         graph.erase_node(node)
+    return _method(graph, graph_module)
+
+
+def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    found = torch.fx.Graph()
+    found.output(found.graph_copy(graph, {}))
+    return found
+
+
+def _method(graph: torch.fx.Graph, graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
+    """A function that runs a graph on the tensors of a GraphModule."""
     code = graph.python_code("self")
     namespace = dict(code.globals)
     exec(code.src, namespace)

@@ -32,6 +32,7 @@ from torch.fx.experimental.symbolic_shapes import (  # type: ignore[attr-defined
     StrictMinMaxConstraint,
 )
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.functions import FloorDiv
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
@@ -480,6 +481,14 @@ def solved(expr: Any, symbol: sympy.Symbol, value: int) -> int | None:
     """The integer value of `symbol` for which `expr == value`, or None."""
     found = try_solve(sympy.Eq(expr, value), symbol)
     return None if found is None or not found[1].is_integer else int(found[1])
+
+
+def inverse(expr: Any, symbol: sympy.Symbol, value: sympy.Symbol) -> Any:
+    """What `symbol` is where `expr` is `value`, rounded down; None where `expr` is not linear."""
+    if expr.free_symbols != {symbol} or not expr.is_polynomial(symbol) or sympy.degree(expr, symbol) != 1:
+        return None
+    a, b = sympy.Poly(expr, symbol).all_coeffs()
+    return FloorDiv(value - b, a) if (a, b) != (1, 0) else value
 
 
 @dataclasses.dataclass(frozen=True)

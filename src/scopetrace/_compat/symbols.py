@@ -218,6 +218,32 @@ def _is_looser(expr: Any, others: list[Any]) -> bool:
     return any(n > number if is_lower else n < number for n in same)
 
 
+def all_hold(symbols: Sequence[sympy.Symbol], conditions: Iterable[Any]) -> Callable[..., bool]:
+    """A function of the values of `symbols`, whether all conditions hold. Its code is Python that torch.compile traces.
+
+    Raises NotImplementedError for an expression without a Python form.
+    """
+    graph = torch.fx.Graph()
+    tracer = GraphAppendingTracer(graph)
+    values = {symbol: torch.fx.Proxy(graph.placeholder(f"n{i}"), tracer) for i, symbol in enumerate(symbols)}
+    graph.output([_node_or_bool(sympy_interp(_Conditions, values, condition)) for condition in conditions])
+    run = torch.fx.GraphModule({}, graph).forward
+    return lambda *sizes: all(run(*sizes))
+
+
+class _Conditions(_NodeArithmetic):
+    @staticmethod
+    def not_(a: Any) -> Any:
+        """With `not`: Dynamo cannot trace torch's `sym_not` of a bool."""
+        if not isinstance(a, torch.fx.Proxy):
+            return not a
+        return a.tracer.create_proxy("call_function", operator.not_, (a,), {})
+
+
+def _node_or_bool(x: Any) -> Any:
+    return x.node if isinstance(x, torch.fx.Proxy) else bool(x)
+
+
 def expression_text(expr: Any, names: dict[Any, str]) -> str:
     """An expression as text, with these names for its symbols."""
     known = {s: sympy.Symbol(names[s], integer=True) for s in getattr(expr, "free_symbols", ()) if s in names}

@@ -81,18 +81,22 @@ is_symbolic: Callable[[torch.Tensor], bool] = operator.attrgetter("_has_symbolic
 id_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """Equal for Python objects that are the same storage. May be used again once the storage is freed."""
 
-parameters_of: Callable[[torch.nn.Module], dict[str, torch.nn.Parameter | None]] = operator.attrgetter("_parameters")
-"""The parameters of the module itself by name, as the dict that the module reads."""
-
-buffers_of: Callable[[torch.nn.Module], dict[str, torch.Tensor | None]] = operator.attrgetter("_buffers")
-"""The buffers of the module itself by name, as the dict that the module reads."""
-
 
 def storage_id(t: torch.Tensor) -> int:
     """Equal for tensors that share memory; unique for layouts without a storage. May be reused after `t` is freed."""
     if t.layout is torch.strided:
         return t.untyped_storage()._cdata
     return -id(t)
+
+
+def parameters_of(module: torch.nn.Module) -> dict[str, torch.nn.Parameter | None]:
+    """The parameters of the module itself by name, as the dict that the module reads."""
+    return module._parameters
+
+
+def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The buffers of the module itself by name, as the dict that the module reads."""
+    return module._buffers
 
 
 def persistent_buffers_of(module: torch.nn.Module) -> list[str]:

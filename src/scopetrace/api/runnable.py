@@ -10,15 +10,17 @@ from typing import Any
 
 import torch.fx
 
+from scopetrace._compat.dynamo import CompiledApart
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.traced import TracedProgram
 
 
-class Runnable:
+class Runnable(CompiledApart):
     """A graph and its write-back: what Trace, OutlinedProgram and Functionalized have in common."""
 
     def __init__(self, program: TracedProgram) -> None:
+        super().__init__(program)
         self._held = program
 
     @property

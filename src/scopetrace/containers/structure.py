@@ -319,14 +319,16 @@ def _pytree_node(kind: type) -> Any:
     return node
 
 
-def match(template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], path: str) -> None:
-    """Collect in `found` what stands in `actual` where `template` has leaves of type `leaf`, with its path.
+def match(
+    template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], path: str, number: type = torch.SymInt
+) -> None:
+    """Collect in `found` what stands in `actual` where `template` has leaves, with its path.
 
-    Symbolic numbers are leaves too.
+    Leaves are of type `leaf`, which stands for a tensor, or `number`, which stands for a whole number.
 
     Raises InputMismatchError, naming the path, where containers or other values differ.
     """
-    if isinstance(template, (leaf, torch.SymInt)):
+    if isinstance(template, (leaf, number)):
         kind, word = (torch.Tensor, "tensor") if isinstance(template, leaf) else (int, "whole number")
         if not isinstance(actual, kind) or isinstance(actual, bool):
             raise InputMismatchError(f"{path} was a {word} when traced and is {_short(actual)} now: pass a {word}")
@@ -349,7 +351,7 @@ def match(template: Any, actual: Any, leaf: type, found: list[tuple[str, Any]], 
         )
     _match_context(template, actual, path)
     for (key, old), (_, new) in zip(inner, given, strict=True):
-        match(old, new, leaf, found, path + key)
+        match(old, new, leaf, found, path + key, number)
 
 
 def _match_context(template: Any, actual: Any, path: str) -> None:
@@ -387,8 +389,7 @@ def _match_constant(old: Any, new: Any, path: str) -> None:
 
 
 def _short(x: Any) -> str:
-    name = getattr(x, "__name__", None)  # of a function or class
-    text = repr(x) if type(x) in _PLAIN else f"a {type(x).__name__}" if name is None else str(name)
+    text = repr(x) if type(x) in _PLAIN else getattr(x, "__name__", f"a {type(x).__name__}")
     return text if len(text) < 60 else text[:57] + "..."
 
 

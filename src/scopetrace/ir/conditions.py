@@ -15,8 +15,8 @@ from typing import Any
 import sympy  # type: ignore[import-untyped]
 import torch
 
-from scopetrace._compat.shape_env import ANY_LOWER, DimSpec, WatchedShapeEnv, evaluated, ranges, solved
-from scopetrace._compat.symbols import expression_text, to_expr
+from scopetrace._compat.shape_env import ANY_LOWER, DimSpec, WatchedShapeEnv, evaluated, inverse, ranges, solved
+from scopetrace._compat.symbols import all_hold, expression_text, to_expr
 from scopetrace.errors import DynamicShapeError, InputMismatchError
 
 
@@ -116,6 +116,28 @@ class SizeRules:
             if len(known) == len(condition.free_symbols) and not evaluated(condition, known):
                 said = ", ".join(f"{self._place(s)} is {v}" for s, v in known.items())
                 raise InputMismatchError(f"{said}: the trace holds for {self._say(condition)}; trace again")
+
+    def all_hold(self) -> Callable[[Sequence[torch.Tensor], Sequence[int]], bool]:
+        """Whether `check` raises nothing, as a function of its arguments that torch.compile traces.
+
+        Raises NotImplementedError for rules that it cannot say.
+        """
+        given = [sympy.Symbol(f"n{i}", integer=True) for i in range(len(self.dynamic))]
+        values: dict[Any, Any] = {}
+        for d, n in sorted(zip(self.dynamic, given, strict=True), key=lambda pair: not pair[0].expr.is_Symbol):
+            for symbol in d.expr.free_symbols - values.keys():
+                root = inverse(d.expr, symbol, n)
+                if root is None:
+                    raise NotImplementedError(f"{self._say(d.expr)} as the size of an input")
+                values[symbol] = root
+        values |= {f.symbol: f.value.xreplace(values) for f in self.env.fixed if f.symbol not in values}
+        conditions = [sympy.Eq(d.expr, n) for d, n in zip(self.dynamic, given, strict=True)]
+        for symbol, (lower, upper) in self.bounds().items():
+            conditions += [symbol >= lower] if upper is None else [symbol >= lower, symbol <= upper]
+        conditions += [sympy.Ne(rule.symbol, rule.value) for rule in self.env.assumed.values()]
+        conditions += [guard.expr for guard in self.env.guards]
+        hold = all_hold(given, [c.xreplace(values) for c in conditions if c.free_symbols <= values.keys() | {*given}])
+        return lambda tensors, numbers: hold(*[d.value(tensors, numbers) for d in self.dynamic])
 
     def values(self, tensors: Sequence[torch.Tensor], numbers: Sequence[int]) -> Callable[[Any], Any]:
         """A function from symbolic numbers to their values in a call with these inputs."""

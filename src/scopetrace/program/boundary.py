@@ -21,7 +21,7 @@ import torch
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id
-from scopetrace.containers.structure import Returned, apply_effects, effect_targets, instantiate, match
+from scopetrace.containers.structure import Returned, apply_effects, effect_targets, instantiate, map_structure, match
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
     MISSING,
@@ -45,79 +45,86 @@ Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""
 
 
-def match_inputs(tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """The tensors among the arguments, then the dynamic numbers: one value for each placeholder, in order.
+class ATensor:
+    """Stands for a tensor in a template of arguments or results."""
 
-    Raises InputMismatchError where structure, Python values, shapes, dtypes, devices, layouts or shared memory differ
-    from those of the example inputs.
-    """
-    traced_args, traced_kwargs = tape.args
-    if len(args) != len(traced_args) or set(kwargs) != set(traced_kwargs):
-        raise InputMismatchError(
-            f"traced with {_count(traced_args, traced_kwargs)}, called with {_count(args, kwargs)}: "
-            "pass the same arguments in the same way"
-        )
-    found: list[tuple[str, Any]] = []
-    for i, (old, new) in enumerate(zip(traced_args, args, strict=True)):
-        match(old, new, Value, found, f"argument {i}")
-    for name, old in traced_kwargs.items():
-        match(old, kwargs[name], Value, found, name)
-    tensors = [x for _, x in found if isinstance(x, torch.Tensor)]
-    numbers = [x for _, x in found if not isinstance(x, torch.Tensor)]
-    for path, value, tensor in zip(tape.input_paths, tape.inputs, tensors, strict=True):
-        _check_tensor(path, value.fake, tensor)
-        if value.storage in tape.uses_absolute_offset and tensor.storage_offset() != value.offset:
+
+class ANumber:
+    """Stands for a dynamic number in a template of arguments or results."""
+
+
+def without_values(x: Any) -> Any:
+    """A template with an ATensor for each value of the tape, and an ANumber for each symbolic number."""
+    return map_structure(lambda v: ATensor() if isinstance(v, Value) else ANumber(), x, (Value, *Symbolic))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpectedTensor:
+    """What a call is compared with for an input tensor."""
+
+    path: str
+    shape: tuple[int | None, ...]
+    """None for a dynamic size."""
+    dtype: torch.dtype
+    device: torch.device
+    layout: torch.layout
+
+    def check(self, tensor: torch.Tensor) -> None:
+        """Raise InputMismatchError for a tensor of another kind."""
+        shape = tensor.shape
+        if len(shape) != len(self.shape):
+            traced = ["any" if n is None else n for n in self.shape]
+            raise InputMismatchError(f"{self.path}: traced with shape {traced}, called with {list(shape)}")
+        if shape != self.shape:
+            for dim, (old, new) in enumerate(zip(self.shape, shape, strict=True)):
+                if old is not None and old != new:
+                    raise InputMismatchError(
+                        f"{self.path}: dimension {dim} was {old} when traced and is {new} now; "
+                        "trace again for this size, or with dynamic_shapes= for sizes that differ from call to call"
+                    )
+        if (tensor.dtype, tensor.device, tensor.layout) != (self.dtype, self.device, self.layout):
+            for what in ("dtype", "device", "layout"):
+                old, new = getattr(self, what), getattr(tensor, what)
+                if old != new:
+                    raise InputMismatchError(f"{self.path}: {what} was {old} when traced and is {new} now")
+
+
+class ExpectedArguments:
+    """The structure, Python values and tensors that the arguments of a call must have. It is plain data."""
+
+    def __init__(self, tape: ProgramTape) -> None:
+        args, kwargs = tape.args
+        self.args: list[Any] = [without_values(x) for x in args]
+        self.kwargs: dict[str, Any] = {name: without_values(x) for name, x in kwargs.items()}
+        self.tensors = [
+            ExpectedTensor(path, tuple([n if type(n) is int else None for n in t.shape]), t.dtype, t.device, t.layout)
+            for path, t in zip(tape.input_paths, [v.fake for v in tape.inputs], strict=True)
+        ]
+
+    def match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], list[Any]]:
+        """The tensors among the arguments, and the dynamic numbers.
+
+        Raises InputMismatchError where structure, Python values, shapes, dtypes, devices or layouts differ.
+        """
+        if len(args) != len(self.args) or set(kwargs) != set(self.kwargs):
             raise InputMismatchError(
-                f"{path}: began at element {value.offset} of its memory when traced and begins at "
-                f"{tensor.storage_offset()} now, and as_strided counts from the start; clone() it"
+                f"traced with {_count(self.args, self.kwargs)}, called with {_count(args, kwargs)}: "
+                "pass the same arguments in the same way"
             )
-    if tape.sizes is not None:
-        tape.sizes.check(tensors, numbers)
-    _check_sharing(tape, tensors)
-    if tape.argument_numbers:
-        check_numbers(tape.argument_numbers, tape.args, (args, kwargs))
-    return [*tensors, *numbers]
+        found: list[tuple[str, Any]] = []
+        for i, (old, new) in enumerate(zip(self.args, args, strict=True)):
+            match(old, new, ATensor, found, f"argument {i}", ANumber)
+        for name, old in self.kwargs.items():
+            match(old, kwargs[name], ATensor, found, name, ANumber)
+        tensors = [x for _, x in found if isinstance(x, torch.Tensor)]
+        for expected, tensor in zip(self.tensors, tensors, strict=True):
+            expected.check(tensor)
+        return tensors, [x for _, x in found if not isinstance(x, torch.Tensor)]
 
 
-def _in_traced_form(
-    tape: ProgramTape, args: tuple[Any, ...], kwargs: dict[str, Any], forward: Forward
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments split into positional and keyword ones as in the trace; unchanged where they do not fit.
-
-    With `forward`, they may be passed by name or by position, and defaults passed or left out, as to the model.
-    """
-    traced_args, traced_kwargs = tape.args
-    if forward is None or (len(args) == len(traced_args) and set(kwargs) == set(traced_kwargs)):
-        return args, kwargs
-    names = argument_names(forward, len(traced_args))
-    given = bind(forward, args, kwargs)
-    traced = bind(forward, traced_args, traced_kwargs)
-    if given.keys() != traced.keys() or not {*names, *traced_kwargs} <= given.keys():
-        return args, kwargs
-    for name in given.keys() - {*names, *traced_kwargs}:
-        match(traced[name], given[name], Value, [], name)
-    return tuple(given[name] for name in names), {name: given[name] for name in traced_kwargs}
-
-
-def _count(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+def _count(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
     names = f" and {', '.join(sorted(kwargs))}" if kwargs else ""
     return f"{len(args)} positional{names}"
-
-
-def _check_tensor(path: str, fake: torch.Tensor, tensor: torch.Tensor) -> None:
-    if tensor.dim() != fake.dim():
-        raise InputMismatchError(f"{path}: traced with shape {list(fake.shape)}, called with {list(tensor.shape)}")
-    if is_symbolic(fake) or tensor.shape != fake.shape:
-        for dim, (old, new) in enumerate(zip(fake.shape, tensor.shape, strict=True)):
-            if isinstance(old, int) and old != new:
-                raise InputMismatchError(
-                    f"{path}: dimension {dim} was {old} when traced and is {new} now; "
-                    "trace again for this size, or with dynamic_shapes= for sizes that differ from call to call"
-                )
-    for what in ("dtype", "device", "layout"):
-        old, new = getattr(fake, what), getattr(tensor, what)
-        if old != new:
-            raise InputMismatchError(f"{path}: {what} was {old} when traced and is {new} now")
 
 
 def other_strides(tape: ProgramTape, inputs: Sequence[Any]) -> str | None:
@@ -164,12 +171,16 @@ class Entered(list[Any]):
 class CallBoundary:
     """`enter` runs before the graph, `leave` after it.
 
-    `enter` raises what `match_inputs` raises; `leave` passes on what torch raises where a value cannot be written back.
+    `enter` raises InputMismatchError for arguments unlike those of the trace; `leave` passes on what torch raises where
+    a value cannot be written back.
     """
 
     def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module, forward: Forward = None) -> None:
         self.tape = tape
         self.forward = forward
+        self.expected = ExpectedArguments(tape)
+        self._count = len(tape.graph_outputs())
+        self.outputs = without_values(tape.outputs)
         self.state = LiveState(tape, graph_module)
         self.check = StateCheck(tape)
         written = tape.written_storages()
@@ -177,8 +188,8 @@ class CallBoundary:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
-        args, kwargs = _in_traced_form(self.tape, args, kwargs, self.forward)
-        inputs = Entered(match_inputs(self.tape, args, kwargs))
+        args, kwargs = self.in_traced_form(args, kwargs)
+        inputs = Entered(self._match(args, kwargs))
         self.check.run(CallInputs(args, kwargs, inputs), self._number(inputs))
         if self._writes_inputs and torch.is_grad_enabled():
             self._check_gradients(inputs)
@@ -186,6 +197,41 @@ class CallBoundary:
             inputs.containers = effect_targets(self.tape.outputs.effects, self.tape.args, (args, kwargs))
         self.state.refresh()
         return inputs
+
+    def in_traced_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments split into positional and keyword ones as in the trace; unchanged where they do not fit.
+
+        They may be passed by name or by position, and defaults passed or left out, as to the model, if the signature of
+        `forward` is known.
+        """
+        expected = self.expected
+        if self.forward is None or (len(args) == len(expected.args) and set(kwargs) == set(expected.kwargs)):
+            return args, kwargs
+        given = bind(self.forward, args, kwargs)
+        traced = bind(self.forward, tuple(expected.args), expected.kwargs)
+        names = argument_names(self.forward, len(expected.args))
+        if given.keys() != traced.keys() or not {*names, *expected.kwargs} <= given.keys():
+            return args, kwargs
+        for name in given.keys() - {*names, *expected.kwargs}:
+            match(traced[name], given[name], ATensor, [], name, ANumber)
+        return tuple([given[name] for name in names]), {name: given[name] for name in expected.kwargs}
+
+    def _match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+        """The tensors among the arguments, then the dynamic numbers: one value for each placeholder, in order."""
+        tensors, numbers = self.expected.match(args, kwargs)
+        tape = self.tape
+        for path, value, tensor in zip(tape.input_paths, tape.inputs, tensors, strict=True):
+            if value.storage in tape.uses_absolute_offset and tensor.storage_offset() != value.offset:
+                raise InputMismatchError(
+                    f"{path}: began at element {value.offset} of its memory when traced and begins at "
+                    f"{tensor.storage_offset()} now, and as_strided counts from the start; clone() it"
+                )
+        if tape.sizes is not None:
+            tape.sizes.check(tensors, numbers)
+        _check_sharing(tape, tensors)
+        if tape.argument_numbers:
+            check_numbers(tape.argument_numbers, tape.args, (args, kwargs))
+        return [*tensors, *numbers]
 
     def _check_gradients(self, inputs: Sequence[Any]) -> None:
         """Autograd would see the writes to inputs where an input brings a gradient, which it did not in the trace."""
@@ -199,7 +245,7 @@ class CallBoundary:
 
     def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
         """Write back the new values among the graph's outputs, and return what the model would return."""
-        count = len(self.tape.graph_outputs())
+        count = self._count
         if len(values) != count + len(self.tape.attribute_writes):
             raise EditError(
                 f"node output: the edited graph returns {len(values)} values, and that of the trace "
@@ -210,7 +256,7 @@ class CallBoundary:
         program = self.tape.write_back
         found = values[:count]
         results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))
-        out = instantiate(lambda _: next(results), self.tape.outputs, (Value, *Symbolic))
+        out = instantiate(lambda _: next(results), self.outputs, (ATensor, ANumber))
         self.state.write(iter(values[count:]))
         if not isinstance(out, Returned):
             return out
@@ -289,6 +335,11 @@ class LiveState:
             _bind(bound.holder, bound.leaf, now)
             bound.last = now
         return now
+
+    @property
+    def places(self) -> list[tuple[torch.nn.Module, str, torch.nn.Module, str]]:
+        """Where the model, and where the GraphModule has each tensor of the model: module and name."""
+        return [(bound.module, bound.attribute, bound.holder, bound.leaf) for bound in self._held]
 
     @property
     def bound(self) -> dict[str, torch.Tensor]:
@@ -375,6 +426,10 @@ _IDENTICAL = frozenset({bool, int, float, str, type(None), type, types.FunctionT
 """The classes of values that do not change: where nothing was assigned there is the same object."""
 
 
+_NUMBERS = (bool, int, float, str, type(None))
+_NO_INPUTS = CallInputs((), {}, ())
+
+
 class StateCheck:
     """Compares the state at a call with that of the trace."""
 
@@ -382,31 +437,49 @@ class StateCheck:
         self._tape = tape
         self._plain: list[tuple[Any, str, Any, Read]] = []
         self._others: list[Read] = []
+        self.facts: list[tuple[OfInput, Read]] = []
+        """What was read of inputs."""
         for read in (part for whole in tape.reads for part in whole.parts):
             place = read.place
             if isinstance(place, InTable) and type(read.value) in _IDENTICAL:
                 self._plain.append((place.table, place.key, read.value, read))
+            elif isinstance(place, OfInput):
+                self.facts.append((place, read))
             else:
                 self._others.append(read)
+        self._numbers = [entry for entry in self._plain if type(entry[2]) in _NUMBERS]
 
     def run(self, call: CallInputs, number: Number) -> None:
         """Raise InputMismatchError for a fact of an input, StateMismatchError for all else, that differs."""
+        for place, read in self.facts:
+            value, now = _in_numbers(read.value, number), place.now(call)
+            if place.fact == "layout":
+                sizes = call.tensors[place.index].shape
+                value = tuple([0 if n == 1 else stride for n, stride in zip(sizes, value, strict=True)])
+            if not same(value, now):
+                raise _mismatch(read, value, now)
+        self.run_state()
+
+    def run_state(self) -> None:
+        """Raise StateMismatchError for what is not as it was, beside the inputs."""
         for table, key, value, read in self._plain:
             now = table.get(key, MISSING)
             if now is not value and not same(value, now):
                 raise _mismatch(read, value, now)
         for read in self._others:
-            value, now = read.value, read.place.now(call)
-            if isinstance(read.place, OfInput):
-                value = _in_numbers(value, number)
-                if read.place.fact == "layout":
-                    sizes = call.tensors[read.place.index].shape
-                    value = tuple(0 if n == 1 else stride for n, stride in zip(sizes, value, strict=True))
-            if not same(value, snapshot(now)):
-                raise _mismatch(read, value, now)
+            now = read.place.now(_NO_INPUTS)
+            if not same(read.value, snapshot(now)):
+                raise _mismatch(read, read.value, now)
         if self._tape.module_tables is not None:
             for change in self._tape.module_tables.changes():
                 self._refuse(change)
+
+    def run_numbers(self) -> None:
+        """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
+        for table, key, value, read in self._numbers:
+            now = table.get(key, MISSING)
+            if now != value:
+                raise StateMismatchError(f"{read.name}: {value} when traced and {now} now; trace again, or put it back")
 
     def _refuse(self, change: TableChange) -> None:
         """Raise StateMismatchError for other hooks of a module that was called, and for other modules in its place."""

@@ -39,6 +39,7 @@ from scopetrace.errors import (
     ArgumentTypeError,
     EditError,
     InputMismatchError,
+    ScopetraceError,
     SideEffectWarning,
     StateMismatchError,
     TraceFileError,
@@ -53,6 +54,7 @@ from scopetrace.outline import new_values, values_with_path
 from scopetrace.program.boundary import CallBoundary, held_now, other_strides, without_autocast
 from scopetrace.program.compiled import as_the_graph_returns
 from scopetrace.program.decompositions import decomposed
+from scopetrace.program.dynamo import PlainCall
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering, call_position, scope_path
 from scopetrace.program.inline import inlined
@@ -336,6 +338,11 @@ class TracedProgram:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph, then the write-back; see `Trace.__call__`."""
+        if torch.compiler.is_dynamo_compiling():
+            problem = _prepare(self)
+            if problem is not None:
+                raise ScopetraceError(problem)
+            return self.__dict__["plain_call"](args, kwargs)
         return self.run(self.graph_module, *args, **kwargs)
 
     def run(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -433,6 +440,21 @@ class TracedProgram:
         if not isinstance(recorded, RecordedTape):
             raise TraceFileError("the file is damaged: it has no recording")
         return cls(recorded, tape, None)
+
+
+@torch.compiler.assume_constant_result
+def _prepare(program: TracedProgram) -> str | None:
+    """Make what Dynamo cannot trace, and compare the state with that of the trace, while torch.compile compiles.
+
+    Returns why the call cannot be traced: an error in here would be one of torch.compile.
+    """
+    try:
+        program.boundary.state.refresh()
+        program.boundary.check.run_state()
+        program.__dict__["plain_call"] = PlainCall(program.boundary, program.graph_module)
+    except ScopetraceError as error:
+        return f"{type(error).__name__}: {error}"
+    return None
 
 
 def _from_pickle(data: bytes, foreign: bytes) -> TracedProgram:

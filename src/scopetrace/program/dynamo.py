@@ -1,0 +1,114 @@
+"""A call of a trace as `torch.compile` traces it: one graph, and guards of Dynamo for what the call was compared with.
+
+Data flow:
+    torch.compile meets a call -> the state is compared with the trace, and a PlainCall made
+    arguments -> compared -> the graph -> write-back -> result, in Python and on data that Dynamo can trace
+
+Dynamo guards what that reads: arguments, the modes of autograd and autocast, parameters, plain values of attributes.
+Other state is compared when torch.compile compiles. What such Python cannot say is an error, and then a call without
+`fullgraph=True` runs as it does without torch.compile.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from scopetrace._compat.graph_module import switches_grad
+from scopetrace._compat.symbols import Symbolic
+from scopetrace.containers.structure import Returned, map_structure
+from scopetrace.errors import ExportError, InputMismatchError, StateMismatchError
+from scopetrace.ir.reads import OfInput
+from scopetrace.ir.tape import ProgramTape
+from scopetrace.program.boundary import CallBoundary, without_autocast
+
+FACTS = ("layout", "stride", "is_contiguous", "requires_grad")
+"""What Dynamo can ask an input tensor."""
+
+
+class PlainCall:
+    """A call of a program, in Python that Dynamo can trace.
+
+    Raises ExportError for what it cannot say.
+    """
+
+    def __init__(self, boundary: CallBoundary, graph_module: torch.fx.GraphModule) -> None:
+        tape = boundary.tape
+        _refuse(tape)
+        self.boundary, self.graph_module, self.grad = boundary, graph_module, tape.grad
+        self.switches = any(switches_grad(m) for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule))
+        self.sizes_hold = None if tape.sizes is None else tape.sizes.all_hold()
+        first = [id(value.fake) for value in tape.inputs]
+        self.first = [first.index(one) for one in first]
+        written = tape.written_storages()
+        self.written = [(i, value.requires_grad) for i, value in enumerate(tape.inputs) if value.storage in written]
+        self.facts = [(r.name, place.index, place.fact, place.args, r.value) for place, r in boundary.check.facts]
+
+    def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As a call of the program. Raises InputMismatchError and StateMismatchError as that does."""
+        args, kwargs = self.boundary.in_traced_form(args, kwargs)
+        tensors, numbers = self.boundary.expected.match(args, kwargs)
+        self._check(tensors, numbers)
+        if self.switches and torch.is_grad_enabled() != self.grad:
+            raise StateMismatchError("the graph switches autograd, and was traced in another mode; trace again in this")
+        self.boundary.check.run_numbers()
+        for module, attribute, holder, leaf in self.boundary.state.places:
+            if getattr(module, attribute) is not getattr(holder, leaf):
+                raise StateMismatchError(f"{attribute} of a module is another tensor now; compile again")
+        with without_autocast():
+            values = self.graph_module(*tensors, *numbers)
+        return self.boundary.leave([*tensors, *numbers], values)
+
+    def _check(self, tensors: list[torch.Tensor], numbers: list[int]) -> None:
+        if self.sizes_hold is not None and not self.sizes_hold(tensors, numbers):
+            raise InputMismatchError("the trace does not hold for these sizes; a call without torch.compile says why")
+        for name, index, fact, fact_args, value in self.facts:
+            now = _fact(tensors[index], fact, fact_args)
+            if now != value:
+                raise InputMismatchError(f"{name}: {value} when traced and {now} now; trace again with such inputs")
+        for t, same in zip(tensors, self.first, strict=True):
+            if t is not tensors[same]:
+                raise InputMismatchError(
+                    "inputs were one tensor when traced and are two now; trace again with such inputs"
+                )
+        for i, requires_grad in self.written:
+            t, others = tensors[i], [other for j, other in enumerate(tensors) if self.first[j] != self.first[i]]
+            if t.requires_grad and torch.is_grad_enabled() and not (requires_grad and self.grad):
+                raise InputMismatchError("an input that the model writes requires grad now, and did not when traced")
+            if any(other is t for other in others):
+                raise InputMismatchError("an input that the model writes is given twice; trace again with such inputs")
+            if any(stride == 0 and n > 1 for n, stride in zip(t.shape, t.stride(), strict=True)):
+                raise InputMismatchError("an input that the model writes is expanded; pass x.clone()")
+
+
+def _fact(t: torch.Tensor, fact: str, args: tuple[Any, ...]) -> Any:
+    if fact == "requires_grad":
+        return t.requires_grad
+    if fact == "layout":
+        return tuple([0 if n == 1 else stride for n, stride in zip(t.shape, t.stride(), strict=True)])
+    return t.stride(*args) if fact == "stride" else t.is_contiguous(*args)
+
+
+def _refuse(tape: ProgramTape) -> None:
+    """Raise ExportError for a program of which a call has no form that Dynamo can trace."""
+    facts = {read.place.fact for read in tape.reads if isinstance(read.place, OfInput)}
+    symbolic: list[Any] = []
+    map_structure(symbolic.append, tape.write_back, Symbolic)
+    storages = [storage for storage, _ in {(value.storage, id(value.fake)) for value in tape.inputs}]
+    reasons = {
+        "it depends on side effects of the forward": any(e.baked_in for e in tape.side_effects),
+        "the forward puts tensors into containers among its arguments": isinstance(tape.outputs, Returned),
+        "it depends on numbers in objects among the arguments": any(n.attributes for n in tape.argument_numbers),
+        "inputs are views of one memory": len(set(storages)) < len(storages),
+        "it reads an input's memory by absolute offset": not tape.uses_absolute_offset.isdisjoint(storages),
+        f"the forward asks inputs for {', '.join(sorted(facts - {*FACTS}))}": not facts <= {*FACTS},
+        "dynamic sizes are among the views that it returns": bool(symbolic),
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ExportError(
+                f"torch.compile cannot trace a call of this trace whole: {reason}",
+                module=tape.root.path,
+                hint="compile the graph alone, tr.run(torch.compile(tr.graph_module), *args)",
+            )
