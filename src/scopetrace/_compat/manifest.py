@@ -62,6 +62,7 @@ NAMES = {
     "torch.export._unlift": "GuardsFn",
     "torch.export.dynamic_shapes": "_DerivedDim _DimHint _DimHintType _IntWrapper",
     "torch.export.dynamic_shapes:_DimHintType": "AUTO STATIC",
+    "torch.fx": "_symbolic_trace",
     "torch.fx:Graph": "_resolve_unbacked_binding",
     "torch.fx:Node": "_erased",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",
