@@ -110,6 +110,12 @@ def test_an_onnx_model_names_them():
     assert model.metadata_props["scopetrace.fixed_numbers"] == '{"options.scale": 2.0}'
 
 
+def test_an_onnx_model_of_a_number_that_the_forward_changes_is_refused():
+    pytest.importorskip("onnxscript")
+    with pytest.raises(st.errors.OnnxExportError, match=r"changes cache\.seen, which was 3 in the trace"):
+        st.trace(lambda x, cache: (cache.update(x), cache), (X, Cache())).to_onnx()
+
+
 def test_nothing_is_said_without_such_numbers():
     with warnings.catch_warnings():
         warnings.simplefilter("error", st.errors.ScopetraceWarning)

@@ -328,3 +328,27 @@ def test_calls_have_objects_of_the_users_classes_with_nodes_for_tensors():
     assert isinstance(cache, Cache) and isinstance(cache.layers[0], Layer)
     assert isinstance(cache.layers[0].keys, torch.fx.Node)
     assert str(call.outputs[1].layers[0].keys) == str(call.outputs[0]) == "cat"
+
+
+class Computing:
+    """A class that pytree makes again by computing, as transformers does for its caches."""
+
+    def __init__(self, *tensors):
+        self.tensors = [torch.cat([torch.tensor([]), t]) for t in tensors]
+
+
+torch.utils._pytree.register_pytree_node(Computing, lambda c: (c.tensors, None), lambda tensors, _: Computing(*tensors))
+
+
+def test_a_registered_class_may_compute_when_an_instance_is_made():
+    def f(x, held):
+        held.tensors[0].mul_(2)
+        return x + held.tensors[0], held
+
+    x, held = torch.ones(3), Computing(torch.arange(3.0))
+    tr = st.trace(f, (x, held))
+    for first in (held, Computing(torch.full((3,), 5.0))):
+        wanted, given = f(x, Computing(first.tensors[0].clone()))
+        found, back = tr(x, Computing(first.tensors[0].clone()))
+        torch.testing.assert_close(found, wanted)
+        torch.testing.assert_close(back.tensors[0], given.tensors[0])

@@ -88,6 +88,11 @@ class SizeRules:
         """What tracing assumed of the sizes, as sympy conditions."""
         return [guard.expr for guard in self.env.guards]
 
+    def inequalities(self) -> list[str]:
+        """The relations between several sizes that tracing assumed, as text, but for `!=`."""
+        relations = [e for e in self.assumptions() if e.is_Relational and e.rel_op not in ("==", "!=")]
+        return [self._say(e) for e in relations if len(e.free_symbols) > 1]
+
     def derived(self) -> Iterator[tuple[DynamicInput, Any]]:
         """The sizes that have a derived Dim, such as `2*s + 1`, each with the symbol of its root."""
         return ((d, root) for d in self.dynamic if not d.expr.is_Symbol for root in d.expr.free_symbols)

@@ -350,6 +350,8 @@ class ArgumentNumber:
     """The keys that lead from (args, kwargs) to the object that is no container of tensors."""
     attributes: tuple[str, ...]
     """The attributes that lead from there to the number; empty in a container, whose numbers are compared anyway."""
+    changes: bool = False
+    """Whether the forward sets it to another value."""
 
 
 def numbers_read(

@@ -11,6 +11,7 @@ The callable runs again where an assumption turns out to be wrong (`Retrace`): s
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import sys
 import threading
@@ -232,13 +233,13 @@ class Recording:
             args, kwargs = without_wrappers((args, kwargs))
         tape.example_inputs = args, kwargs
         self.object_types |= tensor_holders((args, kwargs))
-        fakes = self._add_inputs(forward, args, kwargs, dynamic_shapes)
+        self._add_inputs(forward, args, kwargs, dynamic_shapes)
         names = argument_names(forward, len(args))
         given = [*zip(names, args, strict=True), *kwargs.items()]
         effects = EffectWatch(fn, self.model, given, self.object_types, self.builder, self.values)
         reads = ObjectReads(self.builder, self.model, effects.reach)
         try:
-            self._run_forward(fn, fakes, effects, reads)
+            fakes = self._run_forward(fn, effects, reads)
         except Retrace:
             effects.restore(outside=True)
             raise
@@ -251,18 +252,33 @@ class Recording:
         tape.reads[:] = [*variables, *tape.reads, *attributes]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         tape.side_effects += [_of_iterator(read) for read in tape.reads if isinstance(read.value, Iterator)]
-        found = numbers_read(args, kwargs, names, self.object_types, effects.reach.names)
+        found, after = (
+            numbers_read(*pair, names, self.object_types, effects.reach.names) for pair in ((args, kwargs), fakes)
+        )
         dynamic = {d.path for d in tape.sizes.dynamic} if tape.sizes is not None else set()
-        tape.argument_numbers = [n for n in found if n.name not in dynamic]
+        new = {n.name: n.value for n in after}
+        tape.argument_numbers = [
+            dataclasses.replace(n, changes=new.get(n.name) != n.value) for n in found if n.name not in dynamic
+        ]
         self._refuse(forward, others)
         if checks_enabled():
             verify(tape, "recording")
         return tape
 
-    def _run_forward(self, fn: Callable[..., Any], fakes: Any, effects: EffectWatch, reads: ObjectReads) -> None:
-        """Run `fn` on `fakes`, (args, kwargs), with everything on the tape that it does."""
+    def _run_forward(
+        self, fn: Callable[..., Any], effects: EffectWatch, reads: ObjectReads
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Run `fn` on fake tensors, with everything on the tape that it does. Gives (args, kwargs) after it."""
         tape, object_types = self.tape, self.object_types
-        containers = Watch(fakes, object_types)
+        fakes: Any = None
+        containers: Watch | None = None
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal fakes, containers
+            fakes = instantiate(lambda v: v.fake, (args, kwargs), Value)  # registered classes may compute here
+            containers = Watch(fakes, object_types)
+            return fn(*fakes[0], **fakes[1])
+
         rules = object_types, self._is_leaf, self._progress
         calls = CallRecorder(self.builder, self.values, self.ops, self.reads, self.model, *rules)
         with effects.watching(), scopes.activate(self.builder.state):
@@ -274,17 +290,19 @@ class Recording:
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),
             ):
-                out = calls.run_root(self.ops.finishing(fn), *fakes)
+                out = calls.run_root(self.ops.finishing(run), *tape.args)
             missed = tensor_holders((out, fakes)) - object_types
             if missed:
                 raise Retrace(
                     "objects hold tensors that held none before the forward", Assumptions(object_types=missed)
                 )
+            assert containers is not None
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
             refuse_without_structure(out, (FakeTensor,), object_types)
             refuse_hidden(out, (FakeTensor,), "the result", object_types)
             refuse_hidden(fakes, (FakeTensor,), "the arguments", object_types)
+        return fakes
 
     def _refuse(self, forward: Callable[..., Any], others: list[Any]) -> None:
         """Raise where the tape is not what the forward does, or does not take the sizes that it is to take."""
@@ -316,11 +334,8 @@ class Recording:
 
     def _add_inputs(
         self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], dynamic_shapes: Any
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Append the placeholders: the tensors in order, then the dynamic numbers.
-
-        Returns the arguments with fake tensors and symbolic numbers in place of these.
-        """
+    ) -> None:
+        """Append the placeholders: the tensors in order, then the dynamic numbers, and set the tape's arguments."""
         tape, taken = self.tape, set[str]()
         named = [*zip(argument_names(forward, len(args)), args, strict=True), *kwargs.items()]
         leaves = [found for name, arg in named for found in leaves_with_path(arg, name, self.object_types)]
@@ -353,8 +368,6 @@ class Recording:
             (torch.Tensor, int),
             self.object_types,
         )
-        faked: tuple[Any, Any] = instantiate(lambda v: v.fake, tape.args, Value)
-        return faked
 
     def _fake_input(self, real: torch.Tensor, path: str, dynamic: DynamicShapes | None) -> torch.Tensor:
         if real.is_nested or real.is_quantized or real.layout not in _LAYOUTS:

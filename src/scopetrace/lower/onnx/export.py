@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
@@ -19,8 +20,9 @@ import onnx_ir as ir
 import torch
 import torch.fx
 
-from scopetrace.errors import OnnxOpError, OnnxOptionError
+from scopetrace.errors import FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.ir.tape import garbage_collection_paused
+from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
 from scopetrace.lower.onnx.combine import CallSite, CombinedGraph, Results, Subgraph
@@ -95,6 +97,8 @@ def read_names(given: Names | None, own: Sequence[str], where: str, taken: Conta
 
 
 _IN_CACHE = re.compile(r"(.+?)_(?:(self|cross)_attention_cache_)?layers_(\d+)_(\w+?)(_updated)?")
+_REGISTERED = re.compile(r"(.+)_(key|value)_cache_(\d+)")
+"""As transformers registers its caches with pytree."""
 _SHORT = {"keys": "key", "values": "value", "self": ".decoder", "cross": ".encoder", None: ""}
 
 
@@ -105,7 +109,7 @@ def paired(names: Sequence[str], new: str | None = None) -> list[str]:
     """
     found = []
     for name in names:
-        match = _IN_CACHE.fullmatch(name)
+        match = _IN_CACHE.fullmatch(_REGISTERED.sub(r"\1_layers_\3_\2", name))
         if match is not None:
             cache, side, layer, part, _ = match.groups()
             name = f"{new or cache}.{layer}{_SHORT[side]}.{_SHORT.get(part, part)}"
@@ -333,6 +337,22 @@ def _is_equal(a: Any, b: Any) -> bool:
     return bool(a == b)
 
 
+def refuse_changing_numbers(program: TracedProgram) -> None:
+    """Raise OnnxExportError where the forward reads and changes a number in an object among the arguments.
+
+    The next call would need another number, and the file has that of the trace.
+    """
+    changing = [n for n in program.tape.argument_numbers if n.changes]
+    if changing:
+        more = f", and {len(changing) - 1} more" if len(changing) > 1 else ""
+        raise OnnxExportError(
+            f"the forward changes {changing[0].name}, which was {changing[0].value} in the trace{more}: an ONNX model "
+            "would be right for this one step",
+            hint="keep it in a tensor; with transformers, give DynamicCache() without a config, which keeps all keys, "
+            "or no cache for a file that reads the prompt only",
+        )
+
+
 def write(
     program: TracedProgram,
     path: str | os.PathLike[str] | None,
@@ -346,6 +366,12 @@ def write(
         raise OnnxOptionError("export_params=False writes references to files beside the file: give a path")
     if external_data is not None and not isinstance(external_data, bool) and external_data <= 0:
         raise OnnxOptionError(f"external_data={external_data}: write True, or the largest size of a file in bytes")
+    refuse_changing_numbers(program)
+    refuse_narrowed(program.tape, program.model)
+    relations = program.tape.sizes.inequalities() if program.tape.sizes is not None else []
+    if relations:
+        said = f"the ONNX model is right only for sizes with {' and '.join(relations)}, and cannot check that"
+        warnings.warn(said, FixedValueWarning, stacklevel=3)
     say = progress or (lambda text: None)
     with garbage_collection_paused():
         exported = export(program, options, say)
