@@ -426,6 +426,64 @@ def test_a_page_of_many_ops_is_small():
     assert len(page(boxes(program_of(trace(Long(), X))))) < 2000 * 900 + 100_000
 
 
+# Files for viewers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_graphs_for_model_explorer(name, tmp_path):
+    model, args = NETS[name]
+    tr = trace(model, *args)
+    tr.to_model_explorer(tmp_path / "net.json")
+    found = json.loads((tmp_path / "net.json").read_text())
+    assert found["label"] == tr.scope.path
+    names = [graph["id"] for graph in found["graphs"]]
+    for graph in found["graphs"]:
+        nodes = {node["id"]: node for node in graph["nodes"]}
+        assert len(nodes) == len(graph["nodes"])
+        for node in nodes.values():
+            assert all(
+                int(e["sourceNodeOutputId"]) < len(nodes[e["sourceNodeId"]]["outputsMetadata"])
+                for e in node["incomingEdges"]
+            )
+            assert set(node.get("subgraphIds", ())) <= set(names)
+            assert not node["namespace"] or node["namespace"] in graph["groupNodeAttributes"]
+    main = [node for node in tr.graph_module.graph.nodes if node.op == "call_function" and "getitem" not in node.name]
+    assert {node.name for node in main} <= {node["id"] for node in found["graphs"][0]["nodes"]}
+
+
+def test_a_second_call_is_a_layer_of_its_own(tmp_path):
+    trace(Uses(), X).to_model_explorer(tmp_path / "net.json")
+    groups = json.loads((tmp_path / "net.json").read_text())["graphs"][0]["groupNodeAttributes"]
+    assert list(groups) == ["Uses", "Uses/Linear[first]", "Uses/Linear[first]#1", "Uses/Linear[second]"]
+    assert groups["Uses/Linear[first]"]["class"] == "torch.nn.modules.linear.Linear"
+
+
+@pytest.mark.parametrize("name", NETS)
+def test_a_timeline(name, tmp_path):
+    model, args = NETS[name]
+    tr = trace(model, *args)
+    tr.to_chrome_trace(tmp_path / "net.json")
+    events = json.loads((tmp_path / "net.json").read_text())["traceEvents"]
+    bars, memory = ([e for e in events if e["ph"] == kind] for kind in "XC")
+    root = bars[0]
+    assert all(root["ts"] <= e["ts"] and e["ts"] + e["dur"] <= root["ts"] + root["dur"] for e in bars)
+    assert memory[-1]["args"]["bytes"] == 0
+    assert min(e["args"]["bytes"] for e in memory) == 0
+
+
+def test_memory_is_kept_by_views_and_freed_after_the_last_use(tmp_path):
+    class Views(nn.Module):
+        def forward(self, x):
+            y = (x + 1).t()
+            z = x * 2
+            return y.sum() + z.sum()
+
+    trace(Views(), torch.ones(4, 4)).to_chrome_trace(tmp_path / "net.json")
+    events = json.loads((tmp_path / "net.json").read_text())["traceEvents"]
+    found = {e["ts"]: e["args"]["bytes"] for e in events if e["ph"] == "C"}
+    assert [found[at] for at in sorted(found)] == [64, 64, 128, 132, 72, 12, 4, 0]
+
+
 # Differences ---------------------------------------------------------------------------------------------------------
 
 

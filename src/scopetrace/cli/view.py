@@ -19,7 +19,8 @@ from scopetrace.cli.run import Asked, progress, quiet, takes_model
     "--output",
     "-o",
     type=click.Path(dir_okay=False, path_type=Path),
-    help="The file to write: .html, or .svg, .png, .pdf by Graphviz. Without it, a page opens in the browser.",
+    help="The file to write: .html; .svg, .png, .pdf by Graphviz; .json for Model Explorer. Without it, a page opens "
+    "in the browser.",
 )
 @click.option("--depth", type=click.IntRange(min=0), default=1, help="Of a picture, levels of calls that are open; 1.")
 @click.option("--scope", metavar="PATTERN", help="Of a picture, only the calls of this name, class or scope path.")
@@ -42,6 +43,8 @@ def view(asked: Asked, output: Path | None, depth: int, scope: str | None) -> No
             output = folder / "model.html"
         if output.suffix == ".html":
             traced.to_html(output)
+        elif output.suffix == ".json":
+            traced.to_model_explorer(output)
         else:
             traced.to_svg(output, depth=depth, scope=scope)
     print_result(str(output))
