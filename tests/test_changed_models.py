@@ -46,7 +46,10 @@ REFUSED = {
     "a hook": (lambda m: m.fc.register_forward_hook(print), "forward hooks of fc: 0 when traced and 1 now"),
     "a pre-hook": (lambda m: m.register_forward_pre_hook(print), "forward pre-hooks of the model: 0 when traced"),
     "a backward hook": (lambda m: m.fc.register_full_backward_hook(print), "backward hooks of fc"),
-    "a parametrization": (lambda m: parametrize.register_parametrization(m.fc, "weight", nn.Tanh()), r"fc\.weight"),
+    "a parametrization": (
+        lambda m: parametrize.register_parametrization(m.fc, "weight", nn.Tanh()),
+        "class of fc: Linear when traced and ParametrizedLinear now",
+    ),
     "pruning": (lambda m: prune.l1_unstructured(m.fc, "weight", 0.5), "forward pre-hooks of fc"),
     "half": (lambda m: m.half(), r"float32 \[4.*\] when traced and is float16 \[4.*\] now"),
     "data of another dtype": (lambda m: setattr(m.fc.bias, "data", torch.ones(4).double()), r"fc\.bias was float32"),

@@ -52,6 +52,8 @@ class TracedGraphModule(_LazyGraphModule):
         elif get_proxy_mode() is not None and not kwargs:
             with preserve_node_meta():
                 return torch.fx.Interpreter(self).run(*args)
+        if not (self._forward_pre_hooks or self._forward_hooks or self._backward_pre_hooks or self._backward_hooks):
+            return self.forward(*args, **kwargs)  # hooks of all modules are those of the model's, and are in the graph
         return super()._call_impl(*args, **kwargs)
 
     def __reduce__(self) -> Any:

@@ -64,6 +64,8 @@ NAMES = {
     "torch.export.dynamic_shapes:_DimHintType": "AUTO STATIC",
     "torch.fx": "_symbolic_trace",
     "torch.fx:Graph": "_resolve_unbacked_binding",
+    "torch.nn.modules.module": """
+        _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks""",
     "torch.fx:Node": "_erased",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",
     "torch.fx._lazy_graph_module:_LazyGraphModule": "_real_recompile",
@@ -81,7 +83,7 @@ NAMES = {
         create_unbacked_symint create_unspecified_symbol evaluate_expr evaluate_sym_node guard_or_defer_runtime_assert
         ignore_fresh_unbacked_symbols""",
     "torch.fx.passes.shape_prop": "_extract_tensor_metadata",
-    "torch.nn:Module": "_call_impl _get_name",
+    "torch.nn:Module": "_call_impl _get_name _named_members",
     "torch.nn.modules._functions": "BackwardHookFunction",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim forward",
@@ -104,7 +106,11 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "_ModeStackStateForPreDispatch": (mode_stack_state_for_pre_dispatch, "_schema_check_mode"),
     "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr _expr_cache _expr_ver"),
     "AdditionalInputs": (torch.export.AdditionalInputs, "_examples"),
-    "Module": (torch.nn.Module, "_buffers _compiled_call_impl _non_persistent_buffers_set _parameters"),
+    "Module": (
+        torch.nn.Module,
+        """_backward_hooks _backward_pre_hooks _buffers _compiled_call_impl _forward_hooks _forward_pre_hooks
+        _non_persistent_buffers_set _parameters""",
+    ),
 }
 """Attributes that only instances have, by class, with a way to make one."""
 

@@ -103,6 +103,8 @@ def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
     if name == "layout":
         sizes = zip(t.size(), _methods["stride"](t), strict=True)
         return tuple([0 if type(n) is int and n == 1 else stride for n, stride in sizes])
+    if name == "metadata":
+        return t.dtype, tuple(t.size()), t.device
     if name in _methods:
         return _methods[name](t, *args)
     found = _properties[name](t)
@@ -120,6 +122,9 @@ class Listener(Protocol):
 
     def on_environment(self, key: str, answer: str | None) -> None:
         """An environment variable is read; None where it is not set."""
+
+    def on_member(self, t: torch.Tensor) -> None:
+        """The forward goes through parameters or buffers of a module, and gets this one."""
 
     def on_grad_mode(self, enabled: bool) -> None:
         """The forward switches autograd on or off, as at the beginning of a block."""
@@ -155,6 +160,7 @@ def report_questions(replace: Replace, listener: Listener, mine: Mine) -> None:
     for name in PROPERTIES:
         replace(torch.Tensor, name, _property(name, listener, asked))
     _report_environment(replace, listener, mine)
+    _report_members(replace, listener, mine)
     _report_switches(replace, listener, mine)
 
 
@@ -216,6 +222,30 @@ def _report_environment(replace: Replace, listener: Listener, mine: Mine) -> Non
 def is_of_python(path: str) -> bool:
     """Whether a file is of Python's own library, in which other packages may be installed too."""
     return path.startswith(PYTHON) and not path.startswith(PACKAGES)
+
+
+def _report_members(replace: Replace, listener: Listener, mine: Mine) -> None:
+    """`next(self.parameters()).dtype` and its kind."""
+    members = torch.nn.Module._named_members
+
+    def _named_members(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, t in members(self, *args, **kwargs):
+            if mine():
+                listener.on_member(t)
+            yield name, t
+
+    replace(torch.nn.Module, "_named_members", _named_members)
+
+
+def hooks_of_all_modules() -> dict[str, dict[Any, Any]]:
+    """The tables of hooks that run for each module of the process, by what to call them."""
+    module = torch.nn.modules.module
+    return {
+        "forward pre-hooks": module._global_forward_pre_hooks,
+        "forward hooks": module._global_forward_hooks,
+        "backward pre-hooks": module._global_backward_pre_hooks,
+        "backward hooks": module._global_backward_hooks,
+    }
 
 
 def _asker() -> str:

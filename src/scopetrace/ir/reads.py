@@ -16,15 +16,16 @@ Tensors and arguments are no reads: they are the inputs of the program. Nor are 
 
 from __future__ import annotations
 
+import array
 import collections
+import contextvars
 import dataclasses
 import functools
-import itertools
 import operator
 import os
+import types
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from types import CellType
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -94,7 +95,7 @@ class InTable:
 class InClosure:
     """A variable of a function around the one that read it."""
 
-    cell: CellType
+    cell: types.CellType
     kind, stays = "closure", False
 
     def now(self, call: CallInputs) -> Any:
@@ -116,6 +117,32 @@ class InLayer:
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
         return tuple([self.table.get(key, MISSING) for key in self.keys])
+
+
+@dataclasses.dataclass(frozen=True)
+class InDict:
+    """All plain attributes of a module or object, which `vars(x)` gives: its `__dict__` without `left_out`."""
+
+    table: dict[str, Any]
+    left_out: frozenset[str]
+    kind, stays = "attribute", False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return {key: x for key, x in self.table.items() if key not in self.left_out}
+
+
+@dataclasses.dataclass(frozen=True)
+class InTables:
+    """An attribute that a module does not have: no plain one, and no parameter, buffer or submodule."""
+
+    tables: tuple[dict[str, Any], ...]
+    key: str
+    kind, stays = "attribute", False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return next((table[self.key] for table in self.tables if self.key in table), MISSING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -236,19 +263,46 @@ _READ_BY_OPS = ("torch.autocast", "torch.get_default_dtype()")
 
 
 def snapshot(value: Any) -> Any:
-    """`value`, with copies of Python's containers and of NumPy arrays in it."""
+    """`value`, with copies of what holds values in it: containers of Python and arrays of NumPy."""
     kind = type(value)
-    if kind in _DICTS:
-        return {key: snapshot(item) for key, item in value.items()}
-    if kind in (list, tuple, collections.deque):
-        return (tuple if kind is tuple else list)(map(snapshot, value))
-    if kind is set:
-        return set(value)
+    if kind in _WITHOUT_CONTENT:
+        return value
+    if isinstance(value, dict):  # by its own methods: those of a subclass may do anything
+        items = (collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict).items(value)
+        return {key: snapshot(item) for key, item in items}
+    if kind is tuple and _WITHOUT_CONTENT.issuperset(map(type, value)):
+        return value
+    base: Any
+    for base in (list, tuple, collections.deque):
+        if isinstance(value, base):
+            return (tuple if base is tuple else list)(map(snapshot, base.__iter__(value)))
+    if isinstance(value, set):
+        return set(set.__iter__(value))
+    if kind in _CONTENTS:
+        return snapshot(_CONTENTS[kind](value))
     is_array = kind.__module__ == "numpy" and hasattr(kind, "tobytes")
     return (str(value.dtype), value.shape, value.tobytes()) if is_array else value
 
 
-_DICTS = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
+def value_of(variable: contextvars.ContextVar[Any]) -> Any:
+    """The value in the present context, which may be the default; MISSING where there is none."""
+    try:
+        return variable.get()
+    except LookupError:
+        return MISSING
+
+
+_WITHOUT_CONTENT = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, type})
+_CONTENTS: dict[type, Callable[[Any], Any]] = {
+    bytearray: bytes,
+    array.array: lambda x: (x.typecode, x.tobytes()),
+    types.MappingProxyType: dict,
+    collections.ChainMap: operator.attrgetter("maps"),
+    collections.UserDict: operator.attrgetter("data"),
+    collections.UserList: operator.attrgetter("data"),
+    contextvars.ContextVar: value_of,
+}
+"""By class, what an object holds that is no container itself."""
 
 
 def same(then: Any, now: Any) -> bool:
@@ -270,10 +324,11 @@ def same(then: Any, now: Any) -> bool:
         return False
 
 
-# Submodules and hooks ------------------------------------------------------------------------------------------------
+# What modules run beside their code ----------------------------------------------------------------------------------
 
 
 SUBMODULES = "_modules"
+CODE = "its code"
 
 _WORDS = {
     "_forward_pre_hooks": "forward pre-hooks",
@@ -290,19 +345,23 @@ _tables_of: Callable[[dict[str, Any]], tuple[dict[Any, Any], ...]] = operator.it
 class TableChange(NamedTuple):
     """A table of a module that is not what it was."""
 
-    module: torch.nn.Module
+    module: torch.nn.Module | None
+    """None for hooks of all modules."""
     name: str
     """The module's name in the model."""
     table: str
-    """`_modules`, or the attribute that has the hooks."""
+    """`_modules`, the name of the hooks, or `CODE`."""
     old: dict[Any, Any]
     new: dict[Any, Any]
 
     @property
     def text(self) -> str:
         """What changed: `forward hooks of fc: 0 when traced and 1 now`."""
+        if self.table == CODE:
+            what, then = next(iter(self.old.items()))
+            return f"{what} of {self.name or 'the model'}: {then} when traced and {self.new[what]} now"
         if self.table != SUBMODULES:
-            hooks = f"{_WORDS[self.table]} of {self.name or 'the model'}"
+            hooks = f"{_WORDS.get(self.table, self.table)} of {self.name or 'the model'}"
             return f"{hooks}: {len(self.old)} when traced and {len(self.new)} now"
         found = []
         for key in dict.fromkeys((*self.old, *self.new)):
@@ -314,25 +373,57 @@ class TableChange(NamedTuple):
 
 
 class ModuleTables:
-    """The tables of a model's modules, and what they held in the trace. `names` has those of a module by its id."""
+    """The tables of a model's modules, their classes and replaced forwards, and what these were in the trace."""
 
-    def __init__(self, modules: Iterable[torch.nn.Module], names: Mapping[int, Sequence[str]]) -> None:
-        self._modules = [m for m in modules if not isinstance(m, torch.jit.ScriptModule)]  # they have theirs in C++
-        self._names = names
-        self._now: list[dict[Any, Any]] = [table for m in self._modules for table in _tables_of(m.__dict__)]
+    def __init__(
+        self, modules: Iterable[tuple[str, torch.nn.Module, Set[str]]], hooks: Mapping[str, dict[Any, Any]]
+    ) -> None:
+        """`modules` are with their names, and those of the methods that their classes have.
+
+        `hooks` are the tables of hooks that run for all modules of the process.
+        """
+        found = [each for each in modules if not isinstance(each[1], torch.jit.ScriptModule)]  # theirs are in C++
+        self._names, self._modules = [name for name, _, _ in found], [m for _, m, _ in found]
+        own = [m.__dict__ for m in self._modules]
+        self._hooks = list(hooks)
+        self._now: list[dict[Any, Any]] = [*(t for table in own for t in _tables_of(table)), *hooks.values()]
         self._then = [table.copy() if table else _EMPTY for table in self._now]
+        self._classes = list(map(type, self._modules))
+        self._methods = [methods - m.__dict__.keys() for _, m, methods in found]
+        self._have_none = [table.keys().isdisjoint for table in own]
+        self._forwards = [(table, table["forward"]) for table in own if "forward" in table]
 
     def changes(self) -> Iterator[TableChange]:
         """The tables that are not what they were."""
-        if self._now == self._then:
-            return
-        owners = itertools.product(self._modules, _TABLES)
-        for (module, table), new, old in zip(owners, self._now, self._then, strict=True):
-            if new != old:
-                yield TableChange(module, self._names[id(module)][0], table, old, new)
+        if self._now != self._then:
+            owners: list[tuple[Any, str, str]] = [
+                (m, name, table) for m, name in zip(self._modules, self._names, strict=True) for table in _TABLES
+            ]
+            owners += [(None, "all modules", table) for table in self._hooks]
+            for owner, new, old in zip(owners, self._now, self._then, strict=True):
+                if new != old:
+                    yield TableChange(*owner, old, new)
+        if (
+            list(map(type, self._modules)) != self._classes
+            or not all(map(_call, self._have_none, self._methods))
+            or any([own.get("forward") != forward for own, forward in self._forwards])
+        ):
+            yield from self._changes_of_code()
+
+    def _changes_of_code(self) -> Iterator[TableChange]:
+        then = zip(self._modules, self._names, self._classes, self._methods, strict=True)
+        for module, name, kind, methods in then:
+            if type(module) is not kind:
+                names = kind.__name__, type(module).__name__
+                yield TableChange(module, name, CODE, {"class": names[0]}, {"class": names[1]})
+            for method in module.__dict__.keys() & methods:
+                yield TableChange(module, name, CODE, {method: "that of its class"}, {method: "another one"})
+            if any(own.get("forward") != f for own, f in self._forwards if own is module.__dict__):
+                yield TableChange(module, name, CODE, {"forward": "one of its own"}, {"forward": "another one"})
 
 
 _EMPTY: dict[Any, Any] = {}
+_call: Callable[..., bool] = operator.call
 
 
 # Numbers in objects among the arguments ------------------------------------------------------------------------------

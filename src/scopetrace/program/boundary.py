@@ -422,12 +422,16 @@ def without_autocast() -> Iterator[None]:
 Number = Callable[[Any], Any]
 """From a symbolic size to its value in a call."""
 
-_IDENTICAL = frozenset({bool, int, float, str, type(None), type, types.FunctionType, Missing})
+_IDENTICAL = frozenset({bool, int, float, str, type(None), type, types.FunctionType, torch.dtype, Missing})
 """The classes of values that do not change: where nothing was assigned there is the same object."""
 
 
 _NUMBERS = (bool, int, float, str, type(None))
 _NO_INPUTS = CallInputs((), {}, ())
+
+
+def _is_constant(x: Any) -> bool:
+    return type(x) in _IDENTICAL or (type(x) is tuple and _IDENTICAL.issuperset(map(type, x)))
 
 
 class StateCheck:
@@ -441,7 +445,7 @@ class StateCheck:
         """What was read of inputs."""
         for read in (part for whole in tape.reads for part in whole.parts):
             place = read.place
-            if isinstance(place, InTable) and type(read.value) in _IDENTICAL:
+            if isinstance(place, InTable) and _is_constant(read.value) and _is_constant(place.table.get(place.key)):
                 self._plain.append((place.table, place.key, read.value, read))
             elif isinstance(place, OfInput):
                 self.facts.append((place, read))
@@ -468,7 +472,7 @@ class StateCheck:
                 raise _mismatch(read, value, now)
         for read in self._others:
             now = read.place.now(_NO_INPUTS)
-            if not same(read.value, snapshot(now)):
+            if now is not read.value and not same(read.value, now := snapshot(now)):
                 raise _mismatch(read, read.value, now)
         if self._tape.module_tables is not None:
             for change in self._tape.module_tables.changes():
@@ -487,7 +491,7 @@ class StateCheck:
         called = {id(call.module) for tape in tapes for call in tape.calls if not call.leaf}
         used = called | {id(m) for m in self._tape.modules.values()} | {id(m) for m, _ in self._tape.owners.values()}
         if change.table != SUBMODULES:
-            matters = id(change.module) in called
+            matters = change.module is None or id(change.module) in called
         else:
             goes_on = isinstance(change.module, _CONTAINERS)
             old = [m for name, m in change.old.items() if m is not None and (goes_on or change.new.get(name) is not m)]

@@ -44,11 +44,11 @@ _OPERATORS = (
         "__delitem__",
         "__contains__",
     ),
-    *("__iter__", "__next__", "__len__"),
+    *("__iter__", "__next__", "__len__", "__get__", "__set__"),
 )
 """Methods that run without being named, and forward; those of arithmetic and comparison are taken to write nothing."""
 
-_LIBRARIES = frozenset(sys.stdlib_module_names) | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
+_LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
 
 @functools.cache
@@ -71,6 +71,8 @@ ATOMS = frozenset(
 class Names(NamedTuple):
     """What the code of a function, and of the functions inside it, names."""
 
+    asked: frozenset[str]
+    """The attributes that it may ask for by `getattr` or `hasattr`."""
     all: frozenset[str]
     """Its globals and attributes."""
     globals: frozenset[str]
@@ -108,7 +110,9 @@ def _read_names(code: types.CodeType) -> Names:
             attributes.add(code.co_names[operand])
     if "globals" in reads:  # globals()["N"] = 1
         binds |= {c for c in code.co_consts if isinstance(c, str)}
-    own = Names(frozenset(code.co_names), frozenset(reads), frozenset(binds), frozenset(attributes))
+    asks = bool({"getattr", "hasattr"} & reads)
+    strings = frozenset(c for c in code.co_consts if asks and isinstance(c, str) and c.isidentifier())
+    own = Names(strings, frozenset(code.co_names), frozenset(reads), frozenset(binds), frozenset(attributes))
     inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return Names(*(one.union(*others) for one, *others in zip(own, *inner, strict=True))) if inner else own
 
@@ -145,6 +149,10 @@ class Reach:
         self._seen: set[int] = set()
         self.names: set[str] = set()
         """The globals and attributes that they name."""
+        self.asked: set[str] = set()
+        """The attributes that they may ask for by `getattr` or `hasattr`."""
+        self.takes_dicts = False
+        """Whether code that belongs to no installed library may ask for a `__dict__`, as `vars` does."""
         self._known: set[type] = set()
         self._members: dict[str, list[tuple[type, Any]]] = {}
         self._pending: list[types.FunctionType] = []
@@ -155,6 +163,8 @@ class Reach:
             self._visit("partial", "", (*x.args, *x.keywords.values()))
             x = x.func
         if isinstance(x, types.MethodType):
+            if isinstance(x.__self__, type):
+                self._look_into_class(x.__self__, names_of(x.__func__.__code__))
             x = x.__func__
         if isinstance(x, (staticmethod, classmethod)):
             x = x.__func__
@@ -204,12 +214,15 @@ class Reach:
         names = names_of(code)
         for name in names.bound_globals:
             self.globals[id(table), name] = table, name
+        self.asked |= names.asked
+        if not names.all.isdisjoint(("vars", "__dict__")) and not code.co_filename.startswith(PACKAGES):
+            self.takes_dicts = True
         for name in names.all - self.names:
             self.names.add(name)
             for base, member in self._members.pop(name, ()):
                 self._add_member(base, name, member)
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
-            self._add_cell(name, cell)
+            self._add_cell(name, cell, names)
         for name in names.globals & table.keys():
             if (id(table), name) not in self.looked_up:
                 self._look_up(table, name, names)
@@ -217,7 +230,7 @@ class Reach:
             if type(default) not in ATOMS:
                 self._visit(f"{function.__name__}'s default of {name}", f"{name}=", default)
 
-    def _add_cell(self, name: str, cell: types.CellType) -> None:
+    def _add_cell(self, name: str, cell: types.CellType, names: Names) -> None:
         if id(cell) in self.cells:
             return
         self.cells[id(cell)] = name, cell
@@ -225,6 +238,8 @@ class Reach:
             content = cell.cell_contents
         except ValueError:  # a variable that is not bound yet
             return
+        if isinstance(content, type):
+            self._look_into_class(content, names)
         self.add(content)
         self._visit(f"closure {name}", name, content)
 

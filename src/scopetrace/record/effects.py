@@ -305,7 +305,8 @@ def _of_change(
     line, reads = None, change.is_draw or change.key == ".training" or _read_by_torch(kind, change.key)
     writer = None
     for function in functions:
-        foreign = change.key[0] == "." and function.__code__ not in methods and "." in function.__qualname__
+        is_of_class = change.holder is None or function.__code__ in methods
+        foreign = change.key[0] == "." and not is_of_class and "." in function.__qualname__
         use = uses(function, change.key, foreign_self=foreign)
         reads = reads or use.reads
         if line is None and use.lines:

@@ -15,12 +15,14 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import contextvars
 import enum
 import functools
 import gc
 import operator
 import random
 import sys
+import threading
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -29,7 +31,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import FakeTensor
-from scopetrace.ir.reads import MISSING, Missing
+from scopetrace.ir.reads import MISSING, Missing, value_of
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.record.code import ATOMS, MEMO, is_users_class
 
@@ -42,6 +44,13 @@ BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled
 def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
     """Those of the names in a module's `__dict__` that are no bookkeeping of nn.Module."""
     return tuple([name for name in names if name not in BOOKKEEPING])
+
+
+@functools.cache
+def methods_of(cls: Any) -> frozenset[str]:
+    """`forward`, and the methods that users gave a class of modules."""
+    users = [vars(base) for base in cls.__mro__ if is_users_class(base)]
+    return frozenset(k for own in users for k, x in own.items() if type(x) is types.FunctionType) | {"forward"}
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -133,6 +142,18 @@ class Model:
     def saved_modules(self) -> Collection[SavedModule]:
         """The model's modules, and those that only its objects, globals and closures hold."""
         return self._saved.values()
+
+    def named_modules(self) -> list[tuple[str, torch.nn.Module, frozenset[str]]]:
+        """The saved modules with their fqns, or outside the model names in source, and the methods of their classes."""
+        found = []
+        for saved in self.saved_modules:
+            kind: Any = type(saved.module)
+            found.append((saved.name if self.is_outside(saved.module) else saved.fqn, saved.module, methods_of(kind)))
+        return found
+
+    def is_outside(self, module: torch.nn.Module) -> bool:
+        """Whether only objects, globals or closures hold a saved module."""
+        return id(module) not in self.names
 
     def replaced(self, module: torch.nn.Module) -> tuple[str, ...]:
         """The fqns of a module's parameters in whose place it has other tensors, as in `functional_call`."""
@@ -456,7 +477,7 @@ def _kind_of(kind: Any) -> Kind | None:
     array = _numpy_kind(kind)
     if array is not None:
         return array
-    if issubclass(kind, (types.SimpleNamespace, argparse.Namespace, types.FunctionType)):
+    if issubclass(kind, _WITH_ATTRIBUTES):
         return _ATTRIBUTES
     if not is_users_class(kind):
         return None
@@ -484,11 +505,12 @@ def _attributes_and_slots(x: Any) -> dict[str, Any]:
 
 def _restore_attributes(x: Any, before: dict[str, Any]) -> None:
     now = _attributes_and_slots(x)
+    plain: Any = threading.local if isinstance(x, threading.local) else object  # not by methods of the class
     for name in now.keys() - before.keys():
-        object.__delattr__(x, name)
+        plain.__delattr__(x, name)
     for name, value in before.items():
         if now.get(name, MISSING) is not value:
-            object.__setattr__(x, name, value)
+            plain.__setattr__(x, name, value)
 
 
 # The methods of the built-in class: those of a subclass may do anything, as a table that makes what is asked for.
@@ -555,6 +577,11 @@ def holds_fake(x: Any, depth: int = 5) -> bool:
 _STATES = Words("in one state"), Words("in another")
 _ATTRIBUTES = Kind(_attributes_of, _restore_attributes, _same_dicts, ".")
 _LIST = Kind(_items_of, _restore_list, _same_items)
+_WITH_ATTRIBUTES = (
+    *(types.SimpleNamespace, argparse.Namespace, types.FunctionType),
+    *(collections.UserDict, collections.UserList, collections.ChainMap, threading.local),
+)
+"""The classes of the standard library whose objects have attributes that people write to."""
 _BUILTIN: dict[type, Kind] = {
     list: _LIST,
     collections.deque: _LIST,
@@ -567,6 +594,7 @@ _BUILTIN: dict[type, Kind] = {
         _same_memo,
         words=(Words("a memo"), Words("a memo with tensors of the trace")),
     ),
+    contextvars.ContextVar: Kind(value_of, lambda x, before: x.set(before), operator.is_),
     random.Random: Kind(random.Random.getstate, _restore_random, operator.eq, "", _STATES, True),
 }
 

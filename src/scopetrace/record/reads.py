@@ -7,7 +7,7 @@ Data flow:
     attributes of modules and objects -> a descriptor on their class tells of each read -> Read, unless written before
     those of torch's layers that only torch's code names -> by the names in the forward of a layer that was called
     those of objects whose class takes no descriptors -> by the names in the code that may run
-    globals and variables around functions -> by the names in the code of functions that ran, and that these refer to
+    globals, variables around functions and functions themselves -> `record.variables`
 
 Values of Python objects are taken after the forward, when the model is as it was before. What the forward has changed
 is a side effect, and no Read; nor is a tensor of a module, which is an input of the program.
@@ -18,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import types
 from collections.abc import Callable, Iterator, Set
 from typing import Any
@@ -34,10 +35,11 @@ from scopetrace.ir.reads import (
     MISSING,
     CallInputs,
     Flag,
-    InClosure,
+    InDict,
     InLayer,
     InSlot,
     InTable,
+    InTables,
     OfEnvironment,
     OfInput,
     OfTensor,
@@ -51,6 +53,7 @@ from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import ATOMS, Reach, is_users, is_users_class, names_of
 from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables, own_names
+from scopetrace.record.variables import functions_read, functions_that_ran, variables_read
 
 
 class ReadRecorder:
@@ -73,6 +76,8 @@ class ReadRecorder:
         self._autocast_depth = 0
         self.awaits_cast = True
         """Whether an op that autocast may change is to be told by `on_cast_op`."""
+        self.members: dict[int, torch.Tensor] = {}
+        """By id, the parameters and buffers that the forward got from a module."""
         self.awaits_default_dtype = True
         """Whether a tensor of the default dtype is to be told by `on_default_dtype`."""
 
@@ -106,6 +111,10 @@ class ReadRecorder:
     def on_environment(self, key: str, answer: str | None) -> None:
         """As `Listener.on_environment`."""
         self._note_once(f"os.environ[{key!r}]", MISSING if answer is None else answer, OfEnvironment(key))
+
+    def on_member(self, t: torch.Tensor) -> None:
+        """As `Listener.on_member`."""
+        self.members[id(t)] = t
 
     def on_grad_mode(self, enabled: bool) -> None:
         """As `Listener.on_grad_mode`. A block that sets what is set anyway leaves no trace in the ops."""
@@ -295,7 +304,7 @@ def _computed_from(value: Value) -> Iterator[Value]:
 
 
 _BOOKKEEPING = BOOKKEEPING | {"forward"}
-_HEAP_TYPE = 1 << 9  # classes made by a class statement, whose attributes can be set
+_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, whose attributes can be set
 _PLAIN_OR_CONTAINER = frozenset({bool, int, float, str, type(None), torch.dtype, tuple, list, dict, set})
 
 Noted = tuple[Frames, Scope]
@@ -307,17 +316,23 @@ _NO_CALL = CallInputs((), {}, ())
 class ObjectReads:
     """Sees what one forward reads of Python objects. `reach` leads to the functions that it may run."""
 
-    def __init__(self, builder: TapeBuilder, model: Model, reach: Reach) -> None:
+    def __init__(self, builder: TapeBuilder, model: Model, reach: Reach, members: dict[int, torch.Tensor]) -> None:
         self._builder = builder
+        self._model = model
         self._reach = reach
+        self._members = members
         self._modules = model.saved_modules
+        kinds: set[Any] = {type(saved.module) for saved in self._modules}
+        self._layer_names = {kind: _names_in_layer(kind) for kind in kinds if _is_layer(kind)}
         found = [s for s in model.snapshot.saved.values() if s.kind.entries == "."]
         self._objects = [s for s in found if _takes_descriptors(s.owner)]
         self._others = [s for s in found if not _takes_descriptors(s.owner)]
         self._watched: dict[type, dict[str, _Watched]] = {}
         """By class, the descriptors on it."""
-        self._unfound: dict[tuple[int, str], tuple[torch.nn.Module, InTable, Noted]] = {}
-        """By module and name, attributes that are missing, or None in place of a tensor or module."""
+        self._unfound: dict[tuple[int, str], tuple[Any, InTable | InTables | InSlot, Noted]] = {}
+        """By owner and name, attributes that are missing, or None in place of a tensor or module."""
+        self._dicts: dict[int, tuple[Any, Noted]] = {}
+        """By id, the modules and objects whose `__dict__` was asked for."""
         self.overwritten: dict[tuple[int, str], Read] = {}
         """By the id of an object and a name, what was read of it that the forward changes."""
 
@@ -326,45 +341,64 @@ class ObjectReads:
         """Inside, reads of attributes are seen; `mine` says whether the forward runs, rather than the recorder."""
         for saved in self._modules:
             cls, own = type(saved.module), frozenset(own_names(tuple(saved.module.__dict__)))
-            self._watch(cls, own & self._reach.names if _is_layer(cls) else own)
+            self._watch(cls, own & self._reach.names | own - self._layer_names[cls] if _is_layer(cls) else own)
         for found in self._objects:
             self._watch(type(found.owner), found.before.keys())
-        placed = [watched for of_class in self._watched.values() for watched in of_class.values()]
-        asked = [cls for cls in self._watched if issubclass(cls, torch.nn.Module) and not _is_layer(cls)]
-        getters: list[tuple[Any, Any, Any]] = [
-            (cls, vars(cls).get("__getattr__"), self._reporting(cls.__getattr__, mine)) for cls in asked
-        ]
-        try:
-            for watched in placed:
+        with contextlib.ExitStack() as stack:
+
+            def replace(owner: Any, name: str, value: Any) -> None:
+                stack.callback(_put_back, owner, name, value, vars(owner).get(name, MISSING))
+                setattr(owner, name, value)
+
+            for watched in [watched for of_class in self._watched.values() for watched in of_class.values()]:
+                stack.callback(watched.put_back)
                 setattr(watched.cls, watched.key, watched)
-            for kind, _, reporting in getters:
-                kind.__getattr__ = reporting
+            for base, ask in {class_attribute(cls, "__getattr__") for cls in self._watched}:
+                replace(base, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
+            for cls in filter(is_users_class, self._watched) if self._reach.takes_dicts else ():
+                replace(
+                    cls, "__getattribute__", self._reporting_dicts(class_attribute(cls, "__getattribute__")[1], mine)
+                )
             yield
-        finally:
-            for watched in placed:
-                watched.put_back()
-            for kind, before, _ in getters:
-                if before is None:
-                    del kind.__getattr__
-                else:
-                    kind.__getattr__ = before
 
     def _reporting(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
-        """The `__getattr__` of a class of modules, which tells of names that are missing or stand for None."""
+        """The `__getattr__` of a class, which tells of names that are missing, or in a module stand for None."""
 
-        def __getattr__(module: torch.nn.Module, name: str) -> Any:
+        def __getattr__(owner: Any, name: str) -> Any:
             found: Any = None
             try:
-                found = ask(module, name)
-                return found
+                found = ask(owner, name)
             finally:
                 if found is None and name not in _BOOKKEEPING and name[:2] != "__" and mine():
-                    tables = attribute_tables(module)
-                    place = InTable(next((t for t in tables if name in t), tables[0]), name)
-                    noted = noted_at(self._builder, sys._getframe(1))
-                    self._unfound.setdefault((id(module), name), (module, place, noted))
+                    self._note_unfound(owner, name, sys._getframe(1))
+            if isinstance(found, torch.Tensor):
+                self._members[id(found)] = found
+            return found
 
         return __getattr__
+
+    def _note_unfound(self, owner: Any, name: str, asker: types.FrameType) -> None:
+        place: Any
+        if isinstance(owner, torch.nn.Module):
+            if _is_layer(type(owner)) and not is_users(asker.f_code.co_filename):
+                return
+            tables = attribute_tables(owner)
+            place = next((InTable(t, name) for t in tables if name in t), InTables(tuple(tables), name))
+        else:
+            own = getattr(owner, "__dict__", None)
+            place = InSlot(owner, name) if own is None else InTable(own, name)
+        self._unfound.setdefault((id(owner), name), (owner, place, noted_at(self._builder, asker)))
+
+    def _reporting_dicts(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
+        """The `__getattribute__` of a class, which tells of users' code that asks for a `__dict__`, as `vars` does."""
+
+        def __getattribute__(owner: Any, name: str) -> Any:
+            asker = sys._getframe(1) if name == "__dict__" else None
+            if asker is not None and is_users(asker.f_code.co_filename) and mine():
+                self._dicts.setdefault(id(owner), (owner, noted_at(self._builder, asker)))
+            return ask(owner, name)
+
+        return __getattribute__
 
     def _watch(self, cls: type, names: Set[str]) -> None:
         """Make descriptors for attributes that the instances of a class have in their `__dict__`, or from the class."""
@@ -389,7 +423,7 @@ class ObjectReads:
         changed = {(id(change.holder), change.key[1:]) for change in changes}
         names = {id(s.owner): s.name for s in (*self._objects, *self._others)}
         names.update((id(s.module), s.name) for s in self._modules)
-        attributes: list[Read] = []
+        attributes: list[Read] = list(self._whole_dicts(names, changed))
         for owner, place, (frames, scope) in self._attributes():
             value = place.now(_NO_CALL)
             is_input = isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module)
@@ -400,18 +434,41 @@ class ObjectReads:
                     self.overwritten[key] = read
                 else:
                     attributes.append(read)
-        written = {change.key for change in changes if change.holder is None}
+        written, root = {change.key for change in changes if change.holder is None}, self._builder.tape.root.path
         while isinstance(fn, functools.partial):
             attributes += [
-                Read(key, snapshot(x), InTable(fn.keywords, key), (), self._builder.tape.root.path)
+                Read(key, snapshot(x), InTable(fn.keywords, key), (), root)
                 for key, x in fn.keywords.items()
                 if not isinstance(x, torch.Tensor)
             ]
             fn = fn.func
-        variables = list(self._variables(self._ran(fn, attributes), written, changed))
-        return variables, [*attributes, *self._layers(changed)]
+        ran = functions_that_ran(fn, [read.value for read in attributes], self._builder.tape, self._reach)
+        variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
+        return variables, [*attributes, *self._layers(changed), *self._of_members()]
 
-    def _attributes(self) -> Iterator[tuple[Any, InTable | InSlot, Noted]]:
+    def _whole_dicts(self, names: dict[int, str], changed: Set[tuple[int, str]]) -> Iterator[Read]:
+        for owner, (frames, scope) in self._dicts.values():
+            own = _dict_of(owner)
+            left_out = BOOKKEEPING | {k for i, k in changed if i == id(owner)}
+            left_out |= {key for key, x in own.items() if isinstance(x, torch.Tensor)}
+            name, place = f"vars({names.get(id(owner), 'object')})", InDict(own, left_out)
+            yield Read(name, snapshot(place.now(_NO_CALL)), place, frames, scope.path)
+
+    def _of_members(self) -> Iterator[Read]:
+        """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes."""
+        used = set(map(id, self._builder.tape.attributes.values()))
+        root = self._builder.tape.root.path
+        for saved in self._modules if len(self._modules) > len(self._model.modules) else ():
+            tables = saved.tables[1:3] if self._model.is_outside(saved.module) else ()
+            for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
+                yield Read(f"{saved.name}.{name}", t, InTables(tuple(attribute_tables(saved.module)), name), (), root)
+        for key, t in self._members.items():
+            owner = self._model.owner(t)
+            if key not in used and owner is not None:
+                place = OfTensor(*owner[1:], "metadata")
+                yield Read(f"{owner[0]}'s dtype, shape and device", place.now(_NO_CALL), place, (), root)
+
+    def _attributes(self) -> Iterator[tuple[Any, InTable | InTables | InSlot, Noted]]:
         """The attributes that were read, of layers only those that users' code names.
 
         Gives their owner, their place, and where they were read.
@@ -423,9 +480,12 @@ class ObjectReads:
                         yield from ((*found, noted) for found in watched.places(owner))
         yield from self._unfound.values()
         for found in self._others:
-            table, noted = getattr(found.owner, "__dict__", {}), ((), self._builder.tape.root)
-            for key in self._reach.names.intersection(found.before):
-                yield found.owner, InTable(table, key) if key in table else InSlot(found.owner, key), noted
+            table, noted = _table_of(found.owner), ((), self._builder.tape.root)
+            keys = set(found.before) if self._reach.takes_dicts else self._reach.names.intersection(found.before)
+            for key in keys if isinstance(found.owner, types.FunctionType) else self._reach.asked | keys:
+                place = InTable(table, key) if key in table else InSlot(found.owner, key)
+                if key in found.before or place.now(_NO_CALL) is MISSING:
+                    yield found.owner, place, noted
 
     def _layers(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
         """What torch's own code read of its layers."""
@@ -438,7 +498,7 @@ class ObjectReads:
                 continue
             if cls not in unseen:
                 code = cls.forward.__code__
-                names = _names_in_layer(cls) - self._watched[cls].keys()  # type: ignore[arg-type]
+                names = self._layer_names[cls] - self._watched[cls].keys()
                 unseen[cls] = names, ((code, code.co_firstlineno),)
             names, inner = unseen[cls]
             own = module.__dict__
@@ -451,41 +511,6 @@ class ObjectReads:
                 for key, x in table.items():
                     if x is None and key in names and (id(module), key) not in changed:
                         yield Read(f"{name}.{key}", None, InTable(table, key), frames, path)
-
-    def _ran(self, fn: Any, attributes: list[Read]) -> Reach:
-        """The functions that ran, since ops and calls were in them, and those that may have, since these name them."""
-        ran = Reach(lambda name, key, x: ran.add_class(type(x)))
-        tape = self._builder.tape
-        ran.add(fn)
-        ran.add_class(type(getattr(fn, "__self__", fn)))
-        for kind in {call.module_type: None for call in tape.calls if call.module_type is not None}:
-            ran.add_class(kind)
-        frames = [op.frames for op in tape.ops if op.kind == "call_function"] + [call.frames for call in tape.calls]
-        codes = {id(code) for inner in frames if inner and isinstance(inner, tuple) for code, _ in inner[1]}
-        seen = [function for function in self._reach.functions if id(function.__code__) in codes]
-        values = [read.value for read in attributes]
-        for found in (*seen, *values):
-            ran.add(found)
-        for kind in set(map(type, values)):
-            ran.add_class(kind)
-        return ran
-
-    def _variables(self, ran: Reach, written: Set[str], changed: Set[tuple[int, str]]) -> Iterator[Read]:
-        root = self._builder.tape.root.path
-        for table, name, value in ran.looked_up.values():
-            if name not in written and not isinstance(value, types.ModuleType) and not _is_of_others(value):
-                is_registry = str(table.get("__file__")).startswith(PACKAGES)  # of a library, which it fills itself
-                yield Read(name, value if is_registry else snapshot(value), InTable(table, name), (), root)
-        for kind in ran.bases:
-            for name in ran.names.intersection(vars(kind)):
-                value = vars(kind)[name]
-                if name[:2] != "__" and not hasattr(type(value), "__get__") and (id(kind), name) not in changed:
-                    yield Read(f"{kind.__name__}.{name}", snapshot(value), InTable(vars(kind), name), (), root)
-        for name, cell in ran.cells.values():
-            place = InClosure(cell)
-            value = place.now(_NO_CALL)
-            if name not in written and value is not MISSING and not _is_of_others(value):
-                yield Read(name, snapshot(value), place, (), root)
 
 
 class _Watched:
@@ -546,6 +571,16 @@ class _Watched:
                 delattr(self.cls, self.key)
 
 
+def _no_attribute(owner: Any, name: str) -> Any:
+    """What a class without `__getattr__` does: Python asks once more, and raises its own error."""
+    return object.__getattribute__(owner, name)
+
+
+def _table_of(owner: Any) -> dict[str, Any]:
+    """The `__dict__` of an object; none of a `threading.local`, which has one for each thread."""
+    return {} if isinstance(owner, threading.local) else getattr(owner, "__dict__", {})
+
+
 def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
     """Where the forward is, in `frame`."""
     outer: Frames = builder.call.frames if builder.call is not None else ()
@@ -567,7 +602,10 @@ def class_attribute(cls: type, name: str) -> tuple[type, Any]:
 
 
 def _takes_descriptors(owner: Any) -> bool:
-    return bool(type(owner).__flags__ & _HEAP_TYPE) and type(getattr(owner, "__dict__", None)) is dict
+    return (
+        type(owner).__flags__ & (_HEAP_TYPE | _IMMUTABLE) == _HEAP_TYPE
+        and type(getattr(owner, "__dict__", None)) is dict
+    )
 
 
 def _is_layer(cls: type) -> bool:
@@ -576,7 +614,7 @@ def _is_layer(cls: type) -> bool:
 
 
 @functools.cache
-def _names_in_layer(cls: type) -> frozenset[str]:
+def _names_in_layer(cls: Any) -> frozenset[str]:
     """The names in the code of a layer's `forward`, and of methods that it names."""
     found, pending = set[str](), ["forward"]
     while pending:
@@ -591,10 +629,3 @@ def _names_in_layer(cls: type) -> frozenset[str]:
 def _class_level(base: type) -> list[str]:
     """The plain attributes that a class of the model gives to all its instances."""
     return [k for k, v in base.__dict__.items() if type(v) in _PLAIN_OR_CONTAINER and k[:2] != "__"]
-
-
-def _is_of_others(value: Any) -> bool:
-    """Whether it is a function of torch, Python or NumPy, which nobody replaces but for a while."""
-    if isinstance(value, types.FunctionType):
-        return not is_users(value.__code__.co_filename)
-    return callable(value) and not isinstance(value, type) and not is_users_class(type(value))

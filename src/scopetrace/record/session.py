@@ -24,6 +24,7 @@ import torch.fx
 from scopetrace._compat.export import additional_inputs, without_wrappers
 from scopetrace._compat.ops import dispatching_to, eager
 from scopetrace._compat.patches import observing
+from scopetrace._compat.questions import hooks_of_all_modules
 from scopetrace._compat.tensors import (
     DATA_DEPENDENT,
     NO_SHAPE_RULE,
@@ -195,7 +196,6 @@ class Recording:
             inference=inference,
             exact_autograd=assumptions.exact_autograd,
             registered=model.registered(),
-            module_tables=ModuleTables(model.modules, model.names),
             grad=torch.is_grad_enabled(),
         )
         self.builder = TapeBuilder(self.tape, CallRecorder.run.__code__)
@@ -237,7 +237,8 @@ class Recording:
         names = argument_names(forward, len(args))
         given = [*zip(names, args, strict=True), *kwargs.items()]
         effects = EffectWatch(fn, self.model, given, self.object_types, self.builder, self.values)
-        reads = ObjectReads(self.builder, self.model, effects.reach)
+        reads = ObjectReads(self.builder, self.model, effects.reach, self.reads.members)
+        tape.module_tables = ModuleTables(self.model.named_modules(), hooks_of_all_modules())
         try:
             fakes = self._run_forward(fn, effects, reads)
         except Retrace:

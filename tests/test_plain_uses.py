@@ -1,0 +1,312 @@
+"""Uses that a first user tries: something that the forward read is changed after the trace, and the call is refused."""
+
+import array
+import collections
+import contextvars
+import dataclasses
+import threading
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import scopetrace as st
+
+X = torch.ones(2, 4)
+LEVEL = contextvars.ContextVar("LEVEL", default=2.0)
+LOCAL = threading.local()
+
+
+class Config:
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+class Computed(Config):
+    def __getattr__(self, name):
+        return self.__dict__["values"][name]
+
+
+class AttributeDict(dict):
+    def __getattr__(self, name):
+        return self[name]
+
+
+class FromSlot:
+    def __get__(self, owner, cls):
+        return owner.__dict__.get("_scale", 2.0)
+
+
+def net(forward, **attributes):
+    """A module of a class of its own, with a layer, a buffer and these attributes."""
+
+    class Net(nn.Module):
+        described = FromSlot()
+
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("shift", torch.ones(4))
+            for name, value in attributes.items():
+                setattr(self, name, value)
+
+        def helped(self, x):
+            return x * 2
+
+    Net.forward = forward
+    return Net()
+
+
+def replaced(owner, name, value):
+    return lambda m: setattr(owner(m), name, value)
+
+
+def of_kind(make, read, change):
+    """A container in an attribute, which `read` takes a number of and `change` changes in place."""
+    return lambda: net(lambda self, x: x * read(self.c), c=make()), lambda m: change(m.c), "c, which|c.data|c.maps"
+
+
+# name: the model, a change, and what the error says of it
+CHANGES = {
+    "vars of a module": (lambda: net(lambda s, x: x * vars(s)["k"], k=2.0), replaced(lambda m: m, "k", 3.0), "vars"),
+    "__dict__": (lambda: net(lambda s, x: x * s.__dict__.get("k", 1)), replaced(lambda m: m, "k", 3.0), "vars"),
+    "vars of an object": (
+        lambda: net(lambda s, x: x * sum(vars(s.c).values()), c=Config(k=2.0)),
+        replaced(lambda m: m.c, "k", 3.0),
+        r"vars\(self\.c\)",
+    ),
+    "vars of a namespace": (
+        lambda: net(lambda s, x: x * vars(s.c)["k"], c=types.SimpleNamespace(k=2.0)),
+        replaced(lambda m: m.c, "k", 3.0),
+        r"c\.k",
+    ),
+    "a descriptor": (lambda: net(lambda s, x: x * s.described), replaced(lambda m: m, "_scale", 3.0), "vars"),
+    "a computed attribute": (
+        lambda: net(lambda s, x: x * s.c.k, c=Computed(values={"k": 2.0})),
+        lambda m: m.c.values.update(k=3.0),
+        r"vars\(self\.c\)",
+    ),
+    "a layer's attribute by a computed name": (
+        lambda: net(lambda s, x: x * getattr(s.fc, "in_" + "features")),
+        replaced(lambda m: m.fc, "in_features", 7),
+        r"fc\.in_features.*: 4 when traced and 7 now",
+    ),
+    "what a layer does not have": (
+        lambda: net(lambda s, x: x * getattr(s.fc, "scale", 1.0)),
+        replaced(lambda m: m.fc, "scale", 3.0),
+        r"fc\.scale.*: missing when traced and 3\.0 now",
+    ),
+    "what an object does not have": (
+        lambda: net(lambda s, x: x * 2 if hasattr(s.c, "scale") else x, c=Config()),
+        replaced(lambda m: m.c, "scale", 3.0),
+        r"c\.scale.*: missing when traced and 3\.0 now",
+    ),
+    "what a namespace does not have": (
+        lambda: net(lambda s, x: x * 2 if hasattr(s.c, "scale") else x, c=types.SimpleNamespace()),
+        replaced(lambda m: m.c, "scale", 3.0),
+        r"c\.scale: missing when traced and 3\.0 now",
+    ),
+    "a submodule that was not there": (
+        lambda: net(lambda s, x: s.head(x) if hasattr(s, "head") else x),
+        replaced(lambda m: m, "head", nn.Linear(4, 4)),
+        r"head.*: missing when traced",
+    ),
+    "forward of the model": (
+        lambda: net(lambda s, x: x * 2),
+        replaced(lambda m: m, "forward", lambda x: x * 3),
+        "forward of the model: that of its class when traced and another one now",
+    ),
+    "forward of a layer": (
+        lambda: net(lambda s, x: s.fc(x)),
+        replaced(lambda m: m.fc, "forward", lambda x: x * 3),
+        "forward of fc: that of its class",
+    ),
+    "forward of a class": (
+        lambda: net(lambda s, x: x * 2),
+        replaced(type, "forward", lambda s, x: x * 3),
+        r"Net\.forward: <function",
+    ),
+    "a method of a class": (
+        lambda: net(lambda s, x: s.helped(x)),
+        replaced(type, "helped", lambda s, x: x * 3),
+        r"Net\.helped: <function",
+    ),
+    "a method of the model": (
+        lambda: net(lambda s, x: s.helped(x)),
+        replaced(lambda m: m, "helped", lambda x: x * 3),
+        "helped of the model: that of its class",
+    ),
+    "the class": (
+        lambda: nn.Sequential(nn.ReLU()),
+        replaced(lambda m: m[0], "__class__", nn.Tanh),
+        "class of 0: ReLU when traced and Tanh now",
+    ),
+    "bytes": of_kind(lambda: bytearray(b"a"), lambda c: c[0], lambda c: c.__setitem__(0, 5)),
+    "an array": of_kind(lambda: array.array("f", [2.0]), lambda c: c[0], lambda c: c.__setitem__(0, 5.0)),
+    "a chain of dicts": of_kind(
+        lambda: collections.ChainMap({}, {"k": 2.0}), lambda c: c["k"], lambda c: c.maps[1].update(k=3.0)
+    ),
+    "a UserDict": of_kind(lambda: collections.UserDict(k=2.0), lambda c: c["k"], lambda c: c.update(k=3.0)),
+    "a UserList": of_kind(lambda: collections.UserList([2.0]), lambda c: c[0], lambda c: c.__setitem__(0, 3.0)),
+    "a dict of a class": of_kind(lambda: AttributeDict(k=2.0), lambda c: c.k, lambda c: c.update(k=3.0)),
+    "a dataclass made at run time": (
+        lambda: net(lambda s, x: x * s.c.k, c=dataclasses.make_dataclass("Made", [("k", float)])(2.0)),
+        replaced(lambda m: m.c, "k", 3.0),
+        r"c\.k",
+    ),
+    "a parameter of a module in a list": (
+        lambda: net(lambda s, x: s.layers[0](x), layers=[nn.Linear(4, 4)]),
+        replaced(lambda m: m.layers[0], "weight", nn.Parameter(torch.ones(4, 4))),
+        r"layers\[…\]\.weight",
+    ),
+    "the dtype of a parameter": (
+        lambda: net(lambda s, x: x * 2 if s.fc.weight.dtype == torch.float32 else x),
+        lambda m: m.double(),
+        r"fc\.weight's dtype, shape and device",
+    ),
+    "the dtype of the first parameter": (
+        lambda: net(lambda s, x: x.to(next(s.parameters()).dtype)),
+        lambda m: m.double(),
+        r"fc\.weight's dtype, shape and device",
+    ),
+    "the length of a buffer": (
+        lambda: net(lambda s, x: x * len(s.shift)),
+        replaced(lambda m: m, "shift", torch.ones(7)),
+        r"shift's dtype, shape and device",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_call_is_refused_after_a_change_of(name):
+    make, change, text = CHANGES[name]
+    model = make()
+    tr = st.trace(model, (X,))
+    tr(X)
+    change(model)
+    with pytest.raises(st.errors.StateMismatchError, match=text):
+        tr(X)
+
+
+def test_what_may_change():
+    """What the forward does not ask for, also of objects that it asks for something else."""
+    model = net(lambda s, x: s.fc(x) * s.c.k, c=Config(k=2.0, name="a"))
+    tr = st.trace(model, (X,))
+    model.c.name, model.c.note, model.note, model.fc.note = "b", 1, 2, 3
+    model.head = nn.Linear(4, 4)
+    assert torch.equal(tr(X), model(X))
+
+
+def refused(tr, text):
+    with pytest.raises(st.errors.StateMismatchError, match=text):
+        tr(X)
+
+
+def test_a_context_variable():
+    tr = st.trace(lambda x: x * LEVEL.get(), (X,))
+    tr(X)
+    token = LEVEL.set(3.0)
+    refused(tr, "LEVEL: 2.0 when traced and 3.0 now")
+    LEVEL.reset(token)
+    tr(X)
+
+
+def test_a_context_variable_that_the_forward_sets():
+    def forward(x):
+        LEVEL.set(LEVEL.get() + 1)
+        return x * LEVEL.get()
+
+    tr = contextvars.copy_context().run(st.trace, forward, (X,))
+    assert [(e.change, e.baked_in) for e in tr.side_effects] == [("globals()['LEVEL'] was 2.0 and became 3.0", True)]
+
+
+def test_attributes_of_a_thread_local():
+    LOCAL.scale = 2.0
+    tr = st.trace(lambda x: x * LOCAL.scale * getattr(LOCAL, "extra", 1.0), (X,))
+    tr(X)
+    LOCAL.extra = 2.0
+    refused(tr, "extra: missing when traced and 2.0 now")
+    del LOCAL.extra
+    LOCAL.scale = 3.0
+    refused(tr, "scale: 2.0 when traced and 3.0 now")
+
+
+def test_default_arguments_that_hold_something():
+    class Net(nn.Module):
+        def forward(self, x, options={"k": 2.0}):  # noqa: B006
+            return x * options["k"]
+
+    tr = st.trace(Net(), (X,))
+    Net.forward.__defaults__[0]["k"] = 3.0
+    refused(tr, r"default arguments of forward: \(\{'k': 2.0\},\) when traced")
+
+
+def test_a_module_in_a_variable_of_an_enclosing_function():
+    layer = nn.Linear(4, 4)
+    tr = st.trace(lambda x: layer(x), (X,))
+    layer = nn.Linear(4, 4)
+    refused(tr, "layer: Linear")
+
+
+def test_class_and_static_methods():
+    class Scaled:
+        scale = 2.0
+
+        @staticmethod
+        def plain(x):
+            return x * Scaled.scale
+
+        @classmethod
+        def of_class(cls, x):
+            return x * cls.scale
+
+    traces = st.trace(Scaled.plain, (X,)), st.trace(Scaled.of_class, (X,))
+    Scaled.scale = 3.0
+    for tr in traces:
+        refused(tr, r"Scaled\.scale: 2\.0 when traced and 3\.0 now")
+
+
+SCALE = 2.0
+
+
+def test_a_global_of_a_method_with_a_computed_name(monkeypatch):
+    class Net(nn.Module):
+        def run_a(self, x):
+            return x * SCALE
+
+        def forward(self, x):
+            return getattr(self, "run_" + "a")(x)
+
+    tr = st.trace(Net(), (X,))
+    monkeypatch.setitem(globals(), "SCALE", 3.0)
+    refused(tr, r"SCALE: 2\.0 when traced and 3\.0 now")
+
+
+def test_a_list_of_a_class_that_the_forward_fills():
+    class Net(nn.Module):
+        seen = []  # noqa: RUF012
+
+        def forward(self, x):
+            self.seen.append(1)
+            return x * len(self.seen)
+
+    tr = st.trace(Net(), (X,))
+    assert [(e.change, e.baked_in) for e in tr.side_effects] == [("Net.seen was [] and became [1]", True)]
+
+
+@pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])
+def test_hooks_of_all_modules(kind):
+    register = getattr(nn.modules.module, f"register_module_{kind}")
+    hook = {"forward_hook": lambda m, x, y: y * 2, "forward_pre_hook": lambda m, x: (x[0] * 2,)}[kind]
+    model = net(lambda s, x: s.fc(x))
+    tr = st.trace(model, (X,))
+    handle = register(hook)
+    try:
+        refused(tr, f"{kind.replace('_', ' ').replace('pre ', 'pre-')}s of all modules: 0 when traced and 1 now")
+        hooked = st.trace(model, (X,))
+        assert torch.allclose(hooked(X), model(X))
+    finally:
+        handle.remove()
+    assert torch.equal(tr(X), model(X))
+    refused(hooked, "of all modules: 1 when traced and 0 now")
