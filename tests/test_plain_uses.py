@@ -310,3 +310,19 @@ def test_hooks_of_all_modules(kind):
         handle.remove()
     assert torch.equal(tr(X), model(X))
     refused(hooked, "of all modules: 1 when traced and 0 now")
+
+
+def test_a_registry_of_a_library_with_a_class_of_its_own(tmp_path, monkeypatch):
+    """It is filled as the library likes, and is compared as an object."""
+    from scopetrace.record import variables
+
+    (tmp_path / "registry.py").write_text(
+        "import collections\nTABLE = collections.OrderedDict(k={'a': [2.0]})\ndef read(x): return x * TABLE['k']['a'][0]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(variables, "PACKAGES", (str(tmp_path),))
+    import registry
+
+    tr = st.trace(registry.read, (X,))
+    registry.TABLE["other"] = {}
+    assert torch.equal(tr(X), X * 2)
