@@ -317,7 +317,8 @@ def test_a_registry_of_a_library_with_a_class_of_its_own(tmp_path, monkeypatch):
     from scopetrace.record import variables
 
     (tmp_path / "registry.py").write_text(
-        "import collections\nTABLE = collections.OrderedDict(k={'a': [2.0]})\ndef read(x): return x * TABLE['k']['a'][0]\n"
+        "import collections\nTABLE = collections.OrderedDict(k={'a': [2.0]})\n"
+        "def read(x): return x * TABLE['k']['a'][0]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(variables, "PACKAGES", (str(tmp_path),))

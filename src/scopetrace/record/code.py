@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.questions import is_of_python
-from scopetrace._compat.sources import NOT_THE_MODEL
+from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
 
 _OPERATORS = (
     *(

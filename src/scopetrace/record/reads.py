@@ -27,7 +27,6 @@ import torch
 
 from scopetrace._compat import questions
 from scopetrace._compat.questions import Mine
-from scopetrace._compat.sources import PACKAGES
 from scopetrace._compat.tensors import requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError

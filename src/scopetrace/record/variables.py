@@ -16,9 +16,10 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.sources import PACKAGES
 from scopetrace.ir.reads import MISSING, CallInputs, InClosure, InSlot, InTable, Read, snapshot
 from scopetrace.ir.tape import Tape
-from scopetrace.record.code import PACKAGES, Reach, is_users, is_users_class
+from scopetrace.record.code import Reach, is_users, is_users_class
 
 _NO_CALL = CallInputs((), {}, ())
 
