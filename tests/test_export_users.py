@@ -582,3 +582,77 @@ def test_blocks_of_another_grad_mode_around_ops_with_several_results(grad, route
     torch.testing.assert_close(found, want)
     if route != "decomposed":  # where torch drops the blocks
         assert [t.requires_grad for t in found] == [t.requires_grad for t in want]
+
+
+# Swapping modules ----------------------------------------------------------------------------------------------------
+
+
+class Cast(nn.Module):
+    def forward(self, x):
+        return x + 4, x.to(torch.float32)
+
+
+class Casts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.cast = Cast()
+
+    def forward(self, x):
+        y, a = self.cast(x)
+        return y + a
+
+
+class CastsFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.casts, self.other = Casts(), nn.ReLU()
+
+    def forward(self, x):
+        return self.casts(x) + self.other(x) * x
+
+
+@pytest.mark.parametrize("name", ["casts", "casts.cast", "other"])
+def test_a_cast_that_changes_nothing_does_not_hinder_swapping(name):
+    model, x = CastsFirst(), torch.randn(2, 3)
+    ep = st.trace(model, (x,)).to_exported_program(preserve_module_call_signature=("*",))
+    modules = torch.export.unflatten(ep)
+    modules.set_submodule(name, model.get_submodule(name))
+    torch.testing.assert_close(modules(x), model(x))
+
+
+class Halves(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.p = nn.Parameter(torch.ones(4, 4))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.p.div_(2)
+            self.p[0].add_(x[0])
+        return x + self.p
+
+
+@pytest.mark.parametrize("decompose", [False, True])
+def test_a_program_that_changes_parameters_has_ops_of_torch_only(decompose):
+    x = torch.randn(4, 4)
+    ep = st.trace(Halves(), (x,)).to_exported_program()
+    ep = ep.run_decompositions() if decompose else ep
+    graphs = [m.graph for m in ep.graph_module.modules() if isinstance(m, torch.fx.GraphModule)]
+    assert not any("scopetrace" in str(n.target) for graph in graphs for n in graph.nodes)
+    with torch.no_grad():
+        run, again = ep.module(), Halves()
+        for _ in range(2):
+            torch.testing.assert_close(run(x), again(x))
+    torch.testing.assert_close(run.p, again.p)
+
+
+def test_symbols_that_are_numbers_have_no_bindings():
+    def forward(self, x, y):
+        n = x.item()
+        torch._check(n == 4)
+        return y[: n + 1] * y.sum().item()
+
+    ep = st.trace(module_of(forward), (torch.tensor(4), torch.ones(9))).to_exported_program()
+    assert sum("unbacked_bindings" in n.meta for n in ep.graph.nodes) == 1
+    with pytest.raises(RuntimeError, match="Eq\\(u0, 4\\)"):
+        ep.module()(torch.tensor(5), torch.ones(9))

@@ -41,7 +41,7 @@ class Identities:
         around = set(frame.chain())
         while value in self._argument and value.op.call is not None:
             left = [f for f in self._frames[value.op.call].chain() if f not in around]
-            if not left or any(value in self._given[f] for f in left):
+            if all(value in self._given[f] for f in left):
                 break
             value = self._argument[value]
         return value

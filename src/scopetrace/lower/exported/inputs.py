@@ -28,6 +28,7 @@ from scopetrace.errors import ExportError
 from scopetrace.ir.tape import Call, FunctionalTape, Value
 from scopetrace.lower.exported.calls import PLAIN, argument_of, is_erased
 from scopetrace.lower.exported.frames import ModuleCallFrame
+from scopetrace.ops.history import OVERWRITE
 from scopetrace.program.graph import FxLowering, node_value, set_node_value
 
 _PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_"}
@@ -161,8 +162,25 @@ class Lifted:
         for node in reversed([*(node for _, node in self.state.values()), *arguments]):
             next(iter(self._graph.nodes)).prepend(node)
         for node in list(self._graph.nodes):
-            if node.op == "call_function" and is_erased(node):
+            if node.op == "call_function" and (is_erased(node) or _detaches_constant(node)):
                 self._move(node, node.all_input_nodes[0])
+        if self._changes_parameters():
+            self._drop_hidden_writes()
+
+    def _changes_parameters(self) -> bool:
+        written = [n for n, v in self._tape.attribute_reads() if v.storage in self._tape.written_storages()]
+        return any(self.state[n][0].kind is InputKind.PARAMETER for n in written if n in self.state)
+
+    def _drop_hidden_writes(self) -> None:
+        """Replace `scopetrace::overwrite`, which says where gradients go, in a program that runs without gradients."""
+        sources = {v.storage for v in (*self._tape.inputs, *(v for _, v in self._tape.attribute_reads()))}
+        for node in self._graph.find_nodes(op="call_function", target=OVERWRITE):
+            new = node.args[1]
+            if self._program.op_of[node].tensor(1).storage in sources:  # the results of the op are new memory
+                with self._graph.inserting_before(node):
+                    new = self._graph.call_function(torch.ops.aten.clone.default, (new,))
+                new.meta = node.meta
+            self._move(node, new)
 
     def lower(self, x: Any) -> Any:
         """A structure with nodes of the lifted graph in place of tape values and symbolic numbers.
@@ -230,3 +248,9 @@ class Lifted:
 def _plain(x: Any) -> Any:
     """The number or text that an Enum of these is; other objects as they are."""
     return x.value if isinstance(x, enum.Enum) and isinstance(x, (int, str)) else x
+
+
+def _detaches_constant(node: torch.fx.Node) -> bool:
+    """Whether it is the second half of `torch.tensor(...)`, which changes nothing."""
+    aten = torch.ops.aten
+    return node.target is aten.detach.default and node.args[0].target is aten.lift_fresh_copy.default  # type: ignore[union-attr]

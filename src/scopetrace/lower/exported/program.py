@@ -33,7 +33,13 @@ from scopetrace.lower.exported.frames import ModuleCallFrame, frames_of
 from scopetrace.lower.exported.identities import Identities
 from scopetrace.lower.exported.inputs import Lifted, states
 from scopetrace.lower.exported.outputs import Outputs
-from scopetrace.program.graph import FxLowering, leave_custom_to_users, node_value, set_node_value
+from scopetrace.program.graph import (
+    FxLowering,
+    leave_custom_to_users,
+    node_value,
+    set_node_value,
+    set_unbacked_bindings,
+)
 from scopetrace.program.traced import TracedProgram
 from scopetrace.record import argument_names
 
@@ -74,6 +80,7 @@ def _build(
     for lowered in program.walk():
         _drop_unread_parts(lowered.graph)
         _fill_values(lowered.graph)
+        _drop_replaced_symbols(lowered.graph, tape.shape_env)
         _name_functions(lowered.graph)
     place = place_nodes(program.graph, frames)
     calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], chosen, identities, lifted.lower)
@@ -150,6 +157,14 @@ def _fill_values(graph: torch.fx.Graph) -> None:
             set_node_value(node, node.target(*args) if symbolic and callable(node.target) else None)
         if node.op != "output":
             compat.set_tensor_meta(node)
+
+
+def _drop_replaced_symbols(graph: torch.fx.Graph, env: Any) -> None:
+    """Leave symbols that equal a number or another symbol out of `unbacked_bindings`, as torch.export does."""
+    for node in graph.nodes:
+        bindings = node.meta.pop("unbacked_bindings", {})
+        if kept := {s: path for s, path in bindings.items() if s not in env.replacements}:
+            set_unbacked_bindings(node, kept)
 
 
 def _drop_unread_parts(graph: torch.fx.Graph) -> None:
