@@ -58,6 +58,10 @@ class Branch(nn.Module):
             return x
         return -x
 
+class Takes(nn.Module):
+    def forward(self, batch, n, s):
+        return getattr(torch, s)(batch["x"] * n + batch["more"]["y"])
+
 class Raises(nn.Module):
     def __init__(self):
         super().__init__()
@@ -312,14 +316,14 @@ def test_version_and_help():
 # Wrong arguments: one line and exit code 2 ---------------------------------------------------------------------------
 
 WRONG = {
-    "cli_models": "write package.module:name, timm:NAME or torchvision:NAME",
+    "cli_models": "write package.module:name, timm:NAME, torchvision:NAME or hf:NAME",
     "cli_models.py:Net": "write the module as in an import, cli_models:Net",
     "no_such_module:Net": "there is no module 'no_such_module' here",
     "cli_models.sub:Net": "there is no module 'cli_models.sub' here",
     "cli_models:Nett": "the module cli_models has no 'Nett'; it has Net",
     "cli_models:Parts.outer": "the class Parts has no 'outer'; it has inner",
     "cli_models:Parts": "is a class, but no torch.nn.Module",
-    "cli_models:MODELS": "the module cli_models has no 'MODELS'; it has Net, model, Parts, Branch, Raises",
+    "cli_models:MODELS": "the module cli_models has no 'MODELS'; it has Net, model, Parts, Branch, Takes",
     "cli_models:build_sized": "cannot be called without size: name a function without arguments",
     "cli_models:build_text": "returned the type str: it must return a torch.nn.Module",
     "cli_models:build_with_package": "pip install package_that_is_not_there",
@@ -572,3 +576,28 @@ def test_the_demo(tmp_path):
     assert out.exit_code == 0
     assert "Block[layers.1, layers.2] ×2 as Block[layers.0]" in out.stdout
     assert (tmp_path / "demo.html").exists()
+
+
+def test_models_of_transformers(tmp_path):
+    pytest.importorskip("transformers")
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "bert", "architectures": ["BertForMaskedLM"], "hidden_size": 8, "num_attention_heads": 2,'
+        ' "num_hidden_layers": 1, "intermediate_size": 8, "vocab_size": 20}'
+    )
+    out = run("summary", f"hf:{tmp_path / 'config.json'}", "--depth", "1", "-i", "input_ids=1x4:int64").stdout
+    assert "BertForMaskedLM" in out
+    assert "i64[1, 4]" in out
+    assert "i64[3, 5]" in run("show", "hf:bert", "--meta", "--depth", "0").stdout
+    assert "hf:bert" in run("show", "hf:brt").stderr
+
+
+def test_python_values_and_dicts_are_inputs():
+    out = run(
+        "show", "cli_models:Takes", "-i", "batch.x=2x3", "-i", "batch.more.y=2x3", "-i", "n=int:3", "-i", "s=str:sum"
+    )
+    assert (
+        "Takes(batch={'x': %batch_x: f32[2, 3], 'more': {'y': %batch_more_y: f32[2, 3]}}, n=3, s='sum')" in out.stdout
+    )
+    assert "aten.sum" in out.stdout
+    assert "'x' is no int" in run("show", "cli_models:Takes", "-i", "n=int:x").stderr
+    assert "gives a part of it" in run("show", "cli_models:Takes", "-i", "batch=2", "-i", "batch.x=2").stderr

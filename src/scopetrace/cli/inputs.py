@@ -1,4 +1,7 @@
-"""`--input NAME=SHAPE[:DTYPE]`: tensors made from their description, bound to parameters of `forward`."""
+"""`--input NAME=SHAPE[:DTYPE]`: tensors made from their description, bound to parameters of `forward`.
+
+text -> Input: a tensor, or a Python value -> inputs with dots in their names put together -> arguments of forward
+"""
 
 from __future__ import annotations
 
@@ -18,6 +21,7 @@ _Kind = inspect.Parameter
 _POSITIONAL = (_Kind.POSITIONAL_ONLY, _Kind.POSITIONAL_OR_KEYWORD)
 _VARIABLE = (_Kind.VAR_POSITIONAL, _Kind.VAR_KEYWORD)
 _WORDS = {"true": True, "false": False, "none": None}
+_PYTHON: dict[str, type] = {"int": int, "float": float, "str": str}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +31,7 @@ class Input:
     name: str
     """The name of a parameter of `forward`, or its position as text."""
     value: Any
-    """A tensor; or True, False or None."""
+    """A tensor; or True, False, None, an int, a float or a string."""
 
 
 def parse_input(text: str) -> Input:
@@ -38,6 +42,9 @@ def parse_input(text: str) -> Input:
         raise UsageError(f"--input {text}: write {FORM}")
     if rest.lower() in _WORDS:
         return Input(name, _WORDS[rest.lower()])
+    kind, colon, value = rest.partition(":")
+    if colon and kind in _PYTHON:
+        return Input(name, _python_value(text, kind, value))
     shape_text, colon, dtype_text = rest.partition(":")
     shape = _shape(text, name, shape_text.strip())
     dtype = _dtype(text, dtype_text.strip()) if colon else torch.float32
@@ -46,6 +53,34 @@ def parse_input(text: str) -> Input:
     except (RuntimeError, NotImplementedError, OverflowError, TypeError) as error:
         reason = str(error).splitlines()[0]
         raise UsageError(f"--input {text}: no tensor of that size and dtype can be made ({reason})") from error
+
+
+def _python_value(text: str, kind: str, value: str) -> Any:
+    try:
+        return _PYTHON[kind](value)
+    except ValueError as error:
+        raise UsageError(f"--input {text}: {value!r} is no {kind}") from error
+
+
+def nested(inputs: list[Input]) -> list[Input]:
+    """The inputs, with those whose names have dots put together: `batch.ids` and `batch.mask` are a dict `batch`.
+
+    Raises UsageError where a name is a value and a dict.
+    """
+    found: dict[str, Any] = {}
+    rest = []
+    for given in inputs:
+        name, *keys = given.name.split(".")
+        if not keys:
+            rest.append(given)
+            continue
+        inner = found.setdefault(name, {})
+        for key in keys[:-1]:
+            inner = inner.setdefault(key, {})
+        if not isinstance(inner, dict) or keys[-1] in inner or any(r.name == name for r in rest):
+            raise UsageError(f"--input {given.name}: another --input gives a part of it, or all of {name}")
+        inner[keys[-1]] = given.value
+    return [*rest, *(Input(name, value) for name, value in found.items())]
 
 
 def _shape(text: str, name: str, shape: str) -> list[int]:

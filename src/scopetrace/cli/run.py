@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_map_only
 from scopetrace.api.trace import Trace, load, trace
 from scopetrace.cli.dynamic import parse_dynamic
 from scopetrace.cli.group import ModelError, error_text, model_raised
-from scopetrace.cli.inputs import Forward, Input, parse_input
+from scopetrace.cli.inputs import Forward, Input, nested, parse_input
 from scopetrace.cli.targets import default_inputs, load_model
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
 
@@ -36,8 +36,9 @@ _MODEL = (
         metavar="NAME=SHAPE[:DTYPE]",
         multiple=True,
         help="An argument of forward, by name or position: x=1x3x224x224, ids=1,16:int64, t=scalar:bf16. The dtype is "
-        "float32 where none is given. NAME=true, false and none give these Python values. Once for each argument; a "
-        "timm model that is given none gets an image of its own size.",
+        "float32 where none is given. NAME=true, false, none, int:3, float:0.5 and str:text give Python values; "
+        "batch.ids=1x16:int64 is the item ids of a dict batch. Once for each argument; a model of timm or transformers "
+        "that is given none gets inputs of its own.",
     ),
     click.option(
         "--dynamic",
@@ -93,9 +94,7 @@ class Asked:
         say(f"making {self.target}")
         with torch.device("meta") if self.meta else contextlib.nullcontext():
             model = load_model(self.target).train(self.train)
-        forward, inputs, size = Forward(model), self.inputs, default_inputs(model)
-        if not inputs and size is not None and forward.first is not None:
-            inputs = [Input(forward.first, torch.zeros(size))]
+        forward, inputs = Forward(model), nested(self.inputs) or default_inputs(model)
         args, kwargs = forward.bind(inputs)
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
         if len(devices) == 1:

@@ -1,8 +1,9 @@
-"""`TARGET`: loads the model named `package.module:name`, `timm:NAME` or `torchvision:NAME`."""
+"""`TARGET`: loads the model named `package.module:name`, `timm:NAME`, `torchvision:NAME` or `hf:NAME`."""
 
 from __future__ import annotations
 
 import difflib
+import functools
 import importlib
 import inspect
 import sys
@@ -13,10 +14,11 @@ from typing import Any
 import torch
 
 from scopetrace.cli.group import error_text, model_raised, source_line
+from scopetrace.cli.inputs import Input
 from scopetrace.cli.torchvision_ops import declare_missing_ops
 from scopetrace.errors import UsageError
 
-FORM = "package.module:name, timm:NAME or torchvision:NAME"
+FORM = "package.module:name, timm:NAME, torchvision:NAME or hf:NAME"
 
 
 def load_model(target: str) -> torch.nn.Module:
@@ -31,15 +33,23 @@ def load_model(target: str) -> torch.nn.Module:
         module = source.removesuffix(".py").strip("./").replace("/", ".")
         raise UsageError(f"TARGET {target!r} names a file: write the module as in an import, {module}:{name}")
     declare_missing_ops()
-    libraries = {"timm": _from_timm, "torchvision": _from_torchvision}
+    libraries = {"timm": _from_timm, "torchvision": _from_torchvision, "hf": _from_transformers}
     return libraries[source](name) if source in libraries else _from_module(target, source, name)
 
 
-def default_inputs(model: torch.nn.Module) -> tuple[int, ...] | None:
-    """The shape of a batch of one that a timm model declares for itself."""
+def default_inputs(model: torch.nn.Module) -> list[Input]:
+    """Inputs that a model of timm or transformers declares for itself; none for other models."""
     declared = getattr(model, "default_cfg", None)
     size = declared.get("input_size") if isinstance(declared, dict) else None
-    return (1, *size) if size else None
+    if size:
+        return [Input("0", torch.zeros(1, *size))]
+    config: Any = getattr(model, "config", None)
+    name = getattr(model, "main_input_name", None)
+    dummies = getattr(model, "dummy_inputs", None)
+    if name == "pixel_values" and hasattr(config, "image_size"):
+        sides = config.image_size if isinstance(config.image_size, (list, tuple)) else [config.image_size] * 2
+        return [Input(name, torch.zeros(1, getattr(config, "num_channels", 3), *sides))]
+    return [Input(key, value) for key, value in dummies.items()] if isinstance(dummies, dict) else []
 
 
 # -------------------------------------------------------------------- libraries of models
@@ -60,6 +70,27 @@ def _from_torchvision(name: str) -> torch.nn.Module:
     builder = inspect.signature(models.get_model_builder(name)).parameters
     options = {option: None for option in ("weights", "weights_backbone") if option in builder}
     return _make(f"torchvision:{name}", lambda: models.get_model(name, **options))
+
+
+def _from_transformers(name: str) -> torch.nn.Module:
+    """A model with random weights: of a kind (`bert`), a class (`BertForMaskedLM`), or a local config file."""
+    transformers = _library("transformers")
+    path, cls = Path(name), getattr(transformers, name, None)
+    if path.exists():
+        config = _make(f"hf:{name}", lambda: transformers.AutoConfig.from_pretrained(path))
+        of_config = [getattr(transformers, architecture, None) for architecture in config.architectures or ()]
+        made_by = of_config[0] if of_config and of_config[0] else transformers.AutoModel.from_config
+        return _make(f"hf:{name}", lambda: made_by(config))
+    if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel):
+        return _make(f"hf:{name}", functools.partial(_with_default_config, cls))
+    kinds = list(transformers.CONFIG_MAPPING)
+    if name not in kinds:
+        raise UsageError(f"transformers has no model {name!r}, and there is no such file: {_near('hf', name, kinds)}")
+    return _make(f"hf:{name}", lambda: transformers.AutoModel.from_config(transformers.AutoConfig.for_model(name)))
+
+
+def _with_default_config(cls: Any) -> Any:
+    return cls(cls.config_class())
 
 
 def _library(name: str) -> Any:
