@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -100,6 +101,17 @@ def set_guards(program: Any, conditions: list[str]) -> None:
 def guards_of(program: Any) -> list[str]:
     """The conditions on the inputs that `program.module()` checks."""
     return list(program._guards_code)
+
+
+@contextlib.contextmanager
+def without_guards(program: Any) -> Iterator[None]:
+    """Inside, `program.module()` checks nothing: torch would trace the checks, of what need not be a tensor."""
+    before = guards_of(program)
+    set_guards(program, [])
+    try:
+        yield
+    finally:
+        set_guards(program, before)
 
 
 def opaque_name(x: Any) -> str | None:

@@ -20,7 +20,7 @@ import torch.fx
 from torch.export import ExportedProgram
 from torch.export.graph_signature import TensorArgument
 
-from scopetrace._compat.export import guards_of, set_guards
+from scopetrace._compat.export import guards_of, set_guards, without_guards
 from scopetrace._compat.ops import outside_modes
 from scopetrace.program.graph import node_value
 
@@ -32,7 +32,8 @@ class TracedExportedProgram(ExportedProgram):
 
     def run_decompositions(self, *args: Any, **kwargs: Any) -> ExportedProgram:
         """As torch's, with the module signatures naming the same values as before."""
-        with outside_modes():  # a FakeTensorMode of the user is not that of the program
+        guards = guards_of(self)
+        with outside_modes(), without_guards(self):  # a FakeTensorMode of the user is not that of the program
             if next(_tensors_of_calls(self), None) is None:  # clients put what no verifier takes into such a program
                 found = done = super().run_decompositions(*args, **kwargs)
             else:
@@ -41,7 +42,7 @@ class TracedExportedProgram(ExportedProgram):
                 done = program.run_decompositions(*args, **kwargs)
                 _remove_aliases(done, added)
                 found = _copied(done, TracedExportedProgram)
-        set_guards(found, [*guards_of(done), *guards_of(self)])
+        set_guards(found, [*guards_of(done), *guards])
         return found
 
 
