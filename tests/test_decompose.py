@@ -65,6 +65,18 @@ def test_the_ops_of_run_decompositions(training, table):
     tr.lint()
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_layers_become_core_aten(layer):
+    model, x = layer(3, 4, bidirectional=True), torch.randn(2, 1, 3)
+    with torch.no_grad():
+        theirs = torch.export.export(model, (x,)).run_decompositions()
+    tr = traced(model, x).decompose()
+    assert collections.Counter(ops(tr.graph_module.graph)) == collections.Counter(ops(theirs.graph))
+    with torch.no_grad():
+        torch.testing.assert_close(tr(x), model(x))
+    assert torch.backends.mkldnn.enabled
+
+
 @pytest.mark.parametrize("grad", [False, True])
 @pytest.mark.parametrize("training", [False, True])
 def test_a_decomposed_trace_does_what_the_model_does(training, grad):

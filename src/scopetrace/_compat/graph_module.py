@@ -98,6 +98,8 @@ def call_inline(body: torch.nn.Module, _: str, *operands: Any) -> Any:
 class BodyGraphModule(TracedGraphModule):
     """The body of a higher-order op. Its code is generated at once, as torch.compile cannot do that inside the op."""
 
+    has_regions = False  # Inductor has no regions inside of regions
+
     def recompile(self) -> Any:  # type: ignore[override]
         """Generate the Python code."""
         return self._real_recompile()

@@ -466,6 +466,17 @@ def core_aten() -> dict[Any, Rule]:
     return dict(torch.export.default_decompositions().items())
 
 
+@contextlib.contextmanager
+def without_mkldnn() -> Iterator[None]:
+    """With MKL-DNN on, torch decomposes an lstm on a CPU into its kernel, which is no core ATen op."""
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 class Decompositions:
     """What stands for each op in a table, as `ExportedProgram.run_decompositions` reads it."""
 
