@@ -96,13 +96,65 @@ def call_inline(body: torch.nn.Module, _: str, *operands: Any) -> Any:
 
 
 class BodyGraphModule(TracedGraphModule):
-    """The body of a higher-order op. Its code is generated at once, as torch.compile cannot do that inside the op."""
+    """The body of a higher-order op. Its code is generated at once, as torch.compile cannot do that inside the op.
+
+    Where a checkpointed region draws random numbers, backward draws the same ones: the op itself leaves that to a
+    compiler, and takes from `meta` in which contexts to run the body.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self._get_name() == "wrap_body" and _is_random(self):
+            self.meta["_checkpoint_context_fn"] = _with_equal_random_numbers
 
     has_regions = False  # Inductor has no regions inside of regions
 
     def recompile(self) -> Any:  # type: ignore[override]
         """Generate the Python code."""
         return self._real_recompile()
+
+
+def _is_random(graph_module: torch.fx.GraphModule) -> bool:
+    graphs = [inner.graph for inner in graph_module.modules() if isinstance(inner, torch.fx.GraphModule)]
+    targets = {node.target for graph in graphs for node in graph.nodes}
+    return any(isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags for op in targets)
+
+
+class _RandomState:
+    """A context in which random numbers are drawn as in the first one that `states` has been given to."""
+
+    ac_graph_id: Any = None
+    """The op writes it."""
+
+    def __init__(self, states: list[Any]) -> None:
+        self._states = states
+        self._around: Any = None
+
+    def __enter__(self) -> None:
+        if not self._states:
+            self._states += torch.get_rng_state(), _states_of_devices()
+            return
+        self._around = torch.get_rng_state(), _states_of_devices()
+        _set_random_state(*self._states)
+
+    def __exit__(self, *error: object) -> None:
+        if self._around is not None:
+            _set_random_state(*self._around)
+
+
+def _with_equal_random_numbers() -> tuple[_RandomState, _RandomState]:
+    states: list[Any] = []
+    return _RandomState(states), _RandomState(states)
+
+
+def _states_of_devices() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _set_random_state(cpu: torch.Tensor, devices: list[torch.Tensor]) -> None:
+    torch.set_rng_state(cpu)
+    if devices:
+        torch.cuda.set_rng_state_all(devices)
 
 
 def switches_grad(graph_module: torch.fx.GraphModule) -> bool:

@@ -398,11 +398,13 @@ def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args:
 # Higher-order ops ----------------------------------------------------------------------------------------------------
 
 
-def hop_entry_points(mine: Callable[[], bool]) -> list[tuple[Any, str, Any]]:
+def hop_entry_points(
+    mine: Callable[[], bool], on_nested_region: Callable[[Callable[[], Any]], Any]
+) -> list[tuple[Any, str, Any]]:
     """Replacements for two functions of torch, as (module, name, function), by which higher-order ops are called.
 
     `torch.cond` and its kind compile their callables first, which finds what these close over; the recorder finds that
-    itself, so the replacement calls the op. A function under `mark_compile_region` is called as in eager.
+    itself, so the replacement calls the op. `on_nested_region` calls a function under `nested_compile_region`.
     """
     compile_and_call, region = utils._hop_compile_and_call, _subgraphs.invoke_subgraph_placeholder
 
@@ -414,7 +416,7 @@ def hop_entry_points(mine: Callable[[], bool]) -> list[tuple[Any, str, Any]]:
         return fn(*args, **(kwargs or {}))
 
     def call_region(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return fn(*args, **kwargs) if mine() else region(fn, *args, **kwargs)
+        return on_nested_region(lambda: fn(*args, **kwargs)) if mine() else region(fn, *args, **kwargs)
 
     return [(utils, "_hop_compile_and_call", call), (_subgraphs, "invoke_subgraph_placeholder", call_region)]
 
@@ -435,6 +437,8 @@ def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:
     """
     kernel = utils.registered_hop_fake_fns.get(hop)
     with mode, torch.no_grad():
+        if hop is torch.ops.higher_order.tag_activation_checkpoint:
+            return args[0](*args[1:])
         if kernel is not None:
             return kernel(*args)
         return hop.python_key_table[FakeTensorMode](mode, *args)

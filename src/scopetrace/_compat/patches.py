@@ -55,6 +55,9 @@ class Observer(HookListener, Protocol):
     def on_reentrant(self, tensors: list[torch.Tensor]) -> None:
         """A reentrant checkpoint begins: its results require grad only if one of these does."""
 
+    def on_nested_region(self, run: Callable[[], Any]) -> Any:
+        """A function under `nested_compile_region` is called. Returns what `run` does, which calls it."""
+
     def on_seed(self) -> None:
         """The forward seeds torch's generator."""
 
@@ -123,7 +126,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         _report_values(replace, observer, mine)
         _index_with_symbols(replace, mine)
         _compare_symbols(replace, mine)
-        for owner, name, value in (*hop_entry_points(mine), short_way()):
+        for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way()):
             replace(owner, name, value)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())

@@ -348,13 +348,13 @@ class HookListener(Protocol):
     def on_grad(self, t: torch.Tensor) -> None:
         """The forward reads or sets `grad` of a tensor."""
 
-    def mark(self) -> int:
+    def mark(self) -> tuple[int, int]:
         """A mark of this place in the program."""
 
-    def leave_saved_tensors_hooks(self, mark: int) -> None:
+    def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
         """The forward leaves `saved_tensors_hooks` that it entered at `mark`."""
 
-    def on_recomputed(self, mark: int) -> None:
+    def on_recomputed(self, mark: tuple[int, int]) -> None:
         """A checkpointed region that began at `mark` ends."""
 
 
@@ -449,7 +449,7 @@ def _takes_graph(file: str) -> bool:
 def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
     """Those of torch itself (checkpointing, `save_on_cpu`) leave values and gradients as they are."""
     enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
-    marks: dict[int, int] = {}
+    marks: dict[int, tuple[int, int]] = {}
 
     def __enter__(self: Any) -> None:
         if mine() and (_is_users(self) or type(self).__module__ == torch.utils.checkpoint.__name__):

@@ -109,7 +109,7 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
     if stages < 2:
         raise PlanError(f"stages={stages}: write 2 or more")
     _refuse_split(tr)
-    tape = program_of(tr).functional().tape
+    tape = program_of(tr).without_regions().functional().tape
     if tape.sizes is not None:
         raise PlanError("the trace has dynamic sizes: trace with the sizes of one micro-batch")
     _refuse_order_of_inputs(tape)

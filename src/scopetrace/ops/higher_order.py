@@ -53,14 +53,14 @@ FORMS: dict[Any, Form] = {
     _hops.autograd_function_apply: Form(
         ((0, "forward", "fwd_body"), (1, "backward", "bwd_body")), (2,), has_rest=True, takes_all=False
     ),
+    _hops.tag_activation_checkpoint: Form(((0, "function", "wrap_body"),), (1,), runs_once=True, has_rest=True),
     _hops.flex_attention: Form(((3, "score_mod", "sdpa_score"), (4, "mask_mod", "sdpa_mask")), (7, 8), takes_all=False),
     _hops.invoke_subgraph: Form(((0, "subgraph", "repeated_subgraph"),), (2,), runs_once=True, has_rest=True),
 }
 """The ops whose callables are recorded as bodies."""
 
-INLINED = (_hops.tag_activation_checkpoint, _hops.wrap_activation_checkpoint)
-"""The ops that call their callable and say how autograd is to keep its results. Their callable becomes part of the
-program, as that of torch.utils.checkpoint does."""
+CHECKPOINTS = (_hops.tag_activation_checkpoint, _hops.wrap_activation_checkpoint)
+"""The ops that call their callable and say how autograd is to keep its results, as torch.utils.checkpoint does."""
 
 
 def written_inputs(body: BodyTape) -> list[int]:

@@ -325,6 +325,8 @@ class _GraphReader:
     def _higher_order(self, node: Node, origin: Op, args: Any) -> Any:
         """Append a higher-order op whose operands or bodies changed."""
         form = FORMS[node.target]
+        if not form.takes_all:
+            self._refuse(node, "its operands were changed, and what it computes with them is not known")
         if not all(isinstance(args[position], BodyTape) for position, _, _ in form.bodies):
             self._refuse(node, "its body is a GraphModule that the trace did not make")
         fakes = form.gathered(fakes_of(args))

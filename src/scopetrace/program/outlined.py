@@ -125,6 +125,7 @@ class _Inlining(torch.fx.Interpreter):
 
 def outline_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
     """Make functions of the calls that `targets` name; see `Trace.outline`. Raises OutlineError."""
+    source = source.without_regions()
     tape = source.tape
     if any(op.writes for op in tape.ops):
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")

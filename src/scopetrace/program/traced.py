@@ -58,6 +58,7 @@ from scopetrace.program.dynamo import PlainCall
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering, call_position, scope_path
 from scopetrace.program.inline import inlined
+from scopetrace.program.regions import has_regions, without_regions
 from scopetrace.program.state import HeldTensors
 
 Program = TypeVar("Program", bound=ProgramTape)
@@ -398,6 +399,14 @@ class TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""
         tape = self.tape if isinstance(self.tape, FunctionalTape) else functionalize(self.recorded)
         return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
+
+    def without_regions(self) -> TracedProgram:
+        """The program with the ops of checkpointed and nested regions in their places, pure if it has some."""
+        if not has_regions(self.tape):
+            return self
+        program = self.functional()
+        assert isinstance(program.tape, FunctionalTape)
+        return program.with_tape(without_regions(program.tape))
 
     def decomposed(self, table: Mapping[Any, Any] | None) -> TracedProgram:
         """`functional()` with the ops of `table` in terms of others; see `Trace.decompose`."""

@@ -26,6 +26,7 @@ from scopetrace.infer.inference import Inference
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value
 from scopetrace.record.model import Model
+from scopetrace.record.regions import Region
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,8 +83,8 @@ class TapeBuilder:
         """Errors that the forward may have caught, but after which the tape is not the program."""
         self.opaque_to_autograd: str | None = None
         """A higher-order op on the tape of which autograd has no history, though it sees every op."""
-        self.recomputed: list[range] = []
-        """The ops of each region that eager computes again in backward, as positions in the tape."""
+        self.regions: list[Region] = []
+        """The regions that have ended, in the order of their ends."""
         self._boundary = boundary
         self._origin: tuple[Scope, Scope, str | None, dict[str, Any] | None] | None = None
 
@@ -115,6 +116,16 @@ class TapeBuilder:
     def frames(self) -> Frames:
         """The Python frames of what runs now, up to those of the traced callable."""
         return capture_frames(self.call.frames if self.call else (), self._boundary)
+
+    def mark(self) -> tuple[int, int]:
+        """The number of ops and of calls so far."""
+        return len(self.tape.ops), len(self.tape.calls)
+
+    def end_region(self, hop: Any, mark: tuple[int, int]) -> None:
+        """A region that began at `mark` ends here."""
+        start, calls = mark[0], self.tape.calls[mark[1] :]
+        place = self.call, self.state.current_scope, self.frames()
+        self.regions.append(Region(hop, start, len(self.tape.ops), calls, *place))
 
     def where(self) -> dict[str, str | None]:
         """`module` and `source` for an error that is raised now."""

@@ -39,6 +39,7 @@ from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTa
 from scopetrace.record.model import Model, own_names
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.regions import CHECKPOINT, NESTED
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
@@ -301,17 +302,24 @@ class CallRecorder:
             hint="do it outside of the forward; to cut a gradient inside, use x.detach()",
         )
 
-    def mark(self) -> int:
-        """The number of ops so far."""
-        return len(self._builder.tape.ops)
+    def mark(self) -> tuple[int, int]:
+        """This place in the program."""
+        return self._builder.mark()
 
-    def on_recomputed(self, mark: int) -> None:
+    def on_recomputed(self, mark: tuple[int, int]) -> None:
         """A checkpointed region ends."""
-        self._builder.recomputed.append(range(mark, self.mark()))
+        self._builder.end_region(CHECKPOINT, mark)
 
-    def leave_saved_tensors_hooks(self, mark: int) -> None:
+    def on_nested_region(self, run: Callable[[], Any]) -> Any:
+        """A function under `torch.compiler.nested_compile_region` is called."""
+        mark = self.mark()
+        out = run()
+        self._builder.end_region(NESTED, mark)
+        return out
+
+    def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
         """The forward leaves `saved_tensors_hooks`, which act on the ops that autograd records."""
-        ops = self._builder.tape.ops[mark:]
+        ops = self._builder.tape.ops[mark[0] :]
         if any(op.grad and op.kind == "call_function" and v.fake.requires_grad for op in ops for v in op.values()):
             self._refuse_hook("hooks on what autograd saves for backward", "saved_tensors_hooks")
 

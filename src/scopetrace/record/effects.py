@@ -45,6 +45,7 @@ from scopetrace.ops.history import DETACHED, History, can_require_grad
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, is_discarded, is_users, is_users_class, names_of, uses
 from scopetrace.record.model import Change, Model, Words, holds_fake, same, short
+from scopetrace.record.regions import CHECKPOINT, Region
 
 # Draws ---------------------------------------------------------------------------------------------------------------
 
@@ -436,14 +437,11 @@ def _refuse_inference_view(op: Op) -> None:
     )
 
 
-def refuse_recomputed(tape: RecordedTape, regions: Iterable[range]) -> None:
-    """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before.
-
-    `regions` are the ops of each region, as positions in `tape.ops`.
-    """
+def refuse_recomputed(tape: RecordedTape, regions: Iterable[Region]) -> None:
+    """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before."""
     for region in regions:
         ops = tape.ops[region.start : region.stop]
-        if not any(op.grad and v.requires_grad for op in ops for v in op.values()):
+        if region.hop is not CHECKPOINT or not region.requires_grad(tape):
             continue
         made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _aliases(v, op)}
         read = {v.storage for op in ops for v in op.inputs()} - made

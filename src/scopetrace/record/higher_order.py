@@ -113,6 +113,7 @@ class BodyRecorder:
             builder.state.leave_module(mark, raising=raising)
         segment = TapeSegment(graph, scope, builder.call, start, tape.ops[start:], tape.calls[first_call:], outputs)
         del tape.ops[start:], tape.calls[first_call:]
+        builder.regions = [region for region in builder.regions if region.stop <= start]  # others are part of the body
         if any(op.kind == "call_module" for op in segment.ops):
             self._refuse("a leaf module is called in a body", "do not name it in leaf_modules=")
         for op in segment.hoisted():

@@ -55,7 +55,7 @@ from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
 from scopetrace.ir.tape import Value, flat, map_argument
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
-from scopetrace.ops.higher_order import FORMS, INLINED
+from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable, layout_of
 from scopetrace.record.collectives import CollectiveRecorder, Pending
 from scopetrace.record.data import READERS, DataReader
@@ -202,8 +202,11 @@ class OpRecorder:
 
     def on_higher_order(self, hop: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """torch.cond and its kind arrive."""
-        if hop in INLINED:
-            return self._run_callable(args[0], args[1:])
+        if hop in CHECKPOINTS:
+            mark = self._builder.mark()
+            out = self._run_callable(args[0], args[1:])
+            self._builder.end_region(CHECKPOINTS[0], mark)
+            return out
         if hop is custom_function_call:
             self._expect_exact()
             return self.recorded(lambda: function_in_transform(args))

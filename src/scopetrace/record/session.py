@@ -83,6 +83,7 @@ from scopetrace.record.effects import (
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ObjectReads, ReadRecorder
+from scopetrace.record.regions import keep_regions
 
 _one_at_a_time = threading.RLock()  # the flags and methods that a trace changes belong to the whole process
 
@@ -262,6 +263,7 @@ class Recording:
             dataclasses.replace(n, changes=new.get(n.name) != n.value) for n in found if n.name not in dynamic
         ]
         self._refuse(forward, others)
+        keep_regions(tape, self.builder.regions)
         if checks_enabled():
             verify(tape, "recording")
         return tape
@@ -313,7 +315,7 @@ class Recording:
         results = leaves(tape.outputs, Value)
         refuse_lost_gradients(tape, results, self.values.examples)
         refuse_inference_views(tape, results)
-        refuse_recomputed(tape, self.builder.recomputed)
+        refuse_recomputed(tape, self.builder.regions)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
             self._refuse_others(forward, others)

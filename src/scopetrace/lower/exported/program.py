@@ -25,7 +25,7 @@ from scopetrace._compat.ops import is_op, outside_modes, schema_of
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
-from scopetrace.ir.tape import FunctionalTape, Value, flat, garbage_collection_paused
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Value, flat, garbage_collection_paused
 from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.decompositions import TracedExportedProgram
@@ -33,6 +33,7 @@ from scopetrace.lower.exported.frames import ModuleCallFrame, frames_of
 from scopetrace.lower.exported.identities import Identities
 from scopetrace.lower.exported.inputs import Lifted, states
 from scopetrace.lower.exported.outputs import Outputs
+from scopetrace.outline.key import tape_key
 from scopetrace.program.graph import (
     FxLowering,
     leave_custom_to_users,
@@ -77,6 +78,7 @@ def _build(
     held_state = states(tape, frames, program.graph)
     lifted = Lifted(program, marked, held_state, names)
     outputs = Outputs(program, marked, lifted)
+    _share_regions(program)
     for lowered in program.walk():
         _drop_unread_parts(lowered.graph)
         _fill_values(lowered.graph)
@@ -159,6 +161,7 @@ def _fill_values(graph: torch.fx.Graph) -> None:
             compat.set_tensor_meta(node)
 
 
+from scopetrace.outline.key import tape_key
 def _drop_replaced_symbols(graph: torch.fx.Graph, env: Any) -> None:
     """Leave symbols that equal a number or another symbol out of `unbacked_bindings`, as torch.export does."""
     for node in graph.nodes:

@@ -175,6 +175,7 @@ class Options:
 
 def export(program: TracedProgram, options: Options, say: Say) -> Exported:
     """The ONNX model of a functional program. `say` is called with progress texts. Raises as `Trace.to_onnx`."""
+    program = program.without_regions()
     calls, op_functions = split_ops(options.functions, "functions")
     plugin_calls, op_plugins = split_ops(options.plugins, "plugins")
     ops = OpFunctions.of(op_functions, op_plugins, options.custom_translation_table)
