@@ -14,6 +14,7 @@ import functools
 import math
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
@@ -181,7 +182,20 @@ def _call_impl(observer: Observer, mine: Mine) -> Callable[..., Any]:
     return call_impl
 
 
-def _forward(cls: type, observer: Observer, mine: Mine) -> Callable[..., Any]:
+class _Reported:
+    """A replaced `forward`. A class that is asked for it gives the original, with which code may compare its own."""
+
+    def __init__(self, run: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self._run, self._scopetrace_original = run, original
+
+    def __get__(self, module: torch.nn.Module | None, cls: type) -> Any:
+        return self._scopetrace_original if module is None else types.MethodType(self._run, module)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+
+def _forward(cls: type, observer: Observer, mine: Mine) -> _Reported:
     """The `forward` of a class, reported when it is called without the module being called."""
     outer = cls.__dict__["forward"]
     original = _original(outer)
@@ -194,8 +208,7 @@ def _forward(cls: type, observer: Observer, mine: Mine) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         return observer.on_call(self, "forward", original, args, kwargs)
 
-    forward._scopetrace_original = original  # type: ignore[attr-defined]
-    return forward
+    return _Reported(forward, original)
 
 
 def _original(fn: Callable[..., Any]) -> Callable[..., Any]:

@@ -161,7 +161,6 @@ def _fill_values(graph: torch.fx.Graph) -> None:
             compat.set_tensor_meta(node)
 
 
-from scopetrace.outline.key import tape_key
 def _drop_replaced_symbols(graph: torch.fx.Graph, env: Any) -> None:
     """Leave symbols that equal a number or another symbol out of `unbacked_bindings`, as torch.export does."""
     for node in graph.nodes:
@@ -204,3 +203,17 @@ def _example_inputs(tape: FunctionalTape) -> tuple[tuple[Any, ...], dict[str, An
         (Value, torch.Tensor, torch.SymInt),
     )
     return args, kwargs
+
+
+def _share_regions(program: FxLowering) -> None:
+    """Let equal calls under `nested_compile_region` share a body and its identifier, as in graphs of Dynamo."""
+    known: dict[Any, tuple[str, Any]] = {}
+    for node in program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        held, identifier, *operands = node.args
+        tape = program.bodies[held.target].tape
+        assert isinstance(tape, BodyTape)
+        name, identifier = known.setdefault(tape_key(tape, {}), (held.target, identifier))
+        if name != held.target:
+            del program.bodies[held.target]
+            held.target = name
+        node.args = (held, identifier, *operands)
