@@ -25,7 +25,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -475,7 +475,7 @@ def compare(expected: dict | Exception, trace: Callable, args: list, known: dict
     if isinstance(expected, Exception):
         # Autograd forbids some writes to the results of split and unbind. A pure graph has no such views.
         forbidden = "function that returns multiple views" in str(expected)
-        return Verdict("right" if forbidden else "wrong", f"eager raises {_first_line(expected)}")
+        return Verdict("right" if forbidden else "wrong", f"eager raises {first_line(expected)}")
     # In eager a result still requires grad, of zero, after a constant took its place. A pure graph has forgotten that.
     actual["requires_grad"] = list(map(max, actual["requires_grad"], expected["requires_grad"]))
     for what, value in expected.items():
@@ -485,13 +485,17 @@ def compare(expected: dict | Exception, trace: Callable, args: list, known: dict
 
 
 def _raised(expected: dict | Exception, error: Exception, known: dict[type[Exception], str]) -> Verdict:
-    if isinstance(expected, Exception):
-        return Verdict("right", "both raise")
+    return Verdict("right", "both raise") if isinstance(expected, Exception) else raised(error, known)
+
+
+def raised(error: Exception, known: dict[type[Exception], str]) -> Verdict:
+    """What to say of a trace that raises where eager does not; `known` are the kinds of refusals."""
     kind = next((kind for cls, kind in known.items() if isinstance(error, cls)), "fails")
-    return Verdict(kind, f"raises {_first_line(error)}")
+    return Verdict(kind, f"raises {first_line(error)}")
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
+    """Class and first line of an exception."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
@@ -558,9 +562,14 @@ def same(expected: object, actual: object) -> bool:
 
 def minimal(program: Program) -> Program:
     """The program without the lines and results that its failure does not need."""
-    fault = _fault(program)
-    while smaller := next((p for p in _smaller(program) if _fault(p) == fault), None):
-        program = smaller
+    return smallest(program, _smaller, _fault)
+
+
+def smallest(program: Any, smaller: Callable[[Any], Iterator[Any]], fault: Callable[[Any], object]) -> Any:
+    """The program that is left where of those that are `smaller` one with the same fault is taken, again and again."""
+    wanted = fault(program)
+    while found := next((p for p in smaller(program) if fault(p) == wanted), None):
+        program = found
     return program
 
 
@@ -582,7 +591,9 @@ def _smaller(program: Program) -> Iterator[Program]:
 # The command line ----------------------------------------------------------------------------------------------------
 
 
-def run_all(programs: Iterable[Program]) -> tuple[collections.Counter, list[tuple[Program, Verdict]]]:
+def run_all(
+    programs: Iterable[Any], verdict: Callable[[Any], Verdict] = verdict
+) -> tuple[collections.Counter, list[tuple[Any, Verdict]]]:
     """How many programs are of each kind, and those that are not right."""
     counts, others = collections.Counter(), []
     with warnings.catch_warnings():
@@ -618,10 +629,15 @@ def main(argv: list[str] | None = None) -> int:
             refused += collections.Counter(found.why for _, found in others if found.kind in ("refused", "fixed"))
     for program, why in wrong[: options.show]:
         print(f"# {why}\n{minimal(program).source}\n")
+    report(counts, refused, KINDS)
+    return bool(wrong)
+
+
+def report(counts: collections.Counter, refused: collections.Counter, kinds: Iterable[str]) -> None:
+    """Print how many programs were refused for each reason, and how many are of each kind."""
     for why, count in refused.most_common():
         print(f"{count:6} {why}")
-    print(", ".join(f"{counts[kind]} {kind}" for kind in KINDS), f"of {counts.total()}")
-    return bool(wrong)
+    print(", ".join(f"{counts[kind]} {kind}" for kind in kinds), f"of {counts.total()}")
 
 
 def _share(options: argparse.Namespace, job: int) -> tuple[collections.Counter, list[tuple[Program, Verdict]]]:

@@ -19,10 +19,26 @@ import random
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-from dense_programs import LIKE, VIEWS, WRITES, Line, Verdict, apart, is_defined, memory, same, writes
+from dense_programs import (
+    LIKE,
+    VIEWS,
+    WRITES,
+    Line,
+    Verdict,
+    apart,
+    first_line,
+    is_defined,
+    memory,
+    raised,
+    report,
+    run_all,
+    same,
+    smallest,
+    writes,
+)
 from torch.autograd.graph import saved_tensors_hooks
 
 import scopetrace as st
@@ -608,7 +624,7 @@ def compare(expected: dict | Exception, actual: dict | Exception) -> Verdict:
     if isinstance(expected, Exception):
         # Autograd forbids some writes to views, and tells when somebody looks. A pure graph has no such views.
         return Verdict(
-            "right" if any(f in str(expected) for f in FORBIDDEN) else "wrong", f"eager raises {_first_line(expected)}"
+            "right" if any(f in str(expected) for f in FORBIDDEN) else "wrong", f"eager raises {first_line(expected)}"
         )
     # A write hidden from autograd (`.data`) does not count in eager, but does where a trace writes back.
     if "unwritten" in expected:
@@ -628,21 +644,13 @@ def compare(expected: dict | Exception, actual: dict | Exception) -> Verdict:
 
 def _raised(expected: dict | Exception, error: Exception, known: dict[type[Exception], str]) -> Verdict:
     if isinstance(expected, Exception):
-        return Verdict("eager raises", _first_line(expected))
-    kind = next((kind for cls, kind in known.items() if isinstance(error, cls)), "fails")
-    return Verdict(kind, f"raises {_first_line(error)}")
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+        return Verdict("eager raises", first_line(expected))
+    return raised(error, known)
 
 
 def minimal(program: Program) -> Program:
     """The program without the steps and results that its failure does not need."""
-    fault = _fault(program)
-    while smaller := next((p for p in _smaller(program) if _fault(p) == fault), None):
-        program = smaller
-    return program
+    return smallest(program, _smaller, _fault)
 
 
 def _fault(program: Program) -> tuple[str, ...]:
@@ -669,19 +677,6 @@ def _smaller(program: Program) -> Iterator[Program]:
             yield replace(program, inputs=simpler)
 
 
-def run_all(programs: Iterable[Program]) -> tuple[collections.Counter, list[tuple[Program, Verdict]]]:
-    """How many programs are of each kind, and those that are not right."""
-    counts, others = collections.Counter(), []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for program in programs:
-            found = verdict(program)
-            counts[found.kind] += 1
-            if found.kind != "right":
-                others.append((program, found))
-    return counts, others
-
-
 def main(argv: list[str] | None = None) -> int:
     """Run programs, print those that are wrong and why others were refused; 1 if any is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
@@ -690,7 +685,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--show", type=int, default=10, help="print so many wrong programs, as small as they get")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    counts, others = run_all(drawn_program(options.seed, n) for n in range(options.draw))
+    counts, others = run_all((drawn_program(options.seed, n) for n in range(options.draw)), verdict)
     wrong = [(program, found.why) for program, found in others if found.kind in ("wrong", "fails")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -698,9 +693,7 @@ def main(argv: list[str] | None = None) -> int:
             small = minimal(program)
             print(f"# {why}\n# {verdict(small).why}\n{small.source.partition(NET)[2]}\n")
     refused = collections.Counter(found.why for _, found in others if found.kind.startswith("refused"))
-    for why, count in refused.most_common():
-        print(f"{count:6} {why}")
-    print(", ".join(f"{counts[kind]} {kind}" for kind in KINDS), f"of {counts.total()}")
+    report(counts, refused, KINDS)
     return bool(wrong)
 
 

@@ -4,13 +4,14 @@ import random
 
 import pytest
 import torch
-from grad_programs import INPUTS, Program, Step, drawn_inputs, drawn_program, minimal, run_all, verdict
+from dense_programs import run_all
+from grad_programs import INPUTS, Program, Step, drawn_inputs, drawn_program, minimal, verdict
 
 import scopetrace as st
 
 
 def assert_none_wrong(programs):
-    counts, others = run_all(programs)
+    counts, others = run_all(programs, verdict)
     for program, found in others:
         assert found.kind not in ("wrong", "fails"), f"{found.why}\n{minimal(program).source}"
     assert counts["refused"] <= 0.2 * counts.total(), counts
