@@ -311,6 +311,18 @@ def test_a_buffer_written_under_no_grad_does_not_require_grad():
     assert part._base is net.b and not part.requires_grad and not net.b.requires_grad
 
 
+def test_results_of_one_memory_beside_one_that_got_their_values():
+    def run(x):
+        a, b = x * 2, x * 3
+        a.data.copy_(b)
+        return a, b, b[1:]
+
+    for function in (run, st.trace(run, (torch.ones(2),))):
+        a, b, part = function(torch.ones(2))
+        part.zero_()
+        assert b.tolist() == [3, 0] and a.tolist() == [3, 3]
+
+
 def test_memory_that_data_frees_is_no_memory_of_the_next_tensor():
     class Net(torch.nn.Module):
         def __init__(self):

@@ -54,6 +54,9 @@ class _Builder:
         self.outside: dict[Value, Target] = {}
         for before, after in zip(old.attribute_writes, new.attribute_writes, strict=True):
             self._storages.setdefault(after.value.storage, [before.value.storage])
+        for leaf in self._outputs:
+            if isinstance(leaf, Value) and leaf.storage not in sets:  # not written: what has its value is the copy
+                self._storages.setdefault(read(leaf).storage, [leaf.storage])
         for op in old.ops:
             if op.kind == "placeholder" and isinstance(op.outputs, Value):
                 self.outside[op.outputs] = GraphInput(len(self.outside), op.name)
