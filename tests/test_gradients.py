@@ -163,6 +163,16 @@ REFUSED = {
         ("x",),
     ),
     "the version of a tensor that is written": ("derived", ["x.add_(1)", "a = x * x._version"], ("a",)),
+    "a buffer that a gradient flows to, and that gets other memory": (
+        "leaf",
+        ["self.b.copy_(x[0])", "self.b.data = self.b.data * 2"],
+        ("x",),
+    ),
+    "a derivative by an input that is a view and is written": (
+        "leaf_slice",
+        ["a = x * 2", "x.detach()[0].add_(1)", "b = torch.autograd.grad(a.sum(), x, materialize_grads=True)[0]"],
+        ("b",),
+    ),
     "a gradient that the forward resets": ("leaf", ["self.p.grad = None", "a = x * self.p"], ("a",)),
 }
 

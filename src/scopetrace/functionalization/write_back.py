@@ -80,7 +80,7 @@ class _Builder:
             if value.storage not in self.sets or id(last.fake) in done:
                 continue
             done.add(id(last.fake))
-            found += [self._change(target, op, after) for op, after in self._changes(value)]
+            found += [self._change(target, value, op, after) for op, after in self._changes(value)]
             aliases = self.sets.get(last.storage)
             if aliases is not None and aliases.version and last.storage == value.storage:
                 new = self.read(last)
@@ -88,8 +88,10 @@ class _Builder:
                 found.append(CopyInto(target, given, self._mode_of_writes(aliases, new)))
         return found
 
-    def _change(self, target: Target, op: Op, after: Value) -> ChangeShape | SetTo:
+    def _change(self, target: Target, value: Value, op: Op, after: Value) -> ChangeShape | SetTo:
         if op.target is _aten.set_.source_Tensor:
+            if after.fake.requires_grad and not value.requires_grad:
+                raise refusal("a tensor to which a gradient flows gets other memory", op)
             return SetTo(target, self._source(op.tensor(1)))
         if after.fake.requires_grad and self._mode(op) is False:
             raise refusal("a tensor from outside that requires grad changes its shape in place under no_grad", op)

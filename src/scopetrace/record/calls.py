@@ -30,7 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 from scopetrace._compat.export import is_guard
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.questions import acts_on_gradients, is_module_hook
-from scopetrace._compat.tensors import FakeTensor, id_of_storage, requires_grad_of, version_of
+from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_view, requires_grad_of, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
@@ -228,10 +228,12 @@ class CallRecorder:
                 **self._builder.where(),
                 hint="give the transform `parameter * 1`, or use the parameter inside of its function",
             )
-        if acts_on_gradients([*self._values.examples.values(), *self._builder.tape.attributes.values()]):
+        examples, written = self._values.examples, self._builder.tape.written_storages()
+        rewritten = (is_view(t) for v, t in examples.items() if v.requires_grad and v.storage in written)
+        if any(rewritten) or acts_on_gradients([*examples.values(), *self._builder.tape.attributes.values()]):
             raise UnsupportedOpError(
                 "the forward differentiates, and a parameter or an input has a hook, which would change the gradient, "
-                "or is a view made under no_grad, which has none",
+                "or is a view that was made under no_grad or is written, which has another one",
                 op="torch.autograd.grad",
                 **self._builder.where(),
                 hint="remove the hook while the model is traced, or differentiate outside of the forward",
