@@ -106,6 +106,11 @@ RIGHT = {
         ("self.b",),
     ),
     "a part that is covered twice": ("two_leaves", ["a = x * 2", "a[0] = y[0]", "a[:] = y"], ("a", "a[0]")),
+    "an attribute that has the value of an input, before a block of no_grad": (
+        "leaf",
+        ["self.b = x[0] * 1", "self.b.copy_(x[0])", ("torch.no_grad()", "a = x * 2")],
+        ("a",),
+    ),
     "numbers drawn over a tensor": ("derived", ["a = x * 2", "a.normal_()", "b = a * 3"], ("a", "b")),
     "a comparison in place, whose gradients are zero": ("two_leaves", ["a = x * 1", "a.eq_(y)"], ("a",)),
     "logic in place, which autograd does not see": ("leaf", ["a = x * 2", "b = a[1:]", "b.logical_not_()"], ("a", "b")),
@@ -168,6 +173,7 @@ REFUSED = {
         ["self.b.copy_(x[0])", "self.b.data = self.b.data * 2"],
         ("x",),
     ),
+    "the version of a result": ("derived", ["a = x * 2", "b = a * a._version"], ("b",)),
     "a derivative by an input that is a view and is written": (
         "leaf_slice",
         ["a = x * 2", "x.detach()[0].add_(1)", "b = torch.autograd.grad(a.sum(), x, materialize_grads=True)[0]"],
@@ -331,6 +337,22 @@ def test_results_of_one_memory_beside_one_that_got_their_values():
         a, b, part = function(torch.ones(2))
         part.zero_()
         assert b.tolist() == [3, 0] and a.tolist() == [3, 3]
+
+
+def test_the_version_of_an_input_that_is_no_leaf():
+    def run(x):
+        return x * (2 + x._version)
+
+    x = torch.ones(2, requires_grad=True) * 1
+    assert torch.equal(st.trace(run, (x,))(x), run(x))
+
+
+def test_a_leaf_may_be_a_view_of_a_plain_tensor_where_the_forward_differentiates():
+    def run(x):
+        return torch.autograd.grad((x**3).sum(), x)[0]
+
+    x = torch.arange(4.0).view(2, 2).requires_grad_()
+    assert torch.equal(st.trace(run, (x,))(x), run(x))
 
 
 def test_memory_that_data_frees_is_no_memory_of_the_next_tensor():

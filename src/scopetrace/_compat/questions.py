@@ -29,7 +29,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from scopetrace._compat.ops import is_recording
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, PYTHON, SCOPETRACE, TORCH_DIRECTORY, prefixes
-from scopetrace._compat.tensors import is_view, storage_id
+from scopetrace._compat.tensors import storage_id
 
 Mine = Callable[[], bool]
 """Whether what happens now is to be reported."""
@@ -364,9 +364,11 @@ def is_module_hook(cls: Any) -> bool:
 
 
 def acts_on_gradients(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these tensors has a hook on its gradient, or is a view that counts as a leaf."""
-    unseen = (is_view(t) and t.is_leaf and t.requires_grad for t in tensors)
-    return any(unseen) or any(t._backward_hooks or t.retains_grad for t in tensors)
+    """Whether one of these tensors has a hook on its gradient, or is a leaf and yet a view of what requires grad."""
+    bases = (t._base for t in tensors if t.is_leaf)
+    return any(base is not None and base.requires_grad for base in bases) or any(
+        t._backward_hooks or t.retains_grad for t in tensors
+    )
 
 
 def report_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:

@@ -59,7 +59,7 @@ version_of: Callable[[torch.Tensor], int] = _base._version.__get__
 
 def with_version(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """`t`, with the version counter of `like`."""
-    if not (is_inference_of(t) or is_inference_of(like)) and version_of(like):
+    if not (is_inference_of(t) or is_inference_of(like)) and version_of(like) != version_of(t):
         torch._C._autograd._unsafe_set_version_counter((t,), (like._version,))
     return t
 

@@ -124,7 +124,7 @@ class Functionalizer(TapeCopier):
             new = aliases.read_as_view(old, reader)
         outside = {v.storage for v in self.originals.values()}
         if new.storage != old.storage and new.storage in outside:
-            new = self.emitter.run(reader, _aten.clone.default, (new,), {})
+            new = self.emitter.run(reader.replace(grad=new.requires_grad), _aten.clone.default, (new,), {})
             if aliases is not None and first not in aliases.views:
                 aliases.define(first, new)  # results that share its memory are views of this
         return new
@@ -366,10 +366,10 @@ class Functionalizer(TapeCopier):
         before, source = op.tensor(0), op.tensor(1)
         after = op.result
         left, aliases = self.sets[before.storage], self.sets.get(after.storage)
-        loses_gradient = self.grad and after.fake.requires_grad and not source.fake.requires_grad
+        loses_gradient = after.fake.requires_grad and not source.fake.requires_grad
         shared = any(v.storage == after.storage and v.fake is not after.fake for v in self._results())
         other_size = to_expr(before.fake.size()) != to_expr(after.fake.size())
-        if loses_gradient and (aliases is not None or shared or other_size):
+        if loses_gradient and (shared or (self.grad and (aliases is not None or other_size))):
             raise refusal(
                 "a tensor that requires grad gets memory that is written, that a result shares, or of another size", op
             )
@@ -377,7 +377,7 @@ class Functionalizer(TapeCopier):
         left.reshaped[left.same(before)] = (after, op)
         if aliases is not None:
             aliases.link(after, ViewMeta(source))
-        elif loses_gradient:
+        elif loses_gradient and self.grad:
             self.values[after] = left.overwritten(now, self.read(source, op), self.moved(op))
         else:
             self.values[after] = self.read(source, op)

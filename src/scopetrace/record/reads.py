@@ -126,7 +126,10 @@ class ReadRecorder:
             self._hidden.append(range(start, len(self._builder.tape.ops)))
 
     def _note_hidden_blocks(self) -> None:
-        """Autograd matters in a block where an op takes what a parameter or an input may give a gradient."""
+        """Autograd matters in a block where an op takes what a parameter or an input may give a gradient.
+
+        Without autograd around the block, that is one of these or a view of it.
+        """
         ops = self._builder.tape.ops
         self._hidden += [range(start, len(ops)) for start in self._blocks if start is not None]
         if not self._hidden:
@@ -134,9 +137,9 @@ class ReadRecorder:
         inputs = [v for op in ops if op.kind == "placeholder" for v in op.values()]
         state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
         leaves = dict.fromkeys([*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)], 1)
-        history = History(ops, leaves, assumed=True)
+        history = History([op for op in ops if not self._grad or _is_source_or_alias(op)], leaves, assumed=True)
         inside = (op for hidden in self._hidden for op in ops[hidden.start : hidden.stop])
-        op = next((op for op in inside if any(map(history.of, op.inputs()))), None)
+        op = next((op for op in inside if op.kind == "call_module" or any(map(history.of, op.inputs()))), None)
         if op is not None:
             self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()), op.frames)
 
@@ -161,12 +164,13 @@ class ReadRecorder:
         """As `Listener.on_fact`. The facts of a tensor made in the forward follow from those of the inputs."""
         value = self._values.by_id.get(id(t))
         inputs = self._builder.tape.inputs
-        if name == "_version" and value is not None and value.storage in self._builder.tape.written_storages():
+        if name == "_version" and (value not in inputs or value.storage in self._builder.tape.written_storages()):
             raise UnsupportedOpError(
-                "the forward reads the version of a tensor that it has written, which counts other writes in a trace",
+                "the forward reads the version of a tensor that it has made or written, which counts other writes in "
+                "a trace",
                 op="Tensor._version",
                 **self._builder.where(),
-                hint="read it before the first write",
+                hint="read that of an input, before the first write",
             )
         if name == "contiguous":
             if value is not None and answer is t:
@@ -243,6 +247,11 @@ class ReadRecorder:
         tensor = getattr(module, name) if tensor is None else tensor
         answer = questions.fact_of(tensor, "requires_grad", ())
         self._note_once(f"{fqn}.requires_grad", answer, OfTensor(module, name, "requires_grad"))
+
+
+def _is_source_or_alias(op: Op) -> bool:
+    """Whether the results of an op come from outside, or share memory with its inputs."""
+    return not op.inputs() or not {v.storage for v in op.values()}.isdisjoint(v.storage for v in op.inputs())
 
 
 def _put_back(owner: Any, name: str, replacement: Any, own: Any) -> None:
