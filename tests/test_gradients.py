@@ -162,6 +162,14 @@ REFUSED = {
         ["self.p.requires_grad_(False)", "a = x * self.p", "self.p.requires_grad = True"],
         ("a",),
     ),
+    "a view of inference mode, and a derivative by it": (
+        "leaf",
+        [
+            ("torch.inference_mode()", "a = x[1:]"),
+            "b = torch.autograd.functional.vjp(torch.sin, a, a.cos(), create_graph=True)[1]",
+        ],
+        ("b",),
+    ),
     "a hook on a view of inference mode": (
         "two_leaves",
         [("torch.inference_mode()", "a, b = y.chunk(2)"), "a.retain_grad()"],
@@ -172,6 +180,11 @@ REFUSED = {
         "leaf",
         ["self.b.copy_(x[0])", "self.b.data = self.b.data * 2"],
         ("x",),
+    ),
+    "a leaf that is written over with what it was detached from": (
+        "plain",
+        ["a = x.detach().requires_grad_()", ("torch.no_grad()", "torch.neg(x, out=a)")],
+        ("a",),
     ),
     "the version of a result": ("derived", ["a = x * 2", "b = a * a._version"], ("b",)),
     "a derivative by an input that is a view and is written": (
@@ -240,7 +253,12 @@ class Negative(torch.autograd.Function):
         return -grad
 
 
-@pytest.mark.parametrize("run", [masked, hidden, Negative.apply])
+def hooked(x):
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2):
+        return x * x
+
+
+@pytest.mark.parametrize("run", [masked, hidden, hooked, Negative.apply])
 def test_a_trace_without_gradients_is_refused_where_they_would_make_another_program(run):
     trace = st.trace(lambda x: run(x), (torch.ones(2),))
     assert torch.equal(trace(torch.ones(2)), run(torch.ones(2)))

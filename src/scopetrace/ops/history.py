@@ -78,8 +78,9 @@ class History:
     def _follow(self, op: Op, of_modules: int) -> None:
         inputs = op.inputs()
         for v in op.values():
-            base = next((i for i in inputs if i.storage == v.storage), None)
-            if base is not None and op.target not in DETACHED:
+            sharing = [i for i in inputs if i.storage == v.storage]
+            if sharing and op.target not in DETACHED:
+                base = next((i for i in sharing if i.fake is v.fake), sharing[0])
                 self._family[v] = self._family.get(base, base)
         if not (op.grad or self._assumed) or op.target in DETACHED:
             return

@@ -35,6 +35,7 @@ from scopetrace.containers.structure import leaves_with_path, map_structure
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import Call, Value
+from scopetrace.ops.history import can_require_grad
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model, own_names
 from scopetrace.record.ops import OpRecorder
@@ -324,6 +325,8 @@ class CallRecorder:
         ops = self._builder.tape.ops[mark[0] :]
         if any(op.grad and op.kind == "call_function" and v.fake.requires_grad for op in ops for v in op.values()):
             self._refuse_hook("hooks on what autograd saves for backward", "saved_tensors_hooks")
+        for v in [v for op in ops for v in op.values() if can_require_grad(v)][:1]:
+            self._reads.on_gradient(v.fake)
 
     def _refuse_hook(self, problem: str, op: str) -> None:
         raise UnsupportedOpError(

@@ -216,7 +216,7 @@ class BodyRecorder:
     def _give_grad(self, out: Any) -> None:
         """Results that require grad; where autograd sees every op, with a history that it cannot go back through."""
         for t in out:
-            if isinstance(t, torch.Tensor) and t.is_floating_point():
+            if isinstance(t, torch.Tensor) and (t.is_floating_point() or t.is_complex()):
                 t.requires_grad_()
                 if self.builder.tape.exact_autograd:
                     self.factory.give_history(t)
