@@ -373,6 +373,35 @@ def test_a_leaf_may_be_a_view_of_a_plain_tensor_where_the_forward_differentiates
     assert torch.equal(st.trace(run, (x,))(x), run(x))
 
 
+def test_an_attribute_whose_data_is_set_after_it_was_bound():
+    class Net(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("b", torch.zeros(2))
+
+        def forward(self, x):
+            self.b = x.detach().clone()
+            self.b.data = self.b.data * 3
+            return x * 2
+
+    net = Net()
+    st.trace(net, (torch.ones(2),))(torch.ones(2))
+    assert net.b.tolist() == [3, 3]
+
+
+def test_a_trace_without_gradients_of_complex_numbers_gives_them_too():
+    def run(x):
+        y = x * 1
+        y[0].mul_(2)
+        return y
+
+    with torch.no_grad():
+        trace = st.trace(run, (torch.ones(2, dtype=torch.complex64),))
+    x = torch.ones(2, dtype=torch.complex64, requires_grad=True)
+    trace(x).abs().sum().backward()
+    assert x.grad.tolist() == [2, 1]
+
+
 def test_memory_that_data_frees_is_no_memory_of_the_next_tensor():
     class Net(torch.nn.Module):
         def __init__(self):

@@ -165,7 +165,7 @@ class Scatter(ViewFunction):
 
     def inverse(self, emit: Emit, base: Any, new: Any) -> Any:
         """The scatter op. Of complex numbers most have no derivative, so there it works on pairs of real numbers."""
-        if self.scatter in _NOT_COMPLEX and base.fake.is_complex() and (base.requires_grad or new.requires_grad):
+        if self.scatter in _NOT_COMPLEX and base.fake.is_complex():
             pairs = [emit(_aten.view_as_real.default, emit(_aten.resolve_conj.default, x)) for x in (base, new)]
             return emit(_aten.view_as_complex.default, emit(self.scatter, *pairs, *self.args))
         return emit(self.scatter, base, new, *self.args)

@@ -284,7 +284,7 @@ class ValueTable:
         found = self.by_id.get(id(t))
         if found is None and isinstance(t, FakeTensor) and storage_id(t) in self._of_bodies:
             raise body_error("a body binds one of its tensors to an attribute of a module", self._tape.root.path)
-        return found
+        return None if found is None else self.value_of(t)
 
     def _alias(self, t: FakeTensor) -> Value:
         """The value of a fake tensor that no op returned, as C++ makes for factories and autograd."""

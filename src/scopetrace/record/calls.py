@@ -291,6 +291,8 @@ class CallRecorder:
         """The forward detaches a tensor in place."""
         if self._values.is_outside(t):
             self._refuse_flag("detaches a tensor of the model, or an input, in place", "detach_")
+        if torch.is_inference_mode_enabled():
+            self._refuse_flag("detaches a tensor under torch.inference_mode(), where it keeps its history", "detach_")
 
     def on_grad(self, t: torch.Tensor) -> None:
         """The forward reads or sets `grad`."""
