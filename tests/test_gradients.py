@@ -258,6 +258,15 @@ def hooked(x):
         return x * x
 
 
+def test_a_leaf_made_inside_ties_the_trace_to_inputs_that_require_grad():
+    def run(x):
+        return x.detach().requires_grad_() * x
+
+    trace = st.trace(run, (torch.ones(2, requires_grad=True),))
+    with pytest.raises(st.errors.InputMismatchError, match=r"x\.requires_grad"):
+        trace(torch.ones(2))
+
+
 @pytest.mark.parametrize("run", [masked, hidden, hooked, Negative.apply])
 def test_a_trace_without_gradients_is_refused_where_they_would_make_another_program(run):
     trace = st.trace(lambda x: run(x), (torch.ones(2),))

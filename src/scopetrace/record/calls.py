@@ -286,6 +286,8 @@ class CallRecorder:
             self._refuse_flag(
                 f"sets requires_grad of a tensor of the model, or an input, to {required}", "requires_grad"
             )
+        if required and not requires_grad_of(t) and not self._values.is_outside(t):
+            self._reads.on_requires_grad(t)  # what depends on this leaf must have a gradient from outside too
 
     def on_detach(self, t: torch.Tensor) -> None:
         """The forward detaches a tensor in place."""
