@@ -18,7 +18,7 @@ ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format zoo dynamic orders zoo-onnx exported bench ci clean
+.PHONY: help env demo test test-all lint format zoo dynamic orders zoo-onnx exported bench docs ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -74,6 +74,10 @@ bench: $(STAMP) ## Time tracing against the other ways to get a graph
 
 clients: $(STAMP) ## Install compilers that read ExportedPrograms, and compare them on torch.export's program and on ours
 	$(BIN)/python -m benchmarks.clients $(ARGS)
+
+docs: $(STAMP) ## Build the documentation as a site, in site/
+	$(PIP_INSTALL) --group docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 ci: ## Do what CI does
 	.ci/run
