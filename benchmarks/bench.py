@@ -9,7 +9,8 @@ grad mode on and off), `dynamic` (the same models with a dynamic batch, beside a
 same models in core ATen), `profile` (where a trace spends its time), `functional` (the functional pass's share of a
 trace, its cost by write, `st.functionalize` beside AOTAutograd and torch.export), `llama` (the shape of Llama-70B on
 the meta device: time, memory), `ops` (cost by op from 1,000 to 100,000 ops, each in a fresh process), `plan` (FSDP2
-plans of a Llama-405B and of 10^12 parameters).
+plans of a Llama-405B and of 10^12 parameters), `onnx` (a small Llama of 4, 16 and 32 layers as an ONNX model, beside
+torch.onnx.export).
 """
 
 import argparse
@@ -22,7 +23,7 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Result = dict[str, Any]
 
-PARTS = ("speed", "dynamic", "decompositions", "profile", "functional", "llama", "ops", "plan")
+PARTS = ("speed", "dynamic", "decompositions", "profile", "functional", "llama", "ops", "plan", "onnx")
 MODELS = ("bert-base", "vit-b16", "resnet152")
 RUNNERS = ("trace", "trace+graph_module")
 SLOW = "export+run_decompositions"
@@ -239,6 +240,23 @@ def run_ops(options: argparse.Namespace) -> None:
         say(runner, *cells, flat, widths=(34, 16, 16, 16, 16))
 
 
+def run_onnx(options: argparse.Namespace) -> None:
+    """An ONNX model with a function for the layers, the same inlined, and flat, beside torch.onnx.export."""
+    rounds = options.rounds or (1 if options.quick else 3)
+    runners = ("torch.onnx.export", "to_onnx, flat", "to_onnx, functions, inlined", "to_onnx, functions")
+    for layers in (4, 16, 32):
+        print(f"\na small Llama of {layers} layers, CPU seconds from the model, best of {rounds}, a process each")
+        say("", "seconds", "nodes", "torch over")
+        theirs = None
+        for runner in runners:
+            r = job("onnx_export", runner=runner, layers=layers, rounds=rounds)
+            if "error" in r:
+                say(runner, r["error"])
+                continue
+            theirs = r["seconds"] if theirs is None else theirs
+            say(runner, f"{r['seconds']:.2f}", str(r["nodes"]), over(theirs, r["seconds"]))
+
+
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -271,6 +289,7 @@ def main(argv: list[str] | None = None) -> int:
         "llama": run_llama,
         "ops": run_ops,
         "plan": run_plan,
+        "onnx": run_onnx,
     }
     for part in PARTS:
         if part in options.only:

@@ -108,6 +108,16 @@ def llama_70b(layers: int = 80) -> Built:
         return LlamaModel(config).eval(), (torch.zeros(1, 128, dtype=torch.long),)
 
 
+def small_llama(layers: int) -> Built:
+    """A Llama of few weights."""
+    import_torchvision()
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(num_hidden_layers=layers, vocab_size=100, use_cache=False, **sizes)
+    return LlamaModel(config).eval(), (torch.ones(1, 8, dtype=torch.long),)
+
+
 class Chain(torch.nn.Module):
     """A chain of `ops` small ops: linear, relu, add and mul in turn."""
 

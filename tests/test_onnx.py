@@ -132,6 +132,7 @@ def test_names_of_functions_inputs_and_outputs():
         ({"functions": {Block: "ai.onnx::Gemm"}}, "a domain of ops that runtimes have"),
         ({"input_names": ["0.fc.weight"]}, "input_names: 0.fc.weight is a tensor of the model"),
         ({"input_names": ["a", "b"]}, "input_names has 2 names for 1: input"),
+        ({"output_names": ["input"]}, "output_names has 'input', which is an input"),
         ({"output_names": "abc"}, "output_names has 3 names for 1"),
         ({"attributes": "eps"}, r"write attributes=\['eps'\]"),
     ],
@@ -1139,3 +1140,24 @@ def test_functions_inside_functions_get_the_attributes_that_they_read():
     trace = st.trace(nn.Sequential(Pair(2.0), Pair(3.0), Pair(2.0)), (X,))
     model = trace.to_onnx(functions=True, attributes=["alpha"], verify=True)
     assert sorted(f.name for f in model.functions.values()) == ["CELU", "Pair", "Pair_2"]
+
+
+class Loss(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, x, target):
+        return F.cross_entropy(x, target, **self.options)
+
+
+def test_cross_entropy_with_all_its_arguments(tmp_path):
+    """torch.onnx leaves the smoothing of labels out."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+    labels, shares = torch.tensor([0, 3, 1]), torch.rand(3, 4)
+    for target, options in ((labels, {"label_smoothing": 0.1, "weight": torch.arange(1.0, 5)}), (shares, {})):
+        model, x = Loss(**options), torch.randn(3, 4)
+        st.trace(model, (x, target)).to_onnx(tmp_path / "loss.onnx")
+        session = onnxruntime.InferenceSession(tmp_path / "loss.onnx")
+        (found,) = session.run(None, {"x": x.numpy(), "target": target.numpy()})
+        torch.testing.assert_close(torch.tensor(found), model(x, target))

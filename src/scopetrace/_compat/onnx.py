@@ -7,7 +7,7 @@ import copy
 import functools
 import re
 import threading
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -20,7 +20,7 @@ from onnxscript.rewriter._matcher import SimplePatternMatcher
 from onnxscript.rewriter.rules.common import _no_op
 from torch._decomp import get_decompositions
 from torch._export.utils import _collect_all_valid_cia_ops
-from torch.export import decomp_utils, exported_program
+from torch.export import decomp_utils, default_decompositions, exported_program
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
 
 from scopetrace._compat import manifest
@@ -80,12 +80,29 @@ def packed_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
     return _core.TorchTensor(tensor)
 
 
-def with_batch_statistics(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Decompose batch norm in training mode, which torch.onnx would translate as if in eval mode."""
-    norm = torch.ops.aten._native_batch_norm_legit_functional.default
-    if not any(node.target is norm and node.args[5] for node in program.graph.nodes):
+def without_misread(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """Decompose the ops that torch.onnx would translate without one of their arguments."""
+    found = {n.target for n in program.graph.nodes if (is_misread := _MISREAD.get(n.target)) and is_misread(n)}
+    if not found:
         return program
-    return program.run_decompositions(get_decompositions([norm]))
+    every = default_decompositions()
+    return program.run_decompositions(
+        {**{op: every[op] for op in found if op in every}, **get_decompositions(list(found))}
+    )
+
+
+def _is_smoothed(node: torch.fx.Node) -> bool:
+    """Whether a cross entropy smooths its labels, or may have probabilities in their place."""
+    smoothing = node.kwargs.get("label_smoothing", node.args[5] if len(node.args) > 5 else 0)
+    target: Any = node.args[1]
+    value = target.meta.get("val")
+    return bool(smoothing != 0 or value is None or value.is_floating_point())
+
+
+_MISREAD: dict[Any, Callable[[torch.fx.Node], Any]] = {
+    torch.ops.aten._native_batch_norm_legit_functional.default: lambda node: node.args[5],  # as if in eval mode
+    torch.ops.aten.cross_entropy_loss.default: _is_smoothed,
+}
 
 
 def decomposed(

@@ -288,10 +288,12 @@ def _names(
     returned = [*results.names(), *(f"{name}_updated" for name in retained)]
     if options.pair_caches:
         given, returned = paired(given), paired(returned, "present")
-    return (
-        read_names(options.input_names, given, "input_names", taken),
-        read_names(options.output_names, returned, "output_names", taken),
-    )
+    inputs = read_names(options.input_names, given, "input_names", taken)
+    outputs = read_names(options.output_names, returned, "output_names", taken)
+    for name, own in zip(outputs, returned, strict=True):
+        if name != own and name in inputs:
+            raise OnnxOptionError(f"output_names has {name!r}, which is an input")
+    return inputs, outputs
 
 
 def _without_metadata(model: ir.Model) -> None:

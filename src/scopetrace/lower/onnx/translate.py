@@ -19,7 +19,7 @@ from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once, with_batch_statistics
+from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once, without_misread
 from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.lower.exported.calls import argument_of
@@ -58,7 +58,7 @@ def translate(
     try:
         with op_library_read_once(), quiet():
             result = torch.onnx.export(
-                with_batch_statistics(program),
+                without_misread(program),
                 verbose=False,
                 optimize=False,
                 opset_version=opset_version,
