@@ -656,3 +656,12 @@ def test_symbols_that_are_numbers_have_no_bindings():
     assert sum("unbacked_bindings" in n.meta for n in ep.graph.nodes) == 1
     with pytest.raises(RuntimeError, match="Eq\\(u0, 4\\)"):
         ep.module()(torch.tensor(5), torch.ones(9))
+
+
+def test_torch_compile_starts_over_at_a_graph_break_beside_a_body():
+    def forward(self, x, n):
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), x[: n.item()]
+
+    model, args = module_of(forward), (torch.randn(4), torch.tensor(2))
+    compiled = torch.compile(st.trace(model, args).to_exported_program().module(), backend="aot_eager")
+    torch.testing.assert_close(compiled(*args), model(*args))

@@ -41,6 +41,8 @@ class TracedGraphModule(_LazyGraphModule):
     """
 
     has_regions = True
+    made_of: Any = None
+    """The `forward` beside which `forward_with_regions` was made."""
     calls_functions: bool
     forward_with_regions: Callable[..., Any]
 
@@ -69,7 +71,10 @@ def _make_code(graph_module: TracedGraphModule) -> None:
 
     Dynamo refuses `invoke_subgraph` in code, and makes it of a call of a region (`nested_compile_region`).
     """
-    graph_module._real_recompile()
+    graph_module.real_recompile()
+    if graph_module.made_of is type(graph_module).forward:
+        return  # Dynamo, which may start over, has to meet the same code again
+    graph_module.made_of = type(graph_module).forward
     if any(switches_grad(m) for m in graph_module.modules() if isinstance(m, torch.fx.GraphModule)):
         for module in graph_module.modules():
             if isinstance(module, TracedGraphModule):
