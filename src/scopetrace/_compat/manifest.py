@@ -59,7 +59,7 @@ NAMES = {
     "torch.autograd.function": "_SingleLevelFunction",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.compiler": "_is_compiling_flag _is_exporting_flag",
-    "torch.fx._symbolic_trace": "_is_fx_tracing_flag",
+    "torch.fx._symbolic_trace": "is_fx_tracing",
     "torch.export._unlift": "GuardsFn",
     "torch.export.dynamic_shapes": "_DerivedDim _DimHint _DimHintType _IntWrapper",
     "torch.export.dynamic_shapes:_DimHintType": "AUTO STATIC",

@@ -511,18 +511,18 @@ def exporting(flag: bool = True) -> Iterator[None]:
 
     As under torch.export: models ask them to choose a path that can be traced.
     """
-    flags = (
-        (torch.compiler, "_is_compiling_flag"),
-        (torch.compiler, "_is_exporting_flag"),
-        (torch.fx._symbolic_trace, "_is_fx_tracing_flag"),
+    flags: tuple[tuple[Any, str, Any], ...] = (
+        (torch.compiler, "_is_compiling_flag", flag),
+        (torch.compiler, "_is_exporting_flag", flag),
+        (torch.fx._symbolic_trace, "is_fx_tracing", lambda: flag),
     )
-    old = [getattr(module, name) for module, name in flags]
-    for module, name in flags:
-        setattr(module, name, flag)
+    old = [getattr(module, name) for module, name, _ in flags]
+    for module, name, now in flags:
+        setattr(module, name, now)
     try:
         yield
     finally:
-        for (module, name), before in zip(flags, old, strict=True):
+        for (module, name, _), before in zip(flags, old, strict=True):
             setattr(module, name, before)
 
 
