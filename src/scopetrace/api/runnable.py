@@ -1,19 +1,33 @@
-"""`Runnable`: what the objects that people hold have in common, a program that runs.
+"""What the objects that people hold have in common: a program that runs, and what a Trace shows of it.
 
 program -> graph_module, write_back, mutations, aliases; a call runs the graph, then the write-back
+TracedProgram -> room `view` -> text, HTML, SVG, JSON
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
+import torch
 import torch.fx
 
-from scopetrace._compat.dynamo import CompiledApart
+from scopetrace._compat.graph_module import CompiledApart
+from scopetrace.errors import ArgumentError, ArgumentTypeError, EditError
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
+from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.activations import CallValues, activations
+from scopetrace.program.graph import scope_path
+from scopetrace.program.selection import Calls, Target, outermost
+from scopetrace.program.traced import ModuleCall, TracedProgram
+from scopetrace.view.boxes import boxes
+from scopetrace.view.diff import digest
+from scopetrace.view.summary import Summary
+from scopetrace.view.text import render
 
 
 class Runnable(CompiledApart):
@@ -77,3 +91,167 @@ class Runnable(CompiledApart):
 def program_of(traced: Runnable) -> TracedProgram:
     """The program that a trace holds, for `distributed` and `cli`, which read tapes."""
     return traced._program
+
+
+class Shown(Runnable):
+    """The part of a Trace that is for looking at it."""
+
+    @property
+    def scope(self) -> Scope:
+        """The root scope, named after the model's class."""
+        return self._held.tape.root
+
+    def scope_of(self, node: torch.fx.Node) -> Scope:
+        """The scope of a node of this trace's graph, or of a graph made from it.
+
+        A node that a pass made without copying `node.meta` gets the innermost scope around its users, or its inputs.
+        Raises ArgumentTypeError for what is no `torch.fx.Node`.
+        """
+        if not isinstance(node, torch.fx.Node):
+            raise ArgumentTypeError(
+                f"scope_of takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}; "
+                "Trace.scope.walk() and Trace.calls have the scopes and module calls by name"
+            )
+        known = scope_path(node) is not None
+        return (self._held if known else self._program).scope_of(node)
+
+    @property
+    def calls(self) -> Calls:
+        """Every module call in forward order, the root first.
+
+        A list; besides, `tr.calls["layers.*.mlp"]`, `tr.calls[nn.Linear]` and `tr.calls[predicate]` give the calls that
+        a pattern of names, a class, a module or a predicate names. Raises CallNotFoundError where there is none.
+        """
+        return Calls(self._program.calls)
+
+    def call(self, fqn: str, index: int = 0) -> ModuleCall:
+        """The call of the module with this name, `"layers.0.mlp"`; `index` 1 is its second call.
+
+        Raises CallNotFoundError, which names similar ones.
+        """
+        return self.calls.of(fqn, index)
+
+    def activations(self, *args: Any, of: Target | Iterable[Target] = "*", **kwargs: Any) -> dict[str, CallValues]:
+        """Call the trace, and give the values of the arguments and results of chosen module calls.
+
+        By `"fqn"`, for a second call of a module `"fqn#1"`, in the order of execution. The call changes inputs and
+        buffers as any call does. With autograd on, values have their gradients' history.
+
+        Args:
+            of: which calls: a pattern of names, a class, a module, a predicate on a ModuleCall, or several of these.
+
+        Raises what a call does; CallNotFoundError where a target names no call, or one in a body of `torch.cond`.
+        """
+        several = isinstance(of, Iterable) and not isinstance(of, (str, torch.nn.Module))
+        targets: list[Any] = list(of) if several else [of]  # type: ignore[arg-type]
+        chosen = {call for target in targets for call in self.calls[target]}
+        return activations(self._program, [call for call in self.calls if call in chosen], args, kwargs)
+
+    def summary(self, depth: int | None = None) -> Summary:
+        """Shapes, parameters, FLOPs and memory by module; prints as a table, `rows` and `to_dict()` have it as data.
+
+        Args:
+            depth: how many levels of calls below the root have rows; None for all.
+        """
+        return Summary(self._shown, depth)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """The program as one HTML file, to be opened in a browser; written to `path` if one is given.
+
+        Modules are boxes that open and close; it needs no network, and is searched by name. The fragment of the URL is
+        the box that it opens: `model.html#Net/Block[layers.3]`. Of 14,000 ops it shows as many as are opened.
+
+        Raises OSError where the file cannot be written.
+        """
+        from scopetrace.view.html import page
+
+        text = page(boxes(self._shown))
+        if path is not None:
+            Path(path).write_text(text, encoding="utf-8")
+        return text
+
+    def to_svg(
+        self, path: str | os.PathLike[str] | None = None, *, depth: int = 1, scope: Target | None = None
+    ) -> bytes:
+        """The program as a picture, drawn by Graphviz; written to `path` if one is given, as PNG where it ends so.
+
+        Args:
+            path: a file whose name ends in `.svg`, `.png` or `.pdf`; None gives SVG.
+            depth: levels of calls below the root that are open; of equal neighbours, only the first is drawn.
+            scope: the calls to draw, as for `Trace.calls`; None is the root.
+
+        Raises ViewDependencyError without Graphviz or `scopetrace[view]`, CallNotFoundError, ArgumentError for another
+        ending, OSError where the file cannot be written.
+        """
+        from scopetrace.view.dot import picture
+
+        suffix = Path(path).suffix.lower() if path is not None else ".svg"
+        if suffix not in (".svg", ".png", ".pdf"):
+            raise ArgumentError(f"path={str(path)!r}: a picture is a file that ends in .svg, .png or .pdf")
+        root = boxes(self._shown)
+        chosen = set(outermost(self.calls[scope])) if scope is not None else {root.call}
+        roots = [box for box in root.walk() if box.kind == "call" and box.call in chosen]
+        data = picture(roots, depth, suffix[1:])
+        if path is not None:
+            Path(path).write_bytes(data)
+        return data
+
+    def to_model_explorer(self, path: str | os.PathLike[str]) -> None:
+        """Write the program as a file for Model Explorer (`model-explorer FILE.json`), with module calls as its layers.
+
+        Raises OSError where the file cannot be written.
+        """
+        from scopetrace.view.model_explorer import graph_collection
+
+        Path(path).write_text(json.dumps(graph_collection(self._shown)), encoding="utf-8")
+
+    def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
+        """Write the order of execution as a timeline that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+        Module calls and ops are bars, with FLOPs and bytes; an op takes a microsecond, since a trace has no times. A
+        counter has the bytes of results that are still needed. Raises OSError where the file cannot be written.
+        """
+        from scopetrace.view.timeline import chrome_trace
+
+        Path(path).write_text(json.dumps(chrome_trace(self._shown)), encoding="utf-8")
+
+    def print_readable(
+        self, depth: int | None = None, *, scope: Target | None = None, print_output: bool = True
+    ) -> str:
+        """Print the program as text, and return it.
+
+        Args:
+            depth: how many levels of calls below the root are shown with their ops; deeper ones are a line each.
+            scope: the calls to show, as for `Trace.calls`, or a pattern of the paths of user scopes; None is all.
+            print_output: False to return the text only.
+        """
+        text = render(self._shown, depth, scope)
+        if print_output:
+            print(text)
+        return text
+
+    @property
+    def digest(self) -> str:
+        """A SHA-256 of what the trace does, in hexadecimal: equal in each run and process for equal programs.
+
+        It covers inputs, ops with their arguments, types and scopes, module calls, constants, parameters by name and
+        type, results and effects; not the values of parameters and buffers, names of nodes and source lines.
+        """
+        return digest(self._program)
+
+    def __str__(self) -> str:
+        return render(self._shown)
+
+    @property
+    def _shown(self) -> TracedProgram:
+        """For text: an edit that cannot be followed is shown all the same, with the nodes as they are."""
+        try:
+            return self._program
+        except EditError:
+            return self._held
+
+    def __iter__(self) -> Iterator[ModuleCall]:
+        return iter(self.calls)
+
+    def _repr_html_(self) -> str:
+        return self.summary(depth=2).to_html()

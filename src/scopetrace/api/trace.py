@@ -18,8 +18,7 @@ import torch.export
 import torch.fx
 
 from scopetrace.api.module import to_module
-from scopetrace.api.runnable import Runnable, program_of
-from scopetrace.api.shown import Shown
+from scopetrace.api.runnable import Runnable, Shown, program_of
 from scopetrace.errors import (
     ArgumentError,
     ArgumentTypeError,

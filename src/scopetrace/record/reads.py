@@ -7,7 +7,7 @@ Data flow:
     attributes of modules and objects -> a descriptor on their class tells of each read -> Read, unless written before
     those of torch's layers that only torch's code names -> by the names in the forward of a layer that was called
     those of objects whose class takes no descriptors -> by the names in the code that may run
-    globals, variables around functions and functions themselves -> `record.variables`
+    globals, variables around functions and functions themselves -> `record.code`
 
 Values of Python objects are taken after the forward, when the model is as it was before. What the forward has changed
 is a side effect, and no Read; nor is a tensor of a module, which is an input of the program.
@@ -50,9 +50,17 @@ from scopetrace.ir.scopes import Frame, Frames, Scope
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import ATOMS, Reach, is_users, is_users_class, names_of
+from scopetrace.record.code import (
+    ATOMS,
+    Reach,
+    functions_read,
+    functions_that_ran,
+    is_users,
+    is_users_class,
+    names_of,
+    variables_read,
+)
 from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables, own_names
-from scopetrace.record.variables import functions_read, functions_that_ran, variables_read
 
 
 class ReadRecorder:

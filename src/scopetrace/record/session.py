@@ -263,7 +263,8 @@ class Recording:
             dataclasses.replace(n, changes=new.get(n.name) != n.value) for n in found if n.name not in dynamic
         ]
         self._refuse(forward, others)
-        keep_regions(tape, self.builder.regions)
+        if self.builder.regions:
+            keep_regions(tape, self.builder.regions)
         if checks_enabled():
             verify(tape, "recording")
         return tape
