@@ -4,8 +4,10 @@ import array
 import collections
 import contextvars
 import dataclasses
+import os
 import threading
 import types
+from time import time as now
 
 import pytest
 import torch
@@ -293,6 +295,153 @@ def test_a_list_of_a_class_that_the_forward_fills():
 
     tr = st.trace(Net(), (X,))
     assert [(e.change, e.baked_in) for e in tr.side_effects] == [("Net.seen was [] and became [1]", True)]
+
+
+def test_parameters_that_are_tied_no_more():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model[1].weight = model[0].weight
+    tr = st.trace(model, (X,))
+    model.load_state_dict({name: t * 2 for name, t in model.state_dict().items()})
+    assert torch.equal(tr(X), model(X))
+    model[1].weight = nn.Parameter(torch.ones(4, 4))
+    refused(tr, r"0\.weight and 1\.weight as one tensor: True when traced and False now")
+
+
+@pytest.mark.parametrize("forward", [lambda s, x: x + s.shift.add_(1), lambda s, x: x.add_(1) * s.shift])
+def test_an_input_that_shares_memory_with_a_buffer_that_is_written(forward):
+    model = net(forward)
+    tr = st.trace(model, (torch.ones(4),))
+    assert torch.equal(tr(torch.ones(4)), torch.full((4,), 3.0) if forward(model, torch.ones(4))[0] > 2 else X[0] * 2)
+    with pytest.raises(st.errors.InputMismatchError, match=r"shares memory with shift of the model.*; pass x\.clone"):
+        tr(model.shift.view(4))
+
+
+@pytest.mark.parametrize(
+    "go", [lambda s, x: [x := c(x) for c in s.children()][-1], lambda s, x: s.fc(x) * len(list(s.modules()))]
+)
+def test_a_module_that_is_added_where_the_forward_goes_through_all(go):
+    model = net(go)
+    tr = st.trace(model, (X,))
+    model.extra = nn.Linear(4, 4)
+    refused(tr, "extra: missing when traced and Linear now")
+
+
+SETTINGS = {
+    "torch.backends.cudnn.benchmark": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
+    "torch.backends.cuda.matmul.allow_tf32": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_of_backends(name):
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    ask = (lambda: cudnn.benchmark) if "cudnn" in name else (lambda: matmul.allow_tf32)
+    asking, not_asking = (st.trace(f, (X,)) for f in (lambda x: x * 2 if ask() else x, lambda x: x * 2))
+    before = ask()
+    SETTINGS[name](not before)
+    try:
+        refused(asking, f"{name}, which .*: {before} when traced and {not before} now")
+        not_asking(X)
+    finally:
+        SETTINGS[name](before)
+    asking(X)
+
+
+@pytest.mark.parametrize("make", [lambda x: torch.zeros(3), lambda x: torch.arange(3), lambda x: torch.tensor([1, 2])])
+def test_the_default_device_of_a_new_tensor(make):
+    tr, other = st.trace(make, (X,)), st.trace(lambda x: torch.zeros_like(x) + x.new_ones(1), (X,))
+    tr(X)
+    with torch.device("meta"):
+        refused(tr, r"torch\.get_default_device\(\).*: device\(type='cpu'\) when traced")
+        other(X)
+
+
+def test_the_state_of_torch_s_generator():
+    def restores(x):
+        state = torch.get_rng_state()
+        y = torch.rand(4)
+        torch.set_rng_state(state)
+        return x + y + torch.rand(4)
+
+    def forks(x):
+        with torch.random.fork_rng():
+            return x + torch.rand(4)
+
+    for forward in (restores, forks):
+        with pytest.raises(st.errors.RandomStateError, match="seeds torch's random generator, or sets its state"):
+            st.trace(forward, (X,))
+
+
+def test_zero_has_a_sign():
+    tr = st.trace(lambda x, n: x / n, (X, 0.0))
+    with pytest.raises(st.errors.InputMismatchError, match=r"was 0\.0 when traced and is -0\.0 now"):
+        tr(X, -0.0)
+
+
+def effects(tr):
+    return [(e.change, e.baked_in) for e in tr.side_effects]
+
+
+def test_what_is_written_before_it_is_read_is_not_baked_in():
+    """As `self.shape = x.shape`, also where another object has an attribute of this name."""
+
+    def forward(self, x):
+        self.shape = x.shape
+        self.k = 3.0
+        return self.fc(x) * self.k * x.shape[0] * self.shape[1]
+
+    model = net(forward, k=2.0)
+    tr = st.trace(model, (X,))
+    assert effects(tr) == [
+        ("self.k was 2.0 and became 3.0", False),
+        ("self.shape was missing and became torch.Size([2, 4])", False),
+    ]
+    assert torch.equal(tr(X), model(X))
+    assert torch.equal(tr(X), model(X))
+
+
+def test_what_is_read_before_it_is_written_is():
+    def forward(self, x):
+        first = getattr(self, "seen", None) is None
+        self.seen = 1
+        return x * 2 if first else x
+
+    assert effects(st.trace(net(forward), (X,))) == [("self.seen was missing and became 1", True)]
+
+
+def test_a_counter_in_a_method_with_a_computed_name():
+    class Net(nn.Module):
+        n = 0
+
+        def run_a(self, x):
+            self.n += 1
+            return x * self.n
+
+        def forward(self, x):
+            return getattr(self, "run_" + "a")(x)
+
+    assert effects(st.trace(Net(), (X,))) == [("self.n was missing and became 1", True)]
+
+
+def test_environment_variables_that_the_forward_sets(monkeypatch):
+    monkeypatch.setenv("N", "1")
+
+    def forward(x):
+        os.environ["N"] = str(int(os.environ["N"]) + 1)
+        os.environ["SEEN"] = "yes"
+        return x * int(os.environ["N"])
+
+    tr = st.trace(forward, (X,))
+    assert {change for change, _ in effects(tr)} == {
+        "os.environ['N'] was '1' and became '2'",
+        "os.environ['SEEN'] was missing and became 'yes'",
+    }
+    assert os.environ["N"] == "1" and "SEEN" not in os.environ
+    assert torch.equal(tr(X), X * 2)
+
+
+def test_a_clock_under_another_name():
+    assert [e.name for e in st.trace(lambda x: x * now(), (X,)).side_effects] == ["time.time()"]
 
 
 @pytest.mark.parametrize("kind", ["forward_hook", "forward_pre_hook"])

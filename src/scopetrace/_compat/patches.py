@@ -27,7 +27,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.ops import eager, hop_entry_points, in_transform, short_way
+from scopetrace._compat.ops import eager, hop_entry_points, in_transform, is_recording, short_way
 from scopetrace._compat.questions import HookListener, Mine, Replace, report_hooks
 from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
@@ -121,7 +121,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         _report_backward(replace, observer, mine)
         _report_custom_functions(replace, observer, mine)
         report_hooks(replace, observer, mine)
-        _report_seeding(replace, observer, mine)
+        _report_seeding(replace, observer, lambda: is_recording() and mine())
         _report_object_collectives(replace, observer, mine)
         _report_storages(replace, observer, here, mine)
         _report_values(replace, observer, mine)
@@ -293,11 +293,11 @@ def _reentrant(observer: Observer, function: Callable[..., Any], args: Any) -> A
 
 
 def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward seeds them."""
+    """Fake tensors draw no numbers, so the state of torch's generators changes only where the forward sets it."""
 
     report = functools.partial(_on_seed, observer)
     for module in (torch, torch.random, torch.cuda):
-        for name in ("manual_seed", "seed", "manual_seed_all", "seed_all"):
+        for name in ("manual_seed", "seed", "manual_seed_all", "seed_all", "set_rng_state", "set_rng_state_all"):
             if hasattr(module, name):
                 replace(module, name, _reported(getattr(module, name), report, mine))
 

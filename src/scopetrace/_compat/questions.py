@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import operator
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -54,7 +55,8 @@ _TORCH = prefixes(TORCH_DIRECTORY)
 FLAGS = {
     "torch": """
         is_grad_enabled is_inference_mode_enabled get_default_dtype get_default_device is_autocast_enabled
-        get_autocast_dtype are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled
+        get_autocast_dtype is_autocast_cpu_enabled get_autocast_cpu_dtype get_autocast_gpu_dtype
+        are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled
         get_deterministic_debug_mode get_float32_matmul_precision get_num_threads is_anomaly_enabled""",
     "torch.backends.cuda": "flash_sdp_enabled mem_efficient_sdp_enabled math_sdp_enabled cudnn_sdp_enabled",
     "torch.backends.mha": "get_fastpath_enabled",
@@ -71,6 +73,7 @@ _flags: dict[str, Callable[..., Any]] = {
     for name in names.split()
 }
 _methods = {name: getattr(torch.Tensor, name) for name in METHODS}
+_CPU = torch.device("cpu")
 _properties = {name: getattr(torch.Tensor, name).__get__ for name in PROPERTIES}
 _default_device, _is_autocast_enabled = torch.get_default_device, torch.is_autocast_enabled
 _any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
@@ -91,8 +94,15 @@ def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
 
 
 def flag(name: str, args: tuple[Any, ...]) -> Any:
-    """What a function of FLAGS answers, such as `torch.is_grad_enabled`; `torch.autocast` is `autocast_state`."""
-    return autocast_state() if name == "torch.autocast" else _flags[name](*args)
+    """What a function of FLAGS answers, such as `torch.is_grad_enabled`, or a setting of `torch.backends` is.
+
+    `torch.autocast` is `autocast_state`.
+    """
+    if name == "torch.autocast":
+        return autocast_state()
+    if name == "torch.get_default_device" and not torch._C._len_torch_function_stack():
+        return _CPU  # another one is a mode on that stack; torch's own function takes 9 µs
+    return _flags[name](*args) if name in _flags else operator.attrgetter(name.removeprefix("torch."))(torch)
 
 
 def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
@@ -114,8 +124,8 @@ def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
 class Listener(Protocol):
     """Who is told of questions."""
 
-    def on_flag(self, name: str, args: tuple[Any, ...], answer: Any) -> None:
-        """A question about the state of the process: `torch.is_grad_enabled`."""
+    def on_flag(self, name: str, args: tuple[Any, ...] | None, answer: Any) -> None:
+        """A question about the state of the process: `torch.is_grad_enabled`; no `args` for what is no function."""
 
     def on_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
         """A question of METHODS or PROPERTIES to a tensor."""
@@ -161,6 +171,7 @@ def report_questions(replace: Replace, listener: Listener, mine: Mine) -> None:
         replace(torch.Tensor, name, _property(name, listener, asked))
     _report_environment(replace, listener, mine)
     _report_members(replace, listener, mine)
+    _report_backends(replace, listener, mine)
     _report_switches(replace, listener, mine)
 
 
@@ -222,6 +233,28 @@ def _report_environment(replace: Replace, listener: Listener, mine: Mine) -> Non
 def is_of_python(path: str) -> bool:
     """Whether a file is of Python's own library, in which other packages may be installed too."""
     return path.startswith(PYTHON) and not path.startswith(PACKAGES)
+
+
+def _report_backends(replace: Replace, listener: Listener, mine: Mine) -> None:
+    """`torch.backends.cudnn.enabled` and its kind, where code outside of torch asks."""
+    ask: Any = torch.backends.ContextProp.__get__
+    matmul: Any = torch.backends.cuda.cuBLASModule.__getattr__
+
+    def told(name: str, answer: Any) -> Any:
+        if mine() and not sys._getframe(2).f_code.co_filename.startswith(_TORCH):
+            listener.on_flag(name, None, answer)
+        return answer
+
+    def __get__(self: Any, module: Any, cls: type) -> Any:
+        name = next((key for key, x in vars(type(module)).items() if x is self), "")
+        return told(f"{module.__name__}.{name}", ask(self, module, cls))
+
+    replace(torch.backends.ContextProp, "__get__", __get__)
+    replace(
+        torch.backends.cuda.cuBLASModule,
+        "__getattr__",
+        lambda module, name: told(f"torch.backends.cuda.matmul.{name}", matmul(module, name)),
+    )
 
 
 def _report_members(replace: Replace, listener: Listener, mine: Mine) -> None:

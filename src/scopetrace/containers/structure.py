@@ -25,6 +25,7 @@ import dataclasses
 import enum
 import functools
 import keyword
+import math
 import re
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence, Set, ValuesView
@@ -376,6 +377,8 @@ def _match_constant(old: Any, new: Any, path: str) -> None:
     if type(old) is type(new):
         try:
             same = old == new
+            if type(old) is float and old == 0:
+                same = math.copysign(1, old) == math.copysign(1, new) and new == 0
             if bool(same if isinstance(same, bool) or not hasattr(same, "all") else same.all()):
                 return
             if bool(old != old) and bool(new != new):  # both are NaN

@@ -146,6 +146,18 @@ class InTables:
 
 
 @dataclasses.dataclass(frozen=True)
+class Tied:
+    """Whether two modules have one and the same parameter."""
+
+    places: tuple[tuple[dict[str, Any], str], ...]
+    kind, stays = "tensor", False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return len({id(table.get(key)) for table, key in self.places}) == 1
+
+
+@dataclasses.dataclass(frozen=True)
 class InSlot:
     """An attribute of an object that has no `__dict__`."""
 

@@ -185,6 +185,8 @@ class CallBoundary:
         self.check = StateCheck(tape)
         written = tape.written_storages()
         self._writes_inputs = any(v.storage in written for v in tape.inputs)
+        self._apart = [n for n, v in tape.attribute_reads() if self._writes_inputs or v.storage in written]
+        """The tensors of the model whose memory no input may share, since one of them is written."""
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
@@ -196,7 +198,17 @@ class CallBoundary:
         if isinstance(self.tape.outputs, Returned):
             inputs.containers = effect_targets(self.tape.outputs.effects, self.tape.args, (args, kwargs))
         self.state.refresh()
+        if self._apart:
+            self._check_apart(inputs)
         return inputs
+
+    def _check_apart(self, inputs: Sequence[Any]) -> None:
+        storages = {storage_id(self.state.held(name)): name for name in self._apart}
+        for path, tensor in zip(self.tape.input_paths, inputs, strict=False):
+            name = storages.get(storage_id(tensor))
+            if name is not None and tensor.numel():
+                both = f"{path} shares memory with {name} of the model"
+                raise InputMismatchError(f"{both}, which writes one of them; pass {path}.clone()")
 
     def in_traced_form(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments split into positional and keyword ones as in the trace; unchanged where they do not fit.
@@ -496,10 +508,19 @@ class StateCheck:
             goes_on = isinstance(change.module, _CONTAINERS)
             old = [m for name, m in change.old.items() if m is not None and (goes_on or change.new.get(name) is not m)]
             matters = any(id(inner) in used for m in old for inner in m.modules())
-        if matters:
+        if matters or (id(change.module) in called and goes_through_modules(type(change.module))):
             raise StateMismatchError(f"{change.text}; trace again, or put it back")
 
 
+def goes_through_modules(cls: type) -> bool:
+    """Whether users' code in a class of modules asks for all modules or parameters inside: `self.children()`."""
+    methods = [x for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch" for x in vars(base).values()]
+    names = {name for x in methods if isinstance(x, types.FunctionType) for name in x.__code__.co_names}
+    return not names.isdisjoint(_GOING_THROUGH)
+
+
+_MEMBERS = ("children", "modules", "parameters", "buffers")
+_GOING_THROUGH = frozenset((*_MEMBERS, *(f"named_{name}" for name in _MEMBERS), "_modules", "state_dict"))
 _CONTAINERS = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
 """The modules whose forward, or that of the module around them, goes through all that they have."""
 

@@ -343,11 +343,11 @@ class CallRecorder:
         )
 
     def on_seed(self) -> None:
-        """The forward seeds torch's generator."""
+        """The forward seeds torch's generator, or sets its state."""
         raise RandomStateError(
-            "the forward seeds torch's random generator, which no graph can repeat",
+            "the forward seeds torch's random generator, or sets its state, which no graph can repeat",
             **self._builder.where(),
-            hint="call torch.manual_seed outside the model",
+            hint="call torch.manual_seed or torch.random.fork_rng outside the model",
         )
 
     def on_object_collective(self, op: str) -> None:

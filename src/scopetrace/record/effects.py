@@ -43,7 +43,7 @@ from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, History, can_require_grad
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import Reach, is_discarded, is_users, is_users_class, names_of, uses
+from scopetrace.record.code import Reach, functions_of, is_discarded, is_users, is_users_class, names_of, uses
 from scopetrace.record.model import Change, Model, Words, holds_fake, same, short
 from scopetrace.record.regions import CHECKPOINT, Region
 
@@ -59,7 +59,10 @@ _NUMPY = (
     "beta binomial exponential gamma geometric gumbel laplace logistic lognormal multinomial multivariate_normal "
     "poisson standard_exponential standard_gamma standard_t triangular vonmises wald weibull zipf bytes dirichlet"
 )
-_CLOCKS = "time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns localtime"
+_CLOCKS = (
+    "time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns localtime "
+    "thread_time thread_time_ns"
+)
 _ASKED: dict[str, tuple[types.ModuleType, str]] = {
     "random": (random, _RANDOM),
     "time": (time, _CLOCKS + " gmtime ctime strftime"),
@@ -99,7 +102,7 @@ class Draws:
         replaced: dict[Any, Callable[..., Any]] = {}
         places: list[tuple[dict[str, Any], str, Any]] = []
         for prefix, table, names in _reached(reach):
-            for name in names & table.keys():
+            for name in names:
                 replaced[table[name]] = self._noted(prefix + name, table[name], thread)
                 places.append((table, name, table[name]))
         if replaced:
@@ -129,10 +132,12 @@ def _reached(reach: Reach) -> Iterator[tuple[str, dict[str, Any], frozenset[str]
     modules = [(prefix, module, names) for prefix, (module, names) in _ASKED.items()]
     if numpy is not None:
         modules.append(("numpy.random", numpy.random, _NUMPY))
+    known = {id(value) for _, _, value in reach.looked_up.values()}  # from time import time as now
     for prefix, module, names in modules:
-        named = frozenset(name for name in names.split() if name in reach.names)
+        table = vars(module)
+        named = frozenset(n for n in names.split() if n in table and (n in reach.names or id(table[n]) in known))
         if named:
-            yield f"{prefix}." if prefix else "", vars(module), named
+            yield f"{prefix}." if prefix else "", table, named
 
 
 def _is_function(x: Any) -> bool:
@@ -169,6 +174,8 @@ class EffectWatch:
             if module is not None:
                 self._snapshot.add(name, name, module.random.__self__)
         self._follow(fn)
+        if not self.reach.names.isdisjoint(("environ", "putenv")):
+            self._snapshot.add("os.environ", "environ", os.environ)
         self._bindings = [(t, name, t.get(name, MISSING)) for t, name in self.reach.globals.values()]
         self._cells = [(name, cell, _content(cell)) for name, cell in self.reach.cells.values()]
         self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes | self.reach.bases]
@@ -226,11 +233,17 @@ class EffectWatch:
                     found.append(Change(f"{kind.__name__}.{name}", f".{name}", old, new, kind))
         return [change for change in found if not same(change.old, change.new)]
 
-    def note(self, changes: list[Change], overwritten: Mapping[tuple[int, str], Read]) -> None:
+    def note(
+        self,
+        changes: list[Change],
+        overwritten: Mapping[tuple[int, str], Read],
+        is_written_first: Callable[[Change], bool],
+    ) -> None:
         """Put `changes`, which `restore` gave, and draws on the tape.
 
         A tensor of the trace that the forward bound to an attribute of the model's modules is an AttributeWrite there.
-        `overwritten` has what the forward read of attributes that it changed.
+        `overwritten` has what the forward read of attributes that it changed, and `is_written_first` says whether it
+        wrote one before it read it, so that the program does not depend on what was there.
         """
         others: list[Change] = []
         effects: list[SideEffect] = []
@@ -244,11 +257,11 @@ class EffectWatch:
                 if read is not None and not self._is_same_in_each_call(change.new):  # the next call reads this tensor
                     old, new = short(change.old), short(change.new)
                     effects.append(SideEffect(change.name, old, new, read.module, read.source, True))
-            elif (change.old is None or change.old is MISSING) and self._is_same_in_each_call(change.new):
-                others.append(change._replace(is_memo=True))
             else:
-                others.append(change)
-        found = _side_effects(others, self._draws.found, self.reach.functions, self._tape.calls)
+                is_same = (change.old is None or change.old is MISSING) and self._is_same_in_each_call(change.new)
+                others.append(change._replace(is_memo=is_same or is_written_first(change)))
+        functions = list(dict.fromkeys((*self.reach.functions, *functions_of(self.reach, self._tape))))
+        found = _side_effects(others, self._draws.found, functions, self._tape.calls)
         self._tape.side_effects = [*effects, *found]
 
     def _is_same_in_each_call(self, x: Any) -> bool:

@@ -20,6 +20,7 @@ import enum
 import functools
 import gc
 import operator
+import os
 import random
 import sys
 import threading
@@ -543,6 +544,12 @@ def _restore_dict(x: Any, before: dict[Any, Any]) -> None:
         _base_of(x).__setitem__(x, key, item)
 
 
+def _restore_dict_by_methods(x: Any, before: dict[Any, Any]) -> None:
+    for key in x.keys() - before.keys():
+        del x[key]
+    x.update(before)
+
+
 def _restore_set(x: set[Any], before: set[Any]) -> None:
     set.clear(x)
     set.update(x, before)
@@ -594,6 +601,7 @@ _BUILTIN: dict[type, Kind] = {
         _same_memo,
         words=(Words("a memo"), Words("a memo with tensors of the trace")),
     ),
+    type(os.environ): Kind(dict, _restore_dict_by_methods, operator.eq, "[]"),
     contextvars.ContextVar: Kind(value_of, lambda x, before: x.set(before), operator.is_),
     random.Random: Kind(random.Random.getstate, _restore_random, operator.eq, "", _STATES, True),
 }

@@ -373,6 +373,8 @@ class OpRecorder:
             kwargs = {**kwargs, "dtype": outputs.fake.dtype}  # the default is that of the trace
         if self.reads.awaits_default_dtype and _has_default_dtype(call, outputs):
             self.reads.on_default_dtype()
+        if self.reads.awaits_default_device and call.facts.has_dtype and not call.inputs:
+            self.reads.on_default_device(kwargs.get("device"))
         self._builder.append("call_function", call.facts.func, call.args, kwargs, outputs, *rest)
 
     # ---------------------------------------------------------------- results of torch
@@ -515,6 +517,7 @@ def _note_inference_views(results: Any, inputs: list[Value]) -> None:
 def _lift_fresh(ops: OpRecorder, t: torch.Tensor) -> torch.Tensor:
     if t.dtype == default_dtype():
         ops.reads.on_default_dtype()
+    ops.reads.on_default_device(t.device)
     return ops.values.lift_fresh(t)
 
 

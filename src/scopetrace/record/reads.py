@@ -44,6 +44,7 @@ from scopetrace.ir.reads import (
     OfTensor,
     Place,
     Read,
+    Tied,
     snapshot,
 )
 from scopetrace.ir.scopes import Frame, Frames, Scope
@@ -85,6 +86,8 @@ class ReadRecorder:
         """Whether an op that autocast may change is to be told by `on_cast_op`."""
         self.members: dict[int, torch.Tensor] = {}
         """By id, the parameters and buffers that the forward got from a module."""
+        self.awaits_default_device = True
+        """Whether a tensor of the default device is to be told by `on_default_device`."""
         self.awaits_default_dtype = True
         """Whether a tensor of the default dtype is to be told by `on_default_dtype`."""
 
@@ -111,9 +114,10 @@ class ReadRecorder:
 
     # ---------------------------------------------------------------- questions to torch
 
-    def on_flag(self, name: str, args: tuple[Any, ...], answer: Any) -> None:
+    def on_flag(self, name: str, args: tuple[Any, ...] | None, answer: Any) -> None:
         """As `Listener.on_flag`."""
-        self._note_once(f"{name}({', '.join(map(repr, args))})", answer, Flag(name, args))
+        text = name if args is None else f"{name}({', '.join(map(repr, args))})"
+        self._note_once(text, answer, Flag(name, args or ()))
 
     def on_environment(self, key: str, answer: str | None) -> None:
         """As `Listener.on_environment`."""
@@ -165,6 +169,13 @@ class ReadRecorder:
         """The dtype of a new tensor is the default one."""
         self.awaits_default_dtype = False
         self._note_once("torch.get_default_dtype()", questions.default_dtype(), Flag("torch.get_default_dtype", ()))
+
+    def on_default_device(self, device: torch.device | None) -> None:
+        """A new tensor is on `device`, which may be the default one: the op does not tell whether it was given."""
+        default = questions.flag("torch.get_default_device", ())
+        if device is None or device == default:
+            self.awaits_default_device = False
+            self.on_flag("torch.get_default_device", (), default)
 
     # ---------------------------------------------------------------- facts of tensors
 
@@ -462,6 +473,22 @@ class ObjectReads:
         variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
         return variables, [*attributes, *self._layers(changed), *self._of_members()]
 
+    def is_written_first(self, change: Change) -> bool:
+        """Whether the forward wrote an attribute before it read it; False where that is not known."""
+        owner, kind = change.holder, type(change.holder)
+        if (
+            not change.attribute
+            or change.attribute == "training"
+            or kind not in self._watched
+            or id(owner) in self._dicts
+        ):
+            return False
+        watched = self._watched[kind].get(change.attribute)
+        if watched is not None:
+            return watched.first.get(id(owner), (owner, ()))[1] is None
+        asked = (id(owner), change.attribute) in self._unfound
+        return change.old is MISSING and not asked and class_attribute(kind, change.attribute)[1] is MISSING
+
     def _whole_dicts(self, names: dict[int, str], changed: Set[tuple[int, str]]) -> Iterator[Read]:
         for owner, (frames, scope) in self._dicts.values():
             own = _dict_of(owner)
@@ -478,6 +505,15 @@ class ObjectReads:
             tables = saved.tables[1:3] if self._model.is_outside(saved.module) else ()
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
                 yield Read(f"{saved.name}.{name}", t, InTables(tuple(attribute_tables(saved.module)), name), (), root)
+        tied: dict[int, list[tuple[str, tuple[dict[str, Any], str]]]] = {}
+        for saved in self._modules:
+            for name, p in saved.tables[1].items() if len(saved.tables) > 1 else ():
+                fqn, table = f"{saved.fqn}.{name}".lstrip("."), attribute_tables(saved.module)[1]
+                tied.setdefault(id(p), []).append((fqn, (table, name)))
+        for key in tied.keys() & used:
+            names, places = zip(*tied[key], strict=True)
+            if len(places) > 1:
+                yield Read(f"{' and '.join(names)} as one tensor", True, Tied(places), (), root)
         for key, t in self._members.items():
             owner = self._model.owner(t)
             if key not in used and owner is not None:

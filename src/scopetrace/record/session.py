@@ -248,7 +248,7 @@ class Recording:
         finally:
             changes = effects.restore()
         variables, attributes = reads.found(fn, changes)
-        effects.note(changes, reads.overwritten)
+        effects.note(changes, reads.overwritten, reads.is_written_first)
         for value, op in without_hidden_gradients(tape):
             self.reads.on_hidden_write(value, op)
         tape.reads[:] = [*variables, *tape.reads, *attributes]
