@@ -463,14 +463,14 @@ def test_hooks_of_all_modules(kind):
 
 def test_a_registry_of_a_library_with_a_class_of_its_own(tmp_path, monkeypatch):
     """It is filled as the library likes, and is compared as an object."""
-    from scopetrace.record import variables
+    from scopetrace.record import code
 
     (tmp_path / "registry.py").write_text(
         "import collections\nTABLE = collections.OrderedDict(k={'a': [2.0]})\n"
         "def read(x): return x * TABLE['k']['a'][0]\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(variables, "PACKAGES", (str(tmp_path),))
+    monkeypatch.setattr(code, "PACKAGES", (str(tmp_path),))
     import registry
 
     tr = st.trace(registry.read, (X,))
