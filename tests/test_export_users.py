@@ -665,3 +665,11 @@ def test_torch_compile_starts_over_at_a_graph_break_beside_a_body():
     model, args = module_of(forward), (torch.randn(4), torch.tensor(2))
     compiled = torch.compile(st.trace(model, args).to_exported_program().module(), backend="aot_eager")
     torch.testing.assert_close(compiled(*args), model(*args))
+
+
+def test_a_module_that_is_not_called_has_no_signature():
+    model = nn.Sequential(nn.Linear(3, 3), nn.Identity())
+    model.unused = nn.ReLU()
+    model.forward = lambda x: model[0](x)
+    ep = st.trace(model, (torch.ones(3),)).to_exported_program(preserve_module_call_signature=("0", "unused"))
+    assert [e.fqn for e in ep.module_call_graph if e.signature] == ["", "0"]

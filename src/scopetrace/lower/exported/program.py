@@ -70,7 +70,7 @@ def _build(
 ) -> ExportedProgram:
     _refuse(tape)
     frames = frames_of(tape)
-    chosen = _chosen(frames.values(), signed)
+    chosen = _chosen(frames.values(), signed, _module_names(tape))
     identities = Identities(tape, frames)
     marked = with_marks(identities.applied(tape), frames, chosen)
     program = FxLowering(marked, tape.sizes.assumptions() if deferred and tape.sizes else ())
@@ -119,11 +119,14 @@ def _one_tensor_guards(tape: FunctionalTape) -> list[str]:
     return [f"{source_of_input(path)} is {source_of_input(same)}" for same, path in pairs if path != same]
 
 
-def _chosen(frames: Iterable[ModuleCallFrame], signed: Sequence[str]) -> set[ModuleCallFrame]:
-    """The module calls that get signatures. Raises ArgumentError for a pattern without any, other than "*"."""
+def _chosen(frames: Iterable[ModuleCallFrame], signed: Sequence[str], modules: list[str]) -> set[ModuleCallFrame]:
+    """The module calls that get signatures. Raises ArgumentError for a pattern that matches no module.
+
+    A module that is not called has no signature.
+    """
     inner = {f for f in frames if f.parent is not None}
     for pattern in signed:
-        if pattern != "*" and not any(fnmatch.fnmatchcase(f.fqn, pattern) for f in inner):
+        if pattern != "*" and not fnmatch.filter([*modules, *(f.fqn for f in inner)], pattern):
             raise ArgumentError(
                 f"preserve_module_call_signature: {pattern!r} matches no module call; Trace.calls has their fqns, "
                 'and "*" is all of them'
