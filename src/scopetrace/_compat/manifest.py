@@ -24,7 +24,7 @@ NAMES = {
     "torch._C": """
         DispatchKey TensorBase _AutoDispatchBelowAutograd _DisableAutocast _DisableFuncTorch _DisablePythonDispatcher
         _DisableTorchDispatch _TorchDispatchModeKey _dispatch_has_kernel _dispatch_has_kernel_for_dispatch_key
-        _dispatch_get_registrations_for_dispatch_key
+        _dispatch_get_registrations_for_dispatch_key _FunctionBase
         _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_included _functorch _get_dispatch_mode
         _get_mkldnn_enabled _is_any_autocast_enabled _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled
         _set_throw_on_mutable_data_ptr""",

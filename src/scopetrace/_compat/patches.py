@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import functools
+import inspect
 import math
 import sys
 import threading
@@ -264,20 +265,33 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
 def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:
     """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
 
-    Inside of a transform such as torch.vmap, the function that is applied below it is reported.
+    Inside of a transform such as torch.vmap, the function that is applied below it is reported. Since torch 2.15
+    `Function.apply` itself is in C++, and one that somebody holds is not seen.
     """
+    outer = torch._C._FunctionBase.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         if mine():
             if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
                 return _reentrant(observer, args[0], args[2:])
             if cls.__module__ != "torch._library.autograd" and not in_transform():  # a custom op is recorded itself
-                found = observer.on_custom_function(cls, args)
+                found = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
                 if found is not NotImplemented:
                     return found
-        return super(_SingleLevelFunction, cls).apply(*args, **kwargs)
+        return outer.__get__(None, cls)(*args, **kwargs)
 
-    replace(_SingleLevelFunction, "apply", classmethod(apply))
+    for owner in (_SingleLevelFunction, torch.autograd.Function):
+        if vars(owner).get("apply", outer) is outer:
+            replace(owner, "apply", classmethod(apply))
+
+
+def _with_defaults(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """The arguments as a forward beside `setup_context` takes them."""
+    if cls.setup_context is torch.autograd.Function.setup_context:
+        return args
+    bound = inspect.signature(cls.forward).bind(*args, **kwargs)
+    bound.apply_defaults()
+    return bound.args
 
 
 def _reentrant(observer: Observer, function: Callable[..., Any], args: Any) -> Any:

@@ -33,6 +33,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.tensors import is_view, requires_grad_of
@@ -367,6 +368,15 @@ def refuse_lost_gradients(tape: RecordedTape, results: Iterable[Value], examples
     That is one of the results, an input, or a tensor of the model. `examples` are the inputs as they were given.
     """
     late = [v for op in tape.ops for v in op.values() if not v.requires_grad and requires_grad_of(v.fake)]
+    plain = (v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake))
+    unseen = next((v for v in plain if isinstance(v.fake.grad_fn, BackwardCFunction)), None)
+    if unseen is not None:
+        raise UnsupportedOpError(
+            "a torch.autograd.Function is called by an `apply` that was bound before the trace, which torch 2.15 and "
+            "later do not show, so that its backward would be lost",
+            **_place(unseen.op),
+            hint="call Function.apply(...) itself, in a function where one is needed",
+        )
     made = [v for v in late if (not v.op.writes or v.op.target in DETACHED) and _is_leaf(v, examples)]
     if not made:
         return
