@@ -380,7 +380,7 @@ class CallRecorder:
         if builder.running is not None or not isinstance(new, torch.Tensor):
             return False
         if not values.is_outside(t):
-            self._reads.on_gradient(t)
+            self._reads.on_fact(t, "requires_grad", (), requires_grad_of(t))
             if requires_grad_of(t):
                 self._refuse_flag("sets `.data` of a tensor that it made and that requires grad", "data")
             values.keep_memory([t])
