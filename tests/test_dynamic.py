@@ -715,3 +715,11 @@ def test_a_derived_dim_that_fits_one_size_only():
     d, args = Dim("d", min=6), (torch.randn(6, 2), torch.randn(12))
     with pytest.raises(DynamicShapeError, match=r"dimension 0 \(d\) was said to be dynamic, and .* at 12"):
         st.trace(lambda x, y: x.reshape([-1]) + y, args, dynamic_shapes={"x": (d - 6, 2), "y": (d,)})
+
+
+def test_a_size_that_depends_on_a_comparison_of_sizes():
+    def f(x):
+        return torch.sym_ite(x.shape[0] > x.shape[1], x.shape[0], x.shape[1])
+
+    tr = st.trace(f, (torch.zeros(3, 2),), dynamic_shapes={"x": {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}})
+    assert [tr(torch.zeros(*size)) for size in ((3, 2), (3, 5))] == [3, 5]

@@ -141,7 +141,10 @@ class SymbolNodes:
             return sympy_interp(_NodeArithmetic, proxies, expr)
         if expr not in self._nodes:
             args = [self._computed(arg, proxies) for arg in expr.args]
-            self._nodes[expr] = _run_sympy_handler(_NodeArithmetic, args, expr).node
+            made = _run_sympy_handler(_NodeArithmetic, args, expr)
+            if not isinstance(made, torch.fx.Proxy):  # a constant, or a pair of value and condition in a Piecewise
+                return made
+            self._nodes[expr] = made.node
         return torch.fx.Proxy(self._nodes[expr], self._tracer)
 
     def _gives(self, symbol: sympy.Symbol) -> bool:
