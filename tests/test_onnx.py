@@ -1161,3 +1161,8 @@ def test_cross_entropy_with_all_its_arguments(tmp_path):
         session = onnxruntime.InferenceSession(tmp_path / "loss.onnx")
         (found,) = session.run(None, {"x": x.numpy(), "target": target.numpy()})
         torch.testing.assert_close(torch.tensor(found), model(x, target))
+
+
+def test_an_op_without_a_form_whose_size_depends_on_data():
+    with pytest.raises(st.OnnxExportError, match=r"aten\.masked_select\.default"):
+        st.trace(lambda x: torch.masked_select(x, x > 0), (X,)).to_onnx()

@@ -98,7 +98,11 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
     while causes[-1].__cause__ is not None:
         causes.append(causes[-1].__cause__)
     name = node_in_error(causes)
-    ops, missing = (list(program.graph.nodes), []) if name is None else decomposed(program, opset_version, table)
+    ops: list[torch.fx.Node] = list(program.graph.nodes)
+    missing: list[torch.fx.Node] = []
+    if name is not None:
+        with contextlib.suppress(Exception):  # what torch raises where sizes depend on data
+            ops, missing = decomposed(program, opset_version, table)
     if missing:
         return OnnxOpError(list(dict.fromkeys((_op(n), scope_path(n), _source(n)) for n in missing)))
     said = (str(causes[-1]).strip().splitlines() or [type(causes[-1]).__name__])[0]
