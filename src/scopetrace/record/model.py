@@ -47,8 +47,7 @@ def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([name for name in names if name not in BOOKKEEPING])
 
 
-@functools.cache
-def methods_of(cls: Any) -> frozenset[str]:
+def methods_of(cls: type) -> frozenset[str]:
     """`forward`, and the methods that users gave a class of modules."""
     users = [vars(base) for base in cls.__mro__ if is_users_class(base)]
     return frozenset(k for own in users for k, x in own.items() if type(x) is types.FunctionType) | {"forward"}
@@ -146,11 +145,9 @@ class Model:
 
     def named_modules(self) -> list[tuple[str, torch.nn.Module, frozenset[str]]]:
         """The saved modules with their fqns, or outside the model names in source, and the methods of their classes."""
-        found = []
-        for saved in self.saved_modules:
-            kind: Any = type(saved.module)
-            found.append((saved.name if self.is_outside(saved.module) else saved.fqn, saved.module, methods_of(kind)))
-        return found
+        methods = {kind: methods_of(kind) for kind in {type(saved.module) for saved in self.saved_modules}}
+        names = [saved.name if self.is_outside(saved.module) else saved.fqn for saved in self.saved_modules]
+        return [(n, s.module, methods[type(s.module)]) for n, s in zip(names, self.saved_modules, strict=True)]
 
     def is_outside(self, module: torch.nn.Module) -> bool:
         """Whether only objects, globals or closures hold a saved module."""
