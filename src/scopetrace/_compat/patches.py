@@ -115,8 +115,9 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         sys.setrecursionlimit(_FRAMES_PER_CALL * sys.getrecursionlimit())  # as many nested modules as in eager
         replace = functools.partial(_replace, stack)
         for module in modules:
-            if isinstance(module, _LazyGraphModule):
-                module.real_recompile()  # its first forward would replace the class's forward, and call itself again
+            if isinstance(module, _LazyGraphModule):  # its first forward replaces the class's forward, and calls it
+                stack.callback(setattr, type(module), "forward", type(module).forward)
+                module.real_recompile()
         _replace_batch_norm(replace, mine)  # before what reports calls of its forward
         _report_module_calls(replace, observer, mine, modules)
         _report_backward(replace, observer, mine)

@@ -271,7 +271,7 @@ class Read:
 
 
 _DATA = (bool, int, float, str, type(None), torch.dtype, torch.device, list, tuple, dict, set, Missing)
-_READ_BY_OPS = ("torch.autocast", "torch.get_default_dtype()")
+_READ_BY_OPS = ("torch.autocast", "torch.get_default_device()", "torch.get_default_dtype()")
 
 
 def snapshot(value: Any) -> Any:

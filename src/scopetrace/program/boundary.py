@@ -49,8 +49,8 @@ class ATensor:
     """Stands for a tensor in a template of arguments or results."""
 
 
-class ANumber:
-    """Stands for a dynamic number in a template of arguments or results."""
+class ANumber(int):
+    """Stands for a dynamic number in a template of arguments or results; an int, as the items of a `torch.Size` are."""
 
 
 def without_values(x: Any) -> Any:
