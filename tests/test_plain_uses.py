@@ -2,6 +2,7 @@
 
 import array
 import collections
+import contextlib
 import contextvars
 import dataclasses
 import os
@@ -326,9 +327,19 @@ def test_a_module_that_is_added_where_the_forward_goes_through_all(go):
     refused(tr, "extra: missing when traced and Linear now")
 
 
+@contextlib.contextmanager
+def tf32(on):
+    matmul = torch.backends.cuda.matmul
+    before, matmul.allow_tf32 = matmul.allow_tf32, on
+    try:
+        yield
+    finally:
+        matmul.allow_tf32 = before
+
+
 SETTINGS = {
-    "torch.backends.cudnn.benchmark": lambda on: setattr(torch.backends.cudnn, "benchmark", on),
-    "torch.backends.cuda.matmul.allow_tf32": lambda on: setattr(torch.backends.cuda.matmul, "allow_tf32", on),
+    "torch.backends.cudnn.benchmark": lambda on: torch.backends.cudnn.flags(enabled=True, benchmark=on),
+    "torch.backends.cuda.matmul.allow_tf32": tf32,
 }
 
 
@@ -338,12 +349,9 @@ def test_settings_of_backends(name):
     ask = (lambda: cudnn.benchmark) if "cudnn" in name else (lambda: matmul.allow_tf32)
     asking, not_asking = (st.trace(f, (X,)) for f in (lambda x: x * 2 if ask() else x, lambda x: x * 2))
     before = ask()
-    SETTINGS[name](not before)
-    try:
+    with SETTINGS[name](not before):
         refused(asking, f"{name}, which .*: {before} when traced and {not before} now")
         not_asking(X)
-    finally:
-        SETTINGS[name](before)
     asking(X)
 
 
