@@ -550,6 +550,10 @@ def test_a_page_and_pictures_of_it(tmp_path, monkeypatch):
     assert not opened
     path = run("view", "cli_models:model", "-i", "x=2x4").stdout.strip()
     assert opened == [Path(path).as_uri()]
+    missing = run("view", "cli_models:model", "-i", "x=2x4", "-o", tmp_path / "no" / "net.html")
+    assert missing.exit_code == 2
+    assert missing.stderr.splitlines()[-1].startswith("scopetrace: [Errno 2] No such file or directory")
+    assert run("view", "cli_models:model", "-i", "x=2x4", "-o", "net.svg", "--scope", "bdy").exit_code == 2
     assert "ends in .svg, .png or .pdf" in run("view", "cli_models:model", "-i", "x=2x4", "-o", "net.jpg").stderr
 
 

@@ -30,10 +30,13 @@ set_grad_enabled = torch._C._set_grad_enabled
 was_erased: Callable[[torch.fx.Node], bool] = operator.attrgetter("_erased")
 """Whether a node was removed from its graph."""
 
+LazyGraphModule = _LazyGraphModule
+"""A GraphModule that generates its code, and the `forward` of its class, when it first runs."""
+
 _PICKLED_META = ("val", "nn_module_stack", "stack_trace", "custom")
 
 
-class TracedGraphModule(_LazyGraphModule):
+class TracedGraphModule(LazyGraphModule):
     """A `torch.fx.GraphModule` whose Python code is generated when it first runs.
 
     Under make_fx it is interpreted node by node, so that the new nodes get the `custom` and `nn_module_stack` of the

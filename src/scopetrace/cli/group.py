@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from scopetrace.cli.terminal import print_text
-from scopetrace.errors import ScopetraceError, UsageError
+from scopetrace.errors import ArgumentError, ScopetraceError
 
 _OURS = Path(__file__).parents[1]
 
@@ -31,7 +31,7 @@ class OneLineGroup(click.Group):
             code = _fail("interrupted", 130)
         except click.ClickException as error:
             code = _fail(_click_message(error), error.exit_code)
-        except UsageError as error:
+        except (ArgumentError, OSError) as error:  # those of models are a ModelError
             code = _fail(str(error), 2)
         except (ScopetraceError, ModelError) as error:
             code = _fail(str(error), 1)

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from scopetrace._compat.graph_module import LazyGraphModule
 from scopetrace._compat.questions import is_of_python
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
 from scopetrace.ir.reads import MISSING, CallInputs, InClosure, InSlot, InTable, Read, snapshot
@@ -486,6 +487,8 @@ def functions_read(ran: Reach, tape: Tape, written: Set[str]) -> Iterator[Read]:
     root, functions = tape.root.path, {id(f) for f in ran.functions}
     called = {call.module_type: None for call in tape.calls if call.module_type is not None and not call.leaf}
     for kind in called | ran.classes:
+        if issubclass(kind, LazyGraphModule):
+            continue  # it has a forward of its own when it first runs
         for name in vars(kind).keys() & (ran.names | {"forward", "__call__", "__getitem__"}):
             member = vars(kind)[name]
             function = getattr(member, "fget", getattr(member, "__func__", member))
