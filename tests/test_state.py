@@ -365,3 +365,21 @@ def test_a_loaded_trace_can_be_made_functional_again(tmp_path):
     (plus, out), (want_plus, want) = program.module()(x, {}), FillsDict()(x, {})
     assert torch.equal(plus, want_plus) and torch.equal(out["y"], want["y"])
     assert program.graph_module.code == trace.to_exported_program().graph_module.code
+
+
+def test_a_buffer_that_is_made_again_where_its_shape_does_not_fit():
+    class Table(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.zeros(1, 1), persistent=False)
+
+        def forward(self, x):
+            if self.table.shape[1] != x.shape[1]:
+                self.table = torch.arange(x.shape[1])[None].float()
+            return x * self.table
+
+    model, x = Table(), torch.randn(2, 4)
+    tr = st.trace(model, (x,))
+    for _ in range(2):
+        torch.testing.assert_close(tr(x), model(x))
+    assert model.table.shape == (1, 4)

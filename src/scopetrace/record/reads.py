@@ -471,7 +471,7 @@ class ObjectReads:
             fn = fn.func
         ran = functions_that_ran(fn, [read.value for read in attributes], self._builder.tape, self._reach)
         variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
-        return variables, [*attributes, *self._layers(changed), *self._of_members()]
+        return variables, [*attributes, *self._layers(changed), *self._of_members(changed)]
 
     def is_written_first(self, change: Change) -> bool:
         """Whether the forward wrote an attribute before it read it; False where that is not known."""
@@ -497,8 +497,11 @@ class ObjectReads:
             name, place = f"vars({names.get(id(owner), 'object')})", InDict(own, left_out)
             yield Read(name, snapshot(place.now(_NO_CALL)), place, frames, scope.path)
 
-    def _of_members(self) -> Iterator[Read]:
-        """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes."""
+    def _of_members(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
+        """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes.
+
+        Not of those in whose place the forward puts others, as it does in each call.
+        """
         used = set(map(id, self._builder.tape.attributes.values()))
         root = self._builder.tape.root.path
         for saved in self._modules if len(self._modules) > len(self._model.modules) else ():
@@ -516,7 +519,7 @@ class ObjectReads:
                 yield Read(f"{' and '.join(names)} as one tensor", True, Tied(places), (), root)
         for key, t in self._members.items():
             owner = self._model.owner(t)
-            if key not in used and owner is not None:
+            if key not in used and owner is not None and (id(owner[1]), owner[2]) not in changed:
                 place = OfTensor(*owner[1:], "metadata")
                 yield Read(f"{owner[0]}'s dtype, shape and device", place.now(_NO_CALL), place, (), root)
 
