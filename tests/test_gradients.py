@@ -10,20 +10,20 @@ from grad_programs import INPUTS, Program, Step, drawn_inputs, drawn_program, mi
 import scopetrace as st
 
 
-def assert_none_wrong(programs):
+def assert_none_wrong(programs, most_refused):
     counts, others = run_all(programs, verdict)
     for program, found in others:
         assert found.kind not in ("wrong", "fails"), f"{found.why}\n{minimal(program).source}"
-    assert counts["refused"] <= 0.22 * counts.total(), counts  # hooks, views of inference mode, detach_
+    assert counts["refused"] <= most_refused * counts.total(), counts
 
 
 def test_drawn_programs():
-    assert_none_wrong(drawn_program(0, n) for n in range(40))
+    assert_none_wrong((drawn_program(0, n) for n in range(40)), 0.2)
 
 
 @pytest.mark.slow
 def test_many_drawn_programs():
-    assert_none_wrong(drawn_program(1, n) for n in range(500))
+    assert_none_wrong((drawn_program(1, n) for n in range(500)), 0.21)  # with hooks, inference mode, detach_
 
 
 def kind_of(inputs, *steps, returned):

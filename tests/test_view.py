@@ -143,6 +143,14 @@ def test_a_summary_to_a_depth_and_as_data():
     assert data["rows"][1]["type"] == "Block"
 
 
+@pytest.mark.parametrize("depth", [-1, "1", 0.5])
+def test_a_depth_that_is_no_number_of_levels(depth):
+    tr = trace(Net(), X)
+    for show in (tr.summary, lambda depth: tr.to_svg(depth=depth), lambda depth: tr.print_readable(depth)):
+        with pytest.raises(st.ArgumentError, match=f"depth={depth!r}: give a number of levels"):
+            show(depth)
+
+
 def test_dynamic_sizes_count_as_in_the_example():
     tr = trace(nn.Linear(4, 8), X, dynamic_shapes=({0: torch.export.Dim("n")},))
     (row,) = tr.summary().rows

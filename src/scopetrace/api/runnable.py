@@ -152,8 +152,10 @@ class Shown(Runnable):
 
         Args:
             depth: how many levels of calls below the root have rows; None for all.
+
+        Raises ArgumentError for a depth that is no number of levels.
         """
-        return Summary(self._shown, depth)
+        return Summary(self._shown, None if depth is None else _levels(depth))
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The program as one HTML file, to be opened in a browser; written to `path` if one is given.
@@ -191,7 +193,7 @@ class Shown(Runnable):
         root = boxes(self._shown)
         chosen = set(outermost(self.calls[scope])) if scope is not None else {root.call}
         roots = [box for box in root.walk() if box.kind == "call" and box.call in chosen]
-        data = picture(roots, depth, suffix[1:])
+        data = picture(roots, _levels(depth), suffix[1:])
         if path is not None:
             Path(path).write_bytes(data)
         return data
@@ -225,7 +227,7 @@ class Shown(Runnable):
             scope: the calls to show, as for `Trace.calls`, or a pattern of the paths of user scopes; None is all.
             print_output: False to return the text only.
         """
-        text = render(self._shown, depth, scope)
+        text = render(self._shown, None if depth is None else _levels(depth), scope)
         if print_output:
             print(text)
         return text
@@ -255,3 +257,9 @@ class Shown(Runnable):
 
     def _repr_html_(self) -> str:
         return self.summary(depth=2).to_html()
+
+
+def _levels(depth: int) -> int:
+    if not isinstance(depth, int) or depth < 0:
+        raise ArgumentError(f"depth={depth!r}: give a number of levels, 0 or more")
+    return depth
