@@ -333,7 +333,10 @@ def test_the_boxes_of_a_chain_of_layers():
         (2, None, "f32[2, 4]"),
     ]
     assert [port.name for port in root.outputs] == ["out"]
-    assert run.parameters[:2] == ("layers.0.a.weight", "layers.0.a.bias")
+    assert [(p.name, p.type) for p in run.parameters[:2]] == [
+        ("layers.0.a.weight", "f32[4, 4]"),
+        ("layers.0.a.bias", "f32[4]"),
+    ]
 
 
 def test_the_text_of_a_picture():

@@ -1,13 +1,32 @@
-"""Aligned columns, quantities with three digits, and objects as text."""
+"""Aligned columns, quantities with three digits, objects as text and in notebooks."""
 
 from __future__ import annotations
 
+import html
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 LONGEST = 60
 """Characters of a value that are shown."""
+
+
+class Printed:
+    """What prints as text does so in a notebook, too."""
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(str(self))}</pre>"
+
+
+def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
+    """Rows of cells as an HTML table, with all texts escaped and spaces kept."""
+
+    def line(cells: Sequence[str], tag: str) -> str:
+        inside = (f"<{tag} style='text-align:left;white-space:pre'>{html.escape(cell)}</{tag}>" for cell in cells)
+        return f"<tr>{''.join(inside)}</tr>"
+
+    body = "".join(line(row, "td") for row in rows)
+    return f"<table><thead>{line(head, 'th')}</thead><tbody>{body}</tbody></table>"
 
 
 def columns(rows: Sequence[Sequence[str]], widest: int | None = None) -> str:

@@ -22,6 +22,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.activations import CallValues, activations
 from scopetrace.program.graph import scope_path
+from scopetrace.program.lint import lint
 from scopetrace.program.selection import Calls, Target, outermost
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.boxes import boxes
@@ -94,7 +95,7 @@ def program_of(traced: Runnable) -> TracedProgram:
 
 
 class Shown(Runnable):
-    """The part of a Trace that is for looking at it."""
+    """What is for looking at a Trace or an OutlinedProgram."""
 
     @property
     def scope(self) -> Scope:
@@ -227,10 +228,17 @@ class Shown(Runnable):
             scope: the calls to show, as for `Trace.calls`, or a pattern of the paths of user scopes; None is all.
             print_output: False to return the text only.
         """
-        text = render(self._shown, None if depth is None else _levels(depth), scope)
+        if depth is None and scope is None:
+            text = str(self)
+        else:
+            text = render(self._shown, None if depth is None else _levels(depth), scope)
         if print_output:
             print(text)
         return text
+
+    def lint(self) -> None:
+        """Check that graph, scopes, calls and functions agree. Raises LintError that lists all that is wrong."""
+        lint(self._program)
 
     @property
     def digest(self) -> str:

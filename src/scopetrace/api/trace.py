@@ -18,7 +18,7 @@ import torch.export
 import torch.fx
 
 from scopetrace.api.module import to_module
-from scopetrace.api.runnable import Runnable, Shown, program_of
+from scopetrace.api.runnable import Shown, program_of
 from scopetrace.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -36,9 +36,8 @@ from scopetrace.lower.onnx import CallAttributes, Names, Targets, WeightNames, r
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
-from scopetrace.program.lint import lint
 from scopetrace.program.outlined import Function, OutlinedTrace, OutlineTarget, outline_calls
-from scopetrace.program.traced import ModuleCall, TracedProgram
+from scopetrace.program.traced import TracedProgram
 from scopetrace.record import record
 from scopetrace.record.calls import Progress
 from scopetrace.view.diff import Diff, compare
@@ -278,10 +277,6 @@ class Trace(Shown):
         if baked_in:
             warnings.warn(str(refusal(baked_in, f"{what} is right for one call only")), SideEffectWarning, stacklevel=3)
 
-    def lint(self) -> None:
-        """Check that graph, scopes and calls agree. Raises LintError that lists all that is wrong."""
-        lint(self._program)
-
     def check(self, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> None:
         """Run the model and the trace on copies of the same inputs from the same random state, and compare.
 
@@ -330,7 +325,7 @@ class Trace(Shown):
         return hash(self.scope.path)  # an edit changes the digest
 
 
-class OutlinedProgram(Runnable):
+class OutlinedProgram(Shown):
     """A traced program in which chosen module calls are calls of shared functions. It runs and prints."""
 
     def __init__(self, source: Trace, program: OutlinedTrace) -> None:
@@ -354,11 +349,6 @@ class OutlinedProgram(Runnable):
             raise OutlineError(f"{node.name} does not call a function of this program")
         return found
 
-    @property
-    def calls(self) -> list[ModuleCall]:
-        """The module calls of the main program and of each function's body, once."""
-        return self._program.calls
-
     def inline(self) -> Trace:
         """The flat program: the trace that this one was made from. Raises EditError for a graph edited since."""
         if self._program.tape.edited and not program_of(self._source).tape.edited:
@@ -369,35 +359,25 @@ class OutlinedProgram(Runnable):
             )
         return self._source
 
-    def lint(self) -> None:
-        """Check that graphs, scopes, calls and functions agree. Raises LintError that lists all that is wrong."""
-        lint(self._program)
-
-    def print_readable(self, print_output: bool = True) -> str:
-        """Print the functions' signatures and the main program as text, and return it."""
-        text = str(self)
-        if print_output:
-            print(text)
-        return text
-
     def __str__(self) -> str:
         functions = [f"{f}  # {len(f.calls)} call{'s' * (len(f.calls) != 1)}" for f in self.functions]
         return "\n".join([*functions, render(self._program)])
 
     def __repr__(self) -> str:
-        return f"<OutlinedProgram {self._program.tape.root.path}: {len(self.functions)} functions>"
+        count = len(self.functions)
+        return f"<OutlinedProgram of {self.scope.path}: {count} function{'s' * (count != 1)}>"
 
 
-def diff(before: Trace, after: Trace) -> Diff:
+def diff(before: Shown, after: Shown) -> Diff:
     """What two traces do differently, by scope: inputs, parameters, ops, module calls, results, effects.
 
-    Of two versions of a model, or of a trace before and after a pass. Prints as a list of lines with `-` and `+`; is
-    false where there are no differences, that is, where the digests are equal.
+    Of two versions of a model, of a trace before and after a pass, or of two outlined programs. Prints as a list of
+    lines with `-` and `+`; is false where there are no differences, that is, where the digests are equal.
 
-    Raises ArgumentTypeError for what is no Trace.
+    Raises ArgumentTypeError for what is neither a Trace nor an OutlinedProgram.
     """
     for given in (before, after):
-        if not isinstance(given, Trace):
+        if not isinstance(given, Shown):
             raise ArgumentTypeError(
                 f"diff takes two traces, not {type(given).__name__}; st.trace and st.load give them"
             )

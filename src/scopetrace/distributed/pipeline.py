@@ -22,7 +22,7 @@ from scopetrace.api.trace import Trace
 from scopetrace.containers.structure import leaves
 from scopetrace.distributed.costs import nbytes, op_bytes, op_flops, op_params, params_read
 from scopetrace.errors import PlanError
-from scopetrace.formatting import columns
+from scopetrace.formatting import Printed, columns
 from scopetrace.ir.tape import ProgramTape, Value
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Cut:
     """The shapes of these tensors."""
 
 
-class SplitPoints(dict[str, "SplitPoint"]):
+class SplitPoints(Printed, dict[str, "SplitPoint"]):
     """A `split_spec` for `torch.distributed.pipelining.pipeline`; `print(points)` shows costs and traffic.
 
     Attributes:

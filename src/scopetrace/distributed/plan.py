@@ -19,7 +19,7 @@ from scopetrace.distributed.agreement import check_groups, check_order
 from scopetrace.distributed.groups import ROOT, Group, Grouping, contains, disjoint, first_call
 from scopetrace.distributed.schedule import Schedule, backward_gathers, forward_schedule
 from scopetrace.errors import PlanError
-from scopetrace.formatting import amount, columns
+from scopetrace.formatting import Printed, amount, columns
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.record.model import Model
 
@@ -50,14 +50,14 @@ class ShardGroup:
         return self.forward_prefetch, self.backward_prefetch
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Plan(Printed):
     """How to shard a model with FSDP2: `print(plan)`, then `plan.apply(mesh)`."""
 
     groups: tuple[ShardGroup, ...]
     """The groups in the order of their first forward pass, the root first."""
     order: ExecutionOrder
-    model: torch.nn.Module = dataclasses.field(repr=False)
+    model: torch.nn.Module
     ignored: tuple[str, ...] = ()
     """The fqns of parameters that are not sharded."""
 
@@ -151,6 +151,9 @@ class Plan:
         gathers = (("forward", self.forward_gathers), ("backward", self.backward_gathers))
         lines = [f"all-gathers, {when}: {' '.join(numbers[g] for g in found) or 'none'}" for when, found in gathers]
         return "\n".join([columns(rows), "", *lines])
+
+    def __repr__(self) -> str:
+        return f"<Plan for {type(self.model).__name__}: {len(self.groups)} groups>"
 
 
 def _names(group: Group) -> str:

@@ -25,7 +25,7 @@ class Pass(NamedTuple):
     stop: int
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Schedule:
     """What FSDP2 does in one forward."""
 
@@ -36,6 +36,9 @@ class Schedule:
     missing: tuple[Group, Group] | None = None
     """Of the first use of a parameter that is not gathered: the group that has it, and the innermost one in whose pass
     it is used."""
+
+    def __repr__(self) -> str:
+        return f"<Schedule: {len(self.gathers)} all-gathers, {len(self.passes)} passes>"
 
 
 def forward_schedule(order: ExecutionOrder, grouping: Grouping, prefetch: Prefetch) -> Schedule:

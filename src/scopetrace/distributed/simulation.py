@@ -26,7 +26,7 @@ from scopetrace.distributed.groups import ROOT, Group
 from scopetrace.distributed.plan import Plan, ShardGroup
 from scopetrace.distributed.schedule import backward_events
 from scopetrace.errors import PlanError
-from scopetrace.formatting import amount, columns, duration
+from scopetrace.formatting import Printed, amount, columns, duration
 
 
 class Transfer(NamedTuple):
@@ -42,8 +42,8 @@ class Transfer(NamedTuple):
     stop: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Simulation:
+@dataclasses.dataclass(frozen=True, repr=False)
+class Simulation(Printed):
     """One training step of one rank. `print(simulation)`."""
 
     ranks: int
@@ -81,6 +81,9 @@ class Simulation:
                 f"{duration(self.exposed_backward)} backward)",
             ]
         )
+
+    def __repr__(self) -> str:
+        return f"<Simulation on {self.ranks} ranks: step {duration(self.seconds)}>"
 
 
 def simulate(

@@ -15,6 +15,7 @@ Data flow:
 from __future__ import annotations
 
 import functools
+import html
 import linecache
 import re
 import sys
@@ -90,6 +91,13 @@ class Scope:
 
     def __repr__(self) -> str:
         return f"Scope({self.path!r})"
+
+    def _repr_html_(self, is_open: bool = True) -> str:  # for notebooks: opens and closes
+        label, inside = html.escape(self.label), "".join(s._repr_html_(False) for s in self.children)
+        indent = "style='margin-left:1.5em'"
+        if not inside:
+            return f"<div {indent}>{label}</div>"
+        return f"<details {indent}{' open' * is_open}><summary>{label}</summary>{inside}</details>"
 
 
 def common_scope(scopes: list[Scope]) -> Scope:
@@ -195,6 +203,9 @@ class scope:
     def __init__(self, name: str) -> None:
         self.name = name
         self._open: list[tuple[TracingState, int]] = []
+
+    def __repr__(self) -> str:
+        return f"scope({self.name!r})"
 
     def __enter__(self) -> scope:
         state = tracing_state()

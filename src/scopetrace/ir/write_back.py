@@ -20,6 +20,7 @@ from scopetrace._compat.ops import schema_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import map_structure
 from scopetrace.errors import EditError
+from scopetrace.formatting import Printed
 
 T = TypeVar("T")
 Number = Callable[[Any], Any]
@@ -186,8 +187,8 @@ Update = CopyInto | ChangeShape | SetTo
 """A change of an input, parameter or buffer."""
 
 
-@dataclasses.dataclass
-class WriteBack:
+@dataclasses.dataclass(repr=False)
+class WriteBack(Printed):
     """The whole write-back: first the updates, in order, then the results."""
 
     updates: list[Update]
@@ -240,6 +241,9 @@ class WriteBack:
         rows = [str(u) for u in self.updates]
         rows += [f"result[{i}] = {s}" for i, s in enumerate(self.results)]
         return "\n".join(rows)
+
+    def __repr__(self) -> str:
+        return f"<WriteBack: {len(self.updates)} updates, {len(self.results)} results>"
 
 
 class Resolver(Generic[T]):

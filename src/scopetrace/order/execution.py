@@ -16,7 +16,7 @@ import json
 from collections.abc import Collection, Hashable, Iterator
 from typing import NamedTuple
 
-from scopetrace.formatting import columns
+from scopetrace.formatting import Printed, columns
 from scopetrace.ir.registered import Registered
 
 
@@ -95,8 +95,8 @@ class OrderDifference:
         return f"step {self.step}, after {self.after}: {self.here}, in the other {self.there}"
 
 
-@dataclasses.dataclass(frozen=True)
-class ExecutionOrder:
+@dataclasses.dataclass(frozen=True, repr=False)
+class ExecutionOrder(Printed):
     """In which order modules ran and parameters were used, by fqns from the root.
 
     Equal where calls and uses are equal. It is plain data: pickle it, hash it, compare it between ranks.
@@ -282,6 +282,10 @@ class ExecutionOrder:
             rows.append((str(i), str(known[name]), name, shape, *users))
         total = f"{len(self.calls)} module calls, {len(rows) - 1} of {len(known)} parameters used"
         return "\n".join([columns(rows), "", total, *_odd(self)])
+
+    def __repr__(self) -> str:
+        root = self.calls[0].type_name
+        return f"<ExecutionOrder of {root}: {len(self.calls)} calls, {len(self.param_first_use)} parameters used>"
 
 
 class OrderBuilder:

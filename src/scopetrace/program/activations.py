@@ -27,9 +27,9 @@ class CallValues:
     """What a module call took and gave in a run."""
 
     call: ModuleCall
-    arguments: dict[str, Any]
+    arguments: dict[str, Any] = dataclasses.field(repr=False)
     """By parameter name of `forward`, defaults included."""
-    outputs: Any
+    outputs: Any = dataclasses.field(repr=False)
     """The returned structure; None where the call raised."""
 
 

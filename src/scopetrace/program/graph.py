@@ -24,7 +24,7 @@ import torch.fx
 
 from scopetrace._compat.graph_module import TracedGraphModule, make_graph_module, set_grad_enabled
 from scopetrace._compat.ops import is_collective, is_random
-from scopetrace._compat.symbols import Symbolic, SymbolNodes, surely_equal, to_expr
+from scopetrace._compat.symbols import Symbolic, SymbolNodes, number_text, surely_equal, to_expr
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, map_structure, open_container
 from scopetrace.ir.scopes import format_stack
@@ -430,3 +430,34 @@ def set_given(node: torch.fx.Node, given: dict[str, Any]) -> None:
 def set_unbacked_bindings(node: torch.fx.Node, bindings: Any) -> None:
     """Write `unbacked_bindings`: by symbol that the node makes, where in its result it stands."""
     node.meta["unbacked_bindings"] = bindings
+
+
+# Nodes and types as text, in the notation of torch.fx ---------------------------------------------------------------
+
+
+def type_text(value: Any) -> str:
+    """`f32[2, 3]` for a tensor, `Sym(2*batch)` for a symbolic number, `(f32[2], f32[3])` for several."""
+    if isinstance(value, torch.Tensor):
+        sizes = (number_text(size) if isinstance(size, Symbolic) else str(size) for size in value.shape)
+        return f"{dtype_text(value.dtype)}[{', '.join(sizes)}]"
+    if isinstance(value, Symbolic):
+        return f"Sym({number_text(value)})"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(type_text, value))})"
+    return "" if value is None else type(value).__name__
+
+
+def dtype_text(dtype: torch.dtype) -> str:
+    """torch's short name of a dtype: `f32`, `i64`, `b8`."""
+    return str(getattr(dtype, "abbr", dtype))
+
+
+def named(node: torch.fx.Node) -> str:
+    """`%name`; a parameter, buffer or constant by its name in the model."""
+    return str(node.target) if node.op == "get_attr" else f"%{node.name}"
+
+
+def typed(node: torch.fx.Node) -> str:
+    """`%name: f32[2, 3]`."""
+    text = type_text(node_value(node))
+    return f"{named(node)}: {text}" if text else named(node)

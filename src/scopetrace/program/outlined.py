@@ -58,7 +58,7 @@ class Function(FunctionSignature):
         return self.lowering.graph
 
     def __repr__(self) -> str:
-        return f"<Function {self}: {len(self.calls)} calls>"
+        return f"<Function {self.domain}::{self.name}: {len(self.calls)} calls>"
 
 
 class OutlinedTrace(TracedProgram):

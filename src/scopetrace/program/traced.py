@@ -34,7 +34,7 @@ from scopetrace._compat.graph_module import (
 )
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
-from scopetrace.containers.structure import Removed, instantiate, leaves, without_argument_mutation
+from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
 from scopetrace.errors import (
     ArgumentTypeError,
     EditError,
@@ -44,6 +44,7 @@ from scopetrace.errors import (
     StateMismatchError,
     TraceFileError,
 )
+from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir.conditions import decided_by
 from scopetrace.ir.reads import refusal
@@ -56,7 +57,7 @@ from scopetrace.program.compiled import as_the_graph_returns
 from scopetrace.program.decompositions import decomposed
 from scopetrace.program.dynamo import PlainCall
 from scopetrace.program.edits import Reading
-from scopetrace.program.graph import FxLowering, call_position, scope_path
+from scopetrace.program.graph import FxLowering, call_position, scope_path, typed
 from scopetrace.program.inline import inlined
 from scopetrace.program.regions import has_regions, without_regions
 from scopetrace.program.state import HeldTensors
@@ -171,6 +172,12 @@ class ModuleCall:
         index = f", index={self.index}" if self.index else ""
         name = self.module_type.__name__ if self.module_type else "function"
         return f"ModuleCall({self.fqn!r}, {name}{index})"
+
+    def _repr_html_(self) -> str:  # for notebooks
+        templates = [*self.argument_templates.items(), ("->", self.output_template), *self.attributes.items()]
+        given = [(name + path, leaf) for name, template in templates for path, leaf in leaves_with_path(template)]
+        rows = [(name, typed(x) if isinstance(x, torch.fx.Node) else short_repr(x)) for name, x in given]
+        return html_table(rows, (repr(self), str(self.scope)))
 
 
 def _with_position(graph: torch.fx.Graph) -> list[tuple[int, torch.fx.Node]]:

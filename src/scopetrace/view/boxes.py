@@ -16,15 +16,17 @@ import dataclasses
 from collections.abc import Iterable, Iterator
 from typing import Literal
 
+import torch
 import torch.fx
 
 from scopetrace.containers.structure import leaves, leaves_with_path
 from scopetrace.ir.scopes import source_of
-from scopetrace.program.graph import call_position, node_value
+from scopetrace.program.graph import call_position, named, node_value, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
-from scopetrace.view.measures import Measures, Meter
+from scopetrace.view.marks import Marks
+from scopetrace.view.measures import Measures, Meter, cost_text
 from scopetrace.view.text import joined, label_of, op_line
-from scopetrace.view.tree import Folder, Op, Run, Section, Tree, named, target_text, type_text
+from scopetrace.view.tree import Folder, Op, Run, Section, Tree, target_text
 
 Kind = Literal["call", "scope", "body", "run", "op"]
 """A module call, a user scope, the body of a higher-order op, equal neighbours, an op."""
@@ -69,7 +71,7 @@ class Box:
             key of the box around it and the op's name.
         inputs, outputs: its ports.
         children: the boxes inside, in the order of execution.
-        parameters: those that it reads: names in the model.
+        parameters: the parameters, buffers and constants that it reads, by their names in the model.
     """
 
     key: str
@@ -82,13 +84,24 @@ class Box:
     """Of an op, its line in the program's text."""
     source: str = ""
     """Of an op, the line of the model's code: `model.py:12`."""
-    mutates: tuple[str, ...] = ()
-    """The inputs, buffers and parameters that it changes."""
+    writes: tuple[str, ...] = ()
+    """The inputs, buffers and parameters of the model that it changes; names without that of the module itself."""
+    shares: tuple[str, ...] = ()
+    """The parameters that modules outside read, too."""
     inputs: list[Port] = dataclasses.field(default_factory=list)
     outputs: list[Port] = dataclasses.field(default_factory=list)
     children: list[Box] = dataclasses.field(default_factory=list)
     edges: list[Edge] = dataclasses.field(default_factory=list)
-    parameters: tuple[str, ...] = ()
+    parameters: tuple[Port, ...] = ()
+
+    def notes(self) -> Iterator[tuple[str, str]]:
+        """The lines below its label, each with its kind: `cost`, `weights` of an op, `writes`, `shares`."""
+        prefix = f"{self.call.fqn}." if self.call.fqn else ""
+        weights = ", ".join(port.name.removeprefix(prefix) for port in self.parameters)
+        first = ("weights", weights) if self.kind == "op" else ("cost", cost_text(self.cost))
+        marks = ((kind, names) for kind, names in (("writes", self.writes), ("shares", self.shares)) if names)
+        found = [first, *((kind, f"{kind} {', '.join(names)}") for kind, names in marks)]
+        return ((kind, text) for kind, text in found if text)
 
     def walk(self) -> Iterator[Box]:
         """This box and all inside it, outer before inner."""
@@ -113,6 +126,7 @@ class _Boxes:
         self._tree = Tree(program)
         self._folder = Folder(self._tree, program.tape.constants)
         self._meter = Meter(program)
+        self._marks = Marks(program, self._tree)
         self._attributes = program.tape.attributes
         self._keys: collections.Counter[str] = collections.Counter()
 
@@ -126,8 +140,7 @@ class _Boxes:
         kind: Kind = "call" if section.is_call else "body" if section.program is not None else "scope"
         label = section.body or label_of(section)
         box = Box(self._unique(key), label, kind, section.call, self._meter.of(section))
-        if section.is_call:
-            box.mutates = tuple(section.call.mutated)
+        box.writes = self._marks.writes(section)
         needed = dict.fromkeys([*self._results(section), *needed])
         items: list[Item] = []
         for run in self._folder.runs(section.items):
@@ -140,18 +153,25 @@ class _Boxes:
         label = f"{joined([label_of(member) for member in members])} ×{len(members)}"
         box = Box(self._unique(f"{key} ×{len(members)}"), label, "run", members[0].call, self._meter.sum(members))
         self._fill(box, run, list(members), needed)
+        box.writes = tuple(dict.fromkeys(name for member in box.children for name in member.writes))
         return box
 
     def _op(self, op: Op, key: str) -> Box:
         box = Box(self._unique(key), target_text(op.node), "op", self._call_of(op), self._meter.of_op(op))
+        bodies = [*op.bodies, *op.shared]
+        if op.node.target is torch.ops.higher_order.invoke_subgraph:
+            box.label = f"function {bodies[0].body}"
         box.text = op_line(op, named)
         box.source = self._source(op)
         box.inputs = [self._port(node) for node in self._taken(op)]
         box.outputs = [self._port(node) for node in _given(op)]
         box.children = [self._section(body, f"{key}/{body.body}", {}) for body in op.bodies]
-        read = [str(node.target) for node in op.node.all_input_nodes if node.op == "get_attr"]
-        inside = [name for body in box.children for name in body.parameters]
-        box.parameters = tuple(dict.fromkeys([*(name for name in read if name in self._attributes), *inside]))
+        read = [
+            self._port(n) for n in op.node.all_input_nodes if n.op == "get_attr" and str(n.target) in self._attributes
+        ]
+        inside = [port for body in box.children for port in body.parameters]
+        box.parameters = tuple(dict.fromkeys([*read, *inside]))
+        box.shares = self._marks.shares(*self._range(op))
         return box
 
     def _fill(self, box: Box, item: Section | Run, items: list[Item], needed: Nodes) -> None:
@@ -173,7 +193,8 @@ class _Boxes:
             ends |= {node: End(child, port) for port, node in enumerate(given[child])}  # Identity gives what it got
         box.edges += _edges(ends, None, needed)
         box.children = [self._item(inner, box.key, nodes) for inner, nodes in zip(items, given, strict=True)]
-        box.parameters = tuple(dict.fromkeys(name for inner in box.children for name in inner.parameters))
+        box.parameters = tuple(dict.fromkeys(port for inner in box.children for port in inner.parameters))
+        box.shares = self._marks.shares(*self._range(item))
 
     def _producer(self, node: torch.fx.Node, items: list[Item], starts: list[int]) -> int | None:
         """Which of `items`, whose ops begin at `starts`, makes a node; None where it comes from outside them."""
@@ -231,6 +252,8 @@ class _Boxes:
         return leaves(item.call.output_template, torch.fx.Node) if item.is_call else []
 
     def _argument_names(self, item: Item) -> dict[torch.fx.Node, str]:
+        if isinstance(item, Run):
+            return self._argument_names(item.sections[0])
         if not isinstance(item, Section) or not item.is_call:
             return {}
         found: dict[torch.fx.Node, str] = {}
@@ -241,6 +264,8 @@ class _Boxes:
         return found
 
     def _result_names(self, item: Item) -> dict[torch.fx.Node, str]:
+        if isinstance(item, Run):
+            return self._result_names(item.sections[-1])
         if not isinstance(item, Section) or not item.is_call:
             return {}
         found: dict[torch.fx.Node, str] = {}

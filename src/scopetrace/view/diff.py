@@ -21,10 +21,10 @@ import torch
 import torch.fx
 
 from scopetrace.containers.structure import leaves
-from scopetrace.program.graph import node_value
+from scopetrace.program.graph import named, node_value, type_text, typed
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.text import label_of, op_line
-from scopetrace.view.tree import Op, Section, Tree, named, op_text, target_text, type_text, typed, value_text
+from scopetrace.view.tree import Op, Section, Tree, op_text, target_text, value_text
 
 _SMALL = 16  # elements of a constant that are shown
 
@@ -74,7 +74,7 @@ class Diff:
         return iter(self.differences)
 
     def to_dict(self) -> dict[str, Any]:
-        """The differences as plain data, for JSON; docs/diff.md has the schema."""
+        """The differences as plain data, for JSON; docs/diff.schema.json is the schema."""
         return {"version": VERSION, "differences": [dataclasses.asdict(d) for d in self.differences]}
 
     def to_json(self) -> str:
@@ -152,6 +152,9 @@ class _Side:
 
     def call(self, section: Section) -> tuple[str, str]:
         """A call with its arguments as text, and the same with numbers in place of names."""
+        if section.program is not None:
+            results = section.program.output.args[0]
+            return f"{section.body} -> {value_text(results, named)}", value_text(results, self.number)
         if not section.is_call:
             return label_of(section), ""
         found = []
@@ -226,7 +229,7 @@ class _Comparison:
             if old != new:
                 self._found.append(Difference("changed", "op", scope, was, now))
             for one, other in zip(a.bodies, b.bodies, strict=False):
-                self._sections(one, other)
+                self._pair(one, other, scope)
         elif isinstance(a, Section) and isinstance(b, Section):
             self._sections(a, b)
             (was, old), (now, new) = self._a.call(a), self._b.call(b)
@@ -283,6 +286,7 @@ def digest(program: TracedProgram) -> str:
                 side.give(_results(item), next(numbers))
                 for body in item.bodies:
                     add(body)
+                    lines.append(side.call(body)[1])
             else:
                 add(item)
                 lines.append(f"{section.path}: {side.call(item)[1]}")

@@ -13,10 +13,10 @@ import torch.fx
 
 from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir.scopes import Scope
-from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
+from scopetrace.program.graph import FxLowering, call_position, named, node_value, scope_path
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.text import level, select_calls
-from scopetrace.view.tree import named, target_text, value_text
+from scopetrace.view.tree import target_text, value_text
 
 
 def document(program: TracedProgram, *, depth: int | None = None, scope: str | None = None) -> dict[str, Any]:

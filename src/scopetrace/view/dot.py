@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 
 from scopetrace.errors import ViewDependencyError
 from scopetrace.view.boxes import Box, End, Port
-from scopetrace.view.measures import cost_text
 
 _STYLE = """\
   graph [fontname="Helvetica", fontsize=11, style="rounded", nodesep=0.25, ranksep=0.35, compound=true]
   node [fontname="Helvetica", fontsize=10, shape=box, style="rounded,filled", color="#57606a", margin="0.12,0.05"]
   edge [fontname="Helvetica", fontsize=8, color="#57606a", fontcolor="#57606a", arrowsize=0.6]"""
 _FILL = {"call": "#ddf4ff", "run": "#fff8c5", "scope": "#fbefff", "body": "#fbefff", "op": "#ffffff"}
+_LONGEST = 40  # characters of a line below a label
 _SHADES = ("#f6f8fa", "#ffffff")  # of clusters in clusters, in turn
 
 
@@ -97,16 +97,17 @@ class _Drawing:
 
     def _closed(self, box: Box) -> _Ends:
         node = next(self._ids)
-        notes = [] if box.kind == "op" else [cost_text(box.cost)]
-        label = "\n".join([box.label, *filter(None, notes)])
-        pen = ', color="#cf222e"' if box.mutates else ""
+        label = "\n".join([box.label, *(_short(text) for _, text in box.notes())])
+        pen = ', color="#cf222e"' if box.writes else ""
         self.lines.append(f'  {node} [label={_quoted(label)}, fillcolor="{_FILL[box.kind]}"{pen}]')
         return _Ends([[node] for _ in box.inputs], [node for _ in box.outputs])
 
     def _open(self, box: Box, depth: int, level: int) -> _Ends:
         """A cluster with the children inside; of a run with its first member only."""
         self.lines.append(f"  subgraph cluster_{next(self._ids)} {{")
-        self.lines.append(f'  label={_quoted(box.label)}; bgcolor="{_SHADES[level % 2]}"; color="#d0d7de"')
+        border = "#cf222e" if box.writes else "#d0d7de"
+        fill = _FILL["scope"] if box.kind == "scope" else _SHADES[level % 2]
+        self.lines.append(f'  label={_quoted(box.label)}; bgcolor="{fill}"; color="{border}"')
         shown = box.children[:1] if box.kind == "run" else box.children
         drawn = [self._draw(child, depth, level + 1) for child in shown]
         self.lines.append("  }")
@@ -155,6 +156,10 @@ def _shown_edges(box: Box, shown: int) -> Iterator[tuple[End, End, str]]:
             yield edge.source, edge.target, edge.type
         elif edge.target.child is None and edge.source.child is not None:
             yield End(0, edge.source.port), edge.target, edge.type
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
 
 
 def _quoted(text: str) -> str:

@@ -15,9 +15,10 @@ import re
 from typing import Any
 
 from scopetrace.formatting import amount
+from scopetrace.program.graph import named
 from scopetrace.view.boxes import Box, Edge, End
-from scopetrace.view.measures import cost_text
-from scopetrace.view.tree import named, value_text
+from scopetrace.view.measures import share
+from scopetrace.view.tree import value_text
 
 _LONGEST = 300  # characters of an attribute that are shown
 
@@ -42,7 +43,7 @@ def document(root: Box) -> dict[str, Any]:
     sources: dict[str, int] = {}
     records = []
     for box in found:
-        record = _record(box)
+        record = _record(box) | ({"share": round(share(box.cost, root.cost), 3)} if box.kind != "op" else {})
         record["children"] = [positions[child] for child in box.children]
         if box.source:
             record["source"] = sources.setdefault(box.source, len(sources))
@@ -57,14 +58,13 @@ def _record(box: Box) -> dict[str, Any]:
         "kind": box.kind,
         "text": box.text,
         "name": box.call.fqn if box.kind == "call" else "",
-        "cost": cost_text(box.cost) if box.kind != "op" else "",
+        "notes": list(box.notes()),
         "facts": _facts(box),
         "inputs": [[port.name, port.type] for port in box.inputs],
         "outputs": [[port.name, port.type] for port in box.outputs],
         "edges": [_edge(edge) for edge in box.edges],
-        "parameters": box.parameters,
-        "mutates": box.mutates,
         **({"attributes": _attributes(box)} if box.kind == "call" else {}),
+        **({"parameters": [[port.name, port.type] for port in box.parameters]} if box.kind == "op" else {}),
     }
 
 

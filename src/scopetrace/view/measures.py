@@ -21,8 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from scopetrace._compat.ops import can_decompose, is_op
 from scopetrace._compat.symbols import Symbolic, example
 from scopetrace._compat.tensors import storage_id
+from scopetrace.containers.structure import leaves
 from scopetrace.formatting import amount
-from scopetrace.program.graph import node_value
+from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.tree import Op, Section
 
@@ -68,6 +69,13 @@ def cost_text(cost: Measures) -> str:
     return ", ".join([*parts, *([amount(cost.flops, "FLOP")] if cost.flops else [])])
 
 
+def share(part: Measures, whole: Measures) -> float:
+    """The part of the FLOPs, from 0 to 1; of the activation bytes where the whole has no FLOPs."""
+    if whole.flops:
+        return part.flops / whole.flops
+    return part.activation_bytes / whole.activation_bytes if whole.activation_bytes else 1.0
+
+
 def byte_count(tensor: torch.Tensor) -> int:
     """Bytes of the elements of a tensor."""
     return math.prod(map(example, tensor.shape)) * tensor.element_size()
@@ -84,7 +92,11 @@ class Meter:
         self._ops: dict[Op, Measures] = {}
 
     def of(self, section: Section) -> Measures:
-        """What a section costs, with all that is in it; a body of a higher-order op counts once."""
+        """What a section costs, with all that is in it.
+
+        A call of a function costs what its body costs. Of the bodies of `torch.cond`, the larger counts, as for torch's
+        own counter; the body of a loop counts once.
+        """
         if section not in self._found:
             parts = [self.of_op(item) if isinstance(item, Op) else self.of(item) for item in section.items]
             if section.is_call and section.call.is_leaf and section.call.module is not None:
@@ -104,13 +116,18 @@ class Meter:
 
     def _measured(self, op: Op) -> Measures:
         read = [n for n in op.node.all_input_nodes if n.op == "get_attr" and str(n.target) in self._attributes]
+        bodies = [*op.bodies, *op.shared]
         own = dataclasses.replace(
             _held(self._attributes[str(n.target)] for n in read),
             ops=1,
             flops=self.flops(op.node),
-            activation_bytes=new_bytes(op.node),
+            activation_bytes=0 if any(_makes(body, op) for body in bodies) else new_bytes(op.node),
         )
-        return _sum([own, *map(self.of, op.bodies)])
+        inside = _sum(list(map(self.of, bodies)))
+        if op.node.target is torch.ops.higher_order.cond:
+            flops, memory = (max(getattr(self.of(b), key) for b in bodies) for key in ("flops", "activation_bytes"))
+            inside = dataclasses.replace(inside, flops=flops, activation_bytes=memory)
+        return _sum([own, inside])
 
     def flops(self, node: torch.fx.Node) -> int:
         """Floating-point operations of one op; 0 where torch has no formula, or the op does not run without data."""
@@ -125,6 +142,12 @@ class Meter:
             return self._flops[key]
         except TypeError:  # an unhashable Python argument
             return _counted(node.target, *tree_map_only(_SIZED, _without_data, given))
+
+
+def _makes(body: Section, op: Op) -> bool:
+    """Whether the results of a body are those of the op, as in a call of a function; a scan puts them together."""
+    results = leaves(body.program.output.args[0], torch.fx.Node) if body.program is not None else []
+    return [type_text(node_value(n)) for n in results] == list(map(type_text, _tensors(node_value(op.node))))
 
 
 _SIZED = (torch.Tensor, *Symbolic)

@@ -17,11 +17,11 @@ import torch.fx
 
 from scopetrace.containers.structure import leaves, leaves_with_path
 from scopetrace.ir.scopes import source_of
-from scopetrace.program.graph import FxLowering, node_value
+from scopetrace.program.graph import FxLowering, named, node_value, type_text
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.measures import Meter
 from scopetrace.view.text import label_of
-from scopetrace.view.tree import Op, Section, Tree, named, target_text, type_text, value_text
+from scopetrace.view.tree import Op, Section, Tree, target_text, value_text
 
 _LONGEST = 300  # characters of an attribute
 

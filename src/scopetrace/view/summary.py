@@ -16,12 +16,13 @@ import torch
 import torch.fx
 
 from scopetrace.containers.structure import leaves
-from scopetrace.formatting import amount, columns
-from scopetrace.program.graph import node_value
+from scopetrace.formatting import amount, columns, html_table
+from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
-from scopetrace.view.measures import Measures, Meter
+from scopetrace.view.marks import Marks
+from scopetrace.view.measures import Measures, Meter, share
 from scopetrace.view.text import joined, label_of
-from scopetrace.view.tree import Folder, Op, Run, Section, Tree, type_text
+from scopetrace.view.tree import Folder, Op, Run, Section, Tree
 
 _SHOWN = 3  # tensors of a cell
 
@@ -58,6 +59,10 @@ class Row:
     """Bytes of the results of its ops, without views."""
     share: float
     """Its part of the FLOPs of the program, from 0 to 1; of the activation bytes where it has no FLOPs."""
+    writes: tuple[str, ...]
+    """The inputs, buffers and parameters of the model that it changes; names without that of the module itself."""
+    shares: tuple[str, ...]
+    """The parameters that modules outside read, too."""
 
 
 class Summary:
@@ -72,6 +77,7 @@ class Summary:
         """`depth`: levels of sections below the root that have rows; None for all."""
         self._tree = Tree(program)
         self._meter = Meter(program)
+        self._marks = Marks(program, self._tree)
         self._depth = depth
         self._root = self._meter.of(self._tree.root)
         self._folder = Folder(self._tree, program.tape.constants)
@@ -84,17 +90,15 @@ class Summary:
         return {"total": rows[0], "unused_parameters": self.unused, "rows": rows}
 
     def __str__(self) -> str:
-        return "\n".join([columns([_HEADER, *(line.cells() for line in self._lines())]), "", *self._notes()])
+        return "\n".join([columns(self._table()), "", *self._notes()])
 
     def __repr__(self) -> str:
         return f"<Summary of {self.rows[0].path}: {len(self.rows)} rows>"
 
     def to_html(self) -> str:
         """A piece of HTML, with all texts of the model escaped."""
-        head = "".join(f"<th style='text-align:left'>{cell}</th>" for cell in _HEADER)
-        body = "".join(f"<tr>{line.html()}</tr>" for line in self._lines())
-        notes = "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>{notes}"
+        head, *rows = self._table()
+        return html_table(rows, head) + "".join(f"<p>{html.escape(note)}</p>" for note in self._notes())
 
     def _repr_html_(self) -> str:  # for notebooks
         return self.to_html()
@@ -109,7 +113,7 @@ class Summary:
 
     def _row(self, section: Section, depth: int, cost: Measures) -> Row:
         call = section.call
-        inputs, outputs = (call.argument_templates, call.output_template) if section.is_call else ((), ())
+        inputs, outputs = _ends(section)
         return Row(
             section.path,
             call.fqn,
@@ -125,10 +129,17 @@ class Summary:
             cost.buffer_bytes,
             cost.flops,
             cost.activation_bytes,
-            _share(cost, self._root),
+            share(cost, self._root),
+            self._marks.writes(section),
+            self._marks.shares(section.first, section.stop),
         )
 
     # ---------------------------------------------------------------- text
+
+    def _table(self) -> list[tuple[str, ...]]:
+        """The cells of the header and of each line; the last column only where a line has something in it."""
+        rows = [_HEADER, *(line.cells() for line in self._lines())]
+        return rows if any(row[-1] for row in rows[1:]) else [row[:-1] for row in rows]
 
     def _lines(self) -> Iterator[_Line]:
         root = self._tree.root
@@ -172,7 +183,7 @@ class Summary:
             yield f"not used: {sum(self.unused.values()):,} parameters, in {', '.join(names[:3])}{more}"
 
 
-_HEADER = ("module", "input", "output", "parameters", "FLOPs", "activations", "share")
+_HEADER = ("module", "input", "output", "parameters", "FLOPs", "activations", "share", "notes")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,20 +194,16 @@ class _Line:
     row: Row
 
     def cells(self) -> tuple[str, ...]:
-        return ("  " * self.row.depth + self.label, *self._facts())
-
-    def _facts(self) -> tuple[str, ...]:
         row = self.row
         counts = (
             f"{row.parameters:,}" if row.parameters else "-",
             amount(row.flops, "") if row.flops else "-",
             amount(row.activation_bytes, "B") if row.activation_bytes else "-",
         )
-        return (_cell(row.inputs), _cell(row.outputs), *counts, f"{row.share:.0%}")
-
-    def html(self) -> str:
-        label = f"<td style='text-align:left;padding-left:{self.row.depth + 0.5}em'>{html.escape(self.label)}</td>"
-        return label + "".join(f"<td style='text-align:left'>{html.escape(cell)}</td>" for cell in self._facts())
+        marks = (("writes", row.writes), ("shares", row.shares))
+        notes = "; ".join(f"{what} {_cell(names)}" for what, names in marks if names)
+        types = (_cell(row.inputs), _cell(row.outputs))
+        return ("  " * row.depth + self.label, *types, *counts, f"{row.share:.0%}", notes)
 
 
 def _inside(section: Section) -> Iterator[Section]:
@@ -205,7 +212,14 @@ def _inside(section: Section) -> Iterator[Section]:
 
 
 def _label(section: Section) -> str:
-    return section.body or label_of(section)
+    return section.body or (f'scope("{section.user_scope}")' if section.user_scope else label_of(section))
+
+
+def _ends(section: Section) -> tuple[Any, Any]:
+    """What goes into a section and comes out of it."""
+    if section.program is not None:
+        return section.program.graph.find_nodes(op="placeholder"), section.program.output.args[0]
+    return (section.call.argument_templates, section.call.output_template) if section.is_call else ((), ())
 
 
 def _types(x: Any) -> tuple[str, ...]:
@@ -216,12 +230,6 @@ def _types(x: Any) -> tuple[str, ...]:
 def _cell(types: tuple[str, ...]) -> str:
     more = f", … {len(types) - _SHOWN} more" if len(types) > _SHOWN else ""
     return ", ".join(types[:_SHOWN]) + more if types else "-"
-
-
-def _share(part: Measures, whole: Measures) -> float:
-    if whole.flops:
-        return part.flops / whole.flops
-    return part.activation_bytes / whole.activation_bytes if whole.activation_bytes else 1.0
 
 
 def _unused(model: Any, cost: Measures) -> dict[str, int]:

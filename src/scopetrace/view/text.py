@@ -33,10 +33,10 @@ import torch.fx
 from scopetrace.formatting import columns
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import signature_of
-from scopetrace.program.graph import FxLowering, node_value
+from scopetrace.program.graph import FxLowering, named, node_value, typed
 from scopetrace.program.selection import Target, is_named, is_scope_named
 from scopetrace.program.traced import ModuleCall, TracedProgram
-from scopetrace.view.tree import Folder, Namer, Op, Run, Section, Tree, module_prefix, named, op_text, typed, value_text
+from scopetrace.view.tree import Folder, Namer, Op, Run, Section, Tree, module_prefix, op_text, value_text
 
 _INDENT = "  "
 _LIMIT = 8  # items of a container that a header shows

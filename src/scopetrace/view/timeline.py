@@ -13,10 +13,11 @@ from typing import Any
 
 import torch.fx
 
+from scopetrace.program.graph import named
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.measures import Measures, Meter
 from scopetrace.view.text import label_of, op_line
-from scopetrace.view.tree import Op, Section, Tree, named, target_text
+from scopetrace.view.tree import Op, Section, Tree, target_text
 
 
 def chrome_trace(program: TracedProgram) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from scopetrace._compat.symbols import Symbolic, number_text
 from scopetrace.containers.structure import container_type, leaves, open_container
 from scopetrace.formatting import LONGEST, short_repr
 from scopetrace.ir.tape import BodyTape, Tape
-from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path
+from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 
@@ -411,34 +411,6 @@ Namer = Callable[[torch.fx.Node], str]
 """Gives the text of a node where it is an argument or result."""
 
 _PLAIN = (int, float, bool, complex, str, bytes, type(None))
-
-
-def type_text(value: Any) -> str:
-    """`f32[2, 3]` for a tensor, `Sym(2*batch)` for a symbolic number, `(f32[2], f32[3])` for several."""
-    if isinstance(value, torch.Tensor):
-        sizes = (number_text(size) if isinstance(size, Symbolic) else str(size) for size in value.shape)
-        return f"{dtype_text(value.dtype)}[{', '.join(sizes)}]"
-    if isinstance(value, Symbolic):
-        return f"Sym({number_text(value)})"
-    if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(type_text, value))})"
-    return "" if value is None else type(value).__name__
-
-
-def dtype_text(dtype: torch.dtype) -> str:
-    """torch's short name of a dtype: `f32`, `i64`, `b8`."""
-    return str(getattr(dtype, "abbr", dtype))
-
-
-def named(node: torch.fx.Node) -> str:
-    """`%name`; a parameter, buffer or constant by its name in the model."""
-    return str(node.target) if node.op == "get_attr" else f"%{node.name}"
-
-
-def typed(node: torch.fx.Node) -> str:
-    """`%name: f32[2, 3]`."""
-    text = type_text(node_value(node))
-    return f"{named(node)}: {text}" if text else named(node)
 
 
 def value_text(x: Any, name: Namer, limit: int | None = None) -> str:

@@ -27,9 +27,8 @@ const isOpen = (box) => open.has(box.id) && box.children.length > 0;
 
 function size(box) {
   if (isOpen(box)) return layout(box);
-  const notes = box.cost ? [box.cost] : [];
-  const w = Math.max(width(cut(box.label, 60), 12), ...notes.map((n) => width(n, 10))) + 26;
-  return { width: Math.max(w, 50), height: 12 + LINE * (1 + notes.length) };
+  const w = Math.max(width(cut(box.label, 60), 12), ...box.notes.map(([, text]) => width(cut(text, 44), 10))) + 28;
+  return { width: Math.max(w, 50), height: 12 + LINE * (1 + box.notes.length) };
 }
 
 function layout(box) {
@@ -58,13 +57,13 @@ function layered(box) {
     const from = child < 0 ? "i" + slot : "c" + child, to = target < 0 ? "o" + into : "c" + target;
     used.add(from).add(to);
     const wire = from + " " + to;
-    wires.set(wire, [...(wires.get(wire) || []), type]);
+    wires.set(wire, [...(wires.get(wire) || []), child < 0 || target < 0 ? "" : type]);  // a port has its type in it
   }
   box.children.forEach((id, k) => graph.setNode("c" + k, { ...size(boxes[id]), child: id }));
   ports.forEach((node, name) => { if (used.has(name)) graph.setNode(name, node); });
   wires.forEach((types, wire) => {
-    const label = types[0] + (types.length > 1 ? " +" + (types.length - 1) : "");
-    graph.setEdge(...wire.split(" "), { label, width: width(label, 10) + 6, height: 12, labelpos: "c" });
+    const label = types[0] && types[0] + (types.length > 1 ? " +" + (types.length - 1) : "");
+    graph.setEdge(...wire.split(" "), label ? { label, width: width(label, 10) + 6, height: 12, labelpos: "c" } : {});
   });
   dagre.layout(graph);
   const edges = graph.edges().map((e) => ({ ...graph.edge(e) }));
@@ -111,16 +110,18 @@ function render() {
 }
 
 function drawBox(parent, box, x, y, w, h, left, top) {
-  const kind = box.kind + (isOpen(box) ? " open" : "") + (box.mutates.length ? " mutates" : "") + (box === selected ? " selected" : "");
+  const kind = box.kind + (isOpen(box) ? " open" : "") + (box.notes.some(([of]) => of === "writes") ? " writes" : "") + (box === selected ? " selected" : "");
   const group = draw(parent, "g", { class: "box " + kind, transform: `translate(${x - w / 2},${y - h / 2})` });
   placed.set(box.id, { x: left + x, y: top + y, w, h, group });
   const rect = draw(group, "rect", { width: w, height: h });
   rect.addEventListener("click", (event) => { event.stopPropagation(); if (!moved) { select(box); if (box.children.length) toggle(box); } });
-  draw(rect, "title", {}, box.key);
+  draw(rect, "title", {}, [box.text || box.key, ...box.notes.map(([, text]) => text)].join("\n"));
   const sign = box.children.length ? (isOpen(box) ? "▾ " : "▸ ") : "";
   if (!isOpen(box)) {
     draw(group, "text", { x: w / 2, y: 17, "text-anchor": "middle" }, sign + cut(box.label, 60));
-    if (box.cost) draw(group, "text", { x: w / 2, y: 17 + LINE, "text-anchor": "middle", class: "note" }, box.cost);
+    box.notes.forEach(([of, text], k) => {
+      draw(group, "text", { x: w / 2, y: 17 + LINE * (k + 1), "text-anchor": "middle", class: "note " + of }, cut(text, 44));
+    });
     return;
   }
   draw(group, "text", { x: 10, y: 17 }, sign + cut(box.label, 80));
@@ -151,7 +152,7 @@ function drawEdge(parent, edge) {
     path += ` Q${p.x},${p.y} ${(p.x + next.x) / 2},${(p.y + next.y) / 2}`;
   });
   draw(parent, "path", { class: "edge", d: `${path} L${last.x},${last.y}` });
-  draw(parent, "text", { x: edge.x, y: edge.y + 4, "text-anchor": "middle", class: "note" }, edge.label);
+  if (edge.label) draw(parent, "text", { x: edge.x, y: edge.y + 4, "text-anchor": "middle", class: "note type" }, edge.label);
 }
 
 // ---- opening, selecting, searching
@@ -167,16 +168,22 @@ function toggle(box) {
 }
 
 function select(box) {
-  if (selected) placed.get(selected.id)?.group.classList.remove("selected");
+  const mark = (at, isOn) => [placed.get(at.id)?.group, rows.get(at.id)].forEach((node) => node?.classList.toggle("selected", isOn));
+  if (selected) mark(selected, false);
   selected = box;
-  placed.get(box.id)?.group.classList.add("selected");
+  mark(box, true);
+  rows.get(box.id)?.scrollIntoView({ block: "nearest" });
   history.replaceState(null, "", "#" + encodeURIComponent(box.key));
   describe(box);
 }
 
 function reveal(box) {
-  for (let around = box.around; around !== undefined; around = boxes[around].around) {
+  const outside = [];
+  for (let around = box.around; around !== undefined; around = boxes[around].around) outside.unshift(around);
+  for (const around of outside) {
     if (!open.has(around)) { open.add(around); layouts.delete(around); }
+    const node = rows.get(around)?.closest("details");
+    if (node && !node.open) { node.open = true; node.dispatchEvent(new Event("toggle")); }
   }
   forget(box.id);
   render();
@@ -188,10 +195,13 @@ function reveal(box) {
   place();
 }
 
-const words = boxes.map((box) => [box.label, box.key, box.name || "", box.text || ""].join("\n").toLowerCase());
+// Labels before names and paths, these before the texts of ops; outer boxes first.
+const words = boxes.map((box) => [box.label, box.name || "", box.key, box.text || ""].map((word) => word.toLowerCase()));
 function find(text) {
   const asked = text.trim().toLowerCase();
-  return asked ? boxes.filter((box) => words[box.id].includes(asked)).slice(0, 50) : [];
+  if (!asked) return [];
+  const rank = (box) => words[box.id].findIndex((word) => word.includes(asked));
+  return boxes.filter((box) => rank(box) >= 0).sort((a, b) => rank(a) - rank(b) || a.id - b.id).slice(0, 50);
 }
 
 const search = document.getElementById("search"), hits = document.getElementById("hits");
@@ -216,6 +226,22 @@ document.addEventListener("keydown", (event) => {
   if (event.key === "/" && document.activeElement !== search) { event.preventDefault(); search.focus(); }
 });
 
+// ---- the tree of modules, each with its share of the FLOPs behind its name
+
+const rows = new Map();
+function branch(parent, box, depth) {
+  const inner = box.children.map((id) => boxes[id]).filter((child) => child.kind !== "op");
+  const node = part(inner.length ? "details" : "div", undefined, parent);
+  const row = part("span", box.label, inner.length ? part("summary", undefined, node) : node);
+  row.style.setProperty("--share", 100 * box.share + "%");
+  row.title = `${box.key}, ${(100 * box.share).toFixed(1)} % of the FLOPs`;
+  row.addEventListener("click", (event) => { event.preventDefault(); reveal(box); });
+  rows.set(box.id, row);
+  const fill = () => inner.forEach((child) => rows.has(child.id) || branch(node, child, depth - 1));
+  node.addEventListener("toggle", fill);
+  if (depth > 0 && box.kind !== "run") { node.open = true; fill(); }
+}
+
 // ---- the panel
 
 const panel = document.getElementById("panel");
@@ -225,23 +251,39 @@ function part(tag, text, parent) {
   (parent || panel).appendChild(node);
   return node;
 }
-function table(title, rows) {
+function table(title, rows, most = Infinity) {
   if (!rows.length) return;
-  part("h3", title);
-  const body = part("table");
+  const around = part("details");
+  around.open = rows.length <= most;
+  part("summary", title + (around.open ? "" : ` (${rows.length})`), around);
+  const body = part("table", undefined, around);
+  body.className = title.split(" ")[0];
   for (const row of rows) { const line = part("tr", undefined, body); row.forEach((cell) => part("td", cell, line)); }
 }
 function describe(box) {
   panel.textContent = "";
+  const path = part("nav");
+  for (let around = box.around; around !== undefined; around = boxes[around].around) {
+    const link = document.createElement("a"), to = boxes[around];
+    link.textContent = cut(to.label, 40);
+    link.addEventListener("click", () => reveal(to));
+    path.prepend(link, " / ");
+  }
   part("h2", box.label);
-  part("code", box.text || box.key);
+  if (box.text) part("code", box.text);
   table("", box.facts);
+  for (const [of, text] of box.notes) if (of === "writes" || of === "shares") part("p", text).className = of;
   table("takes", box.inputs);
   table("gives", box.outputs);
-  table("attributes of the module", box.attributes || []);
-  table("parameters and buffers", box.parameters.map((name) => [name]));
-  table("changes", box.mutates.map((name) => [name]));
   if (box.source !== undefined) { part("h3", "source"); part("code", program.sources[box.source]); }
+  table("parameters and buffers", parameters(box), 12);
+  table("attributes of the module", box.attributes || [], 12);
+}
+function parameters(box) {
+  const found = new Map();
+  const add = (inner) => { (inner.parameters || []).forEach((row) => found.set(row[0], row)); inner.children.forEach((id) => add(boxes[id])); };
+  add(box);
+  return [...found.values()];
 }
 
 // ---- moving
@@ -249,10 +291,13 @@ function describe(box) {
 const at = { x: 20, y: 20, scale: 1 };
 let moved = false;
 function place() { view.setAttribute("transform", `translate(${at.x},${at.y}) scale(${at.scale})`); }
-function fit() {
+function largest() {
   const { width: w, height: h } = size(boxes[0]);
-  at.scale = Math.min(1, (canvas.clientWidth - 40) / w, (canvas.clientHeight - 40) / h);
-  at.x = (canvas.clientWidth - w * at.scale) / 2;
+  return Math.min(1, (canvas.clientWidth - 40) / w, (canvas.clientHeight - 40) / h);
+}
+function fit(least) {
+  at.scale = Math.max(least, largest());
+  at.x = Math.max(20, (canvas.clientWidth - size(boxes[0]).width * at.scale) / 2);
   at.y = 20;
   place();
 }
@@ -273,8 +318,21 @@ canvas.addEventListener("pointerdown", (event) => {
   window.addEventListener("pointermove", move);
   window.addEventListener("pointerup", () => window.removeEventListener("pointermove", move), { once: true });
 });
-function foldAll() { open.clear(); open.add(0); layouts.clear(); render(); fit(); }
-document.getElementById("fit").addEventListener("click", fit);
+function foldAll() { open.clear(); open.add(0); layouts.clear(); render(); fit(0); }
+
+// At first, as many levels are open as fit on the screen in a size that can be read.
+const READABLE = 0.75;
+function unfold() {
+  const inside = (list) => list.flatMap((box) => box.children.map((id) => boxes[id]));
+  for (let level = [boxes[0]]; level.length && level.length < 40; level = inside(level)) {
+    const large = level.filter((box) => box.kind !== "run" && inside([box]).some((child) => child.children.length || box.children.length > 2));
+    large.forEach((box) => open.add(box.id));
+    layouts.clear();
+    if (largest() < READABLE) { large.forEach((box) => box.id && open.delete(box.id)); layouts.clear(); return; }
+    level = large;
+  }
+}
+document.getElementById("fit").addEventListener("click", () => fit(0));
 document.getElementById("fold").addEventListener("click", foldAll);
 
 function follow() {
@@ -282,6 +340,9 @@ function follow() {
   if (box && box !== selected) reveal(box);
 }
 window.addEventListener("hashchange", follow);
-foldAll();
+branch(document.getElementById("tree"), boxes[0], 2);
+unfold();
+render();
+fit(0.6);
 describe(boxes[0]);
 follow();
