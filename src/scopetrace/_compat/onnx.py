@@ -14,8 +14,8 @@ from unittest import mock
 import onnx_ir as ir
 import torch.fx
 from onnx_ir.passes import common
-from onnxscript import rewriter
-from onnxscript.rewriter import _basics, pattern
+from onnxscript import optimizer, rewriter
+from onnxscript.rewriter import onnx_fusions, pattern
 from onnxscript.rewriter._matcher import SimplePatternMatcher
 from onnxscript.rewriter.rules.common import _no_op
 from torch._decomp import get_decompositions
@@ -136,6 +136,22 @@ def node_in_error(causes: Sequence[BaseException]) -> str | None:
     return None
 
 
+class QuickRule(pattern.RewriteRule):
+    """A rule that is tried on nodes of its pattern's op only; onnxscript's own begins a match at every node."""
+
+    def __init__(self, rule: pattern.RewriteRule) -> None:
+        self.__dict__.update(rule.__dict__)
+        self._op = rule._target_pattern.output_nodes[0].op_identifier()
+        if not rule._target_pattern.has_single_output_node:  # SlicesSplit
+            self._matcher = SiblingMatcher(rule._target_pattern)
+
+    def try_rewrite(self, model: ir.Model, graph_or_function: Any, node: ir.Node, **options: Any) -> Any:
+        """As in the base class."""
+        if self._op is not None and self._op != node.op_identifier():
+            return None
+        return super().try_rewrite(model, graph_or_function, node, **options)
+
+
 class SiblingMatcher(SimplePatternMatcher):
     """Matches patterns of several nodes that read one tensor, looking only at what reads the inputs of the first one.
 
@@ -144,10 +160,6 @@ class SiblingMatcher(SimplePatternMatcher):
 
     def match(self, model: ir.Model, graph_or_function: Any, node: ir.Node, **options: Any) -> Any:
         """As in the base class."""
-        if self.pattern.has_single_output_node:
-            return super().match(model, graph_or_function, node, **options)
-        if self.pattern.output_nodes[0].op_identifier() != node.op_identifier():
-            return _basics.MatchResult().fail("another op")
         siblings: Any = _Siblings(graph_or_function, node)
         return super().match(model, siblings, node, **options)
 
@@ -167,12 +179,10 @@ def optimize(model: ir.Model, kept: Container[str]) -> None:
     """Run torch.onnx's optimizer, on a model that has no functions.
 
     Constants are exact: torch.onnx's own rules take 1e-8, say an `eps`, for 0. Initializers with the names in `kept`
-    are not merged with equal ones.
+    are not merged with equal ones; where there are some, the model was optimized before and has its shapes.
     """
     others = [rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in _no_op.rules.rules]
-    for rule in others:
-        if not rule._target_pattern.has_single_output_node:  # SlicesSplit
-            rule._matcher = SiblingMatcher(rule._target_pattern)
+    rules = [QuickRule(rule) for rule in (*_exact_rules(), *others)]
 
     class Deduplicate(common.DeduplicateInitializersPass):
         def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -184,10 +194,11 @@ def optimize(model: ir.Model, kept: Container[str]) -> None:
             return result
 
     with (
-        mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", (*_exact_rules(), *others)),
+        mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", tuple(rules)),
         mock.patch.object(common, "DeduplicateInitializersPass", Deduplicate),
     ):
-        _registration.onnxscript_apis.optimize(model)  # type: ignore[attr-defined]
+        optimizer.optimize_ir(model, onnx_shape_inference=not kept)
+        onnx_fusions.fuse(model)
 
 
 def _exact_rules() -> list[Any]:

@@ -194,8 +194,7 @@ def export(program: TracedProgram, options: Options, say: Say) -> Exported:
         combined = CombinedGraph(lowering, bodies, is_left_out)
         say(f"translating {len(combined.graph.nodes):,} nodes")
         exported = exported_program(combined.root, combined.graph)
-        optimized = options.optimize and not flat
-        return combined, translate(exported, options.opset_version, optimized, ops)
+        return combined, translate(exported, options.opset_version, options.optimize, ops)
 
     def is_plugin(function: Function) -> bool:
         return _is_plugin(function, plugins)

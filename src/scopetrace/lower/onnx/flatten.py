@@ -1,8 +1,8 @@
 """A flat model from one in which repeated layers are functions.
 
 Data flow:
-    the model is outlined by its layers, so that each distinct one is translated once (export)
-    -> weights as initializers, functions inlined -> torch.onnx's optimizer, which folds what depends on weights alone
+    the model is outlined by its layers, so that each distinct one is translated and optimized once (export)
+    -> weights as initializers, functions inlined -> the optimizer again, which folds what depends on weights alone
     -> nodes named after the call that they came from
 """
 
