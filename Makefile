@@ -18,7 +18,7 @@ ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format zoo dynamic orders zoo-onnx exported bench docs ci clean
+.PHONY: help env demo test test-all lint format zoo dynamic orders zoo-onnx exported bench clients docs pictures ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -78,6 +78,9 @@ clients: $(STAMP) ## Install compilers that read ExportedPrograms, and compare t
 docs: $(STAMP) ## Build the documentation as a site, in site/
 	$(PIP_INSTALL) --group docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+pictures: $(STAMP) ## Make the pictures of the documentation anew; needs Graphviz and Chromium
+	$(BIN)/python docs/pictures.py
 
 ci: ## Do what CI does
 	.ci/run

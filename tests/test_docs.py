@@ -26,13 +26,15 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from click.testing import CliRunner
 from test_layers import LAYERS
 
 from scopetrace.cli import main
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+README, DOCS = ROOT / "README.md", ROOT / "docs"
+PAGES = [README, *sorted(DOCS.rglob("*.md"))]
 ALL_PAGES = [*PAGES, ROOT / "CONTRIBUTING.md"]
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -112,7 +114,7 @@ class Page:
                 yield command, expected, result.output
 
 
-@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_the_blocks_of_a_page_print_what_it_says(page, tmp_path, monkeypatch):
     run = Page(tmp_path)
     monkeypatch.chdir(tmp_path)
@@ -149,7 +151,7 @@ def anchors(text: str) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page):
     text = page.read_text()
     for target in re.findall(r"\]\(([^)\s]+)\)", FENCE.sub("", text)):
@@ -160,13 +162,48 @@ def test_links_lead_somewhere(page):
             assert not anchor or anchor in anchors(file.read_text()), f"{page.name}: {target}"
 
 
-def test_every_page_is_linked_from_the_readme():
-    readme = (ROOT / "README.md").read_text()
-    assert [page.name for page in PAGES[1:] if f"](docs/{page.name})" not in readme] == []
+def links(page: Path) -> set[Path]:
+    """The files that a page links to."""
+    targets = re.findall(r"\]\(([^)#\s]+)", FENCE.sub("", page.read_text()))
+    return {(page.parent / target).resolve() for target in targets if not target.startswith("http")}
+
+
+def test_links_from_the_readme_lead_to_every_page():
+    found, new = set(), {README}
+    while new:
+        found |= new
+        new = set().union(*map(links, new)) & set(PAGES) - found
+    assert sorted(page.name for page in set(PAGES) - found) == []
+
+
+def test_the_site_has_every_page():
+    def pages(entries):
+        for entry in entries:
+            yield from [entry] if isinstance(entry, str) else pages(*entry.values())
+
+    listed = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
+    made = ["changelog.md", "contributing.md"]  # docs/hooks.py takes them from the repository's root
+    assert sorted(listed) == sorted([*made, *(str(page.relative_to(DOCS)) for page in PAGES[1:])])
+
+
+def test_every_image_is_small_and_shown():
+    shown = set().union(*map(links, PAGES))
+    for image in (DOCS / "images").iterdir():
+        assert image in shown, image.name
+        assert image.stat().st_size < 300_000, image.name
 
 
 def test_the_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 130
+    assert len(README.read_text().splitlines()) <= 130
+
+
+def test_figures_of_the_readme_are_measured():
+    """A cell of the comparison that begins with a number has it from the page of measurements."""
+    [table] = re.findall(r"\n(\|(?:.+\|\n)+)", README.read_text())
+    measured = set(re.findall(r"[\d.]+", (DOCS / "benchmarks.md").read_text()))
+    figures = [number for cell in table.split("|") if cell.strip()[:1].isdigit() for number in re.findall(r"[\d.]+", cell)]
+    assert len(figures) > 5
+    assert [number for number in figures if number not in measured] == []
 
 
 # Refusals -------------------------------------------------------------------------------------------------------------

@@ -353,16 +353,16 @@ def test_the_text_of_a_picture():
           n5 [label="Linear[b]\\n16 parameters, 64 FLOP", fillcolor="#ddf4ff"]
           n6 [label="aten.add.Tensor", fillcolor="#ffffff"]
           }
-          n2 -> n3 [label="f32[2, 4]"]
-          n3 -> n4 [label="f32[2, 4]"]
-          n4 -> n6 [label="f32[2, 4]"]
-          n5 -> n6 [label="f32[2, 4]"]
+          n2 -> n3 [label=" f32[2, 4]"]
+          n3 -> n4 [label=" f32[2, 4]"]
+          n4 -> n6 [label=" f32[2, 4]"]
+          n5 -> n6 [label=" f32[2, 4]"]
           }
           n7 [label="x", shape=ellipse, style=filled, fillcolor="#eaeef2"]
-          n7 -> n2 [label="f32[2, 4]"]
-          n7 -> n5 [label="f32[2, 4]"]
+          n7 -> n2 [label=" f32[2, 4]"]
+          n7 -> n5 [label=" f32[2, 4]"]
           n8 [label="out", shape=ellipse, style=filled, fillcolor="#eaeef2"]
-          n6 -> n8 [label="f32[2, 4]"]
+          n6 -> n8 [label=" f32[2, 4]"]
         }
         """,
     )

@@ -15,7 +15,7 @@ from scopetrace.errors import ViewDependencyError
 from scopetrace.view.boxes import Box, End, Port
 
 _STYLE = """\
-  graph [fontname="Helvetica", fontsize=11, style="rounded", nodesep=0.25, ranksep=0.35, compound=true]
+  graph [fontname="Helvetica", fontsize=11, style="rounded", nodesep=0.25, ranksep=0.35, labeljust=l]
   node [fontname="Helvetica", fontsize=10, shape=box, style="rounded,filled", color="#57606a", margin="0.12,0.05"]
   edge [fontname="Helvetica", fontsize=8, color="#57606a", fontcolor="#57606a", arrowsize=0.6]"""
 _FILL = {"call": "#ddf4ff", "run": "#fff8c5", "scope": "#fbefff", "body": "#fbefff", "op": "#ffffff"}
@@ -87,7 +87,7 @@ class _Drawing:
         return node
 
     def _edge(self, source: str, target: str, text: str) -> None:
-        self.lines.append(f"  {source} -> {target} [label={_quoted(text)}]")
+        self.lines.append(f"  {source} -> {target} [label={_quoted(' ' + text)}]")
 
     def _draw(self, box: Box, depth: int, level: int) -> _Ends:
         is_small = box.kind == "call" and len(box.children) == 1 and box.children[0].kind == "op"

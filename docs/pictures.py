@@ -1,0 +1,105 @@
+"""Makes docs/images: `make pictures`. Needs the extras zoo and view, Graphviz, and Chromium for the screenshots.
+
+Data flow:
+    DATA_FLOW -> Graphviz -> data-flow.svg
+    models with random weights -> traces -> Trace.to_svg, and pages -> Chromium -> screenshots
+"""
+
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import graphviz
+import torch
+import torchvision
+from torch import nn
+from transformers import BertConfig, BertModel
+
+import scopetrace as st
+
+IMAGES = Path(__file__).parent / "images"
+
+DATA_FLOW = """
+digraph {
+  graph [rankdir=TB, nodesep=0.25, ranksep=0.3, bgcolor=white]
+  node [fontname="Helvetica", fontsize=10, shape=box, style="rounded,filled", fillcolor="#ffffff", color="#57606a"]
+  edge [fontname="Helvetica", fontsize=9, color="#57606a", fontcolor="#0550ae", arrowsize=0.6]
+  model [label="model, example inputs", fillcolor="#eaeef2"]
+  recorded [label="recorded tape\\nops as they ran, module calls,\\nwhich tensors share memory", fillcolor="#ddf4ff"]
+  functional [label="functional tape\\nno op writes", fillcolor="#ddf4ff"]
+  write_back [label="write-back\\ncopies into inputs and buffers", fillcolor="#ddf4ff"]
+  trace [label="Trace", fillcolor="#fff8c5"]
+  gm [label="graph_module, calls\\nsave, check, a call"]
+  view [label="print, summary, diff\\nHTML, SVG"]
+  outline [label="functions:\\none for each\\ndistinct layer"]
+  lower [label="ONNX,\\nExportedProgram"]
+  order [label="execution order"]
+  plans [label="FSDP2 plans,\\npipeline stages"]
+  model -> recorded [label="  record: runs the Python once, on fake tensors"]
+  recorded -> functional [label="functionalize  "]
+  recorded -> write_back
+  functional -> trace
+  write_back -> trace
+  trace -> gm
+  trace -> view
+  trace -> outline [label=" outline"]
+  trace -> lower [label=" lower"]
+  trace -> order [label=" order"]
+  outline -> lower
+  order -> plans [label=" distributed"]
+}
+"""
+
+
+def chromium() -> str:
+    """The browser that takes screenshots."""
+    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if found is None:
+        raise SystemExit("pictures need Chromium")
+    return found
+
+
+def screenshot(page: Path, name: str, fragment: str = "", size: str = "1280,800") -> None:
+    """A picture of an HTML file as a browser shows it, after its scripts have run."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--virtual-time-budget=8000"]
+    target = [f"--screenshot={IMAGES / name}", f"--window-size={size}", page.as_uri() + fragment]
+    subprocess.run([chromium(), *options, *target], check=True, capture_output=True)
+
+
+def resnet() -> st.Trace:
+    return st.trace(torchvision.models.resnet18().eval(), (torch.randn(1, 3, 224, 224),))
+
+
+def bert() -> st.Trace:
+    return st.trace(BertModel(BertConfig()).eval(), (torch.ones(1, 128, dtype=torch.int64),))
+
+
+def versions() -> Iterator[st.Trace]:
+    """Two versions of a model: the second has another activation and no bias in its head."""
+    for activation, bias in ((nn.GELU(), True), (nn.SiLU(), False)):
+        block = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 32), activation, nn.Linear(32, 8))
+        yield st.trace(nn.Sequential(block, nn.Linear(8, 4, bias=bias)), (torch.randn(2, 8),))
+
+
+@torch.no_grad()
+def make(folder: Path) -> None:
+    """All pictures; `folder` is for what they are taken of."""
+    IMAGES.mkdir(exist_ok=True)
+    (IMAGES / "data-flow.svg").write_bytes(graphviz.Source(DATA_FLOW).pipe(format="svg"))
+    resnet().to_svg(IMAGES / "resnet18.svg", depth=1)
+    traced = bert()
+    traced.to_svg(IMAGES / "bert-layer.svg", depth=2, scope="encoder.layer.0")
+    for name, content, size in (
+        ("bert-summary.png", traced.summary(depth=2).to_html(), "1100,400"),
+        ("diff.png", st.diff(*versions()).to_html(), "900,300"),
+    ):
+        page = folder / "page.html"
+        page.write_text(f"<body style='font: 13px sans-serif; margin: 16px'>{content}</body>")
+        screenshot(page, name, size=size)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as made:
+        make(Path(made))
