@@ -1,6 +1,6 @@
 """The site has the files outside of docs/ that pages link to: CONTRIBUTING.md, the examples, results of benchmarks.
 
-Links are written as they lead in the repository: `../examples/giants.py`. On the site that file is `examples/giants.py`.
+Links are written as they lead in the repository, `../examples/giants.py`, which on the site is `examples/giants.py`.
 """
 
 import re

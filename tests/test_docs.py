@@ -201,7 +201,9 @@ def test_figures_of_the_readme_are_measured():
     """A cell of the comparison that begins with a number has it from the page of measurements."""
     [table] = re.findall(r"\n(\|(?:.+\|\n)+)", README.read_text())
     measured = set(re.findall(r"[\d.]+", (DOCS / "benchmarks.md").read_text()))
-    figures = [number for cell in table.split("|") if cell.strip()[:1].isdigit() for number in re.findall(r"[\d.]+", cell)]
+    figures = [
+        number for cell in table.split("|") if cell.strip()[:1].isdigit() for number in re.findall(r"[\d.]+", cell)
+    ]
     assert len(figures) > 5
     assert [number for number in figures if number not in measured] == []
 
