@@ -115,6 +115,33 @@ RIGHT = {
     "a comparison in place, whose gradients are zero": ("two_leaves", ["a = x * 1", "a.eq_(y)"], ("a",)),
     "logic in place, which autograd does not see": ("leaf", ["a = x * 2", "b = a[1:]", "b.logical_not_()"], ("a", "b")),
     "a parameter that gets other memory": ("leaf", ["self.p.data = self.p.data * 0.5", "a = x * self.p"], ("a",)),
+    "a view of inference mode, used outside": (
+        "leaf",
+        [("torch.inference_mode()", "a = x[1:]"), ("torch.inference_mode()", "b = a[:1]"), "c = b[..., 1:]"],
+        ("a", "b", "c"),
+    ),
+    "parts made under inference mode, which have no gradient": (
+        "derived",
+        ["a = x * 2", ("torch.inference_mode()", "b, c = a.chunk(2)"), "d = b * c + a[:2]"],
+        ("b", "d"),
+    ),
+    "a plain buffer is detached": ("leaf", ["self.b.detach_()", "self.b.mul_(x[0])"], ("self.b",)),
+    "an attribute is detached": ("leaf", ["self.b = self.p * x[0]", "self.b.detach_()", "a = x * self.b"], ("a",)),
+    "nothing is detached under inference mode": (
+        "leaf",
+        ["a = x * 2", ("torch.inference_mode()", "a.detach_(); x.detach_()"), "b = a * 3"],
+        ("a", "b"),
+    ),
+    "a derivative by what was made of an input that is written": (
+        "transposed",
+        ["x.detach().mul_(2)", "a = x[:2]", "b = torch.autograd.grad(a.square().sum(), a, create_graph=True)[0]"],
+        ("b",),
+    ),
+    "a derivative beside an input with a hook": (
+        "hooked",
+        ["a = x * 2", "b = torch.autograd.grad((a * self.p).sin().sum(), a, create_graph=True)[0]"],
+        ("b",),
+    ),
     "a leaf beside a write to the memory that it was detached from": (
         "leaf",
         ["a = (x * 2).detach().requires_grad_()", "b = torch.autograd.grad((a**2).sum(), a)[0]", "x.detach().mul_(2)"],
@@ -144,11 +171,6 @@ REFUSED = {
     "a leaf of memory that is written": ("derived", ["a = x.detach().requires_grad_()", "x[1:].zero_()"], ("a",)),
     "a leaf written into an input": ("plain", ["a = x.detach().requires_grad_()", "x.add_(a)"], ("x",)),
     "a parameter made anew": ("plain", ["self.p = torch.nn.Parameter(self.p * 2)"], ("x",)),
-    "a view of inference mode, used outside": (
-        "leaf",
-        [("torch.inference_mode()", "a = x[1:]"), ("torch.inference_mode()", "b = a[:1]"), "c = b[..., 1:]"],
-        ("c",),
-    ),
     "a checkpointed region whose parameter changes afterwards": (
         "leaf",
         [
@@ -161,14 +183,6 @@ REFUSED = {
         "leaf",
         ["self.p.requires_grad_(False)", "a = x * self.p", "self.p.requires_grad = True"],
         ("a",),
-    ),
-    "a view of inference mode, and a derivative by it": (
-        "leaf",
-        [
-            ("torch.inference_mode()", "a = x[1:]"),
-            "b = torch.autograd.functional.vjp(torch.sin, a, a.cos(), create_graph=True)[1]",
-        ],
-        ("b",),
     ),
     "a hook on a view of inference mode": (
         "two_leaves",
@@ -190,6 +204,28 @@ REFUSED = {
     "a derivative by an input that is a view and is written": (
         "leaf_slice",
         ["a = x * 2", "x.detach()[0].add_(1)", "b = torch.autograd.grad(a.sum(), x, materialize_grads=True)[0]"],
+        ("b",),
+    ),
+    "a derivative by an input from which another was computed": (
+        "leaf_and_view",
+        ["a = torch.autograd.grad(y.sin().sum(), x, materialize_grads=True)[0]"],
+        ("a",),
+    ),
+    "a derivative by an input with a hook": ("hooked", ["a = torch.autograd.grad(x.sin().sum(), x)[0]"], ("a",)),
+    "a derivative by a view made under no_grad": (
+        "view_under_no_grad",
+        ["a = torch.autograd.grad(x.sin().sum(), x, materialize_grads=True, allow_unused=True)[0]"],
+        ("a",),
+    ),
+    "a derivative beside inputs that share the memory that is written": (
+        "derived_base_and_view",
+        ["y.mul_(2)", "a = torch.autograd.grad((x * self.p).sin().sum(), self.p)[0]"],
+        ("a",),
+    ),
+    "a view that changes its shape under no_grad": ("leaf", ["a = x[1:]", ("torch.no_grad()", "a.t_()")], ("a",)),
+    "a view under no_grad of what was written over": (
+        "leaf_and_plain",
+        ["a = y * self.p", "a.copy_(x)", ("torch.no_grad()", "b = a[1:]")],
         ("b",),
     ),
     "a gradient that the forward resets": ("leaf", ["self.p.grad = None", "a = x * self.p"], ("a",)),

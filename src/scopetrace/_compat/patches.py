@@ -16,7 +16,7 @@ import math
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +45,7 @@ class Observer(HookListener, Protocol):
     def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called (`method` is "call"), or its forward is ("forward"), by its module or directly."""
 
-    def on_backward(self, *, accumulates: bool) -> None:
+    def on_backward(self, inputs: Sequence[Any], *, accumulates: bool) -> None:
         """The forward differentiates; with `accumulates`, into `.grad`."""
 
     def differentiated(self, t: torch.Tensor) -> torch.Tensor:
@@ -253,7 +253,7 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
     def reported(outer: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
             if mine():
-                observer.on_backward(accumulates=accumulate_grad)
+                observer.on_backward(args[4] if len(args) > 4 else (), accumulates=accumulate_grad)
                 args = pytree.tree_map_only(torch.Tensor, observer.differentiated, args)
             return outer(*args, accumulate_grad=accumulate_grad, **kwargs)
 

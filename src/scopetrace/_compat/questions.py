@@ -17,7 +17,7 @@ import importlib
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any, Protocol
 
@@ -375,8 +375,8 @@ class HookListener(Protocol):
     def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
         """The forward sets `requires_grad` of a tensor."""
 
-    def on_detach(self, t: torch.Tensor) -> None:
-        """The forward detaches a tensor in place."""
+    def on_detach(self, t: torch.Tensor) -> bool:
+        """The forward detaches a tensor in place. Returns whether that changes anything."""
 
     def on_grad(self, t: torch.Tensor) -> None:
         """The forward reads or sets `grad` of a tensor."""
@@ -396,12 +396,34 @@ def is_module_hook(cls: Any) -> bool:
     return cls is BackwardHookFunction
 
 
-def acts_on_gradients(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether one of these tensors has a hook on its gradient, or is a leaf and yet a view of what requires grad."""
-    bases = (t._base for t in tensors if t.is_leaf)
-    return any(base is not None and base.requires_grad for base in bases) or any(
-        t._backward_hooks or t.retains_grad for t in tensors
-    )
+def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tensor]) -> bool:
+    """Whether the derivative by one of these tensors is not what the ops of the forward say.
+
+    It has a hook on its gradient, or is a leaf and yet a view of what requires grad, which has none; or a tensor from
+    `outside` of the forward was computed from it.
+    """
+    if any(t._backward_hooks or t.retains_grad or _is_leaf_view(t) for t in by):
+        return True
+    edges = {_edge(t) for t in by if t.requires_grad}
+    seen: set[Any] = set()
+    work = [t.grad_fn for t in outside if t.grad_fn is not None] if edges else []
+    while work:
+        node = work.pop()
+        if node not in seen:
+            seen.add(node)
+            if not edges.isdisjoint(node.next_functions):
+                return True
+            work += [found for found, _ in node.next_functions if found is not None]
+    return False
+
+
+def _is_leaf_view(t: torch.Tensor) -> bool:
+    return t.is_leaf and t._base is not None and t._base.requires_grad
+
+
+def _edge(t: torch.Tensor) -> tuple[Any, int]:
+    edge = torch.autograd.graph.get_gradient_edge(t)
+    return edge.node, edge.output_nr
 
 
 def report_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
@@ -453,9 +475,7 @@ def _report_flags(replace: Replace, listener: HookListener, mine: Mine) -> None:
         return t
 
     def detach_(self: torch.Tensor) -> torch.Tensor:
-        if mine():
-            listener.on_detach(self)
-        return detach(self)
+        return detach(self) if not mine() or listener.on_detach(self) else self
 
     def get_grad(self: torch.Tensor) -> Any:
         if mine() and not _asker().startswith(NOT_THE_MODEL):

@@ -161,7 +161,7 @@ class FakeMaker:
         self, storage: torch.UntypedStorage, size: Any, stride: Any, offset: int, like: torch.Tensor
     ) -> torch.Tensor:
         """A fake in `storage`, of the meta device, with dtype, device and `requires_grad` of `like`."""
-        with without_dispatch(), torch.no_grad():
+        with without_dispatch(), _normal_tensors() if not is_inference_of(like) else _NOTHING, torch.no_grad():
             meta = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, offset, size, stride)
             return self._wrap(meta, like.device, like.requires_grad)
 
@@ -191,10 +191,10 @@ class FakeMaker:
         """
 
         def fake(meta: torch.Tensor) -> torch.Tensor:
-            requires_grad = base.requires_grad and (grad or (not inference and storage_id(meta) == storage_id(base)))
+            requires_grad = base.requires_grad and (grad or storage_id(meta) == storage_id(base))
             return base if meta is base else self._wrap(meta, base.device, requires_grad)
 
-        grad, inference = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        grad = torch.is_grad_enabled()
         with without_dispatch(), _normal_tensors() if not is_inference_of(base) else _NOTHING:
             with in_kernel_invocation_manager(self.mode):
                 out = func(base, *args)

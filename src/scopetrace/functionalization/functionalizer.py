@@ -105,6 +105,8 @@ class Functionalizer(TapeCopier):
         emit = self.emitter.simplifying(reader, grad=True)
         for v, new in found.items():
             lost = before.of(v) & ~after.of(new) & ~bits.get(v, 0) if new.requires_grad else 0
+            if lost and before.is_cut(v):
+                raise refusal("a result is a view made under no_grad of a tensor that was written over", v.op)
             for leaf in [leaf for leaf, bit in bits.items() if bit & lost]:
                 total = emit(_aten.sum.default, self.originals[leaf])
                 if total.fake.dtype != new.fake.dtype:
@@ -351,6 +353,9 @@ class Functionalizer(TapeCopier):
         if variant is None:
             raise refusal(f"{op.target} has no pure form", op)
         aliases = self.sets[before.storage]
+        made = aliases.views.get(aliases.same(before))
+        if made is not None and before.requires_grad and before.op.grad and not op.grad:
+            raise refusal("a view that requires grad changes its shape in place under no_grad", op)
         now = aliases.read(before, self.moved(op))
         rest = self.present(op.args[1:], op)
         new = self.emitter.run(self.moved(op), variant.op, (now, *rest), dict(op.kwargs))

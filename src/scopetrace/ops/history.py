@@ -61,6 +61,7 @@ class History:
         self._assumed = assumed
         self._family: dict[Value, Value] = {}  # of views that of their base
         self._bits: dict[Value, int] = {}  # of the first of each family
+        self._cut: set[Value] = set()  # views made without autograd, and views of these
         for op in ops:
             self._follow(op, of_modules)
             for v in leaves.keys() & op.values():
@@ -70,6 +71,10 @@ class History:
     def of(self, v: Value) -> int:
         """The bits of the leaves that autograd leads to from a value, as the last op left it."""
         return self._bits.get(self._family.get(v, v), 0)
+
+    def is_cut(self, v: Value) -> bool:
+        """Whether a value requires grad as its base does, and yet no gradient goes from it to the base."""
+        return v in self._cut
 
     def is_detached(self, v: Value) -> bool:
         """Whether autograd takes a value for a tensor of its own, in the memory of another."""
@@ -82,6 +87,8 @@ class History:
             if sharing and op.target not in DETACHED:
                 base = next((i for i in sharing if i.fake is v.fake), sharing[0])
                 self._family[v] = self._family.get(base, base)
+                if base in self._cut or not (op.grad or base.fake is v.fake):
+                    self._cut.add(v)
         if not (op.grad or self._assumed) or op.target in DETACHED:
             return
         bits = of_modules if op.kind == "call_module" else 0

@@ -375,8 +375,12 @@ class ValueTable:
 
     def is_outside(self, t: torch.Tensor) -> bool:
         """Whether a tensor is an input, or real: of the model, or from a closure or global."""
+        return self.is_given(t) or self._model.owner(unwrapped(t)) is not None
+
+    def is_given(self, t: torch.Tensor) -> bool:
+        """Whether a tensor was there before the forward ran."""
         t = unwrapped(t)
-        return not isinstance(t, FakeTensor) or id(t) in self._given or self._model.owner(t) is not None
+        return not isinstance(t, FakeTensor) or id(t) in self._given
 
     def are_one_view(self, a: torch.Tensor, b: torch.Tensor) -> bool:
         """Whether both are the same view of the same storage."""

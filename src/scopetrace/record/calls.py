@@ -13,12 +13,13 @@ arrives here too: autograd, seeding, writes to `.data`.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import fnmatch
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -29,7 +30,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from scopetrace._compat.export import is_guard
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
-from scopetrace._compat.questions import acts_on_gradients, is_module_hook
+from scopetrace._compat.questions import has_other_gradient, is_module_hook
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_view, requires_grad_of, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
@@ -202,8 +203,8 @@ class CallRecorder:
 
     # ---------------------------------------------------------------- what else the forward does
 
-    def on_backward(self, *, accumulates: bool) -> None:
-        """The forward differentiates."""
+    def on_backward(self, inputs: Sequence[Any], *, accumulates: bool) -> None:
+        """The forward differentiates by `inputs`."""
         if accumulates:
             raise UnsupportedOpError(
                 "the forward calls backward(), which changes .grad of parameters",
@@ -229,16 +230,28 @@ class CallRecorder:
                 **self._builder.where(),
                 hint="give the transform `parameter * 1`, or use the parameter inside of its function",
             )
-        examples, written = self._values.examples, self._builder.tape.written_storages()
-        rewritten = (is_view(t) for v, t in examples.items() if v.requires_grad and v.storage in written)
-        if any(rewritten) or acts_on_gradients([*examples.values(), *self._builder.tape.attributes.values()]):
+        if self._depends_on_outside(inputs):
             raise UnsupportedOpError(
-                "the forward differentiates, and a parameter or an input has a hook, which would change the gradient, "
-                "or is a view that was made under no_grad or is written, which has another one",
+                "the forward differentiates by a parameter or an input that has a hook, from which another input was "
+                "computed, or that is a view made under no_grad or written; or inputs are written that share memory",
                 op="torch.autograd.grad",
                 **self._builder.where(),
-                hint="remove the hook while the model is traced, or differentiate outside of the forward",
+                hint="differentiate by `x.view_as(x)` of an input, or by an input that is detached first; or outside "
+                "of the forward",
             )
+
+    def _depends_on_outside(self, inputs: Sequence[Any]) -> bool:
+        """Whether derivatives by `inputs` are not what the ops say: autograd knows more of the tensors from outside."""
+        tape, examples = self._builder.tape, {id(v.fake): (v, t) for v, t in self._values.examples.items()}
+        given = [t for _, t in examples.values()]
+        by = [examples.get(id(t), (None, t))[1] for t in inputs if isinstance(t, torch.Tensor)]
+        by = [t for t in by if unwrapped(t) is t and not isinstance(t, FakeTensor)]
+        written, sharing = tape.written_storages(), collections.Counter(v.storage for v, _ in examples.values())
+        rewritten = ((v, t) for v, t in examples.values() if v.requires_grad and v.storage in written and is_view(t))
+        if any(sharing[v.storage] > 1 or any(t is other for other in by) for v, t in rewritten):
+            return True
+        with paused():
+            return has_other_gradient(by, [*given, *tape.attributes.values()])
 
     def differentiated(self, t: torch.Tensor) -> torch.Tensor:
         """The fake tensor of a parameter, by which the forward differentiates."""
@@ -289,12 +302,19 @@ class CallRecorder:
         if required and not requires_grad_of(t) and not self._values.is_outside(t):
             self._reads.on_requires_grad(t)  # what depends on this leaf must have a gradient from outside too
 
-    def on_detach(self, t: torch.Tensor) -> None:
-        """The forward detaches a tensor in place."""
-        if self._values.is_outside(t):
-            self._refuse_flag("detaches a tensor of the model, or an input, in place", "detach_")
+    def on_detach(self, t: torch.Tensor) -> bool:
+        """The forward detaches a tensor in place. One from outside that does not require grad stays as it is.
+
+        So do all in inference mode, where autograd does not see the op.
+        """
         if torch.is_inference_mode_enabled():
-            self._refuse_flag("detaches a tensor under torch.inference_mode(), where it keeps its history", "detach_")
+            return False
+        if self._values.is_given(t):
+            self._reads.on_requires_grad(t)
+            if not requires_grad_of(self._values.value_of(t).fake):
+                return False
+            self._refuse_flag("detaches a tensor of the model, or an input, in place", "detach_")
+        return True
 
     def on_grad(self, t: torch.Tensor) -> None:
         """The forward reads or sets `grad`."""

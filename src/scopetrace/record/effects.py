@@ -436,30 +436,6 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
         yield from ((leaf, op) for i, leaf in enumerate(plain) if found >> i & 1)
 
 
-def refuse_inference_views(tape: RecordedTape, results: Iterable[Value]) -> None:
-    """Raise UnsupportedOpError for a view that was made in inference mode and that autograd sees used outside."""
-    views: set[Value] = set()
-    for op in tape.ops if tape.grad else ():
-        if not op.grad:
-            tracked = {v.storage for v in op.inputs() if v.requires_grad or v in views}
-            lacking = (v for v in op.values() if not v.requires_grad and can_require_grad(v))
-            views.update(v for v in lacking if v.storage in tracked and op.target is not torch.ops.aten.detach.default)
-        elif views and not views.isdisjoint(op.inputs()):
-            _refuse_inference_view(op)
-    for v in results if views else ():
-        if v in views:
-            _refuse_inference_view(v.op)
-
-
-def _refuse_inference_view(op: Op) -> None:
-    raise UnsupportedOpError(
-        "a view of a tensor that requires grad is made under torch.inference_mode() and used outside, where autograd "
-        "takes it for another tensor each time",
-        **_place(op),
-        hint="make the view outside of torch.inference_mode(), or under torch.no_grad()",
-    )
-
-
 def refuse_recomputed(tape: RecordedTape, regions: Iterable[Region]) -> None:
     """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before."""
     for region in regions:

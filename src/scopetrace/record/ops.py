@@ -36,7 +36,7 @@ from scopetrace._compat.ops import (
     with_mode,
     without_transforms,
 )
-from scopetrace._compat.questions import default_dtype, inference_mode_enabled
+from scopetrace._compat.questions import default_dtype
 from scopetrace._compat.questions import grad_enabled as _grad_enabled
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
@@ -53,7 +53,7 @@ from scopetrace._compat.tensors import (
 from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
-from scopetrace.ir.tape import Value, flat, map_argument, values_in
+from scopetrace.ir.tape import Value, flat, map_argument
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable, layout_of
@@ -406,7 +406,6 @@ class OpRecorder:
             if out is not None and not _tensors(out):
                 return out  # a question about metadata, answered
         results = self.values.new_results(out)
-        _note_inference_views(results, call.inputs)
         self._append(call, results, written, unbacked, before.tracked)
         if moved:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
@@ -505,13 +504,6 @@ class _BeforeWrite:
             if _version(t) != old and value.storage not in storages
         ]
         return tuple(dict.fromkeys(found))
-
-
-def _note_inference_views(results: Any, inputs: list[Value]) -> None:
-    """Views that are made in inference mode do not require grad. torch says so only as long as the mode is on."""
-    if inference_mode_enabled():
-        for v in values_in(results):
-            v.requires_grad = v.requires_grad and any(v.fake is i.fake for i in inputs)
 
 
 def _lift_fresh(ops: OpRecorder, t: torch.Tensor) -> torch.Tensor:

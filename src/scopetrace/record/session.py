@@ -75,7 +75,6 @@ from scopetrace.record.dynamic_shapes import (
 from scopetrace.record.effects import (
     EffectWatch,
     inputs_made_leaves,
-    refuse_inference_views,
     refuse_lost_gradients,
     refuse_recomputed,
     without_hidden_gradients,
@@ -315,7 +314,6 @@ class Recording:
             raise self.builder.deferred[0]
         results = leaves(tape.outputs, Value)
         refuse_lost_gradients(tape, results, self.values.examples)
-        refuse_inference_views(tape, results)
         refuse_recomputed(tape, self.builder.regions)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
