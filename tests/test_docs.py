@@ -30,6 +30,7 @@ import yaml
 from click.testing import CliRunner
 from test_layers import LAYERS
 
+import scopetrace as st
 from scopetrace.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -184,6 +185,12 @@ def test_the_site_has_every_page():
     listed = list(pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]))
     made = ["changelog.md", "contributing.md"]  # docs/hooks.py takes them from the repository's root
     assert sorted(listed) == sorted([*made, *(str(page.relative_to(DOCS)) for page in PAGES[1:])])
+
+
+def test_the_api_page_has_every_name():
+    shown = set(re.findall(r"^::: ([\w.]+)", (DOCS / "api.md").read_text(), flags=re.MULTILINE))
+    modules, bases = {"distributed", "errors"}, {c.__name__ for c in vars(st.errors).values() if isinstance(c, type)}
+    assert {f"scopetrace.{name}" for name in set(st.__all__) - modules - bases} - shown == set()
 
 
 def test_every_image_is_small_and_shown():

@@ -260,7 +260,7 @@ class Trace(Shown):
 
         Raises ArgumentError for a pattern that matches no module call, ExportError for what else cannot be expressed:
         changes of an input's shape or storage, changes of tensors that are neither parameters nor buffers, leaf
-        modules, one tensor passed for two inputs.
+        modules.
 
         Warns where the program cannot check what a call of the trace does: FixedValueWarning for numbers in objects
         among the arguments, SideEffectWarning where it depends on Python state that forward writes.
