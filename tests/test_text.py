@@ -460,8 +460,9 @@ def test_scope_pattern():
         'scope("Sequential/Rotary[1]/rotary")',
         'scope("halves")',
     ]
-    nothing = tr.print_readable(scope="*/Conv*", print_output=False)
-    assert nothing.endswith(
+    with pytest.raises(st.ArgumentError) as caught:
+        tr.print_readable(scope="*/Conv*", print_output=False)
+    assert str(caught.value) == (
         "no scope matches '*/Conv*'; paths are such as 'Sequential/Layers[0]' and "
         "'Sequential/Layers[0]/Block[layers.0]', and * stands for any text"
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,17 @@ from scopetrace._compat.graph_module import CompiledApart
 from scopetrace.errors import ArgumentError, ArgumentTypeError, EditError
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.scopes import Scope
+from scopetrace.ir.selection import Selection
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.activations import CallValues, activations
 from scopetrace.program.graph import scope_path
 from scopetrace.program.lint import lint
-from scopetrace.program.selection import Calls, Target, outermost
+from scopetrace.program.selection import Calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
-from scopetrace.view.boxes import boxes
+from scopetrace.view.boxes import boxes, outermost_boxes
 from scopetrace.view.diff import digest
 from scopetrace.view.summary import Summary
-from scopetrace.view.text import render
+from scopetrace.view.text import refuse_unnamed, render
 
 
 class Runnable(CompiledApart):
@@ -120,8 +121,9 @@ class Shown(Runnable):
     def calls(self) -> Calls:
         """Every module call in forward order, the root first.
 
-        A list; besides, `tr.calls["layers.*.mlp"]`, `tr.calls[nn.Linear]` and `tr.calls[predicate]` give the calls that
-        a pattern of names, a class, a module or a predicate names. Raises CallNotFoundError where there is none.
+        A list; besides, `tr.calls["layers.*.mlp"]`, `tr.calls[nn.Linear]`, `tr.calls[predicate]` and
+        `tr.calls["embed", nn.Linear]` give the calls that patterns of names, classes, modules and predicates name.
+        Raises CallNotFoundError for a pattern, class or module that names none.
         """
         return Calls(self._program.calls)
 
@@ -132,21 +134,18 @@ class Shown(Runnable):
         """
         return self.calls.of(fqn, index)
 
-    def activations(self, *args: Any, of: Target | Iterable[Target] = "*", **kwargs: Any) -> dict[str, CallValues]:
+    def activations(self, *args: Any, of: Selection = "*", **kwargs: Any) -> dict[str, CallValues]:
         """Call the trace, and give the values of the arguments and results of chosen module calls.
 
         By `"fqn"`, for a second call of a module `"fqn#1"`, in the order of execution. The call changes inputs and
         buffers as any call does. With autograd on, values have their gradients' history.
 
         Args:
-            of: which calls: a pattern of names, a class, a module, a predicate on a ModuleCall, or several of these.
+            of: which calls, as for `Trace.calls`.
 
         Raises what a call does; CallNotFoundError where a target names no call, or one in a body of `torch.cond`.
         """
-        several = isinstance(of, Iterable) and not isinstance(of, (str, torch.nn.Module))
-        targets: list[Any] = list(of) if several else [of]  # type: ignore[arg-type]
-        chosen = {call for target in targets for call in self.calls[target]}
-        return activations(self._program, [call for call in self.calls if call in chosen], args, kwargs)
+        return activations(self._program, self.calls[of], args, kwargs)
 
     def summary(self, depth: int | None = None) -> Summary:
         """Shapes, parameters, FLOPs and memory by module; prints as a table, `rows` and `to_dict()` have it as data.
@@ -174,14 +173,14 @@ class Shown(Runnable):
         return text
 
     def to_svg(
-        self, path: str | os.PathLike[str] | None = None, *, depth: int = 1, scope: Target | None = None
+        self, path: str | os.PathLike[str] | None = None, *, depth: int = 1, scope: Selection | None = None
     ) -> bytes:
         """The program as a picture, drawn by Graphviz; written to `path` if one is given, as PNG where it ends so.
 
         Args:
             path: a file whose name ends in `.svg`, `.png` or `.pdf`; None gives SVG.
             depth: levels of calls below the root that are open; of equal neighbours, only the first is drawn.
-            scope: the calls to draw, as for `Trace.calls`; None is the root.
+            scope: what to draw, as for `Trace.calls`, or patterns of user scopes; None is the root.
 
         Raises ViewDependencyError without Graphviz or `scopetrace[view]`, CallNotFoundError, ArgumentError for another
         ending, OSError where the file cannot be written.
@@ -191,9 +190,10 @@ class Shown(Runnable):
         suffix = Path(path).suffix.lower() if path is not None else ".svg"
         if suffix not in (".svg", ".png", ".pdf"):
             raise ArgumentError(f"path={str(path)!r}: a picture is a file that ends in .svg, .png or .pdf")
-        root = boxes(self._shown)
-        chosen = set(outermost(self.calls[scope])) if scope is not None else {root.call}
-        roots = [box for box in root.walk() if box.kind == "call" and box.call in chosen]
+        roots = [boxes(self._shown)]
+        if scope is not None:
+            refuse_unnamed(self.scope, self.calls, scope)
+            roots = list(outermost_boxes(roots[0], scope))
         data = picture(roots, _levels(depth), suffix[1:])
         if path is not None:
             Path(path).write_bytes(data)
@@ -219,14 +219,16 @@ class Shown(Runnable):
         Path(path).write_text(json.dumps(chrome_trace(self._shown)), encoding="utf-8")
 
     def print_readable(
-        self, depth: int | None = None, *, scope: Target | None = None, print_output: bool = True
+        self, depth: int | None = None, *, scope: Selection | None = None, print_output: bool = True
     ) -> str:
         """Print the program as text, and return it.
 
         Args:
             depth: how many levels of calls below the root are shown with their ops; deeper ones are a line each.
-            scope: the calls to show, as for `Trace.calls`, or a pattern of the paths of user scopes; None is all.
+            scope: what to show, as for `Trace.calls`, or patterns of user scopes; None is all.
             print_output: False to return the text only.
+
+        Raises ArgumentError for a depth that is no number of levels, CallNotFoundError.
         """
         if depth is None and scope is None:
             text = str(self)

@@ -30,6 +30,7 @@ from scopetrace.errors import (
 from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.reads import SideEffect, refusal, warn_of_numbers
+from scopetrace.ir.selection import Selection
 from scopetrace.lower.exported.constraints import explain
 from scopetrace.lower.exported.program import to_exported_program
 from scopetrace.lower.onnx import CallAttributes, Names, Targets, WeightNames, require_packages
@@ -45,10 +46,6 @@ from scopetrace.view.text import render
 
 if TYPE_CHECKING:
     import onnx_ir
-
-
-Leaf = type[torch.nn.Module] | str | Callable[[torch.nn.Module, str], bool]
-"""Which modules are leaves: those of a class, with a matching fqn, or for which the predicate is true."""
 
 
 class Trace(Shown):
@@ -114,8 +111,7 @@ class Trace(Shown):
         """The same program with chosen module calls as calls of shared functions.
 
         Args:
-            targets: module classes, modules, patterns of names, scope paths and class names as fnmatch reads them
-                (`"layers.*.attn"`), predicates on a ModuleCall; or `"repeated"`: every class of which two or more calls
+            targets: classes, modules, patterns (`"layers.*.attn"`) or predicates, as for `Trace.calls`; or `"repeated"`: every class of which two or more calls
                 are equal; `"layers"`: of these the outermost calls only; True: every call inside the model.
 
         Raises:
@@ -410,11 +406,11 @@ def trace(
     *,
     dynamic_shapes: Any = None,
     functional: bool = True,
-    leaf_modules: Leaf | Iterable[Leaf] | None = None,
+    leaf_modules: Selection | None = None,
     specialize: bool = False,
     side_effects: Literal["warn", "refuse"] | None = None,
     progress: Progress | None = None,
-    leaves: Leaf | Iterable[Leaf] | None = None,
+    leaves: Selection | None = None,
 ) -> Trace:
     """Trace a module, or any callable, into a graph that knows its modules.
 
@@ -431,8 +427,8 @@ def trace(
             other sizes are those of the arguments. A call checks its sizes against what was captured.
         functional: True gives a graph in which no op writes, and `Trace.write_back` beside it; False keeps the ops as
             they ran.
-        leaf_modules: one or several module classes, fqn patterns (`"layers.*.attn"`) or predicates
-            `(module, fqn) -> bool`. A call of such a module is one `call_module` node that runs the module.
+        leaf_modules: modules whose calls are one `call_module` node each, which runs the module: classes, modules,
+            patterns (`"layers.*.attn"`) or predicates, as for `Trace.calls`.
         specialize: where Python needs a value that depends on data (`if x.sum() > 0`, `int(t)`, `range(n.item())`), the
             example inputs decide. Each decision is in `Trace.specializations` and an assertion in the graph: a call
             with inputs that decide otherwise is refused. Of the model, only the ops that such a value comes from run

@@ -69,6 +69,17 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
+takes_scope = click.option(
+    "--scope",
+    metavar="PATTERN",
+    multiple=True,
+    callback=lambda ctx, option, given: given or None,
+    help="Only the module calls and user scopes that have this name ('layers.*.attn'), class ('Attention') or scope "
+    "path ('*/Attention[*.3.attn]'). Once for each pattern.",
+)
+"""The option `--scope`, which gives a tuple of patterns, or None."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Asked:
     """A model and how to trace it, from the command line."""

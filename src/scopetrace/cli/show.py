@@ -10,10 +10,10 @@ import torch
 from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
 from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, progress, quiet, takes_model
+from scopetrace.cli.run import Asked, progress, quiet, takes_model, takes_scope
 from scopetrace.errors import UsageError
 from scopetrace.view.document import document, json_text
-from scopetrace.view.text import calls_table, level, select_calls, unmatched
+from scopetrace.view.text import calls_table, refuse_unnamed, select_calls
 
 
 @click.command()
@@ -21,7 +21,7 @@ from scopetrace.view.text import calls_table, level, select_calls, unmatched
 @click.option(
     "--depth", type=click.IntRange(min=0), help="Show what is in calls down to this level; 0 is the model's own."
 )
-@click.option("--scope", metavar="PATTERN", help="Only the scopes whose path matches, such as '*/Attention[*.3.attn]'.")
+@takes_scope
 @click.option("--calls", "as_table", is_flag=True, help="A table of the module calls, with arguments and outputs.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document with all ops and calls.")
 @click.option("--grad/--no-grad", default=False, help="Trace with autograd on; off is the default.")
@@ -46,9 +46,9 @@ def show(asked: Asked, grad: bool, **options: Any) -> None:
     print_result(text)
 
 
-def _text(traced: Trace, depth: int | None, scope: str | None, as_table: bool, as_json: bool) -> str:
-    if scope is not None and all(level(s, scope) is None for s in traced.scope.walk()):
-        raise UsageError(f"--scope: {unmatched(traced.scope, scope)}")
+def _text(traced: Trace, depth: int | None, scope: tuple[str, ...] | None, as_table: bool, as_json: bool) -> str:
+    if scope is not None:
+        refuse_unnamed(traced.scope, traced.calls, scope)
     if as_json:
         return json_text(document(program_of(traced), depth=depth, scope=scope))
     if as_table:

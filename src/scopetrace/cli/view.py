@@ -10,7 +10,7 @@ import click
 import torch
 
 from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, progress, quiet, takes_model
+from scopetrace.cli.run import Asked, progress, quiet, takes_model, takes_scope
 
 
 @click.command()
@@ -23,8 +23,8 @@ from scopetrace.cli.run import Asked, progress, quiet, takes_model
     "in the browser.",
 )
 @click.option("--depth", type=click.IntRange(min=0), default=1, help="Of a picture, levels of calls that are open; 1.")
-@click.option("--scope", metavar="PATTERN", help="Of a picture, only the calls of this name, class or scope path.")
-def view(asked: Asked, output: Path | None, depth: int, scope: str | None) -> None:
+@takes_scope
+def view(asked: Asked, output: Path | None, depth: int, scope: tuple[str, ...] | None) -> None:
     """Draw TARGET: modules are boxes in boxes, with the shapes of what goes in and out.
 
     The HTML page is one file that needs no network: boxes open and close, and are searched by name. TARGET is as for

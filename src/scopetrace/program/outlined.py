@@ -20,11 +20,11 @@ import torch.fx
 
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
+from scopetrace.ir.selection import Target, is_named, target_text
 from scopetrace.ir.tape import Call, FunctionalTape
 from scopetrace.outline import FunctionSignature, OutlinedBody, Readers, outline
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
-from scopetrace.program.selection import Target, is_named
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 OutlineTarget = Target | bool
@@ -170,11 +170,11 @@ def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple
         matched = [call for call in calls if is_named(call, target)]
         if not matched and any(is_named(call, target) for call in source.calls):
             raise OutlineError(
-                f"{_said(target)} is called only in bodies of torch.cond and its kind, whose calls stay inline; "
+                f"{target_text(target)} is called only in bodies of torch.cond and its kind, whose calls stay inline; "
                 "leave it out of the targets"
             )
         if not matched:
-            raise OutlineError(f"{_said(target)} is no call of this trace; it has {_some(source.calls)}")
+            raise OutlineError(f"{target_text(target)} is no call of this trace; it has {_some(source.calls)}")
         found |= dict.fromkeys(matched)
     calls = [call for call in calls if not call.is_leaf and call.raised is None]
     named = [call.record for call in calls if call in found]
@@ -206,12 +206,6 @@ def _possible(calls: list[ModuleCall], readers: Readers, once: bool) -> Iterator
 def _lost(call: Call) -> bool:
     """Whether an edit of the graph removed an argument or result of a call."""
     return bool(leaves((call.args, call.kwargs, call.outputs), Removed))
-
-
-def _said(target: Any) -> str:
-    if isinstance(target, torch.nn.Module):
-        return f"this {type(target).__name__}"
-    return target.__name__ if isinstance(target, type) else repr(target)
 
 
 def _some(calls: list[ModuleCall]) -> str:

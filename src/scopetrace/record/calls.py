@@ -19,7 +19,7 @@ import fnmatch
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeGuard
 
 import torch
@@ -35,6 +35,7 @@ from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_view, requi
 from scopetrace.containers.structure import leaves_with_path, map_structure
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
+from scopetrace.ir.selection import Place, Target, is_named, several
 from scopetrace.ir.tape import Call, Value
 from scopetrace.ops.history import can_require_grad
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -46,7 +47,6 @@ from scopetrace.record.regions import CHECKPOINT, NESTED
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
 
-LeafRule = Callable[[torch.nn.Module, str], bool]
 """(module, fqn) -> whether the module is a leaf, as `torch.fx.Tracer.is_leaf_module`."""
 
 
@@ -64,7 +64,7 @@ class CallRecorder:
         reads: ReadRecorder,
         model: Model,
         object_types: frozenset[type],
-        is_leaf: LeafRule,
+        leaves: list[Target],
         progress: Progress | None,
     ) -> None:
         self._reads = reads
@@ -73,7 +73,7 @@ class CallRecorder:
         self._ops = ops
         self._model = model
         self._object_types = object_types
-        self._is_leaf = is_leaf
+        self._leaves = leaves
         self._progress = progress
         self._positions = itertools.count()
         self._counts: dict[int, int] = {}  # by id of a module: how often it was called
@@ -107,13 +107,13 @@ class CallRecorder:
         call.direct = method == "forward"
         if self._progress is not None:
             self._progress(str(scope), len(self._builder.tape.ops))
-        if self._is_leaf(module, fqn or ""):
+        if self._leaves and is_named(call, self._leaves):
             return self._run_leaf(call, run, args, kwargs)
         return self.run(call, {"call", method}, run, (module, *args), kwargs)
 
     def _refuse_other_path(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         found = other_path(module, args, kwargs)
-        if found is not None and not self._is_leaf(module, self._place(module)[0] or ""):
+        if found is not None and not is_named(Place(module, type(module), *self._place(module)), self._leaves):
             problem, hint = found
             raise UnsupportedOpError(problem, op=type(module).__qualname__, **self._builder.where(), hint=hint)
 
@@ -468,36 +468,41 @@ def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
 # Leaf modules --------------------------------------------------------------------------------------------------------
 
 
-def leaf_rule(leaf_modules: Any, model: Model) -> LeafRule:
-    """One rule from classes, fqn patterns (`"layers.*.attn"`, as fnmatch reads them) and predicates (module, fqn).
+def leaf_targets(leaf_modules: Any, model: Model) -> list[Target]:
+    """The targets in `leaf_modules=`.
 
-    Raises LeafPatternError for another kind of entry, and for a pattern or class that matches no module of the model.
+    Raises LeafPatternError for what is no target, and for a pattern or class that matches no module of the model. Which
+    scope paths there are is known after the trace: see `refuse_unmatched`.
     """
-    single = isinstance(leaf_modules, (str, type)) or callable(leaf_modules) or not isinstance(leaf_modules, Iterable)
-    rules = [_rule_of(entry, model) for entry in ([leaf_modules] if single else leaf_modules)]
-    return lambda module, fqn: any(rule(module, fqn) for rule in rules)
+    targets = several(leaf_modules)
+    for target in targets:
+        if isinstance(target, type):
+            if not issubclass(target, torch.nn.Module):
+                raise LeafPatternError(f"leaf_modules: {target.__name__} is not a torch.nn.Module class")
+            if model.modules and not any(isinstance(m, target) for m in model.modules):
+                raise LeafPatternError(f"leaf_modules: the model has no {target.__name__}")
+        elif isinstance(target, str) and "/" not in target:
+            names = [name for known in model.names.values() for name in known if name]
+            if not fnmatch.filter([*names, *(type(m).__name__ for m in model.modules)], target):
+                raise _no_leaf(target, names)
+        elif not callable(target) and not isinstance(target, str):
+            raise LeafPatternError(
+                f"leaf_modules: {target!r} is a {type(target).__name__}; give a module class, a module, a pattern of "
+                "names such as 'layers.*.attn', or a predicate on a module call"
+            )
+    return targets
 
 
-def _rule_of(entry: Any, model: Model) -> LeafRule:
-    if isinstance(entry, str):
-        names = [name for known in model.names.values() for name in known if name]
-        if not fnmatch.filter(names, entry):
-            some = ", ".join(names[:5])
-            raise LeafPatternError(f"leaf_modules: no module is named {entry!r}; the model has {some or 'none'}, …")
-        return lambda module, fqn: fnmatch.fnmatchcase(fqn, entry)
-    if isinstance(entry, type):
-        if not issubclass(entry, torch.nn.Module):
-            raise LeafPatternError(f"leaf_modules: {entry.__name__} is not a torch.nn.Module class")
-        if model.modules and not any(isinstance(m, entry) for m in model.modules):
-            raise LeafPatternError(f"leaf_modules: the model has no {entry.__name__}")
-        return lambda module, fqn: isinstance(module, entry)
-    if callable(entry):
-        rule: LeafRule = entry
-        return rule
-    raise LeafPatternError(
-        f"leaf_modules: {entry!r} is a {type(entry).__name__}; give a module class, a pattern of names such as "
-        "'layers.*.attn', or a predicate (module, fqn) -> bool"
-    )
+def refuse_unmatched(targets: list[Target], calls: list[Call]) -> None:
+    """Raise LeafPatternError for a pattern of scope paths that matches no call."""
+    for target in targets:
+        if isinstance(target, str) and "/" in target and not any(is_named(call, target) for call in calls):
+            raise _no_leaf(target, [call.scope.path for call in calls[1:]])
+
+
+def _no_leaf(pattern: str, names: list[str]) -> LeafPatternError:
+    some = ", ".join(names[:5]) or "none"
+    return LeafPatternError(f"leaf_modules: no module is named {pattern!r}; the model has {some}, …")
 
 
 # Graphs whose nodes know their modules -------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.tape import RecordedTape, Value, checks_enabled, garbage_collection_paused
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
-from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_rule, root_scope
+from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
 from scopetrace.record.data import NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
@@ -213,7 +213,7 @@ class Recording:
             composites_apart=assumptions.composites_apart,
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
-        self._is_leaf = leaf_rule(leaf_modules, model)
+        self._leaves = leaf_targets(leaf_modules, model)
         self._progress = progress
 
     def run(
@@ -282,7 +282,7 @@ class Recording:
             containers = Watch(fakes, object_types)
             return fn(*fakes[0], **fakes[1])
 
-        rules = object_types, self._is_leaf, self._progress
+        rules = object_types, self._leaves, self._progress
         calls = CallRecorder(self.builder, self.values, self.ops, self.reads, self.model, *rules)
         with effects.watching(), scopes.activate(self.builder.state):
             with (
@@ -294,6 +294,7 @@ class Recording:
                 dispatching_to(self.ops.mode, self.factory.mode),
             ):
                 out = calls.run_root(self.ops.finishing(run), *tape.args)
+            refuse_unmatched(self._leaves, tape.calls)
             missed = tensor_holders((out, fakes)) - object_types
             if missed:
                 raise Retrace(

@@ -21,11 +21,12 @@ import torch.fx
 
 from scopetrace.containers.structure import leaves, leaves_with_path
 from scopetrace.ir.scopes import source_of
+from scopetrace.ir.selection import Selection
 from scopetrace.program.graph import call_position, named, node_value, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.marks import Marks
 from scopetrace.view.measures import Measures, Meter, cost_text
-from scopetrace.view.text import joined, label_of, op_line
+from scopetrace.view.text import is_section_named, joined, label_of, op_line
 from scopetrace.view.tree import Folder, Op, Run, Section, Tree, target_text
 
 Kind = Literal["call", "scope", "body", "run", "op"]
@@ -80,6 +81,8 @@ class Box:
     call: ModuleCall
     """The call that it is, or is in."""
     cost: Measures
+    section: Section | None = None
+    """Of a call, user scope or body, its place in the tree."""
     text: str = ""
     """Of an op, its line in the program's text."""
     source: str = ""
@@ -115,6 +118,15 @@ def boxes(program: TracedProgram) -> Box:
     return _Boxes(program).root()
 
 
+def outermost_boxes(box: Box, selection: Selection) -> Iterator[Box]:
+    """The boxes of calls and user scopes that a selection names and that are not inside another one of them."""
+    if box.section is not None and is_section_named(box.section, selection):
+        yield box
+        return
+    for inner in box.children:
+        yield from outermost_boxes(inner, selection)
+
+
 Item = Op | Section | Run
 Nodes = dict[torch.fx.Node, None]
 """A set of nodes that keeps their order."""
@@ -139,7 +151,7 @@ class _Boxes:
     def _section(self, section: Section, key: str, needed: Nodes) -> Box:
         kind: Kind = "call" if section.is_call else "body" if section.program is not None else "scope"
         label = section.body or label_of(section)
-        box = Box(self._unique(key), label, kind, section.call, self._meter.of(section))
+        box = Box(self._unique(key), label, kind, section.call, self._meter.of(section), section)
         box.writes = self._marks.writes(section)
         needed = dict.fromkeys([*self._results(section), *needed])
         items: list[Item] = []

@@ -13,13 +13,14 @@ import torch.fx
 
 from scopetrace.containers.structure import container_type, open_container
 from scopetrace.ir.scopes import Scope
+from scopetrace.ir.selection import Selection
 from scopetrace.program.graph import FxLowering, call_position, named, node_value, scope_path
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.text import level, select_calls
 from scopetrace.view.tree import target_text, value_text
 
 
-def document(program: TracedProgram, *, depth: int | None = None, scope: str | None = None) -> dict[str, Any]:
+def document(program: TracedProgram, *, depth: int | None = None, scope: Selection | None = None) -> dict[str, Any]:
     """The inputs, attributes, ops, module calls, outputs and specializations of a program.
 
     Ops in bodies of higher-order ops follow those of the main graph, and have the name of their graph module as
@@ -27,7 +28,7 @@ def document(program: TracedProgram, *, depth: int | None = None, scope: str | N
 
     Args:
         depth: levels of calls below the root, or below the outermost match of `scope`; None for all.
-        scope: an fnmatch pattern of scope paths; None for all.
+        scope: patterns of scopes; None for all. See `is_scope_named`.
     """
     graph, calls = program.lowering.graph, program.calls
     root = calls[0].scope

@@ -24,17 +24,18 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.fx
 
+from scopetrace.errors import CallNotFoundError
 from scopetrace.formatting import columns
 from scopetrace.ir.scopes import Scope
+from scopetrace.ir.selection import Selection, Target, is_named, is_scope_named, several, target_text
 from scopetrace.ir.tape import signature_of
 from scopetrace.program.graph import FxLowering, named, node_value, typed
-from scopetrace.program.selection import Target, is_named, is_scope_named
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.tree import Folder, Namer, Op, Run, Section, Tree, module_prefix, op_text, value_text
 
@@ -42,12 +43,14 @@ _INDENT = "  "
 _LIMIT = 8  # items of a container that a header shows
 
 
-def render(program: TracedProgram, depth: int | None = None, scope: Target | None = None) -> str:
+def render(program: TracedProgram, depth: int | None = None, scope: Selection | None = None) -> str:
     """The program as text, without a newline at the end.
 
     Args:
         depth: how many levels of calls below the first are shown with what is in them; None for all.
-        scope: what to show: a pattern, class, module or predicate; None for the whole program. See `is_named`.
+        scope: what to show: patterns, classes, modules, predicates; None for the whole program. See `is_named`.
+
+    Raises CallNotFoundError for what names nothing.
     """
     return "\n".join(_Writer(program, depth).lines(scope))
 
@@ -61,7 +64,7 @@ class _Writer:
         self._constants = self._tape.constants
         self._folder = Folder(self._tree, self._constants)
 
-    def lines(self, target: Target | None) -> Iterator[str]:
+    def lines(self, target: Selection | None) -> Iterator[str]:
         """The lines of the text, in order."""
         root = self._tree.root
         yield self._summary(root)
@@ -69,9 +72,8 @@ class _Writer:
             yield from self._section(root, "", 0, label_of(root))
             yield from self._specializations()
             return
+        refuse_unnamed(root.call.scope, self._tree.calls, target)
         found = list(outermost(root, target))
-        if not found:
-            yield unmatched(root.call.scope, target) if isinstance(target, str) else "no module call is chosen"
         shown: dict[int, str] = {}
         for run in self._folder.runs(found):
             yield from self._sections(run, "", 0, _path_label, shown)
@@ -170,43 +172,55 @@ class _Writer:
 # -------------------------------------------------------------------- choosing by path and depth
 
 
-def outermost(section: Section, target: Target) -> Iterator[Section]:
-    """The sections that a target names and that are not inside another one of them."""
-    if is_named(section.call, target) if section.is_call else _is_scope_of(section, target):
+def outermost(section: Section, selection: Selection) -> Iterator[Section]:
+    """The calls and user scopes that a selection names and that are not inside another one of them."""
+    if is_section_named(section, selection):
         yield section
         return
     for item in section.items:
-        if isinstance(item, Section):
-            yield from outermost(item, target)
+        for inner in item.bodies if isinstance(item, Op) else [item]:
+            yield from outermost(inner, selection)
 
 
-def _is_scope_of(section: Section, target: Target) -> bool:
-    found = next((s for s in section.call.scope.walk() if s.path == section.path), None)
-    return isinstance(target, str) and found is not None and is_scope_named(found, target)
+def is_section_named(section: Section, selection: Selection) -> bool:
+    """Whether a selection names a call, or patterns in it a user scope; bodies of ops have no names."""
+    if section.is_call:
+        return is_named(section.call, selection)
+    return bool(section.user_scope) and is_scope_named(section.scope, selection)
 
 
-def level(scope: Scope, pattern: str | None = None) -> int | None:
+def refuse_unnamed(root: Scope, calls: Sequence[ModuleCall], selection: Selection) -> None:
+    """Raise CallNotFoundError for a pattern, class or module that names neither a call nor a scope."""
+    for target in several(selection):
+        if isinstance(target, str) and any(is_scope_named(scope, target) for scope in root.walk()):
+            continue
+        if not any(is_named(call, target) for call in calls):
+            raise CallNotFoundError(_unmatched(root, target))
+
+
+def _unmatched(root: Scope, target: Target) -> str:
+    paths = [scope.path for scope in root.walk()]
+    some = [p for p in paths[1:] if p.count("/") <= 2][:2] or paths[:1]
+    examples = f"paths are such as {' and '.join(map(repr, some))}, and * stands for any text"
+    return f"no scope matches {target_text(target)}; {examples}"
+
+
+def level(scope: Scope, selection: Selection | None = None) -> int | None:
     """The number of modules between a scope and the outermost scope that matches (None: the root).
 
     None where neither the scope nor one around it matches.
     """
     around = list(scope.ancestors())
-    found = [i for i, s in enumerate(around) if (s.parent is None if pattern is None else is_scope_named(s, pattern))]
+    named = [s.parent is None if selection is None else is_scope_named(s, selection) for s in around]
+    found = [i for i, is_found in enumerate(named) if is_found]
     return sum(s.is_module for s in around[: found[-1]]) if found else None
 
 
-def select_calls(calls: list[ModuleCall], depth: int | None, pattern: str | None) -> list[ModuleCall]:
+def select_calls(calls: list[ModuleCall], depth: int | None, selection: Selection | None) -> list[ModuleCall]:
     """The calls in scopes that match, down to `depth` levels below the outermost match."""
-    levels = {call.scope: level(call.scope, pattern) for call in calls}
+    levels = {call.scope: level(call.scope, selection) for call in calls}
     chosen = {scope for scope, found in levels.items() if found is not None and (depth is None or found <= depth)}
     return [call for call in calls if call.scope in chosen]
-
-
-def unmatched(root: Scope, pattern: str) -> str:
-    """The message for a pattern that no scope matches, with examples of paths."""
-    paths = [scope.path for scope in root.walk()]
-    some = [p for p in paths[1:] if p.count("/") <= 2][:2] or paths[:1]
-    return f"no scope matches {pattern!r}; paths are such as {' and '.join(map(repr, some))}, and * stands for any text"
 
 
 def calls_table(calls: list[ModuleCall]) -> str:

@@ -26,6 +26,7 @@ from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.symbols import Symbolic, number_text
 from scopetrace.containers.structure import container_type, leaves, open_container
 from scopetrace.formatting import LONGEST, short_repr
+from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, Tape
 from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
@@ -73,6 +74,11 @@ class Section:
     def op_count(self) -> int:
         """How many ops ran in it and in what it called."""
         return self.stop - self.first
+
+    @property
+    def scope(self) -> Scope:
+        """Its scope."""
+        return next(s for s in self.call.scope.walk() if s.path == self.path)
 
     @property
     def is_call(self) -> bool:

@@ -21,6 +21,7 @@ import torch
 import torch.fx
 
 from scopetrace.errors import FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
+from scopetrace.ir.selection import is_named
 from scopetrace.ir.tape import garbage_collection_paused
 from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
@@ -34,7 +35,6 @@ from scopetrace.lower.onnx.verify import verify
 from scopetrace.lower.onnx.weights import add_outputs, attach, chosen, onnx_tensor, save
 from scopetrace.program.graph import FxLowering, call_position
 from scopetrace.program.outlined import Function, OutlineTarget, outline_calls
-from scopetrace.program.selection import is_named
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 _NAME = re.compile(r"[A-Za-z_][\w.\-]*::[A-Za-z_]\w*")

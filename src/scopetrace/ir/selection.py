@@ -1,0 +1,113 @@
+"""Which module calls a target names: one rule for `leaf_modules=`, `outline`, `calls[...]`, `scope=` and `--scope`.
+
+target + module, class, fqn and scope of a call -> is_named: a class by `issubclass`, a module by identity, a pattern by
+fnmatch, a predicate by a call; several targets where one of them does
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from scopetrace.errors import ArgumentTypeError
+from scopetrace.ir.scopes import Scope
+
+Target = type | torch.nn.Module | str | Callable[..., bool]
+"""A class; a module of the model; a pattern of names, scope paths or class names; a predicate, which gets the call, or
+module and fqn where it has two parameters."""
+
+Selection = Target | Iterable[Target]
+"""One target or several."""
+
+
+class Named(Protocol):
+    """What targets are compared with: a ModuleCall, or a Place."""
+
+    @property
+    def module(self) -> torch.nn.Module | None:
+        """The module; None of a function and in a loaded trace."""
+
+    @property
+    def module_type(self) -> type | None:
+        """Its class."""
+
+    @property
+    def fqn(self) -> str | None:
+        """Its name in the model; None of a module outside it."""
+
+    @property
+    def scope(self) -> Scope:
+        """Its scope."""
+
+
+class Place(NamedTuple):
+    """A module that is about to be called."""
+
+    module: torch.nn.Module | None
+    module_type: type | None
+    fqn: str | None
+    scope: Scope
+
+
+def several(selection: Any) -> list[Any]:
+    """The targets of a selection."""
+    is_one = isinstance(selection, (str, torch.nn.Module, type)) or not isinstance(selection, Iterable)
+    return [selection] if is_one else list(selection)
+
+
+def is_named(call: Named, selection: Any) -> bool:
+    """Whether a selection names a call. Raises ArgumentTypeError for what is no target.
+
+    A pattern is compared with the call's fqn (`"layers.*.attn"`, `"layers.[0-3]"`), the path of its scope, in which
+    brackets stand for themselves (`"*/Attention[attn]"`), and the name of its class.
+    """
+    return any(_is_named(call, target) for target in several(selection))
+
+
+def _is_named(call: Named, target: Any) -> bool:
+    if isinstance(target, type):
+        own = call.module_type if call.module is None else type(call.module)
+        return own is not None and issubclass(own, target)
+    if isinstance(target, torch.nn.Module):
+        return call.module is target
+    if isinstance(target, str):
+        return (call.fqn is not None and fnmatch.fnmatchcase(call.fqn, target)) or is_scope_named(call.scope, target)
+    if callable(target):
+        return bool(target(call.module, call.fqn) if _takes_two(target) else target(call))
+    raise ArgumentTypeError(
+        f"{target!r} is a {type(target).__name__}; give a module class, a module of the model, a pattern of names "
+        "such as 'layers.*.attn', or a predicate on a ModuleCall"
+    )
+
+
+def is_scope_named(scope: Scope, selection: Any) -> bool:
+    """Whether a pattern matches a scope's path or name: of a module its name in the model, or its class's name.
+
+    Brackets stand for themselves in a path, since most paths contain them; in names they are a set of characters.
+    """
+    own = [scope.name]
+    if scope.is_module:
+        own = [scope.type_name, ".".join(s.name for s in [*scope.ancestors()][::-1] if s.is_module and s.name)]
+    patterns = [target for target in several(selection) if isinstance(target, str)]
+    in_path = any(fnmatch.fnmatchcase(scope.path, pattern.replace("[", "[[]")) for pattern in patterns)
+    return in_path or any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns for name in own)
+
+
+def target_text(target: Any) -> str:
+    """A target as a message names it."""
+    if isinstance(target, torch.nn.Module):
+        return f"this {type(target).__name__}"
+    return target.__name__ if isinstance(target, type) else repr(target)
+
+
+def _takes_two(predicate: Callable[..., bool]) -> bool:
+    """Whether a predicate has two parameters without defaults: the module and its fqn."""
+    try:
+        parameters = inspect.signature(predicate).parameters.values()
+    except (TypeError, ValueError):  # built-in callables
+        return False
+    return sum(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters) == 2

@@ -1,0 +1,188 @@
+"""Names, classes, modules and predicates choose the same module calls wherever a caller names some."""
+
+import json
+import re
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import scopetrace as st
+from scopetrace.api.runnable import program_of
+from scopetrace.cli import main
+from scopetrace.view.boxes import boxes, outermost_boxes
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with st.scope("heads"):
+            return self.q(x).relu()
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.attn = Attention()
+        self.mlp = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+
+    def forward(self, x):
+        return self.mlp(self.attn(x) + x)
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+MODEL, X = Net().eval(), torch.ones(2, 4)
+ATTENTIONS = ["layers.0.attn", "layers.1.attn", "layers.2.attn"]
+
+FORMS = {
+    "pattern of names": ("layers.*.attn", ATTENTIONS),
+    "set of characters": ("layers.[02].attn", ["layers.0.attn", "layers.2.attn"]),
+    "name": ("layers.1.mlp", ["layers.1.mlp"]),
+    "scope path": ("Net/Block[layers.1]/Attention[attn]", ["layers.1.attn"]),
+    "pattern of scope paths": ("*/Attention[attn]", ATTENTIONS),
+    "class name": ("Attention", ATTENTIONS),
+    "pattern of class names": ("Att*", ATTENTIONS),
+    "class": (Attention, ATTENTIONS),
+    "base class": (nn.Sequential, ["layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]),
+    "module": (MODEL.layers[2].attn, ["layers.2.attn"]),
+    "predicate on a call": (lambda call: call.fqn is not None and call.fqn.endswith("attn"), ATTENTIONS),
+    "predicate with a default": (lambda call, end="0.attn": (call.fqn or "").endswith(end), ["layers.0.attn"]),
+    "predicate on module and name": (
+        lambda module, fqn: isinstance(module, Attention) and "1" not in fqn,
+        [*ATTENTIONS[::2]],
+    ),
+    "list": (["layers.0.attn", nn.Sequential], ["layers.0.attn", "layers.0.mlp", "layers.1.mlp", "layers.2.mlp"]),
+    "tuple": (("layers.0.attn", MODEL.layers[1].mlp), ["layers.0.attn", "layers.1.mlp"]),
+}
+
+
+@pytest.fixture(scope="module")
+def tr():
+    with torch.no_grad():
+        return st.trace(MODEL, (X,))
+
+
+def leaf_modules(tr, target):
+    with torch.no_grad():
+        return [call.fqn for call in st.trace(MODEL, (X,), leaf_modules=target).calls if call.is_leaf]
+
+
+def outline(tr, target):
+    return sorted(call.fqn for function in tr.outline(target).functions for call in function.calls)
+
+
+def calls(tr, target):
+    return [call.fqn for call in tr.calls[target]]
+
+
+def activations(tr, target):
+    with torch.no_grad():
+        return list(tr.activations(X, of=target))
+
+
+def print_readable(tr, target):
+    return tr.print_readable(scope=target, print_output=False)
+
+
+def to_svg(tr, target):
+    return [box.call.fqn for box in outermost_boxes(boxes(program_of(tr)), target)]
+
+
+PLACES = [leaf_modules, outline, calls, activations, to_svg]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_form_names_the_same_calls_everywhere(tr, form, place):
+    target, expected = FORMS[form]
+    assert sorted(place(tr, target)) == expected
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_text_of_chosen_calls(tr, form):
+    target, expected = FORMS[form]
+    text = print_readable(tr, target)
+    shown = [line for line in text.splitlines()[1:] if not line.startswith(" ")]
+    folded = sum(int(n) for n in re.findall(r"×(\d+) as", "\n".join(shown)))
+    assert sum("×" not in line for line in shown) + folded == len(expected)
+
+
+def run(*args):
+    return CliRunner().invoke(main, [str(a) for a in args])
+
+
+PATTERNS = {name: form for name, form in FORMS.items() if isinstance(form[0], str)}
+
+
+@pytest.fixture(scope="module")
+def saved(tr, tmp_path_factory):
+    path = tmp_path_factory.mktemp("saved") / "net.st"
+    tr.save(path)
+    return path
+
+
+@pytest.mark.parametrize("form", PATTERNS)
+def test_scope_of_commands(saved, form):
+    pattern, expected = PATTERNS[form]
+    table = run("show", saved, "--calls", "--depth", "0", "--scope", pattern)
+    assert [line.split()[1] for line in table.stdout.splitlines()[1:]] == expected
+    data = json.loads(run("show", saved, "--json", "--depth", "0", "--scope", pattern).stdout)
+    assert [call["fqn"] for call in data["calls"]] == expected
+
+
+def test_several_scopes_of_a_command(saved):
+    table = run("show", saved, "--calls", "--depth", "0", "--scope", "layers.0.attn", "--scope", "GELU").stdout
+    assert [line.split()[1] for line in table.splitlines()[1:]] == [
+        "layers.0.attn",
+        *(f"layers.{i}.mlp.1" for i in range(3)),
+    ]
+
+
+def test_user_scopes_are_named_by_name_and_path(tr):
+    for pattern in ("heads", "*/heads", "Net/Block[layers.0]/*/heads"):
+        assert (
+            tr.print_readable(scope=pattern, print_output=False)
+            .splitlines()[1]
+            .startswith('scope("Net/Block[layers.0]')
+        )
+        assert next(outermost_boxes(boxes(program_of(tr)), pattern)).label == "heads"
+
+
+UNNAMED = re.compile("no module call is named|no scope matches")
+NOTHING = ["layers.9", "*/Conv[0]", "Conv*", nn.Conv2d, nn.Linear(1, 1), ["layers.0", "layers.9"]]
+
+
+@pytest.mark.parametrize("target", NOTHING, ids=str)
+def test_a_target_that_names_nothing_is_an_error(tr, target):
+    with pytest.raises(st.ArgumentError, match=UNNAMED):
+        tr.calls[target]
+    for use in (print_readable, lambda tr, target: tr.to_svg(scope=target), activations):
+        with pytest.raises(st.ArgumentError, match=UNNAMED):
+            use(tr, target)
+    with pytest.raises(st.errors.OutlineError, match="is no call of this trace"):
+        tr.outline(*target) if isinstance(target, list) else tr.outline(target)
+    if not isinstance(target, nn.Module):
+        with pytest.raises(st.errors.LeafPatternError, match=r"no module is named|the model has no Conv2d"):
+            leaf_modules(tr, target)
+
+
+@pytest.mark.parametrize("target", [3, None, 2.5], ids=str)
+def test_what_is_no_target(tr, target):
+    uses = [lambda: tr.calls["layers.0", target], lambda: tr.outline(target), lambda: leaf_modules(tr, [target])]
+    for use in [*uses, lambda: tr.print_readable(scope=[target])]:
+        with pytest.raises(st.ArgumentError, match="give a module class"):
+            use()
