@@ -111,8 +111,9 @@ class Trace(Shown):
         """The same program with chosen module calls as calls of shared functions.
 
         Args:
-            targets: classes, modules, patterns (`"layers.*.attn"`) or predicates, as for `Trace.calls`; or `"repeated"`: every class of which two or more calls
-                are equal; `"layers"`: of these the outermost calls only; True: every call inside the model.
+            targets: classes, modules, patterns (`"layers.*.attn"`) or predicates, as for `Trace.calls`; or
+                `"repeated"`: every class of which two or more calls are equal; `"layers"`: of these the outermost calls
+                only; True: every call inside the model.
 
         Raises:
             OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
