@@ -10,12 +10,13 @@ import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import quote
 
 import graphviz
 import torch
 import torchvision
 from torch import nn
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import scopetrace as st
 
@@ -72,6 +73,13 @@ def resnet() -> st.Trace:
     return st.trace(torchvision.models.resnet18().eval(), (torch.randn(1, 3, 224, 224),))
 
 
+def llama() -> st.Trace:
+    """A Llama of 80 layers without memory."""
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=80, hidden_size=8192, intermediate_size=28672)).eval()
+        return st.trace(model, (), {"input_ids": torch.ones(1, 128, dtype=torch.int64), "use_cache": False})
+
+
 def bert() -> st.Trace:
     return st.trace(BertModel(BertConfig()).eval(), (torch.ones(1, 128, dtype=torch.int64),))
 
@@ -91,6 +99,14 @@ def make(folder: Path) -> None:
     resnet().to_svg(IMAGES / "resnet18.svg", depth=1)
     traced = bert()
     traced.to_svg(IMAGES / "bert-layer.svg", depth=2, scope="encoder.layer.0")
+    resnet50 = st.trace(torchvision.models.resnet50().eval(), (torch.randn(1, 3, 224, 224),))
+    for name, opened, box in (
+        ("resnet50-page.png", resnet50, "ResNet/Sequential[layer1]"),
+        ("bert-page.png", traced, "BertModel/BertEncoder[encoder]/BertLayer[layer.0]/BertAttention[attention]"),
+        ("llama80-page.png", llama(), "LlamaForCausalLM/LlamaModel[model]/LlamaDecoderLayer[layers.3]/LlamaMLP[mlp]"),
+    ):
+        opened.to_html(folder / "page.html")
+        screenshot(folder / "page.html", name, "#" + quote(box), "1400,900")
     for name, content, size in (
         ("bert-summary.png", traced.summary(depth=2).to_html(), "1100,400"),
         ("diff.png", st.diff(*versions()).to_html(), "900,300"),

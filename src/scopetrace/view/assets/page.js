@@ -337,7 +337,7 @@ document.getElementById("fold").addEventListener("click", foldAll);
 
 function follow() {
   const box = byKey.get(decodeURIComponent(location.hash.slice(1)));
-  if (box && box !== selected) reveal(box);
+  if (box && box !== selected) { open.add(box.id); reveal(box); }
 }
 window.addEventListener("hashchange", follow);
 branch(document.getElementById("tree"), boxes[0], 2);
