@@ -142,6 +142,21 @@ RIGHT = {
         ["a = x * 2", "b = torch.autograd.grad((a * self.p).sin().sum(), a, create_graph=True)[0]"],
         ("b",),
     ),
+    "an attribute of which the result is a view": (
+        "leaf",
+        ["self.b = self.p * x", "self.b.copy_(x)"],
+        ("self.b[1:]",),
+    ),
+    "an attribute that is a result, and a view of another": (
+        "leaf",
+        ["a = x * 2", "a.mul_(3)", "self.b = a[1:]"],
+        ("a", "self.b", "self.b[1:]"),
+    ),
+    "an attribute that changes its shape beside a view of it": (
+        "leaf",
+        ["self.b = self.p * x", "a = self.b[1:]", "self.b.t_()"],
+        ("self.b", "a"),
+    ),
     "a leaf beside a write to the memory that it was detached from": (
         "leaf",
         ["a = (x * 2).detach().requires_grad_()", "b = torch.autograd.grad((a**2).sum(), a)[0]", "x.detach().mul_(2)"],

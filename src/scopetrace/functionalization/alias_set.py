@@ -108,14 +108,6 @@ class AliasSet:
             self._present[view] = (new, self.version)
         return new
 
-    def read_as_view(self, old: Value, reader: Op) -> Value:
-        """As `read`, made of the present value of the base, so that it lies in the memory of that one."""
-        *views, base = dict.fromkeys(map(self.same, self.above(old)))
-        new = self.read(base, reader)
-        for view in reversed(views):
-            new = self._forward(view, new, reader, self._emitter.bound(reader))
-        return new
-
     def is_known(self, root: Value) -> bool:
         """Whether a root has a value, stale or not, or can be read from the row."""
         return root in self._present or self._row is not None

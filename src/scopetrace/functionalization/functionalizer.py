@@ -77,10 +77,11 @@ class Functionalizer(TapeCopier):
         last = self._copy_ops()
         self._end_calls(last, root)
         edge = self._at_edge(last, self._calls[root])
+        read = self._read_with_history(edge)
         self.new.attribute_writes = [
-            AttributeWrite(w.module, w.fqn, w.name, self._bound(w.value, edge)) for w in self.old.attribute_writes
+            AttributeWrite(w.module, w.fqn, w.name, self._bound(w.value, edge, read)) for w in self.old.attribute_writes
         ]
-        write_back.attach(self.old, self.new, self.sets, self._read_with_history(edge))
+        write_back.attach(self.old, self.new, self.sets, read)
         self._end(root, last)
         self.new.args = map_structure(lambda v: self.originals[v], self.old.args, Value)
         self.new.outputs = map_structure(lambda v: self.read(v, edge), self.old.outputs, Value)
@@ -99,7 +100,7 @@ class Functionalizer(TapeCopier):
             return lambda v: self.read(v, reader)
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
         roots = [r for aliases in self.sets.values() for r in aliases.roots if r.fake.requires_grad]
-        found = {v: self.read(v, reader) for v in (*roots, *leaves(self.old.outputs, Value))}
+        found = {v: self.read(v, reader) for v in (*roots, *self._results())}
         before = History(self.old.ops, bits)
         after = History(self.new.ops, {self.originals[v]: bit for v, bit in bits.items()})
         emit = self.emitter.simplifying(reader, grad=True)
@@ -114,21 +115,14 @@ class Functionalizer(TapeCopier):
                 found[v] = with_history(emit, total, found[v])
         return lambda v: found[v] if v in found else self.read(v, reader)
 
-    def _bound(self, old: Value, reader: Op) -> Value:
+    def _bound(self, old: Value, reader: Op, read: Callable[[Value], Value]) -> Value:
         """What an attribute is bound to: an input or tensor of the model itself, or the value in memory of its own."""
         first = self.sets[old.storage].same(old) if old.storage in self.sets else old
         if first in self.originals:
             return self.originals[first]
-        new = self.read(old, reader)
-        aliases = self.sets.get(old.storage)
-        sharing = {v for v in self._results() if v.storage == old.storage}
-        if aliases is not None and first in aliases.views and len(sharing) > 1:
-            new = aliases.read_as_view(old, reader)
-        outside = {v.storage for v in self.originals.values()}
-        if new.storage != old.storage and new.storage in outside:
+        new = read(old)
+        if new.storage != old.storage and new.storage in {v.storage for v in self.originals.values()}:
             new = self.emitter.run(reader.replace(grad=new.requires_grad), _aten.clone.default, (new,), {})
-            if aliases is not None and first not in aliases.views:
-                aliases.define(first, new)  # results that share its memory are views of this
         return new
 
     def _write(self, op: Op) -> None:

@@ -37,7 +37,7 @@ def attach(old: RecordedTape, new: FunctionalTape, sets: dict[int, AliasSet], re
     """Give `new` its `returned` and `write_back`. `read` gives the final value of one of the old tape."""
     builder = _Builder(old, new, sets, read)
     new.returned = builder.returned
-    new.write_back = WriteBack(builder.updates(), builder.results())
+    new.write_back = WriteBack(builder.updates(), builder.results(), builder.bound())
     new.outputs = old.outputs
 
 
@@ -52,8 +52,6 @@ class _Builder:
         self._storages: dict[int, list[int]] = {}
         """By new storage of results, the old ones: each but the first gets a copy."""
         self.outside: dict[Value, Target] = {}
-        for before, after in zip(old.attribute_writes, new.attribute_writes, strict=True):
-            self._storages.setdefault(after.value.storage, [before.value.storage])
         for leaf in self._outputs:
             if isinstance(leaf, Value) and leaf.storage not in sets:  # not written: what has its value is the copy
                 self._storages.setdefault(read(leaf).storage, [leaf.storage])
@@ -67,6 +65,9 @@ class _Builder:
             self.outside[root] = _view_of(self.outside[base], (step,))
         self._objects = {id(self._last(v).fake): target for v, target in reversed(self.outside.items())}
         self._alone = self._count_objects()
+        for before, after in zip(old.attribute_writes, new.attribute_writes, strict=True):
+            if self._alone[before.value.storage] == 1:
+                self._storages.setdefault(after.value.storage, [before.value.storage])
         self._final = {self._last(v): v for v in self.outside if self._last(v) is not v}
 
     # ---------------------------------------------------------------- updates
@@ -128,6 +129,15 @@ class _Builder:
     def results(self) -> list[Source]:
         """One source for each tensor and symbolic number of the model's result."""
         return [self._result(i, leaf) for i, leaf in enumerate(self._outputs)]
+
+    def bound(self) -> list[Source | None]:
+        """What each attribute is bound to, where it is or shares the memory of a result or another attribute."""
+        values = enumerate((w.value for w in self.old.attribute_writes), len(self._outputs))
+        found = [self._result(i, v) if self._is_shared(v) else None for i, v in values]
+        return found if any(found) else []
+
+    def _is_shared(self, v: Value) -> bool:
+        return self._alone[v.storage] > 1 or id(v.fake) in self._first
 
     def _count_objects(self) -> dict[int, int]:
         seen: dict[int, set[int]] = {}

@@ -185,8 +185,8 @@ def _write_back(tape: Tape) -> Iterator[str]:
     for update in program.updates:
         if not all(exists(source, 0) for source in _sources(update)):
             yield f"`{update}` names what is not there"
-    for i, result in enumerate(program.results):
-        if not exists(result, i):
+    for i, result in enumerate((*program.results, *program.bound)):
+        if result is not None and not exists(result, i):
             yield f"result {i} is `{result}`, which is not there"
 
 

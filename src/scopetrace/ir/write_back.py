@@ -189,11 +189,14 @@ Update = CopyInto | ChangeShape | SetTo
 
 @dataclasses.dataclass(repr=False)
 class WriteBack(Printed):
-    """The whole write-back: first the updates, in order, then the results."""
+    """The whole write-back: first the updates, in order, then the results, then what attributes are bound to."""
 
     updates: list[Update]
     results: list[Source]
     """One for each tensor and symbolic number of the model's result, in order."""
+    bound: list[Source | None] = dataclasses.field(default_factory=list)
+    """For each `AttributeWrite`, what the attribute is bound to; None where it shares no memory with other results, and
+    is the write's value."""
 
     def run(
         self,
@@ -201,8 +204,8 @@ class WriteBack(Printed):
         state: Callable[[str], torch.Tensor],
         values: Sequence[torch.Tensor],
         number: Number,
-    ) -> list[torch.Tensor]:
-        """Write back and return the results, in order.
+    ) -> list[Any]:
+        """Write back and return the results, in order, then what `bound` has.
 
         Args:
             inputs: the tensors of the call, as the graph took them.
@@ -227,19 +230,20 @@ class WriteBack(Printed):
                     _ = target.grad_fn  # brings up to date what autograd knows of a view whose base was written
                     once = _once(target.stride())
                     target[once].copy_(value[once]) if once else target.copy_(value)
-        for source in self.results:
-            resolver.results.append(resolver.get(source))
+        for source in (*self.results, *self.bound):
+            resolver.results.append(None if source is None else resolver.get(source))
         return resolver.results
 
     def _copies(self) -> list[FromGraph]:
         """What is a copy of a value of the graph, and not that value."""
-        sources = [s.base if isinstance(s, ViewOf) else s for s in self.results]
+        sources = [s.base if isinstance(s, ViewOf) else s for s in (*self.results, *self.bound)]
         sources += [u.value for u in self.updates if isinstance(u, CopyInto)]
         return [s for s in sources if isinstance(s, FromGraph) and (s.copy or s.stride is not None)]
 
     def __str__(self) -> str:
         rows = [str(u) for u in self.updates]
         rows += [f"result[{i}] = {s}" for i, s in enumerate(self.results)]
+        rows += [f"attribute[{i}] = {s}" for i, s in enumerate(self.bound) if s is not None]
         return "\n".join(rows)
 
     def __repr__(self) -> str:
@@ -253,20 +257,21 @@ class Resolver(Generic[T]):
         inputs: the inputs.
         state: gives a parameter, buffer or constant by its name.
         now: the new values of inputs and state; for tensors it is empty, since they are written themselves.
-        results: the results so far.
+        results: the results so far, then what attributes are bound to.
     """
 
     def __init__(self, inputs: Sequence[T], state: Callable[[str], T]) -> None:
         self.inputs, self.state = inputs, state
         self.now: dict[GraphInput | StateRef, T] = {}
-        self.results: list[T] = []
+        self.results: list[Any] = []
 
     def get(self, source: Source) -> T:
         """What the source is at this point of the write-back."""
         if isinstance(source, FromGraph):
             return self.value(source)
         if isinstance(source, SameAs):
-            return self.results[source.index]
+            same: T = self.results[source.index]
+            return same
         if isinstance(source, ViewOf):
             view = self.base(source)
             for step in source.steps:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -269,7 +270,8 @@ class CallBoundary:
         found = values[:count]
         results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))
         out = instantiate(lambda _: next(results), self.outputs, (ATensor, ANumber))
-        self.state.write(iter(values[count:]))
+        bound = itertools.zip_longest(results, values[count:])
+        self.state.write(value if own is None else own for own, value in bound)
         if not isinstance(out, Returned):
             return out
         apply_effects(out.effects, getattr(inputs, "containers", []))

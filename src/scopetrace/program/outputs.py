@@ -59,6 +59,7 @@ def _check(write_back: WriteBack, promised: list[Any], values: list[Any], old: P
     """Refuse values of another shape or dtype where they are copied into inputs or state, or are viewed again."""
     used: list[tuple[Source, str]] = [(u.value, str(u)) for u in write_back.updates if isinstance(u, CopyInto)]
     used += [(s, f"result {i} is {s}") for i, s in enumerate(write_back.results) if _needs_layout(s)]
+    used += [(s, f"attribute {i} is {s}") for i, s in enumerate(write_back.bound) if s is not None and _needs_layout(s)]
     for source, why in used:
         base = source.base if isinstance(source, ViewOf) else source
         if isinstance(base, FromGraph) and isinstance(promised[base.index], Value):
@@ -91,7 +92,7 @@ def _apart(write_back: WriteBack, new: ProgramTape, values: list[Any], attribute
     updates = [
         dataclasses.replace(u, value=apart(u.value)) if isinstance(u, CopyInto) else u for u in write_back.updates
     ]
-    return WriteBack(updates, [apart(source) for source in write_back.results])
+    return WriteBack(updates, *([apart(source) for source in s] for s in (write_back.results, write_back.bound)))
 
 
 def _results(
