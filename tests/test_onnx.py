@@ -883,6 +883,16 @@ class Inverted(nn.Module):
         return 1.0 - mask
 
 
+def test_sizes_of_float_ranges_and_of_copies_are_those_of_torch():
+    class Ranges(nn.Module):
+        def forward(self, x, low):
+            falling, none, one = torch.arange(5.1, 0.1, -1.0), torch.arange(1.5, 1.5), torch.linspace(low, 9, 1)
+            return torch.arange(0.1, 1.1), falling, none, one, torch.zeros(2, 4, dtype=torch.int64).copy_(x[0])
+
+    model = st.trace(Ranges(), (X * 4, torch.tensor(2.0))).to_onnx(verify=True)
+    assert [shape(value) for value in model.graph.outputs] == [[1], [5], [0], [1], [2, 4]]
+
+
 def test_other_failures_of_torch_name_module_and_source():
     """torch.onnx has no `number - tensor of whole numbers`."""
     with pytest.raises(st.OnnxExportError, match=r"torch\.onnx failed: RuntimeError") as raised:

@@ -45,6 +45,8 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 _SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 """Their ONNX form takes dimensions of size 1 only; where torch's squeeze changes no size, it is left out."""
 
+_ARANGES = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
+
 
 @dataclasses.dataclass(eq=False)
 class CallSite:
@@ -179,7 +181,7 @@ class CombinedGraph:
         elif node.target is _aten.as_strided.default:
             self._nodes[subgraph, node] = self._strided(subgraph, node)
         elif node.target is not set_grad_enabled and (subgraph, node) not in self._nodes:
-            args, kwargs = self._map(subgraph, node.args), self._map(subgraph, node.kwargs)
+            args, kwargs = self._map(subgraph, _in_float32(node)), self._map(subgraph, node.kwargs)
             new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
             new.meta = dict(node.meta)
             self._nodes[subgraph, node] = new
@@ -288,6 +290,17 @@ class CombinedGraph:
                 self.graph.erase_node(node)
         self.graph.output(tuple(nodes))
         return nodes
+
+
+def _in_float32(node: torch.fx.Node) -> Any:
+    """The operands; for an `arange` of floats, with an end that ONNX counts to in float32 as torch does in float64."""
+    if node.target not in _ARANGES or not any(isinstance(x, float) for x in node.args):
+        return node.args
+    numbers: list[Any] = [0, *node.args] if len(node.args) == 1 else [*node.args]
+    value, (start, _, step) = node_value(node), (*numbers, 1)[:3]
+    if value.is_floating_point() and type(value.shape[0]) is int:
+        numbers[1] = start + max(value.shape[0] - 0.5, 0) * step
+    return tuple(numbers[-len(node.args) :])
 
 
 def _kind(x: Operand) -> Hashable:

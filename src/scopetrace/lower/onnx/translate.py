@@ -11,9 +11,11 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.fx
+from onnxscript import opset18 as op
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
@@ -62,7 +64,7 @@ def translate(
                 verbose=False,
                 optimize=False,
                 opset_version=opset_version,
-                custom_translation_table=ops.table,
+                custom_translation_table={torch.ops.aten.copy.default: _copy, **ops.table},
             )
             assert result is not None
             ops.finish(result.model)
@@ -75,6 +77,11 @@ def translate(
     if opset_version is not None and version not in (None, opset_version):
         raise OnnxOptionError(f"torch.onnx has no opset {opset_version} for this model: write opset_version={version}")
     return result
+
+
+def _copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
+    """`aten.copy`, which torch.onnx translates without broadcasting `src` to the shape of `self`."""
+    return op.Expand(op.CastLike(src, self), op.Shape(self))
 
 
 @contextlib.contextmanager
