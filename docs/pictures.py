@@ -3,6 +3,8 @@
 Data flow:
     DATA_FLOW -> Graphviz -> data-flow.svg
     models with random weights -> traces -> Trace.to_svg, and pages -> Chromium -> screenshots
+
+The timeline is the one picture that is made by hand: `Trace.to_chrome_trace` of the BERT below, opened in Perfetto.
 """
 
 import shutil
@@ -108,8 +110,8 @@ def make(folder: Path) -> None:
         opened.to_html(folder / "page.html")
         screenshot(folder / "page.html", name, "#" + quote(box), "1400,900")
     for name, content, size in (
-        ("bert-summary.png", traced.summary(depth=2).to_html(), "1100,400"),
-        ("diff.png", st.diff(*versions()).to_html(), "900,300"),
+        ("bert-summary.png", traced.summary(depth=2).to_html(), "1160,430"),
+        ("diff.png", st.diff(*versions()).to_html(), "900,170"),
     ):
         page = folder / "page.html"
         page.write_text(f"<body style='font: 13px sans-serif; margin: 16px'>{content}</body>")
