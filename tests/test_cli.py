@@ -82,6 +82,16 @@ class Keywords(nn.Module):
 class Many(nn.Module):
     def forward(self, x, *rest):
         return sum(rest, x)
+
+class Declares(Net):
+    dummy_inputs = {"x": torch.zeros(3, 4)}
+
+class DeclaresByMethod(Net):
+    def dummy_inputs(self):
+        return torch.zeros(5, 4), torch.zeros(2, dtype=torch.int64)
+
+class Lightning(Net):
+    example_input_array = torch.zeros(6, 4)
 """
 
 
@@ -605,3 +615,61 @@ def test_python_values_and_dicts_are_inputs():
     assert "aten.sum" in out.stdout
     assert "'x' is no int" in run("show", "cli_models:Takes", "-i", "n=int:x").stderr
     assert "gives a part of it" in run("show", "cli_models:Takes", "-i", "batch=2", "-i", "batch.x=2").stderr
+
+
+# The command line as a whole -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [None, *main.commands])
+def test_help_has_examples(name):
+    text = run(*filter(None, [name]), "--help").stdout
+    assert f"    scopetrace {name or 'show'} " in text or f"    scopetrace {name}\n" in text
+
+
+TEXTS = {
+    "show": ["model"],
+    "summary": ["total", "unused_parameters", "rows"],
+    "order": ["digest", "parameters", "calls", "steps"],
+    "plan": ["groups", "forward_gathers", "backward_gathers", "simulations"],
+    "diff": ["differences"],
+    "onnx": ["path", "bytes", "functions", "nodes", "largest_error"],
+}
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_commands_that_print_data_print_it_as_json(name):
+    more = {"plan": ["--ranks", "2", "-c", "Linear"], "diff": ["cli_models:Net"], "onnx": ["-o", "net.onnx"]}.get(
+        name, []
+    )
+    if name == "onnx":
+        pytest.importorskip("onnxruntime")
+    result = run(name, "cli_models:model", *more, "-i", "x=2x4", "--json")
+    assert result.exit_code == 0, result.stderr
+    data = json.loads(result.stdout)
+    assert list(data)[:1] == ["version"]
+    assert data["version"] == 1
+    assert set(TEXTS[name]) <= set(data)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion(shell):
+    text = run("completion", shell).stdout
+    assert "_SCOPETRACE_COMPLETE" in text
+    assert "is not one of 'bash', 'zsh', 'fish'" in run("completion", "csh").stderr
+
+
+@pytest.mark.parametrize(
+    ("typed", "offered"), [("s", {"show", "summary"}), ("show --sc", {"--scope"}), ("view to", {"torchvision:"})]
+)
+def test_what_a_shell_offers(typed, offered):
+    words = f"scopetrace {typed}"
+    asked = {"_SCOPETRACE_COMPLETE": "bash_complete", "COMP_WORDS": words, "COMP_CWORD": str(words.count(" "))}
+    result = CliRunner().invoke(main, env=asked, prog_name="scopetrace")
+    assert offered <= {line.partition(",")[2] for line in result.stdout.splitlines()}
+
+
+@pytest.mark.parametrize(
+    ("target", "text"), [("Declares", "3, 4"), ("DeclaresByMethod", "5, 4"), ("Lightning", "6, 4")]
+)
+def test_inputs_that_a_model_declares(target, text):
+    assert f"x=%x: f32[{text}]" in output(target, "--depth", "0")

@@ -4,6 +4,7 @@ import copy
 import json
 import re
 import shutil
+from importlib import resources
 
 import pytest
 import torch
@@ -196,3 +197,41 @@ def test_bodies_that_return_other_values_differ():
     one, other = net(lambda x: (x.sin(), x.cos())), net(swapped)
     assert one != other
     assert "true_graph_0" in str(st.diff(one, other))
+
+
+# The schema of differences -------------------------------------------------------------------------------------------
+
+TYPES = {"object": dict, "array": list, "string": str, "null": type(None)}
+
+
+def fits(data, schema):
+    """Whether data is as a JSON schema says, of whose words these are all that ours uses."""
+    known = {"$schema", "title", "description", "type", "required", "additionalProperties", "properties", "items"}
+    assert set(schema) <= known | {"const", "enum"}, "a word of JSON Schema that this check does not know"
+    kinds = schema.get("type", [])
+    if kinds and not isinstance(data, tuple(TYPES[kind] for kind in ([kinds] if isinstance(kinds, str) else kinds))):
+        return False
+    if "const" in schema and data != schema["const"]:
+        return False
+    if "enum" in schema and data not in schema["enum"]:
+        return False
+    properties = schema.get("properties", {})
+    if properties and not set(schema["required"]) <= set(data) <= set(properties):
+        return False
+    inside = [(data[key], properties[key]) for key in properties]
+    items = [(item, schema["items"]) for item in data] if "items" in schema else []
+    return all(fits(*pair) for pair in [*inside, *items])
+
+
+def test_differences_as_json_fit_the_schema():
+    schema = json.loads((resources.files("scopetrace.view") / "assets" / "diff.schema.json").read_text())
+    tr, other = st.trace(Decoder(2), ARGS), st.trace(Decoder(3), ARGS)
+    found = json.loads(st.diff(tr, other).to_json())
+    assert len(found["differences"]) > 5
+    assert {d["kind"] for d in found["differences"]} == {"added", "changed"}
+    assert fits(found, schema)
+    assert fits(json.loads(st.diff(tr, tr).to_json()), schema)
+    wrong = [{}, {"version": 2, "differences": []}, {"version": 1, "differences": [{"kind": "added"}]}]
+    wrong.append({"version": 1, "differences": [found["differences"][0] | {"what": "module"}]})
+    wrong.append({"version": 1, "differences": [found["differences"][0] | {"scope": None}]})
+    assert not any(fits(data, schema) for data in wrong)

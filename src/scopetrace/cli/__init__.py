@@ -10,6 +10,7 @@ import sys
 
 import click
 
+from scopetrace.cli.completion import completion
 from scopetrace.cli.demo import demo
 from scopetrace.cli.diff import diff
 from scopetrace.cli.group import OneLineGroup
@@ -30,10 +31,16 @@ from scopetrace.cli.view import view
 @click.version_option(getattr(sys.modules["scopetrace"], "__version__", "unknown"), message="%(prog)s %(version)s")
 @click.pass_context
 def main(ctx: click.Context) -> None:
-    """See what a PyTorch model does: every op, in the module that called it."""
+    """See what a PyTorch model does: every op, in the module that called it.
+
+    \b
+        scopetrace demo
+        scopetrace show mypackage.models:build --input x=1x3x224x224 --depth 2
+        scopetrace COMMAND --help
+    """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help())
 
 
-for command in (demo, show, summary, view, diff, onnx, order, plan):
+for command in (demo, show, summary, view, diff, onnx, order, plan, completion):
     main.add_command(command)

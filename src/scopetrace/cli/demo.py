@@ -58,7 +58,12 @@ class Decoder(nn.Module):
 @click.command()
 @click.option("--output", "-o", type=click.Path(dir_okay=False, path_type=Path), help="Write the HTML page here.")
 def demo(output: Path | None) -> None:
-    """A tour: what scopetrace tells of a small decoder with a cache, which comes with the package."""
+    """A tour: what scopetrace tells of a small decoder with a cache, which comes with the package.
+
+    \b
+        scopetrace demo
+        scopetrace demo -o demo.html
+    """
     with quiet(), torch.no_grad():
         args = (torch.zeros(1, 2, dtype=torch.int64), torch.arange(2))
         traced = trace(Decoder().eval(), args)

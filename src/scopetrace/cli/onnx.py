@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 import torch
 
 from scopetrace.api.runnable import program_of
 from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, progress, quiet, takes_model
+from scopetrace.cli.run import Asked, json_text, progress, quiet, takes_json, takes_model
 from scopetrace.formatting import columns
 from scopetrace.lower.onnx import require_packages
 
@@ -41,6 +41,7 @@ _PATTERN = "a class name, or the name of a module, with * and ? as in 'layers.*'
 @click.option("--optimize/--no-optimize", default=True, help="Run torch.onnx's optimizer.")
 @click.option("--external-data", is_flag=True, help="The weights in a file of their own, also below 2 GB.")
 @click.option("--verify", is_flag=True, help="Check the file, and compare it with the model in ONNX Runtime.")
+@takes_json
 def onnx(
     asked: Asked,
     functions: tuple[str, ...],
@@ -51,6 +52,7 @@ def onnx(
     optimize: bool,
     external_data: bool,
     verify: bool,
+    as_json: bool,
 ) -> None:
     """Write the model TARGET as an ONNX file, with modules as ONNX functions.
 
@@ -66,18 +68,30 @@ def onnx(
     options = Options(functions, plugins, opset, None, None, optimize, attributes)
     with quiet(), progress() as say, torch.no_grad():
         program = program_of(asked.trace(say)).without_argument_mutation()
-        text = _table(write(program, output, options, external_data or None, verify, say), output)
-    print_result(text)
+        data = _data(write(program, output, options, external_data or None, verify, say), output)
+    print_result(json_text(data) if as_json else _table(data))
 
 
-def _table(written: Exported, output: Path) -> str:
+def _data(written: Exported, output: Path) -> dict[str, Any]:
+    """What was written: the functions, with None for the nodes of those without a body."""
     calls = written.calls_in_file()
-    rows = [("function", "calls", "nodes")]
-    for function in written.functions:
-        name = f"{function.domain}::{function.name}"
-        has_body = function.identifier() in written.model.functions
-        rows.append((name, str(calls[function.domain, function.name]), str(len(function)) if has_body else "no body"))
-    rows.append(("main program", "", str(len(written.model.graph))))
+    functions = [
+        {
+            "name": f"{f.domain}::{f.name}",
+            "calls": calls[f.domain, f.name],
+            "nodes": len(f) if f.identifier() in written.model.functions else None,
+        }
+        for f in written.functions
+    ]
     size = sum(path.stat().st_size for path in (output, Path(f"{output}.data")) if path.exists())
-    error = "" if written.error is None else f", largest error {written.error:.2g}"
-    return f"{columns(rows)}\n{output}: {size:,} bytes{error}"
+    found = {"path": str(output), "bytes": size, "functions": functions, "nodes": len(written.model.graph)}
+    return found | {"largest_error": written.error}
+
+
+def _table(data: dict[str, Any]) -> str:
+    rows = [("function", "calls", "nodes")]
+    for f in data["functions"]:
+        rows.append((f["name"], str(f["calls"]), "no body" if f["nodes"] is None else str(f["nodes"])))
+    rows.append(("main program", "", str(data["nodes"])))
+    error = "" if data["largest_error"] is None else f", largest error {data['largest_error']:.2g}"
+    return f"{columns(rows)}\n{data['path']}: {data['bytes']:,} bytes{error}"

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import click
 import torch
 
 from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, progress, quiet, takes_model
+from scopetrace.cli.run import Asked, json_text, progress, quiet, takes_json, takes_model
+from scopetrace.distributed.plan import Plan
 from scopetrace.distributed.planning import plan as make_plan
 from scopetrace.distributed.simulation import Simulation, simulate
 from scopetrace.errors import UsageError
@@ -29,6 +33,7 @@ _DTYPES = {"own": None, "bf16": torch.bfloat16, "fp16": torch.float16, "fp32": t
 )
 @click.option("--latency", type=click.FloatRange(min=0), default=0.0, help="Microseconds of a collective.")
 @click.option("--dtype", type=click.Choice(list(_DTYPES)), default="own", help="Of gathered parameters and gradients.")
+@takes_json
 def plan(
     asked: Asked,
     ranks: int,
@@ -39,6 +44,7 @@ def plan(
     tflops: float,
     latency: float,
     dtype: str,
+    as_json: bool,
 ) -> None:
     """Plan FSDP2 for the model TARGET: groups, prefetch lists, the order of all-gathers, and their cost on paper.
 
@@ -71,8 +77,23 @@ def plan(
                     param_dtype=_DTYPES[dtype],
                 ),
             )
-    table = _table({ahead: simulation for ahead, (_, simulation) in results.items()})
-    print_result("\n\n".join(map(str, (*results[prefetch], table))))
+    simulations = {ahead: simulation for ahead, (_, simulation) in results.items()}
+    found, own = results[prefetch]
+    text = json_text(_data(found, simulations)) if as_json else "\n\n".join(map(str, (found, own, _table(simulations))))
+    print_result(text)
+
+
+def _data(found: Plan, simulations: dict[int, Simulation]) -> dict[str, Any]:
+    """The plan with the prefetch that was asked for, and the cost with each."""
+    return {
+        "groups": [dataclasses.asdict(group) for group in found.groups],
+        "forward_gathers": found.forward_gathers,
+        "backward_gathers": found.backward_gathers,
+        "simulations": [
+            {"prefetch": ahead, "seconds": s.seconds, **{k: v for k, v in vars(s).items() if k != "transfers"}}
+            for ahead, s in simulations.items()
+        ],
+    }
 
 
 def _classes(model: torch.nn.Module, names: tuple[str, ...]) -> list[type[torch.nn.Module]]:

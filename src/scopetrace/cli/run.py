@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import logging
 import sys
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 
 import click
 import torch
+from click.shell_completion import CompletionItem
 from rich.console import Console
 from rich.text import Text
 from torch.utils._pytree import tree_map_only
@@ -27,8 +29,15 @@ from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, Us
 
 Say = Callable[[str], None]
 
+
+def _complete(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """What a shell offers for TARGET: the libraries, and files."""
+    libraries = [CompletionItem(name) for name in ("timm:", "torchvision:", "hf:") if name.startswith(typed)]
+    return [*libraries, CompletionItem(typed, type="file")]
+
+
 _MODEL = (
-    click.argument("target"),
+    click.argument("target", shell_complete=_complete),
     click.option(
         "--input",
         "-i",
@@ -37,8 +46,8 @@ _MODEL = (
         multiple=True,
         help="An argument of forward, by name or position: x=1x3x224x224, ids=1,16:int64, t=scalar:bf16. The dtype is "
         "float32 where none is given. NAME=true, false, none, int:3, float:0.5 and str:text give Python values; "
-        "batch.ids=1x16:int64 is the item ids of a dict batch. Once for each argument; a model of timm or transformers "
-        "that is given none gets inputs of its own.",
+        "batch.ids=1x16:int64 is the item ids of a dict batch. Once for each argument; a model that declares inputs of "
+        "its own (timm, transformers, dummy_inputs, example_input_array) needs none.",
     ),
     click.option(
         "--dynamic",
@@ -67,6 +76,14 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     for add in reversed(_MODEL):
         run = add(run)
     return run
+
+
+takes_json = click.option("--json", "as_json", is_flag=True, help="One JSON document in place of text.")
+
+
+def json_text(data: dict[str, Any]) -> str:
+    """A command's result as JSON, with its version: raised where a key goes or changes its meaning."""
+    return json.dumps({"version": 1, **data}, indent=1, ensure_ascii=False)
 
 
 takes_scope = click.option(

@@ -10,7 +10,7 @@ import torch
 from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
 from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, progress, quiet, takes_model, takes_scope
+from scopetrace.cli.run import Asked, progress, quiet, takes_json, takes_model, takes_scope
 from scopetrace.errors import UsageError
 from scopetrace.view.document import document, json_text
 from scopetrace.view.text import calls_table, refuse_unnamed, select_calls
@@ -23,7 +23,7 @@ from scopetrace.view.text import calls_table, refuse_unnamed, select_calls
 )
 @takes_scope
 @click.option("--calls", "as_table", is_flag=True, help="A table of the module calls, with arguments and outputs.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document with all ops and calls.")
+@takes_json
 @click.option("--grad/--no-grad", default=False, help="Trace with autograd on; off is the default.")
 def show(asked: Asked, grad: bool, **options: Any) -> None:
     """Trace the model TARGET, and show every op in the module that called it.

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 import torch
 
 from scopetrace.cli.group import print_result
-from scopetrace.cli.run import Asked, progress, quiet, takes_model
+from scopetrace.cli.run import Asked, json_text, progress, quiet, takes_json, takes_model
 
 
 @click.command()
 @takes_model
 @click.option("--depth", type=click.IntRange(min=0), help="Show calls down to this level; 0 is the model's own line.")
-@click.option("--json", "as_json", is_flag=True, help="One JSON document with all rows.")
+@takes_json
 def summary(asked: Asked, depth: int | None, as_json: bool) -> None:
     """Show what each module of TARGET takes, gives and costs.
 
@@ -28,5 +26,5 @@ def summary(asked: Asked, depth: int | None, as_json: bool) -> None:
     with quiet(), progress() as say, torch.no_grad():
         found = asked.trace(say).summary(depth)
         say("measuring")
-        text = json.dumps(found.to_dict(), indent=1) if as_json else str(found)
+        text = json_text(found.to_dict()) if as_json else str(found)
     print_result(text)

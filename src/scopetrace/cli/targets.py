@@ -38,18 +38,24 @@ def load_model(target: str) -> torch.nn.Module:
 
 
 def default_inputs(model: torch.nn.Module) -> list[Input]:
-    """Inputs that a model of timm or transformers declares for itself; none for other models."""
+    """Inputs that a model declares for itself, as those of timm, transformers and Lightning do; none for others."""
     declared = getattr(model, "default_cfg", None)
     size = declared.get("input_size") if isinstance(declared, dict) else None
     if size:
         return [Input("0", torch.zeros(1, *size))]
     config: Any = getattr(model, "config", None)
     name = getattr(model, "main_input_name", None)
-    dummies = getattr(model, "dummy_inputs", None)
+    dummies = getattr(model, "dummy_inputs", getattr(model, "example_input_array", None))
+    if inspect.ismethod(dummies):
+        dummies = dummies()
     if name == "pixel_values" and hasattr(config, "image_size"):
         sides = config.image_size if isinstance(config.image_size, (list, tuple)) else [config.image_size] * 2
         return [Input(name, torch.zeros(1, getattr(config, "num_channels", 3), *sides))]
-    return [Input(key, value) for key, value in dummies.items()] if isinstance(dummies, dict) else []
+    if isinstance(dummies, dict):
+        return [Input(key, value) for key, value in dummies.items()]
+    if isinstance(dummies, torch.Tensor):
+        dummies = [dummies]
+    return [Input(str(i), value) for i, value in enumerate(dummies)] if isinstance(dummies, (list, tuple)) else []
 
 
 # -------------------------------------------------------------------- libraries of models

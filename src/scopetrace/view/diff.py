@@ -74,7 +74,7 @@ class Diff:
         return iter(self.differences)
 
     def to_dict(self) -> dict[str, Any]:
-        """The differences as plain data, for JSON; docs/diff.schema.json is the schema."""
+        """The differences as plain data, for JSON; view/assets/diff.schema.json is the schema."""
         return {"version": VERSION, "differences": [dataclasses.asdict(d) for d in self.differences]}
 
     def to_json(self) -> str:

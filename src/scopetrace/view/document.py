@@ -41,6 +41,7 @@ def document(program: TracedProgram, *, depth: int | None = None, scope: Selecti
         if n.op.startswith("call_") and (scope_path(n) or root.path) in chosen
     ]
     return {
+        "version": 1,
         "model": root.path,
         "inputs": [{"name": n.name, **_type(n)} for n in graph.nodes if n.op == "placeholder"],
         "attributes": [{"name": n.name, "target": n.target, **_type(n)} for n in graph.nodes if n.op == "get_attr"],
