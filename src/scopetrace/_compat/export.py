@@ -1,4 +1,4 @@
-"""What ExportedPrograms need of torch.export's internals: grad-mode regions, symbol ranges, serializable trees."""
+"""What ExportedPrograms need of torch.export's internals: regions of a mode, symbol ranges, serializable trees."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._export.passes.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
 from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
 from torch._export.verifier import TrainingIRVerifier, Verifier
 from torch._library.opaque_object import get_opaque_type_name, is_opaque_value_type
@@ -18,27 +19,31 @@ from torch.fx.passes.shape_prop import _extract_tensor_metadata
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat import manifest
-from scopetrace._compat.graph_module import set_grad_enabled
+from scopetrace._compat.graph_module import enter_autocast, set_grad_enabled
 from scopetrace._compat.tensors import FakeTensor, is_symbolic
 
 
-def with_grad_regions(
+def with_mode_regions(
     bodies: dict[str, torch.fx.GraphModule], graph: torch.fx.Graph, signature: ExportGraphSignature
 ) -> tuple[Any, torch.fx.Graph, ExportGraphSignature, dict[str, str]]:
-    """Move the nodes between switches of the grad mode into `wrap_with_set_grad_enabled`, as torch.export does.
+    """Move the nodes between switches of a mode into `wrap_with_set_grad_enabled` and `wrap_with_autocast`.
+
+    These are torch.export's passes, in its order.
 
     Args:
         bodies: the GraphModules that are attributes of the graph's module, by name.
-        graph: the graph, with calls of `set_grad_enabled`.
+        graph: the graph, with calls of `set_grad_enabled`, `_enter_autocast` and `_exit_autocast`.
         signature: that of the program.
 
     Returns the object that holds the GraphModules, the new graph, its signature, and the new names of nodes by the old.
     """
-    if not graph.find_nodes(op="call_function", target=set_grad_enabled):
+    inner = [m.graph for body in bodies.values() for m in body.modules() if isinstance(m, torch.fx.GraphModule)]
+    if not any(node.target in (set_grad_enabled, enter_autocast) for g in (graph, *inner) for node in g.nodes):
         return bodies, graph, signature, {}
     for node in graph.nodes:
         node.meta["name"] = node.name
     gm, changed = replace_set_grad_with_hop_pass(torch.fx.GraphModule(bodies, graph), signature)
+    gm, changed = replace_autocast_with_hop_pass(gm, changed)
     assert changed is not None
     renamed = {node.meta["name"]: node.name for node in gm.graph.nodes if "name" in node.meta}
     for module in gm.modules():

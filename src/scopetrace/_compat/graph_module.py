@@ -27,6 +27,9 @@ from scopetrace._compat.tensors import FakeFactory, FakeTensor, without_dispatch
 set_grad_enabled = torch._C._set_grad_enabled
 """The function that torch.export uses as a node target where autograd is switched on or off."""
 
+enter_autocast: Callable[..., Any] = torch.amp.autocast_mode._enter_autocast
+exit_autocast: Callable[..., Any] = torch.amp.autocast_mode._exit_autocast
+
 was_erased: Callable[[torch.fx.Node], bool] = operator.attrgetter("_erased")
 """Whether a node was removed from its graph."""
 

@@ -370,6 +370,11 @@ _AUTOCAST_KEYS = {
 autocast_enabled: Callable[[], bool] = torch._C._is_any_autocast_enabled
 
 
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast on a type of device; None where it is off, as it is for what autocast itself calls."""
+    return torch.get_autocast_dtype(device) if device in _AUTOCAST_KEYS and torch.is_autocast_enabled(device) else None
+
+
 @functools.cache
 def autocast_may_change(func: OpOverload) -> bool:
     """Whether autocast, if it is on, casts the inputs of an op or of the ops that it is composed of."""
@@ -380,19 +385,15 @@ def autocast_may_change(func: OpOverload) -> bool:
     return func._can_decompose() and not func.is_view
 
 
-def through_autocast(mode: PreDispatchMode, func: OpOverload, device: str, args: Any, kwargs: Any) -> Any:
-    """Apply autocast's rule for `func` with the recorder on, so that the casts are recorded as ops.
+def autocast_rule(func: OpOverload, device: str) -> tuple[Callable[..., Any] | None, bool]:
+    """What autocast runs in the place of an op, None for the op itself, and whether that casts inputs of the op.
 
-    Returns NotImplemented when autocast does not touch the op.
+    The casts, and the op after them, are ops; composite ops without a rule of their own are taken apart.
     """
-    key = _AUTOCAST_KEYS.get(device)
-    if key is None or not torch.is_autocast_enabled(device) or torch._C._dispatch_tls_is_dispatch_key_excluded(key):
-        return NotImplemented
+    key = _AUTOCAST_KEYS[device]
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
-        return with_mode(mode, lambda: func._op_dk(key, *args, **kwargs))
-    if func._can_decompose() and not func.is_view:
-        return with_mode(mode, lambda: func.decompose(*args, **kwargs))
-    return NotImplemented
+        return functools.partial(func._op_dk, key), True
+    return (func.decompose if func._can_decompose() and not func.is_view else None), False
 
 
 # Higher-order ops ----------------------------------------------------------------------------------------------------

@@ -240,6 +240,7 @@ class Trace(Shown):
         *,
         preserve_module_call_signature: Sequence[str] = (),
         prefer_deferred_runtime_asserts_over_guards: bool = False,
+        mode_regions: bool = False,
     ) -> torch.export.ExportedProgram:
         """The program as torch.export gives it, without tracing again; it shares the model's parameters and buffers.
 
@@ -254,6 +255,9 @@ class Trace(Shown):
                 as the model's; `("*",)` is all. Some clients, such as executorch, cannot read signatures.
             prefer_deferred_runtime_asserts_over_guards: whether the graph asserts what tracing assumed of the sizes
                 (`_assert_scalar`), so that every backend checks it; else `ExportedProgram.module()` does.
+            mode_regions: whether each block under `torch.no_grad()`, `torch.enable_grad()` and `torch.autocast` is a
+                subgraph, as in a program of torch.export (`wrap_with_set_grad_enabled`, `wrap_with_autocast`); else
+                the casts of autocast are ops, and blocks are subgraphs only where gradients could show them.
 
         Raises ArgumentError for a pattern that matches no module call, ExportError for what else cannot be expressed:
         changes of an input's shape or storage, changes of tensors that are neither parameters nor buffers, leaf
@@ -265,7 +269,7 @@ class Trace(Shown):
         self._warn_of_a_form("the ExportedProgram")
         program = self._program.without_argument_mutation().with_real_classes()
         deferred = prefer_deferred_runtime_asserts_over_guards
-        return to_exported_program(program, preserve_module_call_signature, deferred)
+        return to_exported_program(program, preserve_module_call_signature, deferred=deferred, modes=mode_regions)
 
     def _warn_of_a_form(self, what: str) -> None:
         tape = self._program.tape

@@ -43,7 +43,7 @@ NAMES = {kind: name for name, kind in RECORDS.items()}
 _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 
 LEFT_OUT: dict[type, tuple[str, ...]] = {
-    tape.Op: ("meta",),
+    tape.Op: ("meta", "autocast"),
     tape.Call: ("module",),
     tape.AttributeWrite: ("module",),
     conditions.SizeRules: ("env", "dynamic_shapes"),

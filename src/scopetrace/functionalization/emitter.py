@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.ops import autocast_may_change, is_op
 from scopetrace._compat.tensors import FakeMaker, storage_id
 from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
-from scopetrace.ir.tape import BodyTape, Op, ProgramTape, Value, map_argument, values_in
+from scopetrace.ir.tape import Autocast, BodyTape, Op, ProgramTape, Value, map_argument, values_in
 
 _aten = torch.ops.aten
 
@@ -153,6 +154,7 @@ class Emitter:
         op = Op(
             *(kind, target, args, kwargs, outputs, origin.scope, origin.call, origin.frames, origin.grad, (), unbacked),
             meta=origin.meta,
+            autocast=_autocast(origin, target),
         )
         self.tape.ops.append(op)
         return outputs
@@ -160,3 +162,10 @@ class Emitter:
     def _lift(self, origin: Op, x: Any) -> Any:
         """Constants among the arguments become attributes."""
         return map_argument(lambda leaf: self.constant(origin, leaf) if isinstance(leaf, torch.Tensor) else leaf, x)
+
+
+def _autocast(origin: Op, target: Any) -> Autocast | None:
+    """That of an op in the place of another: `addmm_` is not cast, `addmm` would be."""
+    if origin.autocast is None or target is origin.target:
+        return origin.autocast
+    return origin.autocast if is_op(target) and not autocast_may_change(target) else None

@@ -20,7 +20,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, Protocol, Union
+from typing import Any, NamedTuple, Protocol, Union
 
 import torch
 
@@ -104,6 +104,15 @@ class Value:
         return f"Value({self.op.kind} {self.op.target}, {self.slot})"
 
 
+class Autocast(NamedTuple):
+    """The block under `torch.autocast` in which an op ran."""
+
+    device: str
+    dtype: torch.dtype
+    casts: bool
+    """Whether the op is one that autocast casts the inputs of, with these, or such a cast."""
+
+
 @dataclasses.dataclass(eq=False, frozen=True, init=False)
 class Op:
     """One step of the program. It does not change.
@@ -138,6 +147,8 @@ class Op:
     meta: dict[str, Any] | None = None
     """What its node gets in `node.meta`: `custom` of `torch.fx.traceback.annotate`, `nn_module_stack` of a graph.
     A file does not have it."""
+    autocast: Autocast | None = None
+    """None outside of such a block, and of what would be another op inside one. A file does not have it."""
 
     def __init__(
         self,
@@ -154,13 +165,14 @@ class Op:
         unbacked: dict[Any, Any] | None = None,
         tracked: tuple[Value, ...] = (),
         meta: dict[str, Any] | None = None,
+        autocast: Autocast | None = None,
     ) -> None:
         # Written as a dict: the __init__ of a frozen dataclass takes four times as long, which shows in a trace.
         fields = self.__dict__
         fields["kind"], fields["target"], fields["args"], fields["kwargs"] = kind, target, args, kwargs
         fields["outputs"], fields["scope"], fields["call"], fields["frames"] = outputs, scope, call, frames
         fields["grad"], fields["writes"], fields["unbacked"], fields["tracked"] = grad, writes, unbacked, tracked
-        fields["meta"] = meta
+        fields["meta"], fields["autocast"] = meta, autocast
         if type(outputs) is Value:
             outputs.op = outputs.op or self
         elif outputs is not None:

@@ -24,7 +24,7 @@ from scopetrace._compat.tensors import FakeFactory, FakeTensor, offset_of, stora
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
-from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value
+from scopetrace.ir.tape import Autocast, Call, Frames, Op, RecordedTape, Value
 from scopetrace.record.model import Model
 from scopetrace.record.regions import Region
 
@@ -85,6 +85,8 @@ class TapeBuilder:
         """A higher-order op on the tape of which autograd has no history, though it sees every op."""
         self.regions: list[Region] = []
         """The regions that have ended, in the order of their ends."""
+        self.autocast: Autocast | None = None
+        """That of the op that runs now."""
         self._boundary = boundary
         self._origin: tuple[Scope, Scope, str | None, dict[str, Any] | None] | None = None
 
@@ -108,8 +110,8 @@ class TapeBuilder:
             scope, frames = inner if scope is root else scope, stack_trace or frames
         if "custom" in traceback.current_meta:
             meta = {**(meta or {}), "custom": dict(traceback.current_meta["custom"])}
-        grad, call = grad_enabled(), self.call
-        op = Op(kind, target, args, kwargs, outputs, scope, call, frames, grad, writes, unbacked, tracked, meta)
+        place = scope, self.call, frames, grad_enabled()
+        op = Op(kind, target, args, kwargs, outputs, *place, writes, unbacked, tracked, meta, self.autocast)
         self.tape.ops.append(op)
         return op
 

@@ -23,14 +23,15 @@ import torch.fx
 
 from scopetrace._compat.ops import (
     PreDispatchMode,
+    autocast_dtype,
     autocast_enabled,
     autocast_may_change,
+    autocast_rule,
     can_decompose,
     custom_function_call,
     function_in_transform,
     in_transform,
     schema_of,
-    through_autocast,
     through_transform,
     unwrapped,
     with_mode,
@@ -53,7 +54,7 @@ from scopetrace._compat.tensors import (
 from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
-from scopetrace.ir.tape import Value, flat, map_argument
+from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable, layout_of
@@ -180,10 +181,22 @@ class OpRecorder:
                 v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
             return out
         if autocast_enabled():
-            out = through_autocast(self.mode, func, _device_type(args, kwargs), args, kwargs)
-            if out is not NotImplemented:
-                return out
+            return self._on_op_under_autocast(func, args, kwargs)
         return self._record(func, args, kwargs)
+
+    def _on_op_under_autocast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        device = next((t.device.type for t in _tensors((args, kwargs))), "cpu")
+        dtype = autocast_dtype(device)
+        if dtype is None:
+            return self._record(func, args, kwargs)
+        rule, casts = autocast_rule(func, device)
+        before, self._builder.autocast = self._builder.autocast, Autocast(device, dtype, casts)
+        try:
+            if rule is None:
+                return self._record(func, args, kwargs)
+            return self.recorded(lambda: rule(*args, **kwargs))
+        finally:
+            self._builder.autocast = before
 
     def _expect_exact(self) -> None:
         if not self._exact:
@@ -573,8 +586,3 @@ def _has_history(value: Value) -> bool:
 
 def _tensors(x: Any) -> list[torch.Tensor]:
     return [t for t in flat(x) if isinstance(t, torch.Tensor)]
-
-
-def _device_type(args: Any, kwargs: Any) -> str:
-    """That of the first tensor, whose autocast applies."""
-    return next((t.device.type for t in _tensors((args, kwargs))), "cpu")

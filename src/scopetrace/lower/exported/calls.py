@@ -34,7 +34,7 @@ from torch.export.graph_signature import (
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.export import can_be_saved
-from scopetrace._compat.graph_module import set_grad_enabled
+from scopetrace._compat.graph_module import enter_autocast, exit_autocast, set_grad_enabled
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.versions import CURRENT
 from scopetrace.containers.structure import leaves, map_structure
@@ -237,7 +237,7 @@ def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames) -> Op:
 
 
 Placement = tuple[dict[torch.fx.Node, "ModuleCallFrame"], set[torch.fx.Node]]
-"""The frames of the nodes of a graph; nodes that will be moved into the body of a `wrap_with_set_grad_enabled`."""
+"""The frames of the nodes of a graph; nodes that will be moved into a body of a region."""
 
 
 def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> Placement:
@@ -250,9 +250,10 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
     closed: set[ModuleCallFrame] = set()
     found: dict[Node, ModuleCallFrame] = {}
     hidden: set[Node] = set()
-    for region, is_apart in _grad_regions([n for n in graph.nodes if n.op not in ("placeholder", "output")]):
+    for region, is_apart in _mode_regions([n for n in graph.nodes if n.op not in ("placeholder", "output")]):
         wanted = [_wanted(node, at) for node in region]
-        around = _common([f for f in wanted if f is not None]) if is_apart else None
+        known = [f for f in wanted if f is not None]
+        around = _common(known) if is_apart and known else None
         for node, own in zip(region, wanted, strict=True):
             frame = next(f for f in (around or own or current).chain() if f not in closed)
             inside = set(frame.chain())
@@ -266,15 +267,21 @@ def place_nodes(graph: torch.fx.Graph, frames: dict[Call, ModuleCallFrame]) -> P
     return found, hidden
 
 
-def _grad_regions(nodes: list[Node]) -> list[tuple[list[Node], bool]]:
-    """The nodes from one switch of autograd to the next, and whether the mode differs from that at the start."""
+def _mode_regions(nodes: list[Node]) -> list[tuple[list[Node], bool]]:
+    """The nodes from one switch of a mode to the next, and whether a mode differs from that at the start."""
     other = next((n.args[0] for n in nodes if n.target is set_grad_enabled), None)
     found: list[tuple[list[Node], bool]] = [([], False)]
+    grad = autocast = False
     for node in nodes:
-        if node.target is set_grad_enabled:
-            found.append(([], node.args[0] is other))
+        if node.target in _SWITCHES:
+            grad = node.args[0] is other if node.target is set_grad_enabled else grad
+            autocast = node.target is enter_autocast or (autocast and node.target is set_grad_enabled)
+            found.append(([], grad or autocast))
         found[-1][0].append(node)
     return found
+
+
+_SWITCHES = (set_grad_enabled, enter_autocast, exit_autocast)
 
 
 def _wanted(node: torch.fx.Node, at: dict[int, ModuleCallFrame]) -> ModuleCallFrame | None:

@@ -20,7 +20,8 @@ from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.ir.tape import Call, FunctionalTape, Op, Value, renamed
 from scopetrace.lower.exported.frames import ModuleCallFrame
 
-_CASTS = ("aten::to", "aten::type_as")
+CASTS = ("aten::to", "aten::type_as")
+"""The names of the ops that cast."""
 
 
 class Identities:
@@ -73,5 +74,5 @@ def _identities(tape: FunctionalTape) -> Iterator[tuple[Value, Value]]:
 def casts(tape: FunctionalTape) -> Iterator[tuple[int, Value]]:
     """The place of each cast among the ops, and the tensor that it takes."""
     for i, op in enumerate(tape.ops):
-        if op.kind == "call_function" and is_op(op.target) and schema_of(op.target).name in _CASTS:
+        if op.kind == "call_function" and is_op(op.target) and schema_of(op.target).name in CASTS:
             yield i, op.tensor(0)

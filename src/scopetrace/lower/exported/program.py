@@ -32,6 +32,7 @@ from scopetrace.lower.exported.decompositions import TracedExportedProgram
 from scopetrace.lower.exported.frames import ModuleCallFrame, frames_of
 from scopetrace.lower.exported.identities import Identities
 from scopetrace.lower.exported.inputs import Lifted, states
+from scopetrace.lower.exported.modes import switch_modes, without_casts
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.outline.key import tape_key
 from scopetrace.program.graph import (
@@ -45,18 +46,21 @@ from scopetrace.program.traced import TracedProgram
 from scopetrace.record import argument_names
 
 
-def to_exported_program(program: TracedProgram, signed: Sequence[str] = (), deferred: bool = False) -> ExportedProgram:
+def to_exported_program(
+    program: TracedProgram, signed: Sequence[str] = (), *, deferred: bool = False, modes: bool = False
+) -> ExportedProgram:
     """The ExportedProgram of a functional program; it shares the model's parameters and buffers.
 
     `signed` are fqn patterns of the module calls that get signatures. If `deferred`, the graph asserts what tracing
-    assumed of the sizes, which are guards else.
+    assumed of the sizes, which are guards else. If `modes`, blocks that switch autograd or autocast are subgraphs.
 
     Raises ExportError for what an ExportedProgram cannot express, see `Trace.to_exported_program`.
     """
     with garbage_collection_paused(), outside_modes():
         assert isinstance(program.tape, FunctionalTape)
         refuse_narrowed(program.tape, program.model)
-        exported = _build(program.tape, program.forward, signed, deferred)
+        tape = without_casts(program.tape) if modes else program.tape
+        exported = _build(tape, program.forward, signed, deferred, modes)
         if program.tape.argument_numbers:
             numbers = {n.name: n.value for n in program.tape.argument_numbers}
             exported.graph_module.meta["scopetrace.fixed_numbers"] = numbers
@@ -66,7 +70,7 @@ def to_exported_program(program: TracedProgram, signed: Sequence[str] = (), defe
 
 
 def _build(
-    tape: FunctionalTape, forward: Callable[..., Any] | None, signed: Sequence[str], deferred: bool
+    tape: FunctionalTape, forward: Callable[..., Any] | None, signed: Sequence[str], deferred: bool, modes: bool
 ) -> ExportedProgram:
     _refuse(tape)
     frames = frames_of(tape)
@@ -74,6 +78,8 @@ def _build(
     identities = Identities(tape, frames)
     marked = with_marks(identities.applied(tape), frames, chosen)
     program = FxLowering(marked, tape.sizes.assumptions() if deferred and tape.sizes else ())
+    if modes:
+        switch_modes(program)
     names = argument_names(forward, len(tape.args[0]))
     held_state = states(tape, frames, program.graph)
     lifted = Lifted(program, marked, held_state, names)
@@ -91,7 +97,7 @@ def _build(
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
     bodies: dict[str, torch.fx.GraphModule] = {name: body.graph_module() for name, body in program.bodies.items()}
     with torch.set_grad_enabled(tape.outer_grad):
-        holder, graph, signature, renamed = compat.with_grad_regions(bodies, program.graph, signature)
+        holder, graph, signature, renamed = compat.with_mode_regions(bodies, program.graph, signature)
     held = [state for state, _ in lifted.state.values()]
     taken: set[str] = set()
     argument_identifiers = [*(identifier(name, taken) for name in names), *tape.args[1]]
