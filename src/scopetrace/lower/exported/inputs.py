@@ -7,11 +7,10 @@ Data flow:
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import enum
 import re
-from collections.abc import Container, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,39 +60,39 @@ class State:
 def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], graph: torch.fx.Graph) -> dict[str, State]:
     """By name on the tape, the state of the program: parameters, then buffers, then constants.
 
-    For a traced module all its parameters and buffers, tied ones once; for a function or a loaded trace, those that
-    the tape reads. Constants that no node of `graph` reads and that nothing changes are left out.
+    For a traced module all its parameters and buffers; for a function or a loaded trace, those that the tape reads.
+    Constants that no node of `graph` reads and that nothing changes are left out.
     """
     needed = {n.target for n in graph.find_nodes(op="get_attr")}
     written = {n for n, v in tape.attribute_reads() if v.storage in tape.written_storages()}
     module = tape.calls[0].module if tape.calls else None
     readers = _readers(tape, frames)
-    found = {s.fqn: s for s in _of_module(module, readers)} if module is not None else {}
+    once = {id(tape.attributes[n]): n for n in written}
+    found = {s.fqn: s for s in _of_module(module, once)} if module is not None else {}
     if tape.edited:  # an edit may have put other tensors in the place of the model's
-        found = {n: dataclasses.replace(s, tensor=tape.attributes.get(n, s.tensor)) for n, s in found.items()}
+        now = {id(s.tensor): tape.attributes.get(n, s.tensor) for n, s in reversed(found.items()) if n in readers}
+        found = {n: dataclasses.replace(s, tensor=now.get(id(s.tensor), s.tensor)) for n, s in found.items()}
     for name, tensor in tape.attributes.items():
         if name in readers and name not in found and (name in tape.owners or name in needed | written):
             found[name] = _beside(tape, name, tensor, readers[name])
     return dict(sorted(found.items(), key=lambda item: list(_PREFIX).index(item[1].kind)))
 
 
-def _of_module(root: torch.nn.Module, read: Container[str]) -> Iterator[State]:
-    """Parameters and buffers of a module. A tied tensor has the name by which the tape reads it, others as aliases."""
+def _of_module(root: torch.nn.Module, written: dict[int, str]) -> Iterator[State]:
+    """Parameters and buffers of a module, tied ones under each of their names, as torch.export has them.
+
+    Those that are `written`, by id and name on the tape, once: torch decomposes no program with such tensors twice.
+    """
     modules = root.named_modules(remove_duplicate=False)
     kept = {f"{fqn}.{name}" if fqn else name for fqn, module in modules for name in persistent_buffers_of(module)}
-    tensors = collections.defaultdict[int, list[tuple[str, torch.Tensor]]](list)
-    for name, tensor in (
-        *root.named_parameters(remove_duplicate=False),
-        *root.named_buffers(remove_duplicate=False),
-    ):
-        tensors[id(tensor)].append((name, tensor))
-    for named in tensors.values():
-        names = [name for name, _ in named]
-        first = next((name for name in names if name in read), names[0])
-        aliases = tuple(name for name in names if name != first)
-        is_parameter = isinstance(named[0][1], torch.nn.Parameter)
-        kind = InputKind.PARAMETER if is_parameter else InputKind.BUFFER
-        yield State(kind, first, named[0][1], None if is_parameter else first in kept, aliases)
+    tensors = *root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)
+    for name, tensor in tensors:
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        kind, persistent = (InputKind.PARAMETER, None) if is_parameter else (InputKind.BUFFER, name in kept)
+        first = written.get(id(tensor), name)
+        if name == first:
+            others = [n for n, t in tensors if t is tensor and n != name] if id(tensor) in written else ()
+            yield State(kind, name, tensor, persistent, tuple(others))
 
 
 def _readers(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame]) -> dict[str, list[str]]:
