@@ -767,7 +767,12 @@ class TakesOpaque(nn.Module):
     [
         (Turn(), (X.clone(),), "`x.t_()` changes the shape or memory", "return a new tensor"),
         (Plain(), (X,), "reads self.t and binds it to a new tensor", "register_buffer"),
-        (PlainInPlace(), (X,), "changes t, which is neither parameter nor buffer", "register_buffer"),
+        (
+            PlainInPlace(),
+            (X,),
+            "Constant t is changed by the forward, and is neither",
+            "register_buffer",
+        ),
         (Grow(), (X,), "binds the buffer t", "keeps its shape"),
         (TakesOpaque(), (X, Opaque()), "is a Opaque", "register_pytree_node"),
     ],

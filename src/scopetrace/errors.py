@@ -163,8 +163,8 @@ class InferenceError(VerificationError):
 # Other forms of a trace ----------------------------------------------------------------------------------------------
 
 
-class ExportError(TraceError):
-    """A trace that the target format, ExportedProgram or ONNX, cannot express."""
+class ExportError(TraceError, RuntimeError):
+    """A trace that the target format, ExportedProgram or ONNX, cannot express. torch.export raises a RuntimeError."""
 
 
 class OnnxExportError(ExportError):

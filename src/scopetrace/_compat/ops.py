@@ -445,6 +445,12 @@ def fake_results(mode: FakeTensorMode, hop: Any, args: tuple[Any, ...]) -> Any:
         return hop.python_key_table[FakeTensorMode](mode, *args)
 
 
+def eager_kernel(hop: HigherOrderOperator) -> Callable[..., Any] | None:
+    """What eager runs of a higher-order op where autograd has no part in it."""
+    kernel: Callable[..., Any] | None = hop.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
+    return kernel
+
+
 def indexing_as_op() -> contextlib.AbstractContextManager[Any]:
     """Inside, `table[i]` with a tensor `i` of no dimension is an op, where torch would ask for the number."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex

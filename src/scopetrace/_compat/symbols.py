@@ -140,6 +140,11 @@ class SymbolNodes:
         if expr.is_Atom:
             return sympy_interp(_NodeArithmetic, proxies, expr)
         if expr not in self._nodes:
+            taken = [-part for part in expr.args if part.is_Mul and part.args[0].is_negative] if expr.is_Add else []
+            if taken and not (rest := expr + sympy.Add(*taken)).is_number:  # `a - 3 * b`, not `a + -3 * b`
+                made = self._computed(rest, proxies) - self._computed(sympy.Add(*taken), proxies)
+                self._nodes[expr] = made.node
+                return made
             args = [self._computed(arg, proxies) for arg in expr.args]
             made = _run_sympy_handler(_NodeArithmetic, args, expr)
             if not isinstance(made, torch.fx.Proxy):  # a constant, or a pair of value and condition in a Piecewise

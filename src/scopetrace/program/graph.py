@@ -113,7 +113,10 @@ class FxLowering:
             self._symbols.assert_condition(condition)
         for op in tape.ops:
             if id(op) in live and op.kind != "placeholder":
+                before = len(self.graph.nodes)
                 self._emit(op)
+                if op.meta is not None and "custom" in op.meta:
+                    self._annotate(len(self.graph.nodes) - before, op.meta["custom"])
         self._switch_grad(tape.outer_grad)
         returned = tape.outputs
         if isinstance(tape, ProgramTape):
@@ -206,6 +209,11 @@ class FxLowering:
             set_unbacked_bindings(node, op.unbacked)
             self._symbols.learn_made(node, op.unbacked)
             self._assert_facts(op.unbacked)
+
+    def _annotate(self, count: int, custom: dict[str, Any]) -> None:
+        """Annotate what computes the sizes of an op, and asserts those that it makes, among the last nodes."""
+        for node in itertools.islice(reversed(self.graph.nodes), count):
+            node.meta.setdefault("custom", dict(custom))
 
     def _assert_facts(self, made: Iterable[Any]) -> None:
         """Assertions for what tracing assumed about symbols, placed where the symbols are defined."""

@@ -29,6 +29,7 @@ from scopetrace._compat.ops import (
     autocast_rule,
     can_decompose,
     custom_function_call,
+    eager_kernel,
     function_in_transform,
     in_transform,
     schema_of,
@@ -223,12 +224,16 @@ class OpRecorder:
         if hop is custom_function_call:
             self._expect_exact()
             return self.recorded(lambda: function_in_transform(args))
+        kernel = eager_kernel(hop)
+        if hop not in FORMS and kernel and any(map(callable, args)) and not _requires_grad(args, kwargs):
+            return self.recorded(lambda: kernel(*args, **kwargs))
         if hop not in FORMS or kwargs:
             raise UnsupportedOpError(
                 "a higher-order op that is not recorded" + (f" with {', '.join(kwargs)}" if hop in FORMS else ""),
                 op=str(hop),
                 **self._builder.where(),
-                hint="write the branch or loop so that Python decides it",
+                hint="write the branch or loop so that Python decides it"
+                + ("; or trace under torch.no_grad()" if kernel and hop not in FORMS else ""),
             )
         recorder = FlexRecorder if hop is _flex_attention else BodyRecorder
         return recorder(self._builder, self.values, self._factory, hop, args, self._run_callable).run()

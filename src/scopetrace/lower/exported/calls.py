@@ -18,6 +18,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -43,7 +44,7 @@ from scopetrace.ir.tape import Call, Frames, FunctionalTape, Op, Value
 from scopetrace.lower.exported.frames import ModuleCallFrame
 from scopetrace.lower.exported.identities import Identities, casts
 from scopetrace.ops.functional_variants import by_name, tensor_of
-from scopetrace.program.graph import call_position, has_effect, live_ops
+from scopetrace.program.graph import call_position, has_effect, live_ops, node_value
 
 Node = torch.fx.Node
 
@@ -75,9 +76,14 @@ class ModuleCalls:
         chosen: set[ModuleCallFrame],
         identities: Identities,
         lower: Callable[[Any], Any],
+        buffers: list[tuple[Node, Node]],
     ) -> None:
-        """`chosen` are those of `frames` that get a signature if they can have one."""
+        """`chosen` are those of `frames` that get a signature if they can have one.
+
+        `buffers` has the placeholder and the new value of those that change.
+        """
         self._place, hidden = placement
+        self._in_buffers = {node for old, new in buffers for node in _values_between(old, new)}
         seen = {frame for inner in set(self._place.values()) for frame in inner.chain()}
         inside = [f for f in frames if f.parent is not None]
         self._passed = {f: _Passed(f, identities, lower) for f in inside if f in seen & chosen}
@@ -126,7 +132,7 @@ class ModuleCalls:
                     yield frame, node
 
     def _read(self, node: Node, reader: ModuleCallFrame) -> None:
-        if node.op == "placeholder" or self._place[node] is reader:
+        if node.op == "placeholder" or self._place[node] is reader or node in self._in_buffers:
             return
         made_in = list(self._place[node].chain())
         for frame in reader.chain():
@@ -158,6 +164,27 @@ class ModuleCalls:
 def _plain(x: Any) -> Any:
     """With tuples for `torch.Size`s, since unflatten passes tuples on and compares types."""
     return map_structure(tuple, x, torch.Size)
+
+
+def _values_between(first: Node, last: Node) -> list[Node]:
+    """The values that a buffer takes one after the other, without the first; none where one is read too late for that.
+
+    unflatten writes each of them to the buffer where it is made, and reads it there: that is right where none is
+    read after the next one was made, and each is the first argument of the op that makes the next, also decomposed.
+    """
+    order = {node: i for i, node in enumerate(first.graph.nodes)}
+    found, node = list[Node](), last
+    while node is not first:
+        old = node.args[0] if node.op == "call_function" and node.args else None
+        if not isinstance(old, Node) or not is_op(node.target) or torch.Tag.core not in node.target.tags:
+            return []
+        now, before = node_value(node), node_value(old)
+        same = isinstance(before, torch.Tensor) and before.shape == now.shape and before.dtype == now.dtype
+        if not same or any(order[user] > order[node] for user in old.users):
+            return []
+        found.append(node)
+        node = old
+    return found
 
 
 def _can_be_repeated(node: Node) -> bool:
@@ -218,11 +245,14 @@ def _mark_dead_values(tape: FunctionalTape, calls: list[Call], marks: dict[int, 
 
 
 def is_erased(call: Op | torch.fx.Node) -> bool:
-    """Whether `run_decompositions` replaces the result of this call by its argument.
+    """Whether torch replaces the result of this call by its argument: `run_decompositions`, or indexing for `x[:]`.
 
-    It does not follow that in `module_call_graph` and raises SpecViolationError, so such a call is left out.
+    The first does not follow that in `module_call_graph` and raises SpecViolationError, so such a call is left out.
     """
     op = call.target
+    if op is torch.ops.aten.slice.Tensor:
+        bounds = call.args[2:]
+        return all(type(n) is int for n in bounds) and bounds == (0, sys.maxsize)
     if not is_op(op) or schema_of(op).name not in CURRENT.erased_ops:
         return False
     given = by_name(op, call.args, call.kwargs)

@@ -46,6 +46,7 @@ class Outputs(ResultNodes):
     Attributes:
         specs: the OutputSpec of each output, in order.
         spec: the pytree spec of the result.
+        buffers: the placeholder and the new value of each buffer that changes.
     """
 
     def __init__(self, program: FxLowering, tape: FunctionalTape, lifted: Lifted) -> None:
@@ -63,6 +64,9 @@ class Outputs(ResultNodes):
         self.specs += [OutputSpec(OutputKind.USER_OUTPUT, self._argument(path, x), None) for path, x in results]
         program.output.args = ((*values, *(x for _, x in results)),)
         program.output.meta.pop("val", None)  # as in torch.export
+        self.buffers = [
+            (c.placeholder, c.value) for c in self._changes.values() if c.kind is OutputKind.BUFFER_MUTATION
+        ]
 
     # ---------------------------------------------------------------- changes
 
@@ -99,7 +103,7 @@ class Outputs(ResultNodes):
         state, node = self._state[target.name]
         if state.kind not in _KINDS:
             raise ExportError(
-                f"the forward changes {state.fqn}, which is neither parameter nor buffer",
+                f"Constant {state.fqn} is changed by the forward, and is neither parameter nor buffer",
                 module=self._tape.root.path,
                 hint="register it with register_buffer",
             )

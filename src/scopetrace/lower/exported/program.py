@@ -86,12 +86,14 @@ def _build(
     outputs = Outputs(program, marked, lifted)
     _share_regions(program)
     for lowered in program.walk():
+        _sort_operands(lowered)
         _drop_unread_parts(lowered.graph)
         _fill_values(lowered.graph)
         _drop_replaced_symbols(lowered.graph, tape.shape_env)
         _name_functions(lowered.graph)
     place = place_nodes(program.graph, frames)
-    calls = ModuleCalls(place, [f for c, f in frames.items() if f.call is c], chosen, identities, lifted.lower)
+    own = [f for c, f in frames.items() if f.call is c]
+    calls = ModuleCalls(place, own, chosen, identities, lifted.lower, outputs.buffers)
     for lowered in program.walk():
         leave_custom_to_users(lowered.graph)
     signature = ExportGraphSignature(lifted.specs, outputs.specs)
@@ -183,6 +185,20 @@ def _drop_unread_parts(graph: torch.fx.Graph) -> None:
     for node in graph.find_nodes(op="call_function", target=operator.getitem):
         if not node.users:
             graph.erase_node(node)
+
+
+def _sort_operands(lowered: FxLowering) -> None:
+    """Give the operands of `torch.cond` in the order of their names, as torch.export does."""
+    for node in lowered.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond):
+        pred, *branches, operands = node.args
+        if all(isinstance(x, torch.fx.Node) for x in operands):
+            order = sorted(range(len(operands)), key=lambda i: operands[i].name)
+            node.args = (pred, *branches, tuple([operands[i] for i in order]))
+            for branch in branches:
+                graph = lowered.bodies[branch.target].graph
+                given = graph.find_nodes(op="placeholder")
+                for i in reversed(order):
+                    next(iter(graph.nodes)).prepend(given[i])
 
 
 def _name_functions(graph: torch.fx.Graph) -> None:
