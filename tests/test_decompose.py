@@ -291,3 +291,20 @@ def test_a_table_that_is_none_is_refused():
 def test_a_decomposition_without_a_tensor_is_refused():
     with pytest.raises(st.errors.DecompositionError, match="gives no tensor, and the op"):
         traced(nn.SiLU(), torch.randn(2, 3)).decompose({torch.ops.aten.silu.default: lambda x: 3})
+
+
+@pytest.mark.parametrize("mask", [None, "causal", "padding", "both"])
+@pytest.mark.parametrize("norm_first", [False, True])
+def test_the_fused_transformer_layer(norm_first, mask):
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=norm_first, activation="gelu").eval()
+    masks = {"src_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)} if mask in ("causal", "both") else {}
+    if mask in ("padding", "both"):
+        masks["src_key_padding_mask"] = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    x = torch.randn(2, 5, 8)
+    with torch.no_grad():
+        tr = st.trace(layer, (x,), masks)
+        fused = torch.ops.aten._transformer_encoder_layer_fwd.default
+        assert fused in {n.target for n in tr.graph_module.graph.nodes}
+        found = tr.decompose()
+        assert fused not in {n.target for n in found.graph_module.graph.nodes}
+        torch.testing.assert_close(found(x, **masks), layer(x, **masks))

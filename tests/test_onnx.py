@@ -893,6 +893,16 @@ def test_sizes_of_float_ranges_and_of_copies_are_those_of_torch():
     assert [shape(value) for value in model.graph.outputs] == [[1], [5], [0], [1], [2, 4]]
 
 
+def test_the_fast_path_of_the_transformer_layer():
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), 2).eval()
+    with torch.no_grad():
+        tr = st.trace(encoder, (torch.randn(3, 5, 8),))
+    flat = tr.to_onnx(verify=True)
+    assert [node.op_type for node in flat.graph].count("Softmax") == 2
+    model = tr.to_onnx(functions=nn.TransformerEncoderLayer, verify=True)
+    assert [node.op_type for node in model.graph if node.domain] == ["TransformerEncoderLayer"] * 2
+
+
 def test_other_failures_of_torch_name_module_and_source():
     """torch.onnx has no `number - tensor of whole numbers`."""
     with pytest.raises(st.OnnxExportError, match=r"torch\.onnx failed: RuntimeError") as raised:

@@ -20,10 +20,12 @@ from onnxscript.rewriter._matcher import SimplePatternMatcher
 from onnxscript.rewriter.rules.common import _no_op
 from torch._decomp import get_decompositions
 from torch._export.utils import _collect_all_valid_cia_ops
-from torch.export import decomp_utils, default_decompositions, exported_program
+from torch.export import decomp_utils, exported_program
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
 
 from scopetrace._compat import manifest
+from scopetrace._compat.encoder_layer import FUSED
+from scopetrace._compat.ops import core_aten
 
 manifest.require(list(manifest.missing(manifest.ONNX)))
 
@@ -81,11 +83,11 @@ def packed_tensor(tensor: torch.Tensor) -> ir.TensorProtocol:
 
 
 def without_misread(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """Decompose the ops that torch.onnx would translate without one of their arguments."""
+    """Decompose the ops that torch.onnx would translate without one of their arguments, or not at all."""
     found = {n.target for n in program.graph.nodes if (is_misread := _MISREAD.get(n.target)) and is_misread(n)}
     if not found:
         return program
-    every = default_decompositions()
+    every = core_aten()
     return program.run_decompositions(
         {**{op: every[op] for op in found if op in every}, **get_decompositions(list(found))}
     )
@@ -102,6 +104,7 @@ def _is_smoothed(node: torch.fx.Node) -> bool:
 _MISREAD: dict[Any, Callable[[torch.fx.Node], Any]] = {
     torch.ops.aten._native_batch_norm_legit_functional.default: lambda node: node.args[5],  # as if in eval mode
     torch.ops.aten.cross_entropy_loss.default: _is_smoothed,
+    FUSED: lambda node: True,
 }
 
 

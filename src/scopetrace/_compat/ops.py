@@ -45,6 +45,7 @@ from torch._subclasses.schema_check_mode import SchemaCheckMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from scopetrace._compat.encoder_layer import FUSED, encoder_layer
 from scopetrace._compat.versions import CURRENT
 
 
@@ -473,8 +474,8 @@ Rule = Callable[..., Any]
 
 @functools.cache
 def core_aten() -> dict[Any, Rule]:
-    """`torch.export.default_decompositions()`, read once: making it takes half a second."""
-    return dict(torch.export.default_decompositions().items())
+    """`torch.export.default_decompositions()`, read once, as it takes half a second; and a fused op that it lacks."""
+    return {**dict(torch.export.default_decompositions().items()), FUSED: encoder_layer}
 
 
 @contextlib.contextmanager
