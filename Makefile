@@ -18,7 +18,7 @@ ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format zoo dynamic orders zoo-onnx exported bench clients docs pictures ci clean
+.PHONY: help env demo test test-all lint format zoo dynamic orders zoo-onnx exported bench clients docs pictures release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -81,6 +81,9 @@ docs: $(STAMP) ## Build the documentation as a site, in site/
 
 pictures: $(STAMP) ## Make the pictures of the documentation anew; needs Graphviz and Chromium
 	$(BIN)/python docs/pictures.py
+
+release-check: $(STAMP) ## Build wheel and sdist, install them where there is torch alone, and run the README's commands
+	$(BIN)/python .ci/release_check.py $(ARGS)
 
 ci: ## Do what CI does
 	.ci/run
