@@ -105,6 +105,32 @@ class Twice(torch.autograd.Function):
         return g * 3
 
 
+class Scaled(torch.autograd.Function):
+    @staticmethod
+    def forward(t, scale):
+        return t * scale
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.scale = inputs[1]
+
+    @staticmethod
+    def backward(ctx, g):
+        return g * ctx.scale, None
+
+
+class First(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, t):
+        ctx.size = t.shape
+        return t[0]
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, g):
+        return g.expand(ctx.size)
+
+
 def hooked(t):
     if t.requires_grad:
         t.register_hook(lambda g: g * 2)
@@ -141,6 +167,25 @@ class Net(torch.nn.Module):
     @torch.enable_grad()
     def loud(self, t):
         return t * self.p
+
+    def frozen(self, t):
+        with torch.no_grad():
+            weight = torch.nn.functional.normalize(self.linear.weight, dim=0)
+        return torch.nn.functional.linear(t, weight)
+
+    def toggled(self, t):
+        before = torch.is_grad_enabled()
+        torch.set_grad_enabled(False)
+        try:
+            scale = (t * self.p).abs().amax()
+        finally:
+            torch.set_grad_enabled(before)
+        return t / (scale + 3)
+
+    def forward_mode(self, t):
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(t, t.cos())
+            return torch.autograd.forward_ad.unpack_dual(dual * self.p).tangent
 """
 STATE = ("self.p", "self.q", "self.b", "self.linear.weight")
 
@@ -152,6 +197,13 @@ RARE_MODES = [
     "torch.inference_mode(x.dim() > 9)",
 ]
 HOOKS = ["torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2)", "torch.autograd.graph.save_on_cpu()"]
+HOOKED = [
+    "{t}.register_hook(lambda g: g * 2)",
+    "{t}.register_hook(lambda g: None)",
+    "{t}.retain_grad()",
+    "self.p.register_post_accumulate_grad_hook(lambda p: None)",
+    "self.p.register_hook(lambda g: g * 2)",
+]
 READS = [
     *("{t} * 2", "{t}.sin()", "{t} * {u}", "{t} + {u}", "{t}.clone()", "{t}.tanh()", "{t}.sum()", "{t}.detach() * {t}"),
     *("torch.where({t} > 0, {t}, {u})", "torch.stack([{t}, {u}])", "torch.cat([{t}, {u}])", "{t} * self.p"),
@@ -184,6 +236,15 @@ READS += [
         "torch.outer({t}.flatten()[:3], {u}.flatten()[:2])",
     ),
 ]
+READS += [  # estimators, constraints and derivatives as people write them
+    *("{t} + ({t}.round() - {t}).detach()", "{t} * 0.1 + {t}.detach() * 0.9", "{t}.clone().detach_()"),
+    *("torch.nn.functional.gumbel_softmax({t}, hard=True)", "torch.nn.functional.silu({t}, inplace=True)"),
+    *("torch.fill({t}, self.p[0])", "torch.where({t} > 0, {t}, 0.1 * {t}).requires_grad_({t}.requires_grad)"),
+    *("{t} / self.p.data.norm()", "self.p.requires_grad_(True) * {t}", "Scaled.apply({t}, 0.5)", "First.apply({t})"),
+    *("{t}.renorm(2, 0, 1.0)", "torch.nn.functional.embedding(torch.tensor([0, 1, 1]), {t}.flatten(1), padding_idx=0)"),
+    *("torch.utils.checkpoint.checkpoint(self.linear, {t}, use_reentrant=True)", "self.frozen({t})", "{t}.var(0)"),
+    *("self.toggled({t})", "torch.func.functional_call(self.linear, {{'weight': self.q.mT @ self.q}}, ({t},))"),
+]
 QUESTIONS = [
     *(
         "{t} * (2 if torch.is_grad_enabled() else 3)",
@@ -210,6 +271,20 @@ INNER += [
     "torch.func.vjp(lambda t: (t * self.p).sin(), {t})[1]({t})[0]",
     "torch.func.jvp(lambda t: (t * self.p).sin(), ({t},), ({t}.cos(),))[1]",
     "torch.autograd.functional.vjp(lambda t: (t * self.p).sin(), {t}, {t}.cos(), create_graph={flag})[1]",
+]
+INNER += [
+    "torch.autograd.grad(torch.autograd.grad(({t} ** 3).sum(), {t}, create_graph=True)[0].sum(), {t})[0]",
+    "torch.autograd.grad(({t} * self.p).sin().sum(), {t}, create_graph=True)[0].square().sum()",
+    "torch.autograd.grad(({t} * self.p).sin(), {t}, {t}.detach().cos(), create_graph={flag})[0]",
+    "torch.autograd.grad(Twice.apply({t}).sin().sum(), {t}, create_graph={flag})[0]",
+    "torch.func.jacrev(lambda t: t.sin() * self.p[0])({t}.flatten()[:2])",
+    "torch.func.jacfwd(lambda t: t.sin() * self.p[0])({t}.flatten()[:2])",
+    "torch.func.vmap(torch.func.grad(lambda t: (t * self.p[0]).sin().sum()))({t})",
+    "torch.func.grad_and_value(lambda t: (t * self.p).cos().sum())({t})[0]",
+    "torch.func.grad(lambda p, t={t}: (p['bias'] * t).sin().sum())(dict(self.linear.named_parameters()))['bias']",
+    "torch.func.linearize(lambda t: (t * self.p).sin(), {t})[1]({t}.cos())",
+    "torch.autograd.functional.jacobian(lambda t: t.sin() * self.p[0], {t}.flatten()[:2], create_graph={flag})",
+    "self.forward_mode({t})",
 ]
 WRITES_WITH_GRADIENTS = [
     *("{t}.mul_(self.p)", "{t}.addcmul_({u}, {u})", "{t}.lerp_({u}, 0.3)", "{t}.masked_scatter_({t} > 0, {u})"),
@@ -341,10 +416,9 @@ class Draft:
             "leaf": lambda: self._make(self._filled("{t}.detach().requires_grad_()")),
             "function": self._function,
             "question": lambda: self._make(self._filled(self.choose.choice(QUESTIONS))),
-            "hook": lambda: self._execute(Step(self._filled("{t}.register_hook(lambda g: g * 2)"), (), self.mode)),
+            "hook": self._hook,
             "detach": lambda: self._execute(Step(self._filled("{t}.detach_()"), (), self.mode)),
             "swap": lambda: self._execute(Step(self._filled("{t}.swapaxes_(0, -1)"), (), self.mode)),
-            "retain_grad": lambda: self._execute(Step(self._filled("{t}.retain_grad()"), (), self.mode)),
         }
         return any(makers[kind]() for _ in range(6))
 
@@ -375,6 +449,12 @@ class Draft:
             return False
         text = self.choose.choice(UPDATES).format(v=self.choose.choice(fitting))
         return self._execute(Step(text, (), self.mode))
+
+    def _hook(self) -> bool:
+        """A hook on a gradient, but for a view made under no_grad: torch 2.13 crashes there."""
+        hooked = [n for n, t in self.pool.items() if not (t.is_leaf and t._is_view())]
+        form = self.choose.choice(HOOKED)
+        return bool(hooked) and self._execute(Step(form.format(t=self.choose.choice(hooked)), (), self.mode))
 
     def _function(self) -> bool:
         """A function of autograd, in the grad mode of the call: in another, one that writes may give a new tensor."""
@@ -450,7 +530,7 @@ def drawn_program(seed: int, number: int) -> Program:
     kinds = ["view"] * 8 + ["write"] * 10 + ["read"] * 8 + ["pieces", "update"] * 4
     kinds += ["inner"] * (1 if "hooked" in draft.empty.inputs else 4)
     if choose.random() < 0.1:
-        kinds += ["retain_grad", "detach", "function", "leaf", "leaf", "swap", "hook"]
+        kinds += ["detach", "function", "leaf", "leaf", "swap", "hook"]
     kinds += ["question"] * 4 if choose.random() < 0.15 else []
     modes = ["", "", "", *MODES, MODES[0], *((*RARE_MODES, *HOOKS) if choose.random() < 0.1 else [])]
     for _ in range(choose.randint(3, 8)):

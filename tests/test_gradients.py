@@ -142,6 +142,11 @@ RIGHT = {
         ["a = x * 2", "b = torch.autograd.grad((a * self.p).sin().sum(), a, create_graph=True)[0]"],
         ("b",),
     ),
+    "a function of autograd that returns a view, under no_grad": (
+        "leaf",
+        [("torch.no_grad()", "a = First.apply(x)")],
+        ("a",),
+    ),
     "an attribute of which the result is a view": (
         "leaf",
         ["self.b = self.p * x", "self.b.copy_(x)"],
@@ -226,6 +231,8 @@ REFUSED = {
         ["a = torch.autograd.grad(y.sin().sum(), x, materialize_grads=True)[0]"],
         ("a",),
     ),
+    "a derivative in forward mode": ("leaf", ["a = self.forward_mode(x)"], ("a",)),
+    "a function that linearizes": ("leaf", ["a = torch.func.linearize(torch.sin, x)[1](x)"], ("a",)),
     "a derivative by an input with a hook": ("hooked", ["a = torch.autograd.grad(x.sin().sum(), x)[0]"], ("a",)),
     "a derivative by a view made under no_grad": (
         "view_under_no_grad",
@@ -605,6 +612,16 @@ def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
     trace = st.trace(net, (torch.ones(2, 3),))
     trace(torch.ones(2, 3)).sum().backward()
     assert torch.equal(net.linear.weight.grad, torch.full((3, 3), 2.0))
+
+
+def test_a_function_that_returns_a_view_beside_a_derivative():
+    steps = ["a = First.apply(y)", "b = torch.func.grad(lambda t: (t * self.p).sin().sum())(x)"]
+    assert kind_of("leaf_and_plain", *steps, returned=("a", "b"))[0] == "refused at the call"  # in other grad modes alone
+
+
+def test_requires_grad_set_to_what_it_is_ties_the_trace_to_the_grad_mode():
+    steps = ["a = torch.where(x > 0, x, 0.1 * x).requires_grad_(x.requires_grad)"]
+    assert kind_of("leaf", *steps, returned=("a",))[0] == "refused at the call"
 
 
 def test_every_kind_of_inputs_is_drawn():

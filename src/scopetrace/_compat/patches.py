@@ -51,6 +51,9 @@ class Observer(HookListener, Protocol):
     def differentiated(self, t: torch.Tensor) -> torch.Tensor:
         """What stands for `t` in autograd's graph of the forward."""
 
+    def on_forward_ad(self) -> None:
+        """The forward differentiates in forward mode, outside of a transform such as torch.func.jvp."""
+
     def on_custom_function(self, cls: type, args: Any) -> Any:
         """A `torch.autograd.Function` is applied. Returns what it gives, or NotImplemented to let torch apply it."""
 
@@ -261,6 +264,14 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
 
     for module in (torch.autograd, torch.autograd.graph):  # each has imported it under its name
         replace(module, "_engine_run_backward", reported(module._engine_run_backward))
+
+    def make_dual(*args: Any, **kwargs: Any) -> Any:
+        if mine() and not in_transform():
+            observer.on_forward_ad()
+        return dual(*args, **kwargs)
+
+    dual = torch.autograd.forward_ad.make_dual
+    replace(torch.autograd.forward_ad, "make_dual", make_dual)
 
 
 def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:

@@ -240,6 +240,15 @@ class CallRecorder:
                 "of the forward",
             )
 
+    def on_forward_ad(self) -> None:
+        """The forward makes a tensor with a tangent, on which no op of a graph acts."""
+        raise UnsupportedOpError(
+            "the forward differentiates in forward mode (torch.autograd.forward_ad, torch.func.linearize)",
+            op="torch.autograd.forward_ad.make_dual",
+            **self._builder.where(),
+            hint="use torch.func.jvp, or differentiate outside of the forward",
+        )
+
     def _depends_on_outside(self, inputs: Sequence[Any]) -> bool:
         """Whether derivatives by `inputs` are not what the ops say: autograd knows more of the tensors from outside."""
         tape, examples = self._builder.tape, {id(v.fake): (v, t) for v, t in self._values.examples.items()}
@@ -264,7 +273,11 @@ class CallRecorder:
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
         for t in tensors:
             self._reads.on_gradient(t)
-        if not torch.is_grad_enabled() or not any(t.requires_grad for t in tensors):
+        if not any(t.requires_grad for t in tensors):
+            return NotImplemented
+        if not torch.is_grad_enabled():
+            if not self._builder.tape.exact_autograd:  # torch detaches a result that autograd takes for no view
+                raise Retrace("a torch.autograd.Function runs under no_grad", Assumptions(exact_autograd=True))
             return NotImplemented
         with paused():
             return self._ops.apply_function(cls, args)
@@ -299,8 +312,11 @@ class CallRecorder:
             self._refuse_flag(
                 f"sets requires_grad of a tensor of the model, or an input, to {required}", "requires_grad"
             )
-        if required and not requires_grad_of(t) and not self._values.is_outside(t):
-            self._reads.on_requires_grad(t)  # what depends on this leaf must have a gradient from outside too
+        if required and not self._values.is_outside(t):
+            if requires_grad_of(t):
+                self._reads.on_gradient(t)  # in another grad mode it becomes a leaf here
+            else:
+                self._reads.on_requires_grad(t)  # what depends on this leaf must have a gradient from outside too
 
     def on_detach(self, t: torch.Tensor) -> bool:
         """The forward detaches a tensor in place. One from outside that does not require grad stays as it is.

@@ -160,7 +160,7 @@ class FunctionRecorder(BodyRecorder):
         mode, base = self.factory.mode, operand.fake
         alias = run_fake(mode, torch.ops.aten.detach.default, (base,), {})
         args = (alias, list(v.fake.size()), list(v.fake.stride()), offset)
-        found: torch.Tensor = run_fake(mode, torch.ops.aten.as_strided.default, args, {})
+        found: torch.Tensor = run_fake(mode, torch.ops.aten.as_strided.default, args, {}, grad=True)
         return found
 
 
