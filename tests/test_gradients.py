@@ -616,7 +616,7 @@ def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
 
 def test_a_function_that_returns_a_view_beside_a_derivative():
     steps = ["a = First.apply(y)", "b = torch.func.grad(lambda t: (t * self.p).sin().sum())(x)"]
-    assert kind_of("leaf_and_plain", *steps, returned=("a", "b"))[0] == "refused at the call"  # in other grad modes alone
+    assert kind_of("leaf_and_plain", *steps, returned=("a", "b"))[0] == "refused at the call"  # in another grad mode
 
 
 def test_requires_grad_set_to_what_it_is_ties_the_trace_to_the_grad_mode():
