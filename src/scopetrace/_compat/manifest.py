@@ -140,7 +140,7 @@ ONNX = {
     "torch.onnx._internal.exporter._core": "TorchTensor _is_onnx_op _prepare_exported_program_for_export "
     "torch_dtype_to_onnx_dtype",
     "torch.onnx._internal.exporter._dispatching": "dispatch",
-    "torch.onnx._internal.exporter._registration": "ONNXRegistry onnxscript_apis",
+    "torch.onnx._internal.exporter._registration": "ONNXRegistry",
 }
 """What the ONNX exporter uses, checked when that is imported."""
 
