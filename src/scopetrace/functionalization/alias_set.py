@@ -15,9 +15,9 @@ The idea, and the name ViewMeta, are those of torch's functionalization pass (Fu
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -53,15 +53,14 @@ _NEEDS_STRIDES = frozenset(
 _NO_POSITIONS = torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ViewMeta:
+class ViewMeta(NamedTuple):
     """How an alias comes from another: result `slot` of view op `func`. If `func` is None, both are the same tensor."""
 
     parent: Value
     func: Any = None
     args: tuple[Any, ...] = ()
     """The arguments after the parent."""
-    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    kwargs: Mapping[str, Any] = types.MappingProxyType({})
     slot: int | None = None
 
 
@@ -122,7 +121,7 @@ class AliasSet:
         In eager a tensor that requires grad goes on requiring it when it is written, and so it does here.
         """
         old = self.same(old)
-        if self._row is None and self._needs_row():
+        if self.version == 0 and self._needs_row():
             self._make_row(writer)
         chain = self._written_ancestors(old)
         bases = [self.read(v, writer) for v in chain[1:]]

@@ -13,6 +13,7 @@ tape belongs to an op of the new tape.
 from __future__ import annotations
 
 import abc
+import bisect
 import dataclasses
 from typing import Any
 
@@ -59,8 +60,9 @@ class TapeCopier(abc.ABC):
         self.new = _started(old)
         self.emitter = Emitter(self.new)
         self.grad = any(op.grad for op in old.ops)
+        self._writers = [i for i, op in enumerate(old.ops) if op.writes]
         self.sets: dict[int, AliasSet] = {
-            v.storage: AliasSet(self.emitter, self._bring) for op in old.ops for v in op.writes
+            v.storage: AliasSet(self.emitter, self._bring) for i in self._writers for v in old.ops[i].writes
         }
         self.originals: dict[Value, Value] = {}
         """The values of inputs and attributes as the program got them, by those of the old tape."""
@@ -68,9 +70,7 @@ class TapeCopier(abc.ABC):
         """The new values of those outside of the alias sets."""
         self._copies: dict[Value, Value] = {}  # of values whose op was copied on copies of its operands
         self._held: dict[int, list[Value]] = {}  # attributes read so far, by storage
-        self._calls: dict[Call, Call] = {}
         self._boundaries: list[Boundary] = []
-        self._origin: tuple[Op, Op] | None = None  # the last op that new ones were made for, and its copy
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
         self._find_roots()
@@ -82,13 +82,13 @@ class TapeCopier(abc.ABC):
         memory with an input or another result.
         """
         assert isinstance(self.new, BodyTape)
-        self._calls = calls
+        self.emitter.calls = calls
         last = self._copy_ops()
         self._end_calls(last, None)
         if self.new.is_condition:
             self.new.outputs = map_structure(lambda v: self.read(v, last), self.old.outputs, Value)
         else:
-            results = Results(self.emitter.bound(self.moved(last)), self.new.inputs)
+            results = Results(self.emitter.bound(last), self.new.inputs)
             placeholders = [op.outputs for op in self.old.ops if op.kind == "placeholder"]
             given = [*self.old.outputs, *(placeholders[i] for i in changed)]
             own = results.own if own_memory else results.laid_out
@@ -103,7 +103,9 @@ class TapeCopier(abc.ABC):
 
     def _copy_ops(self) -> Op:
         """Copy all ops, and the boundaries of calls but for the ends after the last op. Returns that op."""
+        calls = self.emitter.calls
         for call in self.old.calls:
+            calls[call] = call.replace(parent=None if call.parent is None else calls[call.parent])
             self._starts.setdefault(call.start, []).append(call)
             self._stops.setdefault(call.stop, []).append(call)
         for i, op in enumerate(self.old.ops):
@@ -116,22 +118,19 @@ class TapeCopier(abc.ABC):
 
     def _finish(self, results: list[Value]) -> None:
         """Drop and move the ops that alias sets added, and set the ranges of calls."""
-        self.new.calls = [self._calls[call] for call in self.old.calls]
+        self.new.calls = [self.emitter.calls[call] for call in self.old.calls]
         self.new.ops[:] = schedule(self.new.ops, self._boundaries, self.emitter.added, results)
 
     # ---------------------------------------------------------------- calls
 
     def _pass_boundaries(self, i: int, op: Op) -> None:
         """Calls that end before op number `i`, and those that start there."""
-        empty = []
-        for call in sorted(self._stops.get(i, ()), key=lambda c: -c.position):
-            if call.start == i:
-                empty.append(call)
-            else:
+        for call in reversed(self._stops.get(i, ())):
+            if call.start < i:
                 self._end(call, op)
         for call in self._starts.get(i, ()):
             self._start(call, op)
-            if call in empty:
+            if call.stop == i:
                 self._end(call, op)
 
     def _end_calls(self, last: Op, root: Call | None) -> None:
@@ -151,33 +150,31 @@ class TapeCopier(abc.ABC):
         return op.replace(call=call, scope=self.old.root if call is None else call.scope)
 
     def _start(self, call: Call, op: Op) -> None:
-        parent = None if call.parent is None else self._calls[call.parent]
+        new = self.emitter.calls[call]
 
-        def present(x: Any) -> Any:
-            return map_structure(lambda v: self._read_at_edge(v, op, parent), x, Value)
+        def present(v: Value) -> Value:
+            return self._read_at_edge(v, op, new.parent)
 
-        args = tuple(present(a) for a in call.args)
-        kwargs = {name: present(a) for name, a in call.kwargs.items()}
-        new = call.replace(parent=parent, args=args, kwargs=kwargs)
-        self._calls[call] = new
+        new.args, new.kwargs = map_structure(present, (call.args, call.kwargs), Value)
         self._boundaries.append(Boundary(len(self.new.ops), new, is_start=True))
 
     def _end(self, call: Call, op: Op) -> None:
-        new = self._calls[call]
+        new = self.emitter.calls[call]
         new.outputs = map_structure(lambda v: self._read_at_edge(v, op, new), call.outputs, Value)
         new.mutated = self._mutated_in(call, op)
         self._boundaries.append(Boundary(len(self.new.ops), new, is_start=False))
 
     def _mutated_in(self, call: Call, op: Op) -> Any:
         """The arguments, and the module's tensors, whose storage the call wrote to: their new values."""
-        inside = self.old.ops[call.start : call.stop]
-        written = dict.fromkeys(v.storage for o in inside for v in o.writes)  # in order: equal calls name them alike
-        if not written:
+        start, stop = (bisect.bisect_left(self._writers, i) for i in (call.start, call.stop))
+        if start == stop:
             return None
+        inside = (self.old.ops[i] for i in self._writers[start:stop])
+        written = dict.fromkeys(v.storage for o in inside for v in o.writes)  # in order: equal calls name them alike
 
         def changed(v: Value) -> Value | None:
             last = last_of(self.sets, v) if v.storage in written else None
-            return last and self._read_at_edge(last, op, self._calls[call])
+            return last and self._read_at_edge(last, op, self.emitter.calls[call])
 
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
         held = [v for s in written for v in self._held.get(s, ()) if v.op.name.startswith(call.prefix)]
@@ -249,7 +246,7 @@ class TapeCopier(abc.ABC):
         old = op.outputs
         if isinstance(old, Value) and old in self.originals:
             return
-        new = self.emitter.copy(self._placed(op), (), {})
+        new = self.emitter.copy(op, (), {})
         if not isinstance(old, Value):  # a number, given as argument or taken by a body
             return
         self.originals[old] = self._copies[old] = new
@@ -269,7 +266,7 @@ class TapeCopier(abc.ABC):
             return
         args, kwargs = self.present((op.args, op.kwargs), op)
         if op.args and isinstance(op.outputs, Value) and op.outputs.storage in self.sets and not kwargs:
-            found = self.emitter.simplified(self.moved(op), op.target, args)
+            found = self.emitter.simplified(op, op.target, args)
             if isinstance(found, Value):
                 self.define(op, op.outputs, found)
                 return
@@ -278,11 +275,11 @@ class TapeCopier(abc.ABC):
         if op.kind == "call_module" or all(
             self._copies.get(a) is b for a, b in zip(old_inputs, new_inputs, strict=True)
         ):
-            outputs = self.emitter.copy(self._placed(op), args, kwargs)
+            outputs = self.emitter.copy(op, args, kwargs)
             self._copies.update(zip(op.values(), _values(op, outputs), strict=True))
         elif all(map(_alike, old_inputs, new_inputs)):
             storages = {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
-            outputs = self.emitter.copy(self._placed(op), args, kwargs, storages)
+            outputs = self.emitter.copy(op, args, kwargs, storages)
         else:
             outputs = self._run(op, op.target, args, kwargs)
         self.define(op, op.outputs, outputs)
@@ -291,22 +288,21 @@ class TapeCopier(abc.ABC):
         """A higher-order op: its bodies without mutation. What they write to comes out as more results."""
         takes_all = FORMS[op.target].takes_all
         changed = sorted({i for body in op.bodies() for i in written_inputs(body)}) if takes_all else []
-        pure = {body: type(self)(body).run_body(self._calls, changed, takes_all) for body in op.bodies()}
-        origin = self.moved(op)
-        lifted = [self.emitter.constant(origin, real) for real in lift_constants(list(pure.values()))]
+        pure = {body: type(self)(body).run_body(self.emitter.calls, changed, takes_all) for body in op.bodies()}
+        lifted = [self.emitter.constant(op, real) for real in lift_constants(list(pure.values()))]
         shared = {v.storage for v in op.inputs()}.intersection(v.storage for v in op.values())
         if not takes_all and (lifted or not shared.isdisjoint(self.sets)):
             raise refusal(f"{op.target} gives a view of memory that is written, or a body needs a constant", op)
-        emit = self.emitter.bound(origin)
+        emit = self.emitter.bound(op)
 
         def present(x: Any) -> Any:
             if isinstance(x, Value):
-                return as_laid_out(emit, self.read(x, origin), x.fake)
+                return as_laid_out(emit, self.read(x, op), x.fake)
             return pure[x] if isinstance(x, BodyTape) else x
 
         args = with_more_operands(op.target, map_structure(present, op.args, (Value, BodyTape)), lifted)
         storages = {old.storage: new.storage for old, new in zip(op.inputs(), values_in(args), strict=False)}
-        outputs = self.emitter.copy(origin, args, op.kwargs, storages, more=op.writes)
+        outputs = self.emitter.copy(op, args, op.kwargs, storages, more=op.writes)
         count = len(op.writes)
         own, written = (outputs[:-count], outputs[-count:]) if count else (outputs, ())
         self.define(op.replace(args=(), kwargs={}), op.outputs, own)
@@ -323,8 +319,8 @@ class TapeCopier(abc.ABC):
         if not is_root:
             aliases.link(value, self._view_meta(op, op.tensor(0), value, None))
         elif not aliases.is_known(value):
-            self._bring(value, self.moved(op))
-        aliases.read(value, self.moved(op))
+            self._bring(value, op)
+        aliases.read(value, op)
         return True
 
     def _run(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
@@ -332,36 +328,27 @@ class TapeCopier(abc.ABC):
         if func in (_aten.view.default, _aten._unsafe_view.default):
             func = _aten.reshape.default
         if func in (_aten.view.dtype, _aten.view_as_complex.default):
-            args = (self.emitter.run(self.moved(op), _aten.contiguous.default, args[:1], {}), *args[1:])
+            args = (self.emitter.run(op, _aten.contiguous.default, args[:1], {}), *args[1:])
         if func is _aten.as_strided.default:
             raise refusal("as_strided of a tensor whose strides are not those of eager", op)
-        new = self.emitter.run(self.moved(op), func, args, kwargs)
+        new = self.emitter.run(op, func, args, kwargs)
         is_copy = isinstance(new, Value) and op.result.storage not in {v.storage for v in op.inputs()}
         if is_copy and new.storage in {v.storage for v in new.op.inputs()}:
-            new = self.emitter.run(self.moved(op), _aten.clone.default, (new,), {})  # this layout needs no copy
+            new = self.emitter.run(op, _aten.clone.default, (new,), {})  # this layout needs no copy
         return new
-
-    def moved(self, op: Op) -> Op:
-        """The op as the origin of new ones: its call is that of the new tape."""
-        if self._origin is None or self._origin[0] is not op:
-            self._origin = op, self._placed(op)
-        return self._origin[1]
-
-    def _placed(self, op: Op) -> Op:
-        return op.replace(call=self._calls.get(op.call) if op.call else None)
 
     def present(self, x: Any, op: Op) -> Any:
         """The arguments of an op with present values."""
         if op.kind == "call_module":
-            return map_structure(lambda v: self.read(v, self.moved(op)), x, Value)
+            return map_structure(lambda v: self.read(v, op), x, Value)
 
         def now(leaf: Any) -> Any:
-            if type(leaf) is not Value:
-                return leaf
-            new = self.read(leaf, self.moved(op))
-            return in_order_of(self.emitter.bound(self.moved(op)), new, leaf.fake) if is_random(op.target) else new
+            return self.read(leaf, op) if type(leaf) is Value else leaf
 
-        return map_argument(now, x)
+        def in_order(leaf: Any) -> Any:
+            return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if type(leaf) is Value else leaf
+
+        return map_argument(in_order if is_random(op.target) else now, x)
 
     def define(self, op: Op, old: Any, new: Any) -> None:
         """Bind what an op made: views in alias sets get their `ViewMeta`, new tensors are roots."""

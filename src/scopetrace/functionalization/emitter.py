@@ -1,6 +1,7 @@
 """Appends ops to a functional tape, with fake tensors for their results.
 
-Each op is made for one of the recorded tape, its origin, whose scope, call, frames and grad mode it gets.
+Each op is made for one of the recorded tape, its origin, whose scope, frames and grad mode it gets. Its call is that
+which stands for the origin's in the new tape.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from scopetrace._compat.tensors import FakeMaker, storage_id
 from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
-from scopetrace.ir.tape import Autocast, BodyTape, Op, ProgramTape, Value, map_argument, values_in
+from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Value, map_argument, values_in
 
 _aten = torch.ops.aten
 
@@ -27,6 +28,8 @@ class Emitter:
     def __init__(self, tape: ProgramTape | BodyTape, storages: Iterator[int] | None = None) -> None:
         """`storages` gives numbers of storages that the tape does not have; a recorded tape has none below 0."""
         self.tape = tape
+        self.calls: dict[Call, Call] = {}
+        """The calls of the tape, by those of the recorded one; a call that is no key stands for itself."""
         self.added: set[Op] = set()
         """The ops that alias sets added. Those that nobody reads are dropped in the end, see `rewrites.schedule`."""
         assert tape.fake_mode is not None
@@ -90,7 +93,7 @@ class Emitter:
 
     def simplified(self, origin: Op, func: Any, args: tuple[Any, ...]) -> Value | tuple[Any, tuple[Any, ...]]:
         """As `rewrites.simplified`, where the grad mode of the origin allows it."""
-        found = rewrites.simplified(func, args, origin.call)
+        found = rewrites.simplified(func, args, self._call_of(origin))
         return (func, args) if isinstance(found, Value) and found.requires_grad and not origin.grad else found
 
     def copy(
@@ -104,7 +107,7 @@ class Emitter:
         """Append an op of the recorded tape, on other operands of the same metadata; returns its new result.
 
         Args:
-            op: the op, in its new call.
+            op: the op.
             args: the operands, of the new tape.
             kwargs: the same.
             storages: the new storage of each old one among the operands; a result in another one is a new tensor.
@@ -152,12 +155,16 @@ class Emitter:
     ) -> Any:
         unbacked = origin.unbacked if target is origin.target else None
         op = Op(
-            *(kind, target, args, kwargs, outputs, origin.scope, origin.call, origin.frames, origin.grad, (), unbacked),
+            *(kind, target, args, kwargs, outputs, origin.scope, self._call_of(origin), origin.frames, origin.grad, ()),
+            unbacked,
             meta=origin.meta,
             autocast=_autocast(origin, target),
         )
         self.tape.ops.append(op)
         return outputs
+
+    def _call_of(self, origin: Op) -> Call | None:
+        return None if origin.call is None else self.calls.get(origin.call, origin.call)
 
     def _lift(self, origin: Op, x: Any) -> Any:
         """Constants among the arguments become attributes."""

@@ -76,7 +76,7 @@ class Functionalizer(TapeCopier):
         root = self.old.calls[0]
         last = self._copy_ops()
         self._end_calls(last, root)
-        edge = self._at_edge(last, self._calls[root])
+        edge = self._at_edge(last, self.emitter.calls[root])
         read = self._read_with_history(edge)
         self.new.attribute_writes = [
             AttributeWrite(w.module, w.fqn, w.name, self._bound(w.value, edge, read)) for w in self.old.attribute_writes
@@ -157,7 +157,7 @@ class Functionalizer(TapeCopier):
         args, kwargs = call_variant(variant, func, args, kwargs)
         if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
             variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
-        out = self.emitter.run(self.moved(op), variant.op, tuple(args), kwargs)
+        out = self.emitter.run(op, variant.op, tuple(args), kwargs)
         self._store(op, variant, out)
 
     def _kept_for_backward(self, op: Op) -> set[Value]:
@@ -167,7 +167,7 @@ class Functionalizer(TapeCopier):
         """
         if not op.grad or not any(v.fake.requires_grad for v in op.inputs()):
             return set()
-        schema, now = schema_of(op.target), {self.read(v, self.moved(op)) for v in op.writes}
+        schema, now = schema_of(op.target), {self.read(v, op) for v in op.writes}
         if not schema.is_mutable:
             return now
         others = any(v.requires_grad for v in op.inputs() if v not in op.writes)
@@ -178,7 +178,7 @@ class Functionalizer(TapeCopier):
 
     def _apart(self, op: Op, by: Any, x: Any, values: set[Value]) -> Any:
         """The arguments with copies, or what else the op `by` makes, of some values."""
-        emit = self.emitter.bound(self.moved(op))
+        emit = self.emitter.bound(op)
         return map_argument(lambda v: emit(by, v) if isinstance(v, Value) and v in values else v, x)
 
     def _store(self, op: Op, variant: FunctionalVariant, out: Any) -> None:
@@ -203,7 +203,7 @@ class Functionalizer(TapeCopier):
         """A result of a foreach op, with a gradient only if its own operands have one. The op has one for all."""
         mine = (a[i] if isinstance(a, (list, tuple)) else a for a in (*op.args, *op.kwargs.values()))
         if new.requires_grad and not any(a in op.tracked for a in mine):
-            new = self.emitter.run(self.moved(op), _aten.detach.default, (new,), {})
+            new = self.emitter.run(op, _aten.detach.default, (new,), {})
         return new
 
     def _rename(self, targets: Any, returned: Any) -> None:
@@ -217,11 +217,10 @@ class Functionalizer(TapeCopier):
 
     def assign(self, op: Op, target: Value, new: Value) -> None:
         """`target` gets the elements of `new`: of its own size, or, with `out=`, of another."""
-        origin = self.moved(op)
         aliases = self.sets[target.storage]
         if new.fake.dtype != target.fake.dtype:
-            new = self.emitter.run(origin, _aten._to_copy.default, (new,), {"dtype": target.fake.dtype})
-        returned = [v for v in op.values() if v.storage == target.storage]
+            new = self.emitter.run(op, _aten._to_copy.default, (new,), {"dtype": target.fake.dtype})
+        returned = [v for v in op.values() if v.storage == target.storage and v.fake is not target.fake]
         if any(to_expr(v.fake.size()) != to_expr(target.fake.size()) for v in returned):
             others = {aliases.same(v) for v in (*aliases.roots, *aliases.views)} - {aliases.same(target)}
             if others or self._is_outside(aliases):
@@ -233,8 +232,8 @@ class Functionalizer(TapeCopier):
             return
         hidden = self._is_hidden(op, target)
         if hidden:
-            new = aliases.overwritten(aliases.read(target, origin), new, origin)
-        aliases.write(target, new, origin, hidden=hidden)
+            new = aliases.overwritten(aliases.read(target, op), new, op)
+        aliases.write(target, new, op, hidden=hidden)
         aliases.is_seen = aliases.is_seen or (op.grad and not hidden)
 
     def _is_hidden(self, op: Op, target: Value) -> bool:
@@ -294,17 +293,17 @@ class Functionalizer(TapeCopier):
     def _copy(self, op: Op) -> None:
         """`copy_` where gradients flow: its variant `aten.copy` has no derivative, its parts have."""
         target, source = op.tensor(0), op.tensor(1)
-        origin, size = self.moved(op), list(target.fake.size())
-        new = self.read(source, origin)
+        size = list(target.fake.size())
+        new = self.read(source, op)
         if new.fake.dtype != target.fake.dtype or new.fake.device != target.fake.device:
             to = {"dtype": target.fake.dtype, "device": target.fake.device}
-            new = self.emitter.run(origin, _aten._to_copy.default, (new,), to)
+            new = self.emitter.run(op, _aten._to_copy.default, (new,), to)
         if not (op.grad or new.requires_grad) and any(
             v.requires_grad for v in new.op.inputs() if v.storage == new.storage
         ):
-            new = self.emitter.run(origin, _aten.detach.default, (new,), {})  # a view of inference mode
+            new = self.emitter.run(op, _aten.detach.default, (new,), {})  # a view of inference mode
         if to_expr(new.fake.size()) != to_expr(size):
-            new = self.emitter.run(origin, _aten.expand.default, (new, size), {})
+            new = self.emitter.run(op, _aten.expand.default, (new, size), {})
         self.assign(op, target, new)
         self._rename(target, op.outputs)
 
@@ -313,9 +312,8 @@ class Functionalizer(TapeCopier):
         target, value = op.tensor(0), op.args[1]
         wrap = [bool(a) for a in op.args[2:]]
         mask = torch.zeros(tuple(target.fake.size()), dtype=torch.bool, device="cpu").fill_diagonal_(True, *wrap)
-        origin = self.moved(op)
-        now = self.read(target, origin)
-        new = self.emitter.run(origin, _aten.masked_fill.Scalar, (now, mask.to(target.fake.device), value), {})
+        now = self.read(target, op)
+        new = self.emitter.run(op, _aten.masked_fill.Scalar, (now, mask.to(target.fake.device), value), {})
         self.assign(op, target, new)
         self._rename(target, op.outputs)
 
@@ -328,7 +326,7 @@ class Functionalizer(TapeCopier):
         kwargs = {**given, **self.present(op.kwargs, op)}
         kwargs = {a.name: kwargs.get(a.name, a.default) for a in schema.arguments}
         names = [a.name for a in schema.arguments if a.is_written]
-        out = self.emitter.run(self.moved(op), auto_functionalized(), (op.target,), kwargs)
+        out = self.emitter.run(op, auto_functionalized(), (op.target,), kwargs)
         count = max(1, len(schema.returns))
         written = written_values(op)
         for name, new in zip(names, out[count:], strict=True):
@@ -350,9 +348,9 @@ class Functionalizer(TapeCopier):
         made = aliases.views.get(aliases.same(before))
         if made is not None and before.requires_grad and before.op.grad and not op.grad:
             raise refusal("a view that requires grad changes its shape in place under no_grad", op)
-        now = aliases.read(before, self.moved(op))
+        now = aliases.read(before, op)
         rest = self.present(op.args[1:], op)
-        new = self.emitter.run(self.moved(op), variant.op, (now, *rest), dict(op.kwargs))
+        new = self.emitter.run(op, variant.op, (now, *rest), dict(op.kwargs))
         after = op.result
         aliases.link(after, ViewMeta(before, variant.op, tuple(rest), dict(op.kwargs)))
         aliases.define(after, new)
@@ -377,14 +375,14 @@ class Functionalizer(TapeCopier):
         if aliases is not None:
             aliases.link(after, ViewMeta(source))
         elif loses_gradient and self.grad:
-            self.values[after] = left.overwritten(now, self.read(source, op), self.moved(op))
+            self.values[after] = left.overwritten(now, self.read(source, op), op)
         else:
             self.values[after] = self.read(source, op)
 
     def _resize(self, op: Op) -> None:
         """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""
         before, after = op.tensor(0), op.result
-        aliases, origin = self.sets[before.storage], self.moved(op)
+        aliases = self.sets[before.storage]
         old, new = geometry_of(before), geometry_of(after)
         front = Geometry((old.numel,), (1,), old.offset)
         if by_geometry(old, front) is None or len(aliases.roots) > 1:
@@ -393,12 +391,12 @@ class Functionalizer(TapeCopier):
         if new.numel <= old.numel:
             args = (list(new.size), list(new.stride), new.offset)
             aliases.link(after, ViewMeta(before, _aten.as_strided.default, args))
-            aliases.read(after, origin)
+            aliases.read(after, op)
             return
-        row = self.emitter.run(origin, _aten.reshape.default, (aliases.read(before, origin), [-1]), {})
-        more = self.emitter.run(origin, _aten.new_zeros.default, (row, [new.numel - old.numel]), {})
-        joined = self.emitter.run(origin, _aten.cat.default, ([row, more],), {})
-        grown = self.emitter.run(origin, _aten.reshape.default, (joined, list(new.size)), {})
+        row = self.emitter.run(op, _aten.reshape.default, (aliases.read(before, op), [-1]), {})
+        more = self.emitter.run(op, _aten.new_zeros.default, (row, [new.numel - old.numel]), {})
+        joined = self.emitter.run(op, _aten.cat.default, ([row, more],), {})
+        grown = self.emitter.run(op, _aten.reshape.default, (joined, list(new.size)), {})
         aliases.replace(after, grown)
 
     def _resize_storage(self, op: Op) -> None:

@@ -95,9 +95,11 @@ class Value:
 
     def copy(self, storage: int) -> Value:
         """A value for the same tensor, for an op of another tape. It becomes that of the op that is made with it."""
-        new = Value(self.fake, self.slot, storage, self.key)
+        new = Value.__new__(Value)
+        new.fake, new.slot, new.storage, new.key = self.fake, self.slot, storage, self.key
         new.offset, new.requires_grad, new.real = self.offset, self.requires_grad, self.real
         new.autograd_placeholder = self.autograd_placeholder
+        new.op = None  # type: ignore[assignment]
         return new
 
     def __repr__(self) -> str:
@@ -286,7 +288,9 @@ class Call:
 
     def replace(self, **changed: Any) -> Call:
         """A copy with other fields, as of `dataclasses.replace`, which takes ten times as long."""
-        return Call(**{**self.__dict__, **changed})
+        new = Call.__new__(Call)
+        new.__dict__.update(self.__dict__, **changed)
+        return new
 
 
 def forward_of(call: Call, root: Any) -> Any:

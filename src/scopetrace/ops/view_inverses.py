@@ -14,7 +14,7 @@ import abc
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -28,8 +28,7 @@ Emit = Callable[..., Any]
 """Appends an op to a tape: `emit(op, *args)` returns the Value of its result."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Geometry:
+class Geometry(NamedTuple):
     """The positions of the elements of a tensor in its storage, counted in elements."""
 
     size: tuple[int, ...]

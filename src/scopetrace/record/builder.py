@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator
-from types import CodeType
 from typing import Any, TypeVar
 
 import torch
@@ -65,12 +64,9 @@ _FOREIGN = "make tensors in the thread and trace that use them; a thread started
 
 
 class TapeBuilder:
-    """Appends ops to `tape`, each with the scope, the module call and the Python frames in which it ran.
+    """Appends ops to `tape`, each with the scope, the module call and the Python frames in which it ran."""
 
-    `boundary` is the code of the function that runs a module call: frames outside it belong to the caller.
-    """
-
-    def __init__(self, tape: RecordedTape, boundary: CodeType) -> None:
+    def __init__(self, tape: RecordedTape) -> None:
         self.tape = tape
         self.state = TracingState(tape.root)
         self.call: Call | None = None
@@ -87,7 +83,6 @@ class TapeBuilder:
         """The regions that have ended, in the order of their ends."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
-        self._boundary = boundary
         self._origin: tuple[Scope, Scope, str | None, dict[str, Any] | None] | None = None
 
     def append(
@@ -117,7 +112,7 @@ class TapeBuilder:
 
     def frames(self) -> Frames:
         """The Python frames of what runs now, up to those of the traced callable."""
-        return capture_frames(self.call.frames if self.call else (), self._boundary)
+        return capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__)
 
     def mark(self) -> tuple[int, int]:
         """The number of ops and of calls so far."""

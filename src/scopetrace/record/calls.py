@@ -162,7 +162,7 @@ class CallRecorder:
         return map_structure(self._values.value_of, x, torch.Tensor, self._object_types)
 
     def run(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run the Python of a call. Frames of the model's ops are those inside this function."""
+        """Run the Python of a call."""
 
         def finished() -> Any:
             out = run(*args, **kwargs)

@@ -38,19 +38,11 @@ from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
 from scopetrace.ir.reads import MISSING, CallInputs, InClosure, InSlot, InTable, Read, snapshot
 from scopetrace.ir.tape import Tape
 
-_OPERATORS = (
-    *(
-        "forward",
-        "__call__",
-        "__enter__",
-        "__exit__",
-        "__getattr__",
-        "__getitem__",
-        "__setitem__",
-        "__delitem__",
-        "__contains__",
-    ),
-    *("__iter__", "__next__", "__len__", "__get__", "__set__"),
+_OPERATORS = frozenset(
+    {
+        *("forward", "__call__", "__enter__", "__exit__", "__getattr__", "__get__", "__set__"),
+        *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__next__", "__len__"),
+    }
 )
 """Methods that run without being named, and forward; those of arithmetic and comparison are taken to write nothing."""
 

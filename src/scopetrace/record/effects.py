@@ -261,9 +261,10 @@ class EffectWatch:
             else:
                 is_same = (change.old is None or change.old is MISSING) and self._is_same_in_each_call(change.new)
                 others.append(change._replace(is_memo=is_same or is_written_first(change)))
-        functions = list(dict.fromkeys((*self.reach.functions, *functions_of(self.reach, self._tape))))
-        found = _side_effects(others, self._draws.found, functions, self._tape.calls)
-        self._tape.side_effects = [*effects, *found]
+        if others or self._draws.found:
+            functions = list(dict.fromkeys((*self.reach.functions, *functions_of(self.reach, self._tape))))
+            effects += _side_effects(others, self._draws.found, functions, self._tape.calls)
+        self._tape.side_effects = effects
 
     def _is_same_in_each_call(self, x: Any) -> bool:
         """Whether `x` is a tensor that neither inputs, random numbers nor state that the forward writes decide."""
@@ -298,8 +299,6 @@ def _side_effects(
     changes: list[Change], draws: list[Draw], functions: list[types.FunctionType], calls: list[Call]
 ) -> list[SideEffect]:
     """The effects of a forward that called `calls` and may have run `functions`."""
-    if not changes and not draws:
-        return []
     at = {id(call.module): call for call in reversed(calls) if call.module is not None}
     drawn = any(draw.name.startswith(("random.", "numpy.random.")) for draw in draws)
     changes = [change for change in changes if not (drawn and _is_process_state(change))]

@@ -15,6 +15,7 @@ is a side effect, and no Read; nor is a tensor of a module, which is an input of
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import sys
@@ -61,7 +62,7 @@ from scopetrace.record.code import (
     names_of,
     variables_read,
 )
-from scopetrace.record.model import BOOKKEEPING, Change, Model, attribute_tables, own_names
+from scopetrace.record.model import BOOKKEEPING, Change, Model, SavedModule, attribute_tables
 
 
 class ReadRecorder:
@@ -303,10 +304,11 @@ def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -
     last_write = {v.storage: i for i, op in enumerate(tape.ops) for v in op.writes}
     if not last_write and not contiguous:
         return {}
+    before_writes = tape.ops[: max(last_write.values(), default=0)]
     of_inputs = {v.storage for v in tape.inputs}
     returned = {v.storage for v in leaves(tape.calls[0].outputs, Value)} & of_inputs
     found = [(v, at) for v, i, at in contiguous if v.storage in returned or last_write.get(v.storage, -1) >= i]
-    for i, op in enumerate(tape.ops):
+    for i, op in enumerate(before_writes):
         if op.target in _VIEWS_OR_COPIES and op.inputs():
             operand = op.inputs()[0]
             if any(last_write.get(v.storage, -1) > i for v in (operand, *op.values())):
@@ -366,11 +368,13 @@ class ObjectReads:
     @contextlib.contextmanager
     def watching(self, mine: Mine) -> Iterator[None]:
         """Inside, reads of attributes are seen; `mine` says whether the forward runs, rather than the recorder."""
+        names: dict[type, set[str]] = collections.defaultdict(set)
         for saved in self._modules:
-            cls, own = type(saved.module), frozenset(own_names(tuple(saved.module.__dict__)))
-            self._watch(cls, own & self._reach.names | own - self._layer_names[cls] if _is_layer(cls) else own)
+            names[type(saved.module)].update(saved.module.__dict__)
         for found in self._objects:
-            self._watch(type(found.owner), found.before.keys())
+            names[type(found.owner)].update(found.before)
+        for cls, own in names.items():
+            self._watch(cls, own - (self._layer_names.get(cls, frozenset()) - self._reach.names))
         with contextlib.ExitStack() as stack:
 
             def replace(owner: Any, name: str, value: Any) -> None:
@@ -380,8 +384,9 @@ class ObjectReads:
             for watched in [watched for of_class in self._watched.values() for watched in of_class.values()]:
                 stack.callback(watched.put_back)
                 setattr(watched.cls, watched.key, watched)
-            for base, ask in {class_attribute(cls, "__getattr__") for cls in self._watched}:
-                replace(base, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
+            owners = dict.fromkeys(owner for cls in self._watched for owner in _getattr_owners(cls))
+            for owner, ask in [(owner, class_attribute(owner, "__getattr__")[1]) for owner in owners]:
+                replace(owner, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
             for cls in filter(is_users_class, self._watched) if self._reach.takes_dicts else ():
                 replace(
                     cls, "__getattribute__", self._reporting_dicts(class_attribute(cls, "__getattribute__")[1], mine)
@@ -429,16 +434,14 @@ class ObjectReads:
 
     def _watch(self, cls: type, names: Set[str]) -> None:
         """Make descriptors for attributes that the instances of a class have in their `__dict__`, or from the class."""
-        known = self._watched.get(cls)
-        if known is None:
-            if type(cls).__setattr__ is not type.__setattr__ or issubclass(cls, torch.jit.ScriptModule):
-                return  # an Enum, which nobody changes; attributes in C++
-            known = self._watched[cls] = {}
-            names = names | {name for base in cls.__mro__ if is_users_class(base) for name in _class_level(base)}
-        for name in names - known.keys() - _BOOKKEEPING if not names <= known.keys() else ():
+        if type(cls).__setattr__ is not type.__setattr__ or issubclass(cls, torch.jit.ScriptModule):
+            return  # an Enum, which nobody changes; attributes in C++
+        watched = self._watched[cls] = {}
+        names = names | {name for base in cls.__mro__ if is_users_class(base) for name in _class_level(base)}
+        for name in names - _BOOKKEEPING:
             base, below = class_attribute(cls, name)
             if name[:2] != "__" and not hasattr(type(below), "__set__"):
-                known[name] = _Watched(self._builder, cls, name, base, below)
+                watched[name] = _Watched(self._builder, cls, name, base, below)
 
     # ---------------------------------------------------------------- after the forward
 
@@ -508,15 +511,14 @@ class ObjectReads:
             tables = saved.tables[1:3] if self._model.is_outside(saved.module) else ()
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
                 yield Read(f"{saved.name}.{name}", t, InTables(tuple(attribute_tables(saved.module)), name), (), root)
-        tied: dict[int, list[tuple[str, tuple[dict[str, Any], str]]]] = {}
+        holders: dict[int, list[tuple[SavedModule, str]]] = {}
         for saved in self._modules:
             for name, p in saved.tables[1].items() if len(saved.tables) > 1 else ():
-                fqn, table = f"{saved.fqn}.{name}".lstrip("."), attribute_tables(saved.module)[1]
-                tied.setdefault(id(p), []).append((fqn, (table, name)))
-        for key in tied.keys() & used:
-            names, places = zip(*tied[key], strict=True)
-            if len(places) > 1:
-                yield Read(f"{' and '.join(names)} as one tensor", True, Tied(places), (), root)
+                holders.setdefault(id(p), []).append((saved, name))
+        for tied in [found for key, found in holders.items() if len(found) > 1 and key in used]:
+            names = " and ".join(f"{saved.fqn}.{name}".lstrip(".") for saved, name in tied)
+            places = tuple([(attribute_tables(saved.module)[1], name) for saved, name in tied])
+            yield Read(f"{names} as one tensor", True, Tied(places), (), root)
         for key, t in self._members.items():
             owner = self._model.owner(t)
             if key not in used and owner is not None and (id(owner[1]), owner[2]) not in changed:
@@ -557,8 +559,7 @@ class ObjectReads:
                 unseen[cls] = names, ((code, code.co_firstlineno),)
             names, inner = unseen[cls]
             own = module.__dict__
-            keys = names.intersection(own_names(tuple(own)))
-            place = InLayer(own, tuple([k for k in keys if (id(module), k) not in changed]))
+            place = InLayer(own, tuple([k for k in names & own.keys() if (id(module), k) not in changed]))
             value = tuple([own[k] if type(own[k]) in ATOMS else snapshot(own[k]) for k in place.keys])
             name, frames, path = saved.name.removeprefix("self."), (call.frames, inner), call.scope.path
             yield Read(name, value, place, frames, path)
@@ -654,6 +655,15 @@ def class_attribute(cls: type, name: str) -> tuple[type, Any]:
         if name in base.__dict__:
             return base, base.__dict__[name]
     return cls, MISSING
+
+
+def _getattr_owners(cls: type) -> list[type]:
+    """The classes on which the `__getattr__` of `cls` is replaced: those that define one, or the class itself.
+
+    The class too in the place of `nn.Module`, whose subclasses Python would visit one by one.
+    """
+    found = [base for base in cls.__mro__ if "__getattr__" in base.__dict__]
+    return found if found and found != [torch.nn.Module] else [cls]
 
 
 def _takes_descriptors(owner: Any) -> bool:

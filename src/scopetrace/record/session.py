@@ -198,7 +198,7 @@ class Recording:
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
-        self.builder = TapeBuilder(self.tape, CallRecorder.run.__code__)
+        self.builder = TapeBuilder(self.tape)
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.reads = ReadRecorder(self.builder, self.values, model)

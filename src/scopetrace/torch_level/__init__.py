@@ -78,7 +78,7 @@ class _TorchLevel(Functionalizer):
             if draws_differ(write.target, write.args, write.kwargs):
                 raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
         target, new = op.tensor(0), op.tensor(1)
-        self.assign(op, target, self.read(new, self.moved(op)))
+        self.assign(op, target, self.read(new, op))
         self._rename(target, op.outputs)
 
     def _run(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
