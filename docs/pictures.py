@@ -4,8 +4,8 @@ Data flow:
     DATA_FLOW -> Graphviz -> data-flow.svg
     models with random weights -> traces -> Trace.to_svg, and pages -> Chromium -> screenshots
 
-Two pictures are made by hand: the timeline, `Trace.to_chrome_trace` of the BERT below, opened in Perfetto, and Netron's of an
-ONNX file, `Trace.to_onnx` of the ResNet with `functions=Bottleneck`.
+Two pictures are made by hand: the timeline, `Trace.to_chrome_trace` of the BERT below, opened in Perfetto, and Netron's
+of an ONNX file, `Trace.to_onnx` of the ResNet with `functions=Bottleneck`.
 """
 
 import shutil
