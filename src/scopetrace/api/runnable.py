@@ -175,7 +175,7 @@ class Shown(Runnable):
     def to_svg(
         self, path: str | os.PathLike[str] | None = None, *, depth: int = 1, scope: Selection | None = None
     ) -> bytes:
-        """The program as a picture, drawn by Graphviz; written to `path` if one is given, as PNG where it ends so.
+        """The program as a picture, drawn by Graphviz; written to `path` if one is given.
 
         Args:
             path: a file whose name ends in `.svg`, `.png` or `.pdf`; None gives SVG.

@@ -40,7 +40,7 @@ class Cut:
     module: str
     """The module with which the later stage begins."""
     at: int
-    """The op of the trace with which it begins."""
+    """The number of the op of the trace with which it begins."""
     depth: int
     """The depth of that module's call; 1 for children of the root."""
     nbytes: int

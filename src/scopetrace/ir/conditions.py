@@ -254,12 +254,12 @@ class Specialization:
     """Something that a trace fixes, because Python looked at it."""
 
     expression: str
-    """What Python asked for: of data, `u0 > 3` in the symbols of the graph; else as in source, `x.stride(0)`."""
+    """What Python asked: of data in the symbols of the graph, `u0 > 3`; of all else as in source, `x.stride(0)`."""
     value: Any
     """The answer in the trace: a number or bool for data."""
     op: str
-    """The op that read the data, `aten.item.default`; of other things where they are: `argument`, `input`, `attribute`,
-    `tensor`, `global`, `closure`, `state` (of torch), `environment`."""
+    """For data, the op that read it, `aten.item.default`; for all else, what kind of thing was read: `argument`, `input`,
+    `attribute`, `tensor`, `global`, `closure`, `state` (of torch), `environment`."""
     module: str
     """The scope path in which Python asked: `Net/Linear[fc]`."""
     fqn: str | None
