@@ -619,6 +619,25 @@ def test_a_function_that_returns_a_view_beside_a_derivative():
     assert kind_of("leaf_and_plain", *steps, returned=("a", "b"))[0] == "refused at the call"  # in another grad mode
 
 
+def test_an_inner_step_of_functional_training():
+    class Inner(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(3, 3)
+
+        def forward(self, x):
+            params = dict(self.net.named_parameters())
+            call = torch.func.functional_call
+            grads = torch.func.grad(lambda p: call(self.net, p, (x,)).square().sum())(params)
+            return call(self.net, {name: p - 0.1 * grads[name] for name, p in params.items()}, (x,))
+
+    net, x = Inner(), torch.randn(2, 3)
+    trace = st.trace(net, (x,))
+    gradients = [torch.autograd.grad(run(x + 1).square().sum(), net.parameters()) for run in (trace, net)]
+    assert all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True))
+    assert torch.equal(trace(x + 1), net(x + 1))
+
+
 def test_requires_grad_set_to_what_it_is_ties_the_trace_to_the_grad_mode():
     steps = ["a = torch.where(x > 0, x, 0.1 * x).requires_grad_(x.requires_grad)"]
     assert kind_of("leaf", *steps, returned=("a",))[0] == "refused at the call"

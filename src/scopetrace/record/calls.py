@@ -307,6 +307,8 @@ class CallRecorder:
 
     def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
         """The forward sets `requires_grad`. An input that did not require grad may: its gradients stay inside."""
+        if unwrapped(t) is not t:
+            return  # a transform such as torch.func.grad sets it, of the tensor that it made of its argument
         is_input = isinstance(unwrapped(t), FakeTensor)
         if required != requires_grad_of(t) and self._values.is_outside(t) and not (required and is_input):
             self._refuse_flag(
