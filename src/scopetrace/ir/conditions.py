@@ -258,7 +258,7 @@ class Specialization:
     value: Any
     """The answer in the trace: a number or bool for data."""
     op: str
-    """For data, the op that read it, `aten.item.default`; for all else, what kind of thing was read: `argument`, `input`,
+    """For data, the op that read it, `aten.item.default`; for all else, the kind of thing: `argument`, `input`,
     `attribute`, `tensor`, `global`, `closure`, `state` (of torch), `environment`."""
     module: str
     """The scope path in which Python asked: `Net/Linear[fc]`."""
