@@ -118,6 +118,33 @@ def test_tied_buffers_that_the_forward_writes():
         torch.testing.assert_close(program(x), copy.deepcopy(model)(x))
 
 
+class FirstHalf(nn.Module):
+    def forward(self, x, y):
+        return y[: x.size(0) // 2]
+
+
+class Halves(nn.Module):
+    """A size that a call computes as its caller does: the graph computes it once, outside of the call."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = FirstHalf()
+
+    def forward(self, x, y):
+        n = x.size(0) // 2
+        return y[n:] + self.first(x, y)
+
+
+def test_a_size_that_a_call_shares_with_its_caller():
+    dim = 2 * Dim("d", max=2048)
+    tr = st.trace(Halves(), (torch.ones(10), torch.ones(10)), dynamic_shapes=((dim,), (dim,)))
+    program = torch.export.unflatten(tr.to_exported_program(preserve_module_call_signature=("first",)))
+    assert {"sym_size_int", "floordiv"} <= {n.name for n in program.first.graph.nodes}
+    program.set_submodule("first", FirstHalf())
+    x, y = torch.randn(20), torch.randn(20)
+    torch.testing.assert_close(program(x, y), Halves()(x, y))
+
+
 def test_assertions_and_sizes_are_annotated_as_their_op():
     class Net(nn.Module):
         def forward(self, x, n):

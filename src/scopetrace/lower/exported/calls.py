@@ -189,7 +189,9 @@ def _values_between(first: Node, last: Node) -> list[Node]:
 
 def _can_be_repeated(node: Node) -> bool:
     """Whether the node is a symbolic size or arithmetic of sizes, which unflatten computes again where it is read."""
-    return node.target is torch.ops.aten.sym_size.int or getattr(node.target, "__module__", "") == operator.__name__
+    return (
+        node.target is torch.ops.aten.sym_size.int or getattr(node.target, "__module__", "") == operator.add.__module__
+    )
 
 
 _CHECK = torch.ops.aten._assert_tensor_metadata.default
