@@ -17,11 +17,10 @@ from urllib.parse import quote
 
 import graphviz
 import torch
-import torchvision
 from torch import nn
-from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 import scopetrace as st
+from scopetrace.cli.targets import load_model
 
 IMAGES = Path(__file__).parent / "images"
 
@@ -72,19 +71,23 @@ def screenshot(page: Path, name: str, fragment: str = "", size: str = "1280,800"
     subprocess.run([chromium(), *options, *target], check=True, capture_output=True)
 
 
-def resnet() -> st.Trace:
-    return st.trace(torchvision.models.resnet18().eval(), (torch.randn(1, 3, 224, 224),))
+def resnet(layers: int) -> st.Trace:
+    """A ResNet-18 or a ResNet-50."""
+    return st.trace(load_model(f"torchvision:resnet{layers}").eval(), (torch.randn(1, 3, 224, 224),))
 
 
 def llama() -> st.Trace:
     """A Llama of 80 layers without memory."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=80, hidden_size=8192, intermediate_size=28672)).eval()
         return st.trace(model, (), {"input_ids": torch.ones(1, 128, dtype=torch.int64), "use_cache": False})
 
 
 def bert() -> st.Trace:
-    return st.trace(BertModel(BertConfig()).eval(), (torch.ones(1, 128, dtype=torch.int64),))
+    """BERT-base."""
+    return st.trace(load_model("hf:bert").eval(), (torch.ones(1, 128, dtype=torch.int64),))
 
 
 def versions() -> Iterator[st.Trace]:
@@ -99,12 +102,11 @@ def make(folder: Path) -> None:
     """All pictures; `folder` is for what they are taken of."""
     IMAGES.mkdir(exist_ok=True)
     (IMAGES / "data-flow.svg").write_bytes(graphviz.Source(DATA_FLOW).pipe(format="svg"))
-    resnet().to_svg(IMAGES / "resnet18.svg", depth=1)
+    resnet(18).to_svg(IMAGES / "resnet18.svg", depth=1)
     traced = bert()
     traced.to_svg(IMAGES / "bert-layer.svg", depth=2, scope="encoder.layer.0")
-    resnet50 = st.trace(torchvision.models.resnet50().eval(), (torch.randn(1, 3, 224, 224),))
     for name, opened, box in (
-        ("resnet50-page.png", resnet50, "ResNet/Sequential[layer1]"),
+        ("resnet50-page.png", resnet(50), "ResNet/Sequential[layer1]"),
         ("bert-page.png", traced, "BertModel/BertEncoder[encoder]/BertLayer[layer.0]/BertAttention[attention]"),
         ("llama80-page.png", llama(), "LlamaForCausalLM/LlamaModel[model]/LlamaDecoderLayer[layers.3]/LlamaMLP[mlp]"),
     ):
