@@ -308,3 +308,14 @@ def test_the_fused_transformer_layer(norm_first, mask):
         found = tr.decompose()
         assert fused not in {n.target for n in found.graph_module.graph.nodes}
         torch.testing.assert_close(found(x, **masks), layer(x, **masks))
+
+
+def test_ops_whose_gradient_is_zero_keep_it():
+    def f(x):
+        return torch.fill(x, 2.0) + (x * 3).zero_()
+
+    x = torch.randn(3, requires_grad=True)
+    found = st.trace(f, (x,)).decompose()
+    (gradient,) = torch.autograd.grad(found(x).sum(), x)
+    assert found(x).equal(f(x)) and gradient.equal(torch.zeros(3))
+    assert aten.fill.Scalar not in ops(traced(f, x.detach()).decompose().graph_module.graph)

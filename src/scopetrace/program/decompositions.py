@@ -52,6 +52,9 @@ _BY_STRIDES = (
 )
 """Ops that depend on the strides of an operand."""
 
+_ZERO_GRADIENT = (_aten.fill.Scalar, _aten.zero.default)
+"""Ops whose result has a gradient, of zeros, and that of their decompositions has none."""
+
 
 def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> FunctionalTape:
     """The program with the ops of `table` replaced by what it gives for them, and so on in these; None for core ATen.
@@ -114,7 +117,8 @@ class _TapeDecomposer:
         return with_values(self.new, self.values)
 
     def _step(self, op: Op, placed: Op) -> None:
-        rule = self.table.rule(op.target) if is_op(op.target) and not op.unbacked else None
+        stays = bool(op.unbacked) or (op.target in _ZERO_GRADIENT and any(v.requires_grad for v in op.values()))
+        rule = self.table.rule(op.target) if is_op(op.target) and not stays else None
         if not is_op(op.target) or is_random(op.target) or op.target in _BY_STRIDES:
             self._lay_out(op.inputs(), [placed])
         if rule is None or not self._decompose(op, placed, rule):
