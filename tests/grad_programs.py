@@ -562,6 +562,7 @@ FORBIDDEN = (
     "backward through the graph a second time",
     "When use_reentrant=True",
     "Recomputed values for the following tensors",
+    "Inference tensors cannot be saved for backward",  # a graph makes no inference tensors
 )
 CALLS = {  # the first element of the inputs, whether leaves require grad, and whether the call is under no_grad
     "a call": (-0.5, True, False),

@@ -26,14 +26,14 @@ def test_many_drawn_programs():
     assert_none_wrong((drawn_program(1, n) for n in range(500)), 0.21)  # with hooks, inference mode, detach_
 
 
-def kind_of(inputs, *steps, returned):
+def kind_of(inputs, *steps, returned, traced="a call"):
     """The kind of verdict; a step is a statement, or a mode and a statement."""
     made = []
     for step in steps:
         mode, text = step if isinstance(step, tuple) else ("", step)
         names = text.partition(" = ")[0] if " = " in text.partition("(")[0] else ""
         made.append(Step(text, tuple(n for n in names.split(", ") if n and "." not in n and "[" not in n), mode))
-    found = verdict(Program(inputs, tuple(made), returned))
+    found = verdict(Program(inputs, tuple(made), returned, traced))
     return found.kind, found.why if found.kind in ("wrong", "fails") else ""
 
 
@@ -641,6 +641,27 @@ def test_an_inner_step_of_functional_training():
 def test_requires_grad_set_to_what_it_is_ties_the_trace_to_the_grad_mode():
     steps = ["a = torch.where(x > 0, x, 0.1 * x).requires_grad_(x.requires_grad)"]
     assert kind_of("leaf", *steps, returned=("a",))[0] == "refused at the call"
+
+
+def test_a_leaf_made_under_no_grad_ties_the_trace_to_the_grad_mode():
+    steps = ["a = x.detach().requires_grad_()", "b = a * 2"]
+    assert kind_of("leaf", *steps, returned=("b",), traced="a call under no_grad")[0] == "refused at the call"
+
+
+def test_an_attribute_written_under_no_grad_requires_no_grad():
+    steps = ["self.b = x[0].detach().clone()", "self.b.copy_(x[0])"]
+    assert kind_of("plain", *steps, returned=("x",), traced="a call under no_grad") == ("right", "")
+
+    class Last(torch.nn.Module):
+        def forward(self, x):
+            self.last = x[0].detach().clone()
+            self.last.copy_(x[0])
+            return x * 2
+
+    net, x = Last(), torch.ones(2, 3, requires_grad=True)
+    with torch.no_grad():
+        st.trace(net, (x,))(x)
+    assert not net.last.requires_grad
 
 
 def test_every_kind_of_inputs_is_drawn():

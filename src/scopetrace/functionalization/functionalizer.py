@@ -122,7 +122,7 @@ class Functionalizer(TapeCopier):
             return self.originals[first]
         new = read(old)
         if new.storage != old.storage and new.storage in {v.storage for v in self.originals.values()}:
-            new = self.emitter.run(reader.replace(grad=new.requires_grad), _aten.clone.default, (new,), {})
+            new = self.emitter.run(reader.replace(grad=old.fake.requires_grad), _aten.clone.default, (new,), {})
         return new
 
     def _write(self, op: Op) -> None:
@@ -147,6 +147,16 @@ class Functionalizer(TapeCopier):
         if variant is None:
             self._write_opaque(op)
             return
+        args, kwargs = call_variant(variant, func, *self._operands(op, name))
+        if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
+            variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
+        out = self.emitter.run(op, variant.op, tuple(args), kwargs)
+        self._store(op, variant, out)
+
+    def _operands(self, op: Op, name: str) -> tuple[Any, Any]:
+        """The arguments of the functional variant of an op, with copies of what its backward keeps."""
+        if name == "silu_" and op.grad and op.tensor(0).fake.is_complex():
+            raise refusal("silu_ of complex numbers, whose functional variant torch does not differentiate", op)
         args, kwargs = self.present((op.args, op.kwargs), op)
         kept = self._kept_for_backward(op)
         if kept:
@@ -154,11 +164,7 @@ class Functionalizer(TapeCopier):
         if name in _WITHOUT_DERIVATIVE:
             now = {v for v in values_in(args) if v.requires_grad}
             args, kwargs = self._apart(op, _aten.detach.default, (args, kwargs), now)
-        args, kwargs = call_variant(variant, func, args, kwargs)
-        if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
-            variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
-        out = self.emitter.run(op, variant.op, tuple(args), kwargs)
-        self._store(op, variant, out)
+        return args, kwargs
 
     def _kept_for_backward(self, op: Op) -> set[Value]:
         """The present values of what an op writes that its backward keeps, while the write-back changes them.

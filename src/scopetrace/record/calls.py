@@ -315,8 +315,8 @@ class CallRecorder:
                 f"sets requires_grad of a tensor of the model, or an input, to {required}", "requires_grad"
             )
         if required and not self._values.is_outside(t):
-            if requires_grad_of(t):
-                self._reads.on_gradient(t)  # in another grad mode it becomes a leaf here
+            if requires_grad_of(t) or not torch.is_grad_enabled():
+                self._reads.on_gradient(t)  # in another grad mode it becomes a leaf here, or what depends on it has one
             else:
                 self._reads.on_requires_grad(t)  # what depends on this leaf must have a gradient from outside too
 
