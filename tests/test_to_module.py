@@ -166,3 +166,10 @@ def test_an_edit_that_cannot_be_followed():
         node.target = aten.relu_.default
     with pytest.raises(EditError, match=r"node relu: aten\.relu_\.default writes"):
         trace.to_module()
+
+
+def test_torch_jit_traces_it():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval(), torch.randn(3, 4)
+    with torch.no_grad():
+        jitted = torch.jit.trace(st.trace(model, (x,)).to_module(), (x,))
+        assert jitted(x).equal(model(x))

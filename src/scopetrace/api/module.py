@@ -44,6 +44,7 @@ class TracedModule(torch.nn.Module):
                 holder.register_buffer(leaf, tensor, persistent)
         self._program = _bound_to(self, program, {entry.name: entry.tensor for entry in stored})
         self._set_mode(_traced_mode(program.tape))
+        _ = self._program.boundary  # made now, since under `torch.jit.trace` fake tensors do not say their sizes
 
     def _holder(self, name: str) -> tuple[torch.nn.Module, str]:
         """The submodule that holds a tensor of this name, made if it is not there, and the tensor's name in it."""
