@@ -18,7 +18,7 @@ ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format zoo dynamic orders zoo-onnx exported bench clients docs pictures release-check ci clean
+.PHONY: help env demo test test-all lint format zoo dynamic orders zoo-onnx exported bench bench-view clients docs pictures release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -71,6 +71,9 @@ zoo-onnx: $(STAMP) ## Write real models as ONNX files with functions, beside tor
 
 bench: $(STAMP) ## Time tracing against the other ways to get a graph
 	$(BIN)/python benchmarks/bench.py $(ARGS)
+
+bench-view: $(STAMP) ## Compare summaries and pages with torchinfo, fvcore, torchview and torchlens, where these are installed
+	$(BIN)/python -m benchmarks.views $(ARGS)
 
 clients: $(STAMP) ## Install compilers that read ExportedPrograms, and compare them on torch.export's program and on ours
 	$(BIN)/python -m benchmarks.clients $(ARGS)

@@ -20,6 +20,7 @@ from scopetrace.errors import ArgumentError, ArgumentTypeError, EditError
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection
+from scopetrace.ir.tape import garbage_collection_paused
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.activations import CallValues, activations
 from scopetrace.program.graph import scope_path
@@ -155,7 +156,8 @@ class Shown(Runnable):
 
         Raises ArgumentError for a depth that is no number of levels.
         """
-        return Summary(self._shown, None if depth is None else _levels(depth))
+        with garbage_collection_paused():
+            return Summary(self._shown, None if depth is None else _levels(depth))
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The program as one HTML file, to be opened in a browser; written to `path` if one is given.
@@ -167,7 +169,8 @@ class Shown(Runnable):
         """
         from scopetrace.view.html import page
 
-        text = page(boxes(self._shown))
+        with garbage_collection_paused():
+            text = page(boxes(self._shown))
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")
         return text

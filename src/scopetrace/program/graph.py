@@ -446,7 +446,7 @@ def set_unbacked_bindings(node: torch.fx.Node, bindings: Any) -> None:
 def type_text(value: Any) -> str:
     """`f32[2, 3]` for a tensor, `Sym(2*batch)` for a symbolic number, `(f32[2], f32[3])` for several."""
     if isinstance(value, torch.Tensor):
-        sizes = (number_text(size) if isinstance(size, Symbolic) else str(size) for size in value.shape)
+        sizes = [str(size) if type(size) is int else number_text(size) for size in value.shape]
         return f"{dtype_text(value.dtype)}[{', '.join(sizes)}]"
     if isinstance(value, Symbolic):
         return f"Sym({number_text(value)})"

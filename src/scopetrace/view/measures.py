@@ -9,14 +9,15 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch
 import torch.fx
-from torch.utils._pytree import tree_flatten, tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, flop_registry
 
 from scopetrace._compat.ops import can_decompose, is_op
 from scopetrace._compat.symbols import Symbolic, example
@@ -42,22 +43,22 @@ class Measures:
     buffers: tuple[torch.Tensor, ...] = ()
     """Likewise buffers and constants."""
 
-    @property
+    @functools.cached_property
     def parameter_count(self) -> int:
         """Elements of all parameters."""
         return sum(p.numel() for p in self.parameters)
 
-    @property
+    @functools.cached_property
     def trainable_count(self) -> int:
         """Elements of the parameters that require gradients."""
         return sum(p.numel() for p in self.parameters if p.requires_grad)
 
-    @property
+    @functools.cached_property
     def parameter_bytes(self) -> int:
         """Memory of the parameters."""
         return sum(map(byte_count, self.parameters))
 
-    @property
+    @functools.cached_property
     def buffer_bytes(self) -> int:
         """Memory of buffers and constants."""
         return sum(map(byte_count, self.buffers))
@@ -78,7 +79,8 @@ def share(part: Measures, whole: Measures) -> float:
 
 def byte_count(tensor: torch.Tensor) -> int:
     """Bytes of the elements of a tensor."""
-    return math.prod(map(example, tensor.shape)) * tensor.element_size()
+    count = tensor.numel()
+    return (count if type(count) is int else example(count)) * tensor.element_size()
 
 
 class Meter:
@@ -133,15 +135,13 @@ class Meter:
         """Floating-point operations of one op; 0 where torch has no formula, or the op does not run without data."""
         if not is_op(node.target) or not (node.target.overloadpacket in flop_registry or can_decompose(node.target)):
             return 0
-        given = tree_map_only(torch.fx.Node, node_value, (node.args, node.kwargs))
-        leaves, spec = tree_flatten(given)
-        key = (node.target, spec, *map(_signature, leaves))
+        key = (node.target, _signature(node.args), _signature(node.kwargs))
         try:
             if key not in self._flops:
-                self._flops[key] = _counted(node.target, *tree_map_only(_SIZED, _without_data, given))
+                self._flops[key] = _counted(node)
             return self._flops[key]
         except TypeError:  # an unhashable Python argument
-            return _counted(node.target, *tree_map_only(_SIZED, _without_data, given))
+            return _counted(node)
 
 
 def _makes(body: Section, op: Op) -> bool:
@@ -162,14 +162,34 @@ def _without_data(x: Any) -> Any:
 
 
 def _signature(x: Any) -> Hashable:
-    return (x.shape, x.stride(), x.dtype) if isinstance(x, torch.Tensor) else x
+    """An argument with the sizes and types of tensors in place of the nodes."""
+    if isinstance(x, torch.fx.Node):
+        return _signature(node_value(x))
+    if isinstance(x, torch.Tensor):
+        return (x.shape, x.stride(), x.dtype)
+    if isinstance(x, (list, tuple)):
+        return tuple([_signature(item) for item in x])
+    return tuple([(key, _signature(item)) for key, item in x.items()]) if isinstance(x, dict) else x
 
 
-def _counted(target: Any, args: Any, kwargs: Any) -> int:
+_aten = torch.ops.aten
+_CONVOLUTIONS = (_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default)
+
+
+def _counted(node: torch.fx.Node) -> int:
+    """As torch counts an op. What it would do most often, which is slow, needs the sizes alone."""
+    if node.target is _aten.linear.default or node.target in _CONVOLUTIONS:
+        x, weight, out = ([*map(example, node_value(n).shape)] for n in (*node.all_input_nodes[:2], node))
+        if node.target is _aten.linear.default:
+            return 2 * math.prod(out) * weight[-1]
+        return int(conv_flop_count(x, weight, out))
+    given = tree_map_only(torch.fx.Node, node_value, (node.args, node.kwargs))
+    args, kwargs = tree_map_only(_SIZED, _without_data, given)
     counter = FlopCounterMode(display=False)
     try:
         with torch.no_grad(), counter:
-            target(*args, **kwargs)
+            assert callable(node.target)
+            node.target(*args, **kwargs)
     except Exception:  # ops whose results depend on data, or that the meta device does not have
         return 0
     return int(counter.get_total_flops())

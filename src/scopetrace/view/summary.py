@@ -81,6 +81,7 @@ class Summary:
         self._depth = depth
         self._root = self._meter.of(self._tree.root)
         self._folder = Folder(self._tree, program.tape.constants)
+        self._row_of: dict[Section, Row] = {}
         self.rows = list(self._rows(self._tree.root, 0))
         self.unused = _unused(program.model, self._root)
 
@@ -106,7 +107,8 @@ class Summary:
     # ---------------------------------------------------------------- rows
 
     def _rows(self, section: Section, depth: int) -> Iterator[Row]:
-        yield self._row(section, depth, self._meter.of(section))
+        self._row_of[section] = self._row(section, depth, self._meter.of(section))
+        yield self._row_of[section]
         if self._depth is None or depth < self._depth:
             for inner in _inside(section):
                 yield from self._rows(inner, depth + 1)
@@ -143,7 +145,7 @@ class Summary:
 
     def _lines(self) -> Iterator[_Line]:
         root = self._tree.root
-        yield _Line(label_of(root), self._row(root, 0, self._root))
+        yield _Line(label_of(root), self._row_of[root])
         yield from self._lines_in(root, 1)
 
     def _lines_in(self, section: Section, depth: int) -> Iterator[_Line]:
@@ -152,13 +154,13 @@ class Summary:
         for run in self._folder.runs(section.items):
             first, *others = run.members
             if isinstance(first, Section):
-                yield _Line(_label(first), self._row(first, depth, self._meter.of(first)))
+                yield _Line(_label(first), self._row_of[first])
                 yield from self._lines_in(first, depth + 1)
                 if others:
                     yield self._folded(run, depth)
             else:
                 for body in first.bodies:
-                    yield _Line(_label(body), self._row(body, depth, self._meter.of(body)))
+                    yield _Line(_label(body), self._row_of[body])
                     yield from self._lines_in(body, depth + 1)
 
     def _folded(self, run: Run, depth: int) -> _Line:
