@@ -214,3 +214,28 @@ def test_another_higher_order_op_runs_as_in_eager():
     assert [op.name for op in tr.graph_module.graph.nodes if op.op == "call_function"] == ["relu", "add", "abs_1"]
     with pytest.raises(st.errors.UnsupportedOpError, match=r"hints_wrapper(.|\n)*under torch.no_grad"):
         st.trace(Hinted(), (args[0].requires_grad_(), args[1]))
+
+
+def test_a_program_that_is_traced_again_gets_no_second_check_of_a_cast():
+    class Net(nn.Module):
+        def forward(self, x):
+            return x.to(torch.float64) * 2
+
+    x = torch.ones(3)
+    ep = st.trace(Net(), (x,)).to_exported_program()
+    again = st.trace(ep.module(), (x,)).to_exported_program()
+    assert [n.target for n in again.graph.nodes] == [n.target for n in ep.graph.nodes]
+
+
+def test_an_assertion_that_always_holds_is_traced_again():
+    class Net(nn.Module):
+        def forward(self, a, c):
+            ones = a.new_ones([torch.nonzero(a).size(0), 4])
+            torch._check(ones.size(0) >= 1)
+            return ones + c
+
+    args, dims = (torch.ones(6), torch.randn(6, 4)), (None, {0: Dim.DYNAMIC})
+    with torch.fx.experimental._config.patch(backed_size_oblivious=True):
+        ep = st.trace(Net(), args, dynamic_shapes=dims).to_exported_program()
+        again = st.trace(ep.module(), args, dynamic_shapes=dims).to_exported_program()
+    torch.testing.assert_close(again.module()(*args), Net()(*args))

@@ -6,7 +6,12 @@ import pickle
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    checkpoint_sequential,
+    create_selective_checkpoint_contexts,
+)
 
 import scopetrace as st
 
@@ -252,3 +257,42 @@ def test_a_nested_region_that_autograd_sees_is_part_of_the_program():
     assert "invoke_subgraph" not in tr.graph_module.code
     expected, _ = outcome(model, model)
     torch.testing.assert_close(outcome(tr, model)[0], expected)
+
+
+def _times_of_linear(f, x):
+    """How often a linear layer of 8 outputs is computed, in the forward and again for backward."""
+
+    class Count(torch.utils._python_dispatch.TorchDispatchMode):
+        times = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **kwargs or {})
+            self.times += func is torch.ops.aten.addmm.default and out.shape[-1] == 8
+            return out
+
+    with Count() as count:
+        f(x.requires_grad_()).sum().backward()
+    return count.times
+
+
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_policy_chooses_what_is_computed_again(kept, p):
+    def policy(ctx, op, *args, **kwargs):
+        saves = kept and op is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE
+
+    def context_fn():
+        return create_selective_checkpoint_contexts(policy)
+
+    def run(block, x):
+        def region(x):  # torch refuses a policy beside ops that write
+            return x + block.b(block.drop(block.a(x).relu()))
+
+        return checkpoint(region, x, use_reentrant=False, context_fn=context_fn)
+
+    model = Net(run, p)
+    tr = st.trace(model, (graded(),))
+    torch.testing.assert_close(outcome(tr, model)[0], outcome(model, model)[0])
+    for program in (model, tr, tr.to_exported_program().module()):
+        assert _times_of_linear(program, X.clone()) == (2 if kept else 4)

@@ -5,11 +5,13 @@ Fake tensors are pickled as their metadata, ops as their names.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
 import operator
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -106,6 +108,9 @@ def call_inline(body: torch.nn.Module, _: str, *operands: Any) -> Any:
     return body(*operands)
 
 
+_CONTEXT_FN = "_checkpoint_context_fn"
+
+
 class BodyGraphModule(TracedGraphModule):
     """The body of a higher-order op. Its code is generated at once, as torch.compile cannot do that inside the op.
 
@@ -116,7 +121,7 @@ class BodyGraphModule(TracedGraphModule):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         if self._get_name() == "wrap_body" and _is_random(self):
-            self.meta["_checkpoint_context_fn"] = _with_equal_random_numbers
+            self.meta[_CONTEXT_FN] = _with_equal_random_numbers
 
     has_regions = False  # Inductor has no regions inside of regions
 
@@ -158,6 +163,28 @@ def _with_equal_random_numbers() -> tuple[_RandomState, _RandomState]:
     return _RandomState(states), _RandomState(states)
 
 
+class _Contexts(contextlib.ExitStack):
+    """Several contexts as one, those of one run of a checkpointed region."""
+
+    ac_graph_id: Any = None
+    """The op writes it."""
+
+    def __init__(self, contexts: Sequence[Any]) -> None:
+        super().__init__()
+        self._contexts = contexts
+
+    def __enter__(self) -> _Contexts:
+        for context in self._contexts:
+            context.ac_graph_id = self.ac_graph_id
+            self.enter_context(context)
+        return self
+
+
+def _contexts_of(functions: Sequence[Callable[[], Any]]) -> tuple[_Contexts, _Contexts]:
+    forward, again = zip(*[function() for function in functions], strict=True)
+    return _Contexts(forward), _Contexts(again)
+
+
 def _states_of_devices() -> list[torch.Tensor]:
     return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
@@ -196,11 +223,19 @@ def _method(graph: torch.fx.Graph, graph_module: torch.fx.GraphModule) -> Callab
 
 
 def make_graph_module(
-    attributes: dict[str, Any], graph: torch.fx.Graph, name: str, *, is_body: bool = False
+    attributes: dict[str, Any], graph: torch.fx.Graph, name: str, *, is_body: bool = False, context_fn: Any = None
 ) -> TracedGraphModule:
-    """A GraphModule that holds `attributes` (tensors and modules by dotted path) and runs `graph`."""
-    kind = BodyGraphModule if is_body else TracedGraphModule
-    return kind(attributes, graph, class_name=name)
+    """A GraphModule that holds `attributes` (tensors and modules by dotted path) and runs `graph`.
+
+    `context_fn` is that of `torch.utils.checkpoint`, for the body of a region.
+    """
+    if not is_body:
+        return TracedGraphModule(attributes, graph, class_name=name)
+    body = BodyGraphModule(attributes, graph, class_name=name)
+    if context_fn is not None:
+        functions = [context_fn, *filter(None, [body.meta.get(_CONTEXT_FN)])]
+        body.meta[_CONTEXT_FN] = functools.partial(_contexts_of, functions)
+    return body
 
 
 class _Ref:

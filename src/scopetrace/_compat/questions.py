@@ -387,8 +387,8 @@ class HookListener(Protocol):
     def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
         """The forward leaves `saved_tensors_hooks` that it entered at `mark`."""
 
-    def on_recomputed(self, mark: tuple[int, int]) -> None:
-        """A checkpointed region that began at `mark` ends."""
+    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None) -> None:
+        """A checkpointed region that began at `mark` ends; `context_fn` chooses what it keeps, None for nothing."""
 
 
 def is_module_hook(cls: Any) -> bool:
@@ -505,10 +505,13 @@ def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: 
     """Those of torch itself (checkpointing, `save_on_cpu`) leave values and gradients as they are."""
     enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
     marks: dict[int, tuple[int, int]] = {}
+    chosen: dict[int, Any] = {}
 
     def __enter__(self: Any) -> None:
         if mine() and (_is_users(self) or type(self).__module__ == torch.utils.checkpoint.__name__):
             marks[id(self)] = listener.mark()
+            context_fn = sys._getframe(1).f_locals.get("context_fn")  # of the function that checkpoints
+            chosen[id(self)] = context_fn if context_fn is not torch.utils.checkpoint.noop_context_fn else None
         if id(self) not in marks or not _is_users(self):
             enter(self)
 
@@ -517,7 +520,10 @@ def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: 
         if mark is None or not _is_users(self):
             leave(self, *error)
         if mark is not None and error == (None, None, None):
-            (listener.leave_saved_tensors_hooks if _is_users(self) else listener.on_recomputed)(mark)
+            if _is_users(self):
+                listener.leave_saved_tensors_hooks(mark)
+            else:
+                listener.on_recomputed(mark, chosen.pop(id(self)))
 
     replace(_saved_tensors_hooks, "__enter__", __enter__)
     replace(_saved_tensors_hooks, "__exit__", __exit__)

@@ -84,7 +84,7 @@ class SymbolNodes:
         Raises LookupError if the graph has nothing to compute it from.
         """
         expr = number.node.expr
-        if expr.is_number:
+        if _is_known(expr):
             return number.node.pytype(expr)
         found = self._node(expr)
         found.meta.setdefault("val", number)
@@ -92,7 +92,7 @@ class SymbolNodes:
 
     def has(self, number: Any) -> bool:
         """Whether there is a node for `number` already, or it is constant."""
-        return number.node.expr in self._nodes or number.node.expr.is_number
+        return number.node.expr in self._nodes or _is_known(number.node.expr)
 
     def learn_made(self, node: torch.fx.Node, bindings: Any) -> None:
         """Tell that `node` makes unbacked symbols. `bindings` has the key path of each in its result."""
@@ -380,3 +380,7 @@ def number_parts(number: Any) -> tuple[Any, type, bool | int | float | None]:
     """Expression, Python type and example value of a symbolic number; None for a value that depends on data."""
     node = number.node
     return node.expr, node.pytype, None if node.hint is None else node.pytype(node.hint)
+
+
+def _is_known(expr: Any) -> bool:
+    return bool(expr.is_number or expr in (sympy.true, sympy.false))

@@ -49,7 +49,7 @@ LEFT_OUT: dict[type, tuple[str, ...]] = {
     conditions.SizeRules: ("env", "dynamic_shapes"),
     DimSpec: ("derive",),  # used only where the trace is made
     **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "module_tables", "example_inputs")),
-    tape.BodyTape: _OF_A_TAPE,
+    tape.BodyTape: (*_OF_A_TAPE, "context_fn"),
 }
 """The fields that a file does not have: the model's modules and inputs, and what is made anew for all its tapes."""
 

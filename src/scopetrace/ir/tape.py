@@ -439,6 +439,9 @@ class BodyTape(Tape):
     """What its GraphModule is named after, as `true_graph`."""
     is_condition: bool = False
     """Whether it gives one value, not a tuple: it says if a loop goes on, or computes a score."""
+    context_fn: Any = None
+    """Of a checkpointed region, the `context_fn` that chooses which results backward does not compute again; None if
+    all are. A file does not have it."""
 
 
 @dataclasses.dataclass(eq=False)

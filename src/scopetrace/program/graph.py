@@ -146,7 +146,9 @@ class FxLowering:
         modules = tape.modules if isinstance(tape, ProgramTape) else {}
         everything = {**tape.attributes, **modules, **self._opaque, **bodies}
         held = {k: v for k, v in everything.items() if k in used}
-        return make_graph_module(held, self.graph, name, is_body=isinstance(tape, BodyTape))
+        if isinstance(tape, BodyTape):
+            return make_graph_module(held, self.graph, name, is_body=True, context_fn=tape.context_fn)
+        return make_graph_module(held, self.graph, name)
 
     def lower(self, x: Any) -> Any:
         """A structure of arguments or results with nodes in place of tape values and symbolic numbers."""

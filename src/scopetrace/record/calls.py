@@ -351,9 +351,9 @@ class CallRecorder:
         """This place in the program."""
         return self._builder.mark()
 
-    def on_recomputed(self, mark: tuple[int, int]) -> None:
+    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None) -> None:
         """A checkpointed region ends."""
-        self._builder.end_region(CHECKPOINT, mark)
+        self._builder.end_region(CHECKPOINT, mark, context_fn)
 
     def on_nested_region(self, run: Callable[[], Any]) -> Any:
         """A function under `torch.compiler.nested_compile_region` is called."""

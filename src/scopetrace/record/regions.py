@@ -47,6 +47,8 @@ class Region:
     """The scope around it."""
     frames: Frames
     """The Python frames of its end."""
+    context_fn: Any
+    """As `BodyTape.context_fn`."""
 
     def requires_grad(self, tape: RecordedTape) -> bool:
         """Whether autograd sees it."""
@@ -93,6 +95,7 @@ def _cut(tape: RecordedTape, region: Region, uses: collections.Counter[Value], n
         return 0
     segment.outputs = list(outputs)
     body = body_tape(tape, segment, operands)
+    body.context_fn = region.context_fn
     given = (body, *operands) if region.hop is CHECKPOINT else (body, f"invoke_subgraph_{next(names)}", *operands)
     grad = next((op.grad for op in segment.kept()), True)
     place = region.scope, region.call, region.frames, grad

@@ -208,8 +208,9 @@ def with_marks(
     """
     marks: dict[int, list[Op]] = collections.defaultdict(list)  # by the place before which they stand
     for i, value in casts(tape):
-        op = tape.ops[i]
-        marks[i].append(_mark(value, op.call, op.scope, op.frames))
+        op, before = tape.ops[i], tape.ops[i - 1]
+        if before.target is not _CHECK or before.args[0] is not value:  # a graph of torch.export has it
+            marks[i].append(_mark(value, op.call, op.scope, op.frames))
     _mark_idle_calls(tape, frames, chosen, marks)
     _mark_dead_values(tape, [call for call in tape.calls if frames[call] in chosen], marks)
     if not marks:
