@@ -15,12 +15,12 @@ def functional_share(model: str, rounds: int) -> Result:
     """Seconds of a whole trace, and of its functional pass alone on the same recording."""
     st: Any = models.import_scopetrace()
     from scopetrace.api.trace import program_of
-    from scopetrace.functionalization.functionalizer import functionalize
+    from scopetrace.program.traced import functional_tape
 
     net, args = models.MUTATION[model]()
     with torch.no_grad():
         tape = program_of(st.trace(net, args, functional=False)).tape
-        table = {"trace": lambda: st.trace(net, args), "pass": lambda: functionalize(tape)}
+        table = {"trace": lambda: st.trace(net, args), "pass": lambda: functional_tape(tape)}
         best, failed = best_in_turn(table, rounds)
     return best | {"writes": sum(bool(op.writes) for op in tape.ops), "failed": failed}
 

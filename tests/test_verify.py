@@ -9,10 +9,10 @@ import torch
 
 import scopetrace as st
 from scopetrace import errors
-from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir.tape import BodyTape, FunctionalTape, RecordedTape, Value
 from scopetrace.ir.verify import verify
 from scopetrace.ir.write_back import CopyInto, FromGraph, GraphInput, SameAs, StateRef, ViewOf
+from scopetrace.program.traced import functional_tape
 from scopetrace.record import record
 
 
@@ -57,7 +57,7 @@ def update(x: torch.Tensor) -> torch.Tensor:
 
 
 def functional() -> FunctionalTape:
-    return functionalize(record(update, (torch.randn(3),), {}))
+    return functional_tape(record(update, (torch.randn(3),), {}))
 
 
 def position(tape: RecordedTape, target: Any) -> int:
@@ -248,7 +248,7 @@ def test_updates_of_a_write_back_are_there() -> None:
 def test_checks_are_made_where_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
     stages = []
     monkeypatch.setattr("scopetrace.record.session.verify", lambda tape, stage: stages.append(stage))
-    monkeypatch.setattr("scopetrace.functionalization.functionalizer.verify", lambda tape, stage: stages.append(stage))
+    monkeypatch.setattr("scopetrace.program.traced.verify", lambda tape, stage: stages.append(stage))
     for switch, wanted in (("0", []), ("1", ["recording", "functionalization"])):
         monkeypatch.setenv("SCOPETRACE_CHECK", switch)
         st.trace(torch.nn.ReLU(), (torch.ones(2),))

@@ -166,7 +166,7 @@ def _report_module_calls(replace: Replace, observer: Observer, mine: Mine, modul
     the fast path of `nn.TransformerEncoderLayer`.
     """
     replace(torch.nn.Module, "_call_impl", _call_impl(observer, mine))
-    for cls in {owner for m in modules if (owner := _owner(type(m))) is not None}:
+    for cls in {owner for kind in set(map(type, modules)) if (owner := _owner(kind)) is not None}:
         replace(cls, "forward", _forward(cls, observer, mine))
 
 

@@ -176,9 +176,9 @@ class FakeMaker:
     ) -> torch.Tensor:
         """A fake over the storage of `base`, with its version counter."""
         numbers = (*size, *stride, offset, base.untyped_storage().nbytes())
-        symbolic = is_symbolic(base) or any(isinstance(n, torch.SymInt) for n in numbers)
+        symbolic = is_symbolic(base) or torch.SymInt in map(type, numbers)
         # as a meta tensor: kernels of other devices take no symbols
-        as_meta = in_kernel_invocation_manager(self.mode) if symbolic else contextlib.nullcontext()
+        as_meta = in_kernel_invocation_manager(self.mode) if symbolic else _NOTHING
         with _normal_tensors() if not is_inference_of(base) else _NOTHING:
             with as_meta:
                 view = torch.as_strided(base, size, stride, offset)

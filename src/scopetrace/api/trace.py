@@ -27,7 +27,6 @@ from scopetrace.errors import (
     OutlineError,
     SideEffectWarning,
 )
-from scopetrace.functionalization.functionalizer import functionalize
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.reads import SideEffect, refusal, warn_of_numbers
 from scopetrace.ir.selection import Selection
@@ -38,7 +37,7 @@ from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
 from scopetrace.program.outlined import Function, OutlinedTrace, OutlineTarget, outline_calls
-from scopetrace.program.traced import TracedProgram
+from scopetrace.program.traced import TracedProgram, functional_tape
 from scopetrace.record import record
 from scopetrace.record.calls import Progress
 from scopetrace.view.diff import Diff, compare
@@ -486,7 +485,7 @@ def trace(
             raise error
         warnings.warn(str(error), SideEffectWarning, stacklevel=2)
         tape.warns_of_effects = True
-    return Trace(TracedProgram(tape, functionalize(tape) if functional else tape, model))
+    return Trace(TracedProgram(tape, functional_tape(tape) if functional else tape, model))
 
 
 def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -1,10 +1,8 @@
 """Functionalization: a recorded tape becomes one in which no op writes, with a write-back program beside it.
 
-    RecordedTape -> ops copied with present values, writes as functional variants and new values of alias sets
-                 -> write-back: what the graph has to give, and what is done with it -> ops nobody reads dropped
-                 -> FunctionalTape
-
-A tape without writes is scanned once, and its ops are taken as they are.
+RecordedTape -> ops copied with present values, writes as functional variants and new values of alias sets
+             -> write-back: what the graph has to give, and what is done with it -> ops nobody reads dropped
+             -> FunctionalTape
 """
 
 from __future__ import annotations
@@ -29,12 +27,10 @@ from scopetrace.ir.tape import (
     Op,
     RecordedTape,
     Value,
-    checks_enabled,
     garbage_collection_paused,
     map_argument,
     values_in,
 )
-from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,
@@ -46,17 +42,6 @@ from scopetrace.ops.history import History
 from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
 
 _aten = torch.ops.aten
-
-
-def functionalize(tape: RecordedTape) -> FunctionalTape:
-    """The same program without an op that writes. The result shares the ops of a tape that has none.
-
-    Raises FunctionalizationError for what no functional op says.
-    """
-    functional = Functionalizer(tape).run() if tape.has_writes() else FunctionalTape.of(tape)
-    if checks_enabled():
-        verify(functional, "functionalization")
-    return functional
 
 
 class Functionalizer(TapeCopier):

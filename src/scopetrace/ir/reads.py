@@ -58,6 +58,10 @@ class CallInputs:
     """The tensors among the arguments, in the order of `ProgramTape.inputs`."""
 
 
+NO_CALL = CallInputs((), {}, ())
+"""For places that are not in arguments."""
+
+
 class Place(Protocol):
     """Where a read can be asked again. Equal for two reads of one thing."""
 
@@ -100,10 +104,7 @@ class InClosure:
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
-        try:
-            return self.cell.cell_contents
-        except ValueError:
-            return MISSING
+        return content_of(self.cell)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -294,6 +295,14 @@ def snapshot(value: Any) -> Any:
         return snapshot(_CONTENTS[kind](value))
     is_array = kind.__module__ == "numpy" and hasattr(kind, "tobytes")
     return (str(value.dtype), value.shape, value.tobytes()) if is_array else value
+
+
+def content_of(cell: types.CellType) -> Any:
+    """The variable of an enclosing function; MISSING where it is not bound."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return MISSING
 
 
 def value_of(variable: contextvars.ContextVar[Any]) -> Any:

@@ -45,11 +45,22 @@ from scopetrace.errors import (
     TraceFileError,
 )
 from scopetrace.formatting import html_table, short_repr
-from scopetrace.functionalization.functionalizer import functionalize
+from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.conditions import decided_by
 from scopetrace.ir.reads import refusal
 from scopetrace.ir.scopes import Scope, common_scope
-from scopetrace.ir.tape import Call, FunctionalTape, ProgramTape, RecordedTape, Tape, Value, bind, forward_of
+from scopetrace.ir.tape import (
+    Call,
+    FunctionalTape,
+    ProgramTape,
+    RecordedTape,
+    Tape,
+    Value,
+    bind,
+    checks_enabled,
+    forward_of,
+)
+from scopetrace.ir.verify import verify
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
 from scopetrace.program.boundary import CallBoundary, held_now, other_strides, without_autocast
@@ -63,6 +74,17 @@ from scopetrace.program.regions import has_regions, without_regions
 from scopetrace.program.state import HeldTensors
 
 Program = TypeVar("Program", bound=ProgramTape)
+
+
+def functional_tape(recorded: RecordedTape) -> FunctionalTape:
+    """The same program without an op that writes. It shares the ops of `recorded` where none of them writes.
+
+    Raises FunctionalizationError for what no functional op says.
+    """
+    tape = Functionalizer(recorded).run() if recorded.has_writes() else FunctionalTape.of(recorded)
+    if checks_enabled():
+        verify(tape, "functionalization")
+    return tape
 
 
 class ModuleCall:
@@ -404,7 +426,7 @@ class TracedProgram:
 
     def functional(self) -> TracedProgram:
         """The same program without mutation, holding the tensors that the model has now."""
-        tape = self.tape if isinstance(self.tape, FunctionalTape) else functionalize(self.recorded)
+        tape = self.tape if isinstance(self.tape, FunctionalTape) else functional_tape(self.recorded)
         return self.with_tape(dataclasses.replace(tape, attributes={**tape.attributes, **held_now(tape)}))
 
     def without_regions(self) -> TracedProgram:

@@ -3,7 +3,6 @@
 Data flow:
     `nn.Module.__call__` or `forward`, patched -> a Call with templates of its arguments -> the module's own Python
     its result -> the template of the call's outputs; its ops are those that were appended in the meantime
-    a module of torch that would take another path in eager than on fake tensors -> UnsupportedOpError
     a GraphModule whose nodes know where they come from -> `NodeRunner`, in place of its generated code
     node.meta of a node -> scope, stack trace and `Op.meta` of the ops that it runs
 
@@ -24,9 +23,7 @@ from typing import Any, TypeGuard
 
 import torch
 import torch.fx
-from torch import nn
 from torch.nn.utils import parametrize
-from torch.nn.utils.rnn import PackedSequence
 
 from scopetrace._compat.export import is_guard
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
@@ -41,6 +38,7 @@ from scopetrace.ops.history import can_require_grad
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model, own_names
 from scopetrace.record.ops import OpRecorder
+from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import CHECKPOINT, NESTED
 
@@ -596,52 +594,3 @@ def _fqn(path: str) -> str:
 
 def _class_name(kind: Any) -> str:
     return kind.__name__ if isinstance(kind, type) else str(kind).rpartition(".")[2]
-
-
-# Modules of torch that take another path in eager than on fake tensors -----------------------------------------------
-
-
-HasOtherPath = (nn.TransformerEncoder, nn.RNNBase)
-"""The classes that `other_path` knows."""
-
-
-def other_path(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    """What the trace would do otherwise than eager, and what to write instead. None where both do the same."""
-    if isinstance(module, nn.TransformerEncoder):
-        return _NESTED if _takes_nested_path(module, args, kwargs) else None
-    packed = isinstance(args[0] if args else kwargs.get("input"), PackedSequence)
-    return _PACKED if packed else None
-
-
-_NESTED = (
-    "nn.TransformerEncoder with a padding mask computes on nested tensors here, which are no ops of a graph; "
-    "rows of padding would differ",
-    "make it with nn.TransformerEncoder(..., enable_nested_tensor=False), or set encoder.use_nested_tensor = False",
-)
-_PACKED = (
-    "a packed sequence, whose sizes depend on data, is given to a recurrent layer",
-    "give the padded tensor, and pick the last valid step of each sequence (torch.gather); "
-    "or name the layer and what packs for it in leaf_modules=",
-)
-
-
-_PARAMETERS = ("src", "mask", "src_key_padding_mask")
-"""The first of `nn.TransformerEncoder.forward`."""
-
-
-def _takes_nested_path(module: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """The conditions of `nn.TransformerEncoder.forward`, but whether the padding is at the end, which is data."""
-    given: list[Any] = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(_PARAMETERS)]
-    src, mask, padding = given
-    first: Any = module.layers[0]
-    if not torch.backends.mha.get_fastpath_enabled() or not getattr(module, "use_nested_tensor", False):
-        return False
-    if first.training or padding is None or mask is not None or src.dim() != 3 or torch.is_autocast_enabled():
-        return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (src, *_read_by_fast_path(first))))
-
-
-def _read_by_fast_path(layer: Any) -> list[torch.Tensor]:
-    parts = (layer.self_attn.out_proj, layer.norm1, layer.norm2, layer.linear1, layer.linear2)
-    own = [t for part in parts for t in (part.weight, part.bias)]
-    return [layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias, *own]

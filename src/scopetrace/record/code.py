@@ -35,7 +35,7 @@ import torch
 from scopetrace._compat.graph_module import LazyGraphModule
 from scopetrace._compat.questions import is_of_python
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
-from scopetrace.ir.reads import MISSING, CallInputs, InClosure, InSlot, InTable, Read, snapshot
+from scopetrace.ir.reads import MISSING, InClosure, InSlot, InTable, Read, content_of, snapshot
 from scopetrace.ir.tape import Tape
 
 _OPERATORS = frozenset(
@@ -64,6 +64,12 @@ ATOMS = frozenset(
     {bool, int, float, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size, range, type(...)}
 )
 """The classes of values that have no content and run no code."""
+
+
+def methods_of(cls: type) -> frozenset[str]:
+    """`forward`, and the methods that users gave a class of modules."""
+    users = [vars(base) for base in cls.__mro__ if is_users_class(base)]
+    return frozenset(k for own in users for k, x in own.items() if type(x) is types.FunctionType) | {"forward"}
 
 
 class Names(NamedTuple):
@@ -232,10 +238,7 @@ class Reach:
         if id(cell) in self.cells:
             return
         self.cells[id(cell)] = name, cell
-        try:
-            content = cell.cell_contents
-        except ValueError:  # a variable that is not bound yet
-            return
+        content = content_of(cell)
         if isinstance(content, type):
             self._look_into_class(content, names)
         self.add(content)
@@ -428,9 +431,6 @@ def _only_updates(node: ast.AST, parents: Parents) -> bool:
 # What functions that ran read of variables, after the forward --------------------------------------------------------
 
 
-_NO_CALL = CallInputs((), {}, ())
-
-
 def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach) -> Reach:
     """Those that ran, since calls and ops were in them, and those that may have, since these or `values` name them."""
     ran = Reach(lambda name, key, x: ran.add_class(type(x)))
@@ -468,10 +468,9 @@ def variables_read(ran: Reach, written: Set[str], changed: Set[tuple[int, str]],
             if name[:2] != "__" and not hasattr(type(value), "__get__") and (id(kind), name) not in changed:
                 yield Read(f"{kind.__name__}.{name}", snapshot(value), InTable(vars(kind), name), (), root)
     for name, cell in ran.cells.values():
-        place = InClosure(cell)
-        value = place.now(_NO_CALL)
+        value = content_of(cell)
         if name not in written and value is not MISSING and not _is_of_others(value):
-            yield Read(name, snapshot(value), place, (), root)
+            yield Read(name, snapshot(value), InClosure(cell), (), root)
 
 
 def functions_read(ran: Reach, tape: Tape, written: Set[str]) -> Iterator[Read]:

@@ -39,7 +39,7 @@ from scopetrace._compat.ops import is_random
 from scopetrace._compat.tensors import is_view, requires_grad_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import MISSING, Read, SideEffect
+from scopetrace.ir.reads import MISSING, Read, SideEffect, content_of
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, History, can_require_grad
@@ -178,7 +178,7 @@ class EffectWatch:
         if not self.reach.names.isdisjoint(("environ", "putenv")):
             self._snapshot.add("os.environ", "environ", os.environ)
         self._bindings = [(t, name, t.get(name, MISSING)) for t, name in self.reach.globals.values()]
-        self._cells = [(name, cell, _content(cell)) for name, cell in self.reach.cells.values()]
+        self._cells = [(name, cell, content_of(cell)) for name, cell in self.reach.cells.values()]
         self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes | self.reach.bases]
 
     def _add_outside(self, name: str, key: str, x: Any) -> None:
@@ -220,7 +220,7 @@ class EffectWatch:
                     _bind(table.__setitem__, table.__delitem__, name, old)
                 found.append(Change(f"globals()[{name!r}]", name, old, new, None))
         for name, cell, old in self._cells:
-            new = _content(cell)
+            new = content_of(cell)
             if new is not old:
                 if outside or holds_fake(new):
                     _bind(functools.partial(setattr, cell), functools.partial(delattr, cell), "cell_contents", old)
@@ -283,13 +283,6 @@ def _bind(put: Callable[[str, Any], None], remove: Callable[[str], None], name: 
         remove(name)
     else:
         put(name, value)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return MISSING
 
 
 # What the changes mean -----------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import functools
 import gc
 import operator
 import os
+import pickle
 import random
 import sys
 import threading
@@ -32,9 +33,9 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import FakeTensor
-from scopetrace.ir.reads import MISSING, Missing, value_of
+from scopetrace.ir.reads import MISSING, Missing, content_of, value_of
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
-from scopetrace.record.code import ATOMS, MEMO, is_users_class
+from scopetrace.record.code import ATOMS, MEMO, is_users_class, methods_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled_call_impl"}
@@ -45,12 +46,6 @@ BOOKKEEPING = frozenset(torch.nn.Module().__dict__) - {"training"} | {"_compiled
 def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
     """Those of the names in a module's `__dict__` that are no bookkeeping of nn.Module."""
     return tuple([name for name in names if name not in BOOKKEEPING])
-
-
-def methods_of(cls: type) -> frozenset[str]:
-    """`forward`, and the methods that users gave a class of modules."""
-    users = [vars(base) for base in cls.__mro__ if is_users_class(base)]
-    return frozenset(k for own in users for k, x in own.items() if type(x) is types.FunctionType) | {"forward"}
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks")
@@ -129,11 +124,12 @@ class Model:
         names: dict[int, list[str]] = {}
         params: dict[int, torch.Tensor] = {}
         for module in self.modules:
-            for name, param in module.__dict__.get("_parameters", {}).items():
+            own = module.__dict__.get("_parameters")
+            prefixes = [f"{fqn}." if fqn else "" for fqn in self.names[id(module)]] if own else []
+            for name, param in own.items() if own else ():
                 if param is not None:
-                    params.setdefault(id(param), param)
-                    prefixes = (f"{fqn}." if fqn else "" for fqn in self.names[id(module)])
-                    names.setdefault(id(param), []).extend(prefix + name for prefix in prefixes)
+                    params[id(param)] = param
+                    names.setdefault(id(param), []).extend([prefix + name for prefix in prefixes])
         modules = {self.names[id(m)][0]: _registered(m, self.names[id(m)]) for m in self.modules}
         found = {names[i][0]: RegisteredParam(tuple(names[i]), tuple(p.shape), p.dtype) for i, p in params.items()}
         return Registered(modules, found)
@@ -179,13 +175,14 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("contents", "fqn", "module", "name", "tables")
+    __slots__ = ("contents", "fqn", "live", "module", "name", "tables")
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
         self.module = module
         self.name = name
-        self.tables = [table.copy() for table in attribute_tables(module)]
+        self.live = attribute_tables(module)
+        self.tables = [table.copy() for table in self.live]
         own = module.__dict__
         self.contents = {k: own[k] for k in own_names(tuple(own)) if type(own[k]) not in ATOMS}
         """The attributes of its own that hold something."""
@@ -198,10 +195,10 @@ class SavedModule:
     def replaced(self) -> tuple[str, ...]:
         """As `Model.replaced`."""
         now = self.module.__dict__.get("_parameters")
-        if not isinstance(now, dict):  # a scripted module makes them anew each time
+        if not isinstance(now, dict) or not self.tables[1]:  # a scripted module makes them anew each time
             return ()
-        prefix, old = f"{self.fqn}." if self.fqn else "", self.tables[1]
-        return tuple([prefix + name for name, p in old.items() if p is not None and now.get(name) is not p])
+        changed = [name for name, p in self.tables[1].items() if p is not None and now.get(name) is not p]
+        return tuple([f"{self.fqn}.{name}" if self.fqn else name for name in changed])
 
     def tensor_tables(self) -> Iterable[Mapping[str, Any]]:
         """Parameters, buffers and other attributes, by name."""
@@ -212,7 +209,7 @@ class SavedModule:
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
         found: list[Change] = []
-        for table, old in zip(attribute_tables(self.module), self.tables, strict=False):
+        for table, old in zip(self.live, self.tables, strict=True):
             if (table or old) and not _same_dicts(table, old):
                 found += self._changes(table, old)
                 table.clear()
@@ -251,29 +248,20 @@ def _name_of(fn: Callable[..., Any]) -> str:
     return "function" if name == "<lambda>" else name
 
 
-def _modules_around(fn: Any) -> Iterator[tuple[str, torch.nn.Module]]:
+def _modules_around(fn: Any) -> list[tuple[str, torch.nn.Module]]:
     """The modules that a function can reach by name."""
+    found: list[tuple[str, Any]] = []
     if isinstance(fn, functools.partial):
-        yield from ((f"arg{i}", a) for i, a in enumerate(fn.args) if isinstance(a, torch.nn.Module))
-        yield from ((k, a) for k, a in fn.keywords.items() if isinstance(a, torch.nn.Module))
+        found += [*((f"arg{i}", a) for i, a in enumerate(fn.args)), *fn.keywords.items()]
         fn = fn.func
     fn = getattr(fn, "__wrapped__", fn)
     code = getattr(fn, "__code__", None)
     if code is None:
-        owner = vars(fn) if hasattr(fn, "__dict__") else {}
-        yield from ((k, m) for k, m in owner.items() if isinstance(m, torch.nn.Module))
-        return
-    for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False):
-        try:
-            found = cell.cell_contents
-        except ValueError:  # a variable that is not bound yet
-            continue
-        if isinstance(found, torch.nn.Module):
-            yield name, found
-    for name in code.co_names:
-        found = fn.__globals__.get(name)
-        if isinstance(found, torch.nn.Module):
-            yield name, found
+        found += getattr(fn, "__dict__", {}).items()
+    else:
+        found += [(name, content_of(cell)) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False)]
+        found += [(name, fn.__globals__.get(name)) for name in code.co_names]
+    return [(name, x) for name, x in found if isinstance(x, torch.nn.Module)]
 
 
 # Snapshots of objects ------------------------------------------------------------------------------------------------
@@ -489,10 +477,6 @@ def _slots(kind: type) -> list[str]:
     return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
 
 
-def _attributes_of(x: Any) -> dict[str, Any]:
-    return dict(x.__dict__)
-
-
 def _attributes_and_slots(x: Any) -> dict[str, Any]:
     found = dict(getattr(x, "__dict__", ()))
     for name in _slots(type(x)):
@@ -516,18 +500,6 @@ def _restore_attributes(x: Any, before: dict[str, Any]) -> None:
 
 def _base_of(x: Any) -> Any:
     return next(base for base in (list, collections.deque, collections.OrderedDict, dict, set) if isinstance(x, base))
-
-
-def _items_of(x: Any) -> list[Any]:
-    return list(_base_of(x).__iter__(x))
-
-
-def _members_of(x: Any) -> set[Any]:
-    return set(set.__iter__(x))
-
-
-def _entries_of(x: Any) -> dict[Any, Any]:
-    return dict(_base_of(x).items(x))
 
 
 def _restore_list(x: Any, before: list[Any]) -> None:
@@ -560,8 +532,8 @@ def _same_dicts(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
     return _same_items(now, before) and all(map(operator.is_, now.values(), before.values()))
 
 
-def _restore_random(x: random.Random, before: Any) -> None:
-    x.setstate(before)
+def _same_pickle(now: Any, before: Any) -> bool:
+    return pickle.dumps(now) == pickle.dumps(before)
 
 
 def _same_memo(now: tuple[Any, int], before: tuple[Any, int]) -> bool:
@@ -579,8 +551,9 @@ def holds_fake(x: Any, depth: int = 5) -> bool:
 
 
 _STATES = Words("in one state"), Words("in another")
-_ATTRIBUTES = Kind(_attributes_of, _restore_attributes, _same_dicts, ".")
-_LIST = Kind(_items_of, _restore_list, _same_items)
+_ATTRIBUTES = Kind(lambda x: dict(x.__dict__), _restore_attributes, _same_dicts, ".")
+_GENERATOR = functools.partial(Kind, words=_STATES, is_draw=True)
+_LIST = Kind(lambda x: list(_base_of(x).__iter__(x)), _restore_list, _same_items)
 _WITH_ATTRIBUTES = (
     *(types.SimpleNamespace, argparse.Namespace, types.FunctionType),
     *(collections.UserDict, collections.UserList, collections.ChainMap, threading.local),
@@ -589,8 +562,8 @@ _WITH_ATTRIBUTES = (
 _BUILTIN: dict[type, Kind] = {
     list: _LIST,
     collections.deque: _LIST,
-    dict: Kind(_entries_of, _restore_dict, _same_dicts, "[]"),
-    set: Kind(_members_of, _restore_set, operator.eq),
+    dict: Kind(lambda x: dict(_base_of(x).items(x)), _restore_dict, _same_dicts, "[]"),
+    set: Kind(lambda x: set(set.__iter__(x)), _restore_set, operator.eq),
     bytearray: Kind(bytes, lambda x, before: x.__setitem__(slice(None), before), operator.eq),
     MEMO: Kind(
         lambda x: (x, x.cache_info().misses),
@@ -600,7 +573,7 @@ _BUILTIN: dict[type, Kind] = {
     ),
     type(os.environ): Kind(dict, _restore_dict_by_methods, operator.eq, "[]"),
     contextvars.ContextVar: Kind(value_of, lambda x, before: x.set(before), operator.is_),
-    random.Random: Kind(random.Random.getstate, _restore_random, operator.eq, "", _STATES, True),
+    random.Random: _GENERATOR(random.Random.getstate, lambda x, before: x.setstate(before), operator.eq),
 }
 
 
@@ -611,21 +584,11 @@ def _numpy_kind(kind: type) -> Kind | None:
     if issubclass(kind, numpy.ndarray):
         return Kind(numpy.copy, numpy.copyto, lambda now, before: bool((now == before).all()))
     if issubclass(kind, numpy.random.RandomState):
-        return Kind(
-            lambda x: x.get_state(legacy=True),
-            lambda x, before: x.set_state(before),
-            lambda now, before: repr(now[2:]) == repr(before[2:]) and bool((now[1] == before[1]).all()),
-            "",
-            _STATES,
-            True,
-        )
+        return _GENERATOR(lambda x: x.get_state(legacy=False), lambda x, before: x.set_state(before), _same_pickle)
     if issubclass(kind, numpy.random.Generator):
-        return Kind(
+        return _GENERATOR(
             lambda x: x.bit_generator.state,
             lambda x, before: setattr(x.bit_generator, "state", before),
-            lambda now, before: repr(now) == repr(before),
-            "",
-            _STATES,
-            True,
+            _same_pickle,
         )
     return None

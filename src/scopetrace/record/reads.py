@@ -1,68 +1,29 @@
-"""What the forward reads beside its arguments: facts of tensors, flags of torch and the process, Python objects.
+"""What the forward asks torch and the process: facts of tensors, flags, environment variables.
 
 Data flow:
     facts of tensors, flags of torch, environment variables -> `_compat.questions` -> Read, once for each
     ops whose result autocast or the default dtype decides, blocks that switch autograd -> a Read of that state
     ops that gave a view and give a copy otherwise, such as `reshape` -> the strides of the inputs, where that matters
-    attributes of modules and objects -> a descriptor on their class tells of each read -> Read, unless written before
-    those of torch's layers that only torch's code names -> by the names in the forward of a layer that was called
-    those of objects whose class takes no descriptors -> by the names in the code that may run
-    globals, variables around functions and functions themselves -> `record.code`
-
-Values of Python objects are taken after the forward, when the model is as it was before. What the forward has changed
-is a side effect, and no Read; nor is a tensor of a module, which is an input of the program.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
-import functools
-import sys
-import threading
-import types
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from scopetrace._compat import questions
-from scopetrace._compat.questions import Mine
 from scopetrace._compat.tensors import requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import (
-    MISSING,
-    CallInputs,
-    Flag,
-    InDict,
-    InLayer,
-    InSlot,
-    InTable,
-    InTables,
-    OfEnvironment,
-    OfInput,
-    OfTensor,
-    Place,
-    Read,
-    Tied,
-    snapshot,
-)
-from scopetrace.ir.scopes import Frame, Frames, Scope
+from scopetrace.ir.reads import MISSING, Flag, OfEnvironment, OfInput, OfTensor, Place, Read
+from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import (
-    ATOMS,
-    Reach,
-    functions_read,
-    functions_that_ran,
-    is_users,
-    is_users_class,
-    names_of,
-    variables_read,
-)
-from scopetrace.record.model import BOOKKEEPING, Change, Model, SavedModule, attribute_tables
+from scopetrace.record.model import Model
 
 
 class ReadRecorder:
@@ -96,12 +57,7 @@ class ReadRecorder:
     def watching(self, mine: questions.Mine) -> Iterator[None]:
         """Inside, all that this thread reads is noted."""
         with contextlib.ExitStack() as stack:
-
-            def replace(owner: Any, name: str, value: Any) -> None:
-                stack.callback(_put_back, owner, name, value, vars(owner).get(name, MISSING))
-                setattr(owner, name, value)
-
-            questions.report_questions(replace, self, mine)
+            questions.report_questions(replacing(stack), self, mine)
             yield
             self._note_hidden_blocks()
             for i, frames in sorted(inputs_of_layouts(self._builder.tape, self._contiguous).items()):
@@ -274,6 +230,16 @@ def _is_source_or_alias(op: Op) -> bool:
     return not op.inputs() or not {v.storage for v in op.values()}.isdisjoint(v.storage for v in op.inputs())
 
 
+def replacing(stack: contextlib.ExitStack) -> questions.Replace:
+    """Sets attributes of classes and Python modules until `stack` is left."""
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        stack.callback(_put_back, owner, name, value, vars(owner).get(name, MISSING))
+        setattr(owner, name, value)
+
+    return replace
+
+
 def _put_back(owner: Any, name: str, replacement: Any, own: Any) -> None:
     """Give a class or Python module back what it had, unless the forward has set the name itself."""
     if vars(owner).get(name) is not replacement:
@@ -327,370 +293,3 @@ def _computed_from(value: Value) -> Iterator[Value]:
             seen.add(value)
             yield value
             values += value.op.inputs()
-
-
-# Python objects ------------------------------------------------------------------------------------------------------
-
-
-_BOOKKEEPING = BOOKKEEPING | {"forward"}
-_HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, whose attributes can be set
-_PLAIN_OR_CONTAINER = frozenset({bool, int, float, str, type(None), torch.dtype, tuple, list, dict, set})
-
-Noted = tuple[Frames, Scope]
-"""Where something was read."""
-
-_NO_CALL = CallInputs((), {}, ())
-
-
-class ObjectReads:
-    """Sees what one forward reads of Python objects. `reach` leads to the functions that it may run."""
-
-    def __init__(self, builder: TapeBuilder, model: Model, reach: Reach, members: dict[int, torch.Tensor]) -> None:
-        self._builder = builder
-        self._model = model
-        self._reach = reach
-        self._members = members
-        self._modules = model.saved_modules
-        kinds: set[Any] = {type(saved.module) for saved in self._modules}
-        self._layer_names = {kind: _names_in_layer(kind) for kind in kinds if _is_layer(kind)}
-        found = [s for s in model.snapshot.saved.values() if s.kind.entries == "."]
-        self._objects = [s for s in found if _takes_descriptors(s.owner)]
-        self._others = [s for s in found if not _takes_descriptors(s.owner)]
-        self._watched: dict[type, dict[str, _Watched]] = {}
-        """By class, the descriptors on it."""
-        self._unfound: dict[tuple[int, str], tuple[Any, InTable | InTables | InSlot, Noted]] = {}
-        """By owner and name, attributes that are missing, or None in place of a tensor or module."""
-        self._dicts: dict[int, tuple[Any, Noted]] = {}
-        """By id, the modules and objects whose `__dict__` was asked for."""
-        self.overwritten: dict[tuple[int, str], Read] = {}
-        """By the id of an object and a name, what was read of it that the forward changes."""
-
-    @contextlib.contextmanager
-    def watching(self, mine: Mine) -> Iterator[None]:
-        """Inside, reads of attributes are seen; `mine` says whether the forward runs, rather than the recorder."""
-        names: dict[type, set[str]] = collections.defaultdict(set)
-        for saved in self._modules:
-            names[type(saved.module)].update(saved.module.__dict__)
-        for found in self._objects:
-            names[type(found.owner)].update(found.before)
-        for cls, own in names.items():
-            self._watch(cls, own - (self._layer_names.get(cls, frozenset()) - self._reach.names))
-        with contextlib.ExitStack() as stack:
-
-            def replace(owner: Any, name: str, value: Any) -> None:
-                stack.callback(_put_back, owner, name, value, vars(owner).get(name, MISSING))
-                setattr(owner, name, value)
-
-            for watched in [watched for of_class in self._watched.values() for watched in of_class.values()]:
-                stack.callback(watched.put_back)
-                setattr(watched.cls, watched.key, watched)
-            owners = dict.fromkeys(owner for cls in self._watched for owner in _getattr_owners(cls))
-            for owner, ask in [(owner, class_attribute(owner, "__getattr__")[1]) for owner in owners]:
-                replace(owner, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
-            for cls in filter(is_users_class, self._watched) if self._reach.takes_dicts else ():
-                replace(
-                    cls, "__getattribute__", self._reporting_dicts(class_attribute(cls, "__getattribute__")[1], mine)
-                )
-            yield
-
-    def _reporting(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
-        """The `__getattr__` of a class, which tells of names that are missing, or in a module stand for None."""
-
-        def __getattr__(owner: Any, name: str) -> Any:
-            found: Any = None
-            try:
-                found = ask(owner, name)
-            finally:
-                if found is None and name not in _BOOKKEEPING and name[:2] != "__" and mine():
-                    self._note_unfound(owner, name, sys._getframe(1))
-            if isinstance(found, torch.Tensor):
-                self._members[id(found)] = found
-            return found
-
-        return __getattr__
-
-    def _note_unfound(self, owner: Any, name: str, asker: types.FrameType) -> None:
-        place: Any
-        if isinstance(owner, torch.nn.Module):
-            if _is_layer(type(owner)) and not is_users(asker.f_code.co_filename):
-                return
-            tables = attribute_tables(owner)
-            place = next((InTable(t, name) for t in tables if name in t), InTables(tuple(tables), name))
-        else:
-            own = getattr(owner, "__dict__", None)
-            place = InSlot(owner, name) if own is None else InTable(own, name)
-        self._unfound.setdefault((id(owner), name), (owner, place, noted_at(self._builder, asker)))
-
-    def _reporting_dicts(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
-        """The `__getattribute__` of a class, which tells of users' code that asks for a `__dict__`, as `vars` does."""
-
-        def __getattribute__(owner: Any, name: str) -> Any:
-            asker = sys._getframe(1) if name == "__dict__" else None
-            if asker is not None and is_users(asker.f_code.co_filename) and mine():
-                self._dicts.setdefault(id(owner), (owner, noted_at(self._builder, asker)))
-            return ask(owner, name)
-
-        return __getattribute__
-
-    def _watch(self, cls: type, names: Set[str]) -> None:
-        """Make descriptors for attributes that the instances of a class have in their `__dict__`, or from the class."""
-        if type(cls).__setattr__ is not type.__setattr__ or issubclass(cls, torch.jit.ScriptModule):
-            return  # an Enum, which nobody changes; attributes in C++
-        watched = self._watched[cls] = {}
-        names = names | {name for base in cls.__mro__ if is_users_class(base) for name in _class_level(base)}
-        for name in names - _BOOKKEEPING:
-            base, below = class_attribute(cls, name)
-            if name[:2] != "__" and not hasattr(type(below), "__set__"):
-                watched[name] = _Watched(self._builder, cls, name, base, below)
-
-    # ---------------------------------------------------------------- after the forward
-
-    def found(self, fn: Any, changes: list[Change]) -> tuple[list[Read], list[Read]]:
-        """What `fn` read of variables, and of attributes; `changes` are what it changed.
-
-        To be called when the model is as it was before the forward.
-        """
-        changed = {(id(change.holder), change.key[1:]) for change in changes}
-        names = {id(s.owner): s.name for s in (*self._objects, *self._others)}
-        names.update((id(s.module), s.name) for s in self._modules)
-        attributes: list[Read] = list(self._whole_dicts(names, changed))
-        for owner, place, (frames, scope) in self._attributes():
-            value = place.now(_NO_CALL)
-            is_input = isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module)
-            if not is_input:
-                name = f"{names[id(owner)]}.{place.key}".removeprefix("self.") if id(owner) in names else place.key
-                read, key = Read(name, snapshot(value), place, frames, scope.path), (id(owner), place.key)
-                if key in changed:
-                    self.overwritten[key] = read
-                else:
-                    attributes.append(read)
-        written, root = {change.key for change in changes if change.holder is None}, self._builder.tape.root.path
-        while isinstance(fn, functools.partial):
-            attributes += [
-                Read(key, snapshot(x), InTable(fn.keywords, key), (), root)
-                for key, x in fn.keywords.items()
-                if not isinstance(x, torch.Tensor)
-            ]
-            fn = fn.func
-        ran = functions_that_ran(fn, [read.value for read in attributes], self._builder.tape, self._reach)
-        variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
-        return variables, [*attributes, *self._layers(changed), *self._of_members(changed)]
-
-    def is_written_first(self, change: Change) -> bool:
-        """Whether the forward wrote an attribute before it read it; False where that is not known."""
-        owner, kind = change.holder, type(change.holder)
-        if (
-            not change.attribute
-            or change.attribute == "training"
-            or kind not in self._watched
-            or id(owner) in self._dicts
-        ):
-            return False
-        watched = self._watched[kind].get(change.attribute)
-        if watched is not None:
-            return watched.first.get(id(owner), (owner, ()))[1] is None
-        asked = (id(owner), change.attribute) in self._unfound
-        return change.old is MISSING and not asked and class_attribute(kind, change.attribute)[1] is MISSING
-
-    def _whole_dicts(self, names: dict[int, str], changed: Set[tuple[int, str]]) -> Iterator[Read]:
-        for owner, (frames, scope) in self._dicts.values():
-            own = _dict_of(owner)
-            left_out = BOOKKEEPING | {k for i, k in changed if i == id(owner)}
-            left_out |= {key for key, x in own.items() if isinstance(x, torch.Tensor)}
-            name, place = f"vars({names.get(id(owner), 'object')})", InDict(own, left_out)
-            yield Read(name, snapshot(place.now(_NO_CALL)), place, frames, scope.path)
-
-    def _of_members(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
-        """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes.
-
-        Not of those in whose place the forward puts others, as it does in each call.
-        """
-        used = set(map(id, self._builder.tape.attributes.values()))
-        root = self._builder.tape.root.path
-        for saved in self._modules if len(self._modules) > len(self._model.modules) else ():
-            tables = saved.tables[1:3] if self._model.is_outside(saved.module) else ()
-            for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
-                yield Read(f"{saved.name}.{name}", t, InTables(tuple(attribute_tables(saved.module)), name), (), root)
-        holders: dict[int, list[tuple[SavedModule, str]]] = {}
-        for saved in self._modules:
-            for name, p in saved.tables[1].items() if len(saved.tables) > 1 else ():
-                holders.setdefault(id(p), []).append((saved, name))
-        for tied in [found for key, found in holders.items() if len(found) > 1 and key in used]:
-            names = " and ".join(f"{saved.fqn}.{name}".lstrip(".") for saved, name in tied)
-            places = tuple([(attribute_tables(saved.module)[1], name) for saved, name in tied])
-            yield Read(f"{names} as one tensor", True, Tied(places), (), root)
-        for key, t in self._members.items():
-            owner = self._model.owner(t)
-            if key not in used and owner is not None and (id(owner[1]), owner[2]) not in changed:
-                place = OfTensor(*owner[1:], "metadata")
-                yield Read(f"{owner[0]}'s dtype, shape and device", place.now(_NO_CALL), place, (), root)
-
-    def _attributes(self) -> Iterator[tuple[Any, InTable | InTables | InSlot, Noted]]:
-        """The attributes that were read, of layers only those that users' code names.
-
-        Gives their owner, their place, and where they were read.
-        """
-        for of_class in self._watched.values():
-            for watched in of_class.values():
-                for owner, noted in watched.first.values():
-                    if noted is not None:
-                        yield from ((*found, noted) for found in watched.places(owner))
-        yield from self._unfound.values()
-        for found in self._others:
-            table, noted = _table_of(found.owner), ((), self._builder.tape.root)
-            keys = set(found.before) if self._reach.takes_dicts else self._reach.names.intersection(found.before)
-            for key in keys if isinstance(found.owner, types.FunctionType) else self._reach.asked | keys:
-                place = InTable(table, key) if key in table else InSlot(found.owner, key)
-                if key in found.before or place.now(_NO_CALL) is MISSING:
-                    yield found.owner, place, noted
-
-    def _layers(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
-        """What torch's own code read of its layers."""
-        calls = {id(call.module): call for call in reversed(self._builder.tape.calls) if not call.leaf}
-        unseen: dict[type, tuple[frozenset[str], tuple[Frame, ...]]] = {}
-        for saved in self._modules:
-            module, cls = saved.module, type(saved.module)
-            call = calls.get(id(module))
-            if call is None or not _is_layer(cls):
-                continue
-            if cls not in unseen:
-                code = cls.forward.__code__
-                names = self._layer_names[cls] - self._watched[cls].keys()
-                unseen[cls] = names, ((code, code.co_firstlineno),)
-            names, inner = unseen[cls]
-            own = module.__dict__
-            place = InLayer(own, tuple([k for k in names & own.keys() if (id(module), k) not in changed]))
-            value = tuple([own[k] if type(own[k]) in ATOMS else snapshot(own[k]) for k in place.keys])
-            name, frames, path = saved.name.removeprefix("self."), (call.frames, inner), call.scope.path
-            yield Read(name, value, place, frames, path)
-            for table in (own["_parameters"], own["_buffers"]):
-                for key, x in table.items():
-                    if x is None and key in names and (id(module), key) not in changed:
-                        yield Read(f"{name}.{key}", None, InTable(table, key), frames, path)
-
-
-class _Watched:
-    """Stands for an attribute of a class while the forward runs, and tells who reads it.
-
-    `value` is what `base`, the class or one that it inherits from, has under that name; MISSING if there is nothing.
-    """
-
-    __slots__ = ("base", "builder", "cls", "first", "key", "value")
-
-    def __init__(self, builder: TapeBuilder, cls: type, key: str, base: type, value: Any) -> None:
-        self.builder, self.cls, self.key, self.base, self.value = builder, cls, key, base, value
-        self.first: dict[int, tuple[Any, Noted | None]] = {}
-        """By id, each owner with where it was first read; None where it was written before."""
-
-    def __get__(self, owner: Any, cls: type) -> Any:
-        place = self.base if owner is None else owner
-        if id(place) not in self.first:
-            self.first[id(place)] = place, noted_at(self.builder, sys._getframe(1))
-        value = MISSING if owner is None else _dict_of(owner).get(self.key, MISSING)
-        if value is not MISSING:
-            return value
-        if self.value is MISSING:
-            raise AttributeError(f"{cls.__name__!r} object has no attribute {self.key!r}")
-        return self.value.__get__(owner, cls) if hasattr(type(self.value), "__get__") else self.value
-
-    def __set__(self, owner: Any, value: Any) -> None:
-        self.first.setdefault(id(owner), (owner, None))
-        _dict_of(owner)[self.key] = value
-
-    def __delete__(self, owner: Any) -> None:
-        self.first.setdefault(id(owner), (owner, None))
-        try:
-            del _dict_of(owner)[self.key]
-        except KeyError:
-            raise AttributeError(self.key) from None
-
-    def places(self, owner: Any) -> Iterator[tuple[Any, InTable]]:
-        """What an `owner` of `first` was asked: itself, and the class where that has the attribute in its place.
-
-        `nn.Module.__getattr__` tells of a module that does not have it.
-        """
-        own = {} if owner is self.base else _dict_of(owner)
-        from_class = self.key not in own and self.value is not MISSING
-        if from_class and hasattr(type(self.value), "__get__"):
-            return  # a method
-        if owner is not self.base and (self.key in own or from_class or not isinstance(owner, torch.nn.Module)):
-            yield owner, InTable(own, self.key)
-        if from_class:
-            yield self.base, InTable(vars(self.base), self.key)
-
-    def put_back(self) -> None:
-        """Give the class back what it had, unless the forward has set the name itself."""
-        if vars(self.cls).get(self.key) is self:
-            if self.base is self.cls and self.value is not MISSING:
-                setattr(self.cls, self.key, self.value)
-            else:
-                delattr(self.cls, self.key)
-
-
-def _no_attribute(owner: Any, name: str) -> Any:
-    """What a class without `__getattr__` does: Python asks once more, and raises its own error."""
-    return object.__getattribute__(owner, name)
-
-
-def _table_of(owner: Any) -> dict[str, Any]:
-    """The `__dict__` of an object; none of a `threading.local`, which has one for each thread."""
-    return {} if isinstance(owner, threading.local) else getattr(owner, "__dict__", {})
-
-
-def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
-    """Where the forward is, in `frame`."""
-    outer: Frames = builder.call.frames if builder.call is not None else ()
-    return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope
-
-
-def _dict_of(owner: Any) -> dict[str, Any]:
-    """The `__dict__` of an object, past a `__getattribute__` of its class."""
-    found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
-    return found
-
-
-def class_attribute(cls: type, name: str) -> tuple[type, Any]:
-    """The class that defines an attribute of `cls`, and its value there; MISSING where none does."""
-    for base in cls.__mro__:
-        if name in base.__dict__:
-            return base, base.__dict__[name]
-    return cls, MISSING
-
-
-def _getattr_owners(cls: type) -> list[type]:
-    """The classes on which the `__getattr__` of `cls` is replaced: those that define one, or the class itself.
-
-    The class too in the place of `nn.Module`, whose subclasses Python would visit one by one.
-    """
-    found = [base for base in cls.__mro__ if "__getattr__" in base.__dict__]
-    return found if found and found != [torch.nn.Module] else [cls]
-
-
-def _takes_descriptors(owner: Any) -> bool:
-    return (
-        type(owner).__flags__ & (_HEAP_TYPE | _IMMUTABLE) == _HEAP_TYPE
-        and type(getattr(owner, "__dict__", None)) is dict
-    )
-
-
-def _is_layer(cls: type) -> bool:
-    """Whether a class of modules is all torch's, so that its code asks for no attributes by computed names."""
-    return cls.__module__.startswith("torch.nn.modules.")
-
-
-@functools.cache
-def _names_in_layer(cls: Any) -> frozenset[str]:
-    """The names in the code of a layer's `forward`, and of methods that it names."""
-    found, pending = set[str](), ["forward"]
-    while pending:
-        code = getattr(class_attribute(cls, pending.pop())[1], "__code__", None)
-        if code is not None:
-            new = names_of(code).all - found
-            found |= new
-            pending += new
-    return frozenset(found - _BOOKKEEPING)
-
-
-def _class_level(base: type) -> list[str]:
-    """The plain attributes that a class of the model gives to all its instances."""
-    return [k for k, v in base.__dict__.items() if type(v) in _PLAIN_OR_CONTAINER and k[:2] != "__"]

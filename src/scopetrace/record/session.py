@@ -80,8 +80,9 @@ from scopetrace.record.effects import (
     without_hidden_gradients,
 )
 from scopetrace.record.model import Model
+from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder, RunGraph
-from scopetrace.record.reads import ObjectReads, ReadRecorder
+from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import keep_regions
 
 _one_at_a_time = threading.RLock()  # the flags and methods that a trace changes belong to the whole process

@@ -13,10 +13,11 @@ from typing import Any
 import torch.fx
 
 from scopetrace.errors import FunctionalizationError
-from scopetrace.functionalization.functionalizer import Functionalizer, functionalize
+from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap
 from scopetrace.ir.tape import FunctionalTape, Op, RecordedTape, checks_enabled
 from scopetrace.ir.verify import verify
+from scopetrace.program.traced import functional_tape
 from scopetrace.torch_level.lift import Lifter
 from scopetrace.torch_level.step import Renew, Step
 from scopetrace.torch_level.stepping import NodeRecord, record_steps
@@ -28,7 +29,7 @@ def aten_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[Recorde
     Raises FunctionalizationError for a mutation without a functional form.
     """
     tape, _ = record_steps(gm, args, with_trials=False)
-    return tape, functionalize(tape)
+    return tape, functional_tape(tape)
 
 
 def torch_level_tapes(gm: torch.fx.GraphModule, args: tuple[Any, ...]) -> tuple[RecordedTape, FunctionalTape]:

@@ -1,0 +1,54 @@
+"""Modules of torch that take another path in eager than on fake tensors: their calls are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.rnn import PackedSequence
+
+HasOtherPath = (nn.TransformerEncoder, nn.RNNBase)
+"""The classes that `other_path` knows."""
+
+
+def other_path(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
+    """What the trace would do otherwise than eager, and what to write instead. None where both do the same."""
+    if isinstance(module, nn.TransformerEncoder):
+        return _NESTED if _takes_nested_path(module, args, kwargs) else None
+    packed = isinstance(args[0] if args else kwargs.get("input"), PackedSequence)
+    return _PACKED if packed else None
+
+
+_NESTED = (
+    "nn.TransformerEncoder with a padding mask computes on nested tensors here, which are no ops of a graph; "
+    "rows of padding would differ",
+    "make it with nn.TransformerEncoder(..., enable_nested_tensor=False), or set encoder.use_nested_tensor = False",
+)
+_PACKED = (
+    "a packed sequence, whose sizes depend on data, is given to a recurrent layer",
+    "give the padded tensor, and pick the last valid step of each sequence (torch.gather); "
+    "or name the layer and what packs for it in leaf_modules=",
+)
+
+
+_PARAMETERS = ("src", "mask", "src_key_padding_mask")
+"""The first of `nn.TransformerEncoder.forward`."""
+
+
+def _takes_nested_path(module: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """The conditions of `nn.TransformerEncoder.forward`, but whether the padding is at the end, which is data."""
+    given: list[Any] = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(_PARAMETERS)]
+    src, mask, padding = given
+    first: Any = module.layers[0]
+    if not torch.backends.mha.get_fastpath_enabled() or not getattr(module, "use_nested_tensor", False):
+        return False
+    if first.training or padding is None or mask is not None or src.dim() != 3 or torch.is_autocast_enabled():
+        return False
+    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (src, *_read_by_fast_path(first))))
+
+
+def _read_by_fast_path(layer: Any) -> list[torch.Tensor]:
+    parts = (layer.self_attn.out_proj, layer.norm1, layer.norm2, layer.linear1, layer.linear2)
+    own = [t for part in parts for t in (part.weight, part.bias)]
+    return [layer.self_attn.in_proj_weight, layer.self_attn.in_proj_bias, *own]
