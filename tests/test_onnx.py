@@ -893,6 +893,14 @@ def test_sizes_of_float_ranges_and_of_copies_are_those_of_torch():
     assert [shape(value) for value in model.graph.outputs] == [[1], [5], [0], [1], [2, 4]]
 
 
+def test_a_stable_sort():
+    class Sort(nn.Module):
+        def forward(self, x):
+            return *torch.sort(x, stable=True, dim=0), torch.argsort(x, descending=True, stable=True)
+
+    st.trace(Sort(), (torch.randint(3, (40, 50)),)).to_onnx(verify=True)
+
+
 def test_the_fast_path_of_the_transformer_layer():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), 2).eval()
     with torch.no_grad():

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.fx
 from onnxscript import opset18 as op
+from onnxscript.function_libs.torch_lib.ops.core import aten_sort
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
@@ -64,7 +65,7 @@ def translate(
                 verbose=False,
                 optimize=False,
                 opset_version=opset_version,
-                custom_translation_table={torch.ops.aten.copy.default: _copy, **ops.table},
+                custom_translation_table={**_FORMS, **ops.table},
             )
             assert result is not None
             ops.finish(result.model)
@@ -82,6 +83,14 @@ def translate(
 def _copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
     """`aten.copy`, which torch.onnx translates without broadcasting `src` to the shape of `self`."""
     return op.Expand(op.CastLike(src, self), op.Shape(self))
+
+
+def _sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """`aten.sort.stable`, which torch.onnx has no form for: TopK puts equal numbers in the order of their indices."""
+    return aten_sort(self, dim, descending)
+
+
+_FORMS: Table = {torch.ops.aten.copy.default: _copy, torch.ops.aten.sort.stable: _sort}
 
 
 @contextlib.contextmanager
