@@ -18,7 +18,7 @@ import torch.fx
 
 from scopetrace._compat.tensors import storage_id
 from scopetrace.api.runnable import Runnable, program_of
-from scopetrace.errors import ArgumentError
+from scopetrace.errors import ArgumentError, ArgumentTypeError
 from scopetrace.lower.scatters import Form, lower_scatters
 from scopetrace.program.traced import TracedProgram
 from scopetrace.torch_level import aten_tapes, torch_level_tapes
@@ -79,6 +79,8 @@ def functionalize(
         ArgumentError: `level` or `lower_scatter` is none of these, or there are `decompositions` at torch level.
     """
     _check_options(level, lower_scatter, decompositions)
+    if not isinstance(gm, torch.fx.GraphModule):
+        raise ArgumentTypeError(f"gm must be a torch.fx.GraphModule, not {type(gm).__name__}; st.trace takes a model")
     args = tuple(example_inputs)
     recorded, pure = aten_tapes(gm, args) if level == "aten" else torch_level_tapes(gm, args)
     program = TracedProgram(recorded, pure, gm)

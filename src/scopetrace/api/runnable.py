@@ -10,7 +10,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.fx
@@ -96,8 +96,24 @@ def program_of(traced: Runnable) -> TracedProgram:
     return traced._program
 
 
+_ELSEWHERE = {
+    **dict.fromkeys(("graph", "nodes", "code"), "tr.graph_module.graph, .graph_module.graph.nodes, .graph_module.code"),
+    **dict.fromkeys(("forward",), "tr(*args)"),
+    **dict.fromkeys(("parameters", "state_dict", "to", "cuda", "train", "eval"), "tr.to_module(), an nn.Module"),
+    **dict.fromkeys(("modules", "children", "inputs", "outputs"), "tr.calls, of which the first is the model's own"),
+    **dict.fromkeys(("export", "onnx"), "tr.to_onnx(path) or tr.to_exported_program()"),
+}
+
+
 class Shown(Runnable):
     """What is for looking at a Trace or an OutlinedProgram."""
+
+    if not TYPE_CHECKING:  # type checkers know what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """What a name that a GraphModule or a module has is called here, in an AttributeError."""
+            instead = _ELSEWHERE.get(name)
+            raise AttributeError(f"{type(self).__name__} has no {name!r}" + (f": write {instead}" if instead else ""))
 
     @property
     def scope(self) -> Scope:

@@ -7,6 +7,8 @@ Data flow:
 
 from __future__ import annotations
 
+import errno
+import inspect
 import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +27,7 @@ from scopetrace.errors import (
     DynamicShapeError,
     EditError,
     OutlineError,
+    ScopetraceError,
     SideEffectWarning,
 )
 from scopetrace.ir.conditions import Specialization
@@ -299,6 +302,8 @@ class Trace(Shown):
         target = Path(path)
         part = target.with_name(f"{target.name}.part")
         try:
+            if not target.parent.is_dir():
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(target.parent))
             with part.open("wb") as file:
                 self._program.write(file)
             part.replace(target)
@@ -463,7 +468,7 @@ def trace(
     if side_effects not in (None, "warn", "refuse"):
         raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
     if isinstance(model, type) or not callable(model):
-        what = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        what = f"the class {model.__name__}: make one" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ArgumentTypeError(f"model must be a module, an instance of its class, or a function, and is {what}")
     arguments, named = _arguments(args, kwargs)
     try:
@@ -479,6 +484,11 @@ def trace(
     except DynamicShapeError as misfit:
         explain(misfit, model, arguments, named, dynamic_shapes)
         raise
+    except TypeError as raised:
+        unbound = None if isinstance(raised, ScopetraceError) else _unbound(model, arguments, named)
+        if unbound is None:
+            raise
+        raise unbound from raised
     if tape.side_effects and side_effects is not None:
         error = refusal(tape.side_effects, "the forward has a side effect, which no graph carries")
         if side_effects == "refuse":
@@ -486,6 +496,21 @@ def trace(
         warnings.warn(str(error), SideEffectWarning, stacklevel=2)
         tape.warns_of_effects = True
     return Trace(TracedProgram(tape, functional_tape(tape) if functional else tape, model))
+
+
+def _unbound(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentTypeError | None:
+    """The error for arguments that the signature of a model does not take; None where it takes them."""
+    try:
+        signature = inspect.signature(getattr(model, "forward", model))
+    except (TypeError, ValueError):  # built-in callables
+        return None
+    try:
+        signature.bind(*args, **kwargs)
+    except TypeError as error:
+        name = getattr(model, "__qualname__", type(model).__name__)
+        given = "positional arguments are args=(…,), keyword arguments kwargs={…}"
+        return ArgumentTypeError(f"{name} takes {signature}, and {error}; {given}")
+    return None
 
 
 def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -500,7 +525,10 @@ def _arguments(args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]
     if isinstance(args, str | torch.nn.Module) or not isinstance(args, Iterable):
         raise ArgumentTypeError(f"args must be a tuple of positional arguments, not {type(args).__name__}")
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise ArgumentTypeError(f"kwargs must be a dict of keyword arguments, not {type(kwargs).__name__}")
+        raise ArgumentTypeError(
+            f"kwargs must be a dict of keyword arguments, not {type(kwargs).__name__}; "
+            "several positional arguments are one tuple, args=(a, b)"
+        )
     return tuple(args), dict(kwargs or {})
 
 

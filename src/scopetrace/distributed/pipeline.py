@@ -108,6 +108,8 @@ def split_points(tr: Trace, stages: int, balance: Balance = "params", *, toleran
         raise PlanError(f"stages={stages!r}: write the number of stages, 2 or more")
     if stages < 2:
         raise PlanError(f"stages={stages}: write 2 or more")
+    if not isinstance(tr, Trace):
+        raise PlanError(f"split_points takes a trace, st.trace(model, args), not {type(tr).__name__}")
     _refuse_split(tr)
     tape = program_of(tr).without_regions().functional().tape
     if tape.sizes is not None:

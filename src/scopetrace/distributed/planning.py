@@ -68,6 +68,9 @@ def plan(
 def _chosen(model: torch.nn.Module, classes: Classes) -> set[str]:
     kinds = (classes,) if isinstance(classes, type) else tuple(classes)
     for kind in kinds:
+        if not isinstance(kind, type):
+            raise PlanError(f"classes= takes classes of modules, and {kind!r} is a {type(kind).__name__}")
+    for kind in kinds:
         if not any(isinstance(module, kind) for module in model.modules()):
             present = sorted({type(module).__name__ for module in model.modules()})
             raise PlanError(f"no module of the model is a {kind.__name__}; there are: {', '.join(present)}")

@@ -87,7 +87,9 @@ class ExpectedTensor:
             for what in ("dtype", "device", "layout"):
                 old, new = getattr(self, what), getattr(tensor, what)
                 if old != new:
-                    raise InputMismatchError(f"{self.path}: {what} was {old} when traced and is {new} now")
+                    raise InputMismatchError(
+                        f"{self.path}: {what} was {old} when traced and is {new} now; convert it, or trace again"
+                    )
 
 
 class ExpectedArguments:

@@ -17,7 +17,7 @@ import functools
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
 import torch.fx
@@ -189,6 +189,20 @@ class ModuleCall:
 
     def _forward(self) -> Callable[..., Any]:
         return forward_of(self.record, self._program.forward)
+
+    if not TYPE_CHECKING:  # type checkers know what there is
+
+        def __getattr__(self, name: str) -> Any:
+            """What a name that people expect is called here, in an AttributeError."""
+            instead = {
+                "name": "fqn",
+                "path": "scope.path",
+                "inputs": "arguments",
+                "output": "outputs",
+                "args": "arguments",
+            }
+            hint = f": write call.{instead[name]}" if name in instead else ""
+            raise AttributeError(f"a ModuleCall has no {name!r}{hint}")
 
     def __repr__(self) -> str:
         index = f", index={self.index}" if self.index else ""

@@ -1,0 +1,85 @@
+"""What a new user writes first and wrong: each gives one line that says what to write."""
+
+import pytest
+import torch
+from torch import nn
+
+import scopetrace as st
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x, *, scale=1.0):
+        for layer in self.layers:
+            x = layer(x)
+        return self.fc(x) * scale
+
+
+NET, X = Net(), torch.randn(2, 4)
+
+MISTAKES = {
+    "a class for a module": (lambda tr: st.trace(Net, (X,)), "is the class Net: make one"),
+    "a name for a module": (lambda tr: st.trace("resnet18", (X,)), "must be a module"),
+    "no arguments": (lambda tr: st.trace(NET), "Net takes (x, *, scale=1.0), and missing a required argument: 'x'; "),
+    "a shape for arguments": (lambda tr: st.trace(NET, (2, 4)), "positional arguments are args=(…,)"),
+    "arguments one by one": (lambda tr: st.trace(NET, X, X), "several positional arguments are one tuple, args=(a, b)"),
+    "a dict for args": (lambda tr: st.trace(NET, {"x": X}), "pass keyword arguments as kwargs={...}"),
+    "a wrong keyword": (lambda tr: st.trace(NET, (X,), {"sclae": 2.0}), "Net takes (x, *, scale=1.0)"),
+    "another size": (lambda tr: tr(torch.randn(3, 4)), "trace again for this size, or with dynamic_shapes="),
+    "another dtype": (lambda tr: tr(X.double()), "convert it, or trace again"),
+    "another device": (lambda tr: tr(X.to("meta")), "convert it, or trace again"),
+    "another number": (lambda tr: tr(X, scale=3.0), "trace again with this one, or pass it as a tensor"),
+    "no input": (lambda tr: tr(), "pass the same arguments in the same way"),
+    "a name of no call": (lambda tr: tr.call("layers.2"), "there are 'layers.1', 'layers.0'"),
+    "a container": (lambda tr: tr.call("layers"), "there are 'layers.1', 'layers.0'"),
+    "a pattern of no call": (lambda tr: tr.calls["layer.*"], "there are 'layers.1', 'layers.0'"),
+    "a class of no call": (lambda tr: tr.outline("Liner"), "it has layers.0, layers.1, fc"),
+    "a leaf that is not there": (lambda tr: st.trace(NET, (X,), leaf_modules="fcc"), "the model has fc, layers"),
+    "no file": (lambda tr: st.load("no.st"), "No such file or directory: 'no.st'"),
+    "no folder": (lambda tr: tr.save("no/net.st"), "No such file or directory: 'no'"),
+    "a model for a trace": (lambda tr: st.diff(NET, tr), "st.trace and st.load give them"),
+    "a picture of another kind": (lambda tr: tr.to_svg("net.gif"), "ends in .svg, .png or .pdf"),
+    "a name for a depth": (lambda tr: tr.summary("fc"), "give a number of levels"),
+    "a name for a node": (lambda tr: tr.scope_of("fc"), "Trace.calls have the scopes"),
+    "a model for a graph": (lambda tr: st.functionalize(NET, [X]), "st.trace takes a model"),
+    "a trace for an order": (lambda tr: st.distributed.plan(NET, tr, classes=[nn.Linear]), "trace(model, ...).order"),
+    "a name for a class": (
+        lambda tr: st.distributed.plan(NET, tr.order, classes=["Linear"]),
+        "classes= takes classes of modules, and 'Linear' is a str",
+    ),
+    "a model for its stages": (lambda tr: st.distributed.split_points(NET, 2), "takes a trace, st.trace(model, args)"),
+    "one stage": (lambda tr: st.distributed.split_points(tr, 1), "write 2 or more"),
+    "the graph": (lambda tr: tr.graph, "Trace has no 'graph': write tr.graph_module.graph"),
+    "the parameters": (lambda tr: tr.parameters(), "write tr.to_module()"),
+    "a device": (lambda tr: tr.to("cpu"), "write tr.to_module()"),
+    "the inputs of a call": (lambda tr: tr.calls[1].inputs, "write call.arguments"),
+    "the name of a call": (lambda tr: tr.calls[1].name, "write call.fqn"),
+}
+
+
+@pytest.fixture(scope="module")
+def tr():
+    return st.trace(NET, (X,))
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_that_says_what_to_write(tr, mistake, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    use, said = MISTAKES[mistake]
+    with pytest.raises((st.ScopetraceError, OSError, AttributeError)) as caught:
+        use(tr)
+    assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_error_inside_a_forward_is_the_models_own():
+    class Raises(nn.Module):
+        def forward(self, x):
+            raise TypeError("mine")
+
+    with pytest.raises(TypeError, match=r"^mine"):
+        st.trace(Raises(), (X,))
