@@ -227,6 +227,23 @@ def test_a_program_that_is_traced_again_gets_no_second_check_of_a_cast():
     assert [n.target for n in again.graph.nodes] == [n.target for n in ep.graph.nodes]
 
 
+def test_a_program_that_is_traced_again_asserts_nothing_twice():
+    class Net(nn.Module):
+        def forward(self, x, y):
+            n = x.item()
+            torch._check(n >= 3)
+            torch._check(n <= 10)
+            return torch.ones(n) + y.sum()
+
+    args = torch.tensor(4), torch.ones(2)
+    ep = st.trace(Net(), args).to_exported_program()
+    again = st.trace(ep.module(), args).to_exported_program()
+    assert [n.name for n in again.graph.nodes] == [n.name for n in ep.graph.nodes]
+    for x, message in ((2, "u0 >= 3"), (11, "u0 <= 10")):
+        with pytest.raises(RuntimeError, match=message):
+            again.module()(torch.tensor(x), args[1])
+
+
 def test_an_assertion_that_always_holds_is_traced_again():
     class Net(nn.Module):
         def forward(self, a, c):

@@ -66,6 +66,7 @@ class SymbolNodes:
         self._replaced: dict[sympy.Symbol, tuple[torch.fx.Node, int]] = {}
         """Sizes by the symbols that they had before tracing found what these equal."""
         self._made: dict[sympy.Symbol, tuple[torch.fx.Node, Any]] = {}
+        self._asserted: set[Any] = set()
 
     def learn_number(self, number: Any, node: torch.fx.Node) -> None:
         """Tell that the symbolic number is the result of `node`."""
@@ -116,10 +117,17 @@ class SymbolNodes:
 
     def assert_condition(self, expr: Any, message: str | None = None) -> None:
         """Assert in the graph that a condition holds, with torch.export's message if there is none."""
+        self._asserted.add(expr)
         condition = self._node(expr)
         shown = expr.reversed if _is_bound(expr) and expr.lhs.is_number else expr
         said = message or f"Runtime assertion failed for expression {shown} on node '{condition}'"
         self._graph.call_function(torch.ops.aten._assert_scalar.default, (condition, said))
+
+    def is_asserted(self, condition: Any) -> bool:
+        """Whether a symbolic condition always holds, or the graph asserts it already."""
+        expr = condition.node.expr
+        turned = expr.reversed if expr.is_Relational else expr
+        return expr == sympy.true or not self._asserted.isdisjoint((expr, turned))
 
     def _node(self, expr: Any) -> torch.fx.Node:
         found = self._nodes.get(expr)

@@ -112,7 +112,7 @@ class FxLowering:
         for condition in self._asserted:
             self._symbols.assert_condition(condition)
         for op in tape.ops:
-            if id(op) in live and op.kind != "placeholder":
+            if id(op) in live and op.kind != "placeholder" and not self._is_asserted(op):
                 before = len(self.graph.nodes)
                 self._emit(op)
                 if op.meta is not None and "custom" in op.meta:
@@ -211,6 +211,11 @@ class FxLowering:
             set_unbacked_bindings(node, op.unbacked)
             self._symbols.learn_made(node, op.unbacked)
             self._assert_facts(op.unbacked)
+
+    def _is_asserted(self, op: Op) -> bool:
+        """Whether an op of a graph that was traced again asserts what the lowering asserts anyway."""
+        found = op.target is _aten._assert_scalar.default and isinstance(op.args[0], torch.SymBool)
+        return found and self._symbols.is_asserted(op.args[0])
 
     def _annotate(self, count: int, custom: dict[str, Any]) -> None:
         """Annotate what computes the sizes of an op, and asserts those that it makes, among the last nodes."""
