@@ -23,7 +23,7 @@ def test_drawn_programs():
 
 @pytest.mark.slow
 def test_many_drawn_programs():
-    assert_none_wrong((drawn_program(1, n) for n in range(500)), 0.21)  # with hooks, inference mode, detach_
+    assert_none_wrong((drawn_program(1, n) for n in range(500)), 0.2)  # hooks and derivatives in forward mode among them
 
 
 def kind_of(inputs, *steps, returned, traced="a call"):
@@ -245,6 +245,11 @@ REFUSED = {
         ("a",),
     ),
     "a view that changes its shape under no_grad": ("leaf", ["a = x[1:]", ("torch.no_grad()", "a.t_()")], ("a",)),
+    "a result that changes its shape and is written under no_grad": (
+        "leaf",
+        ["a = self.halve_(x.cumsum(0))", ("torch.no_grad()", "a.squeeze_()"), ("torch.no_grad()", "b = a.mul_(2)")],
+        ("b",),
+    ),
     "a view under no_grad of what was written over": (
         "leaf_and_plain",
         ["a = y * self.p", "a.copy_(x)", ("torch.no_grad()", "b = a[1:]")],

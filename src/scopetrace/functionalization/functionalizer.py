@@ -336,9 +336,8 @@ class Functionalizer(TapeCopier):
         if variant is None:
             raise refusal(f"{op.target} has no pure form", op)
         aliases = self.sets[before.storage]
-        made = aliases.views.get(aliases.same(before))
-        if made is not None and before.requires_grad and before.op.grad and not op.grad:
-            raise refusal("a view that requires grad changes its shape in place under no_grad", op)
+        if before.fake.requires_grad and aliases.same(before).op.grad and not op.grad:
+            raise refusal("a tensor that requires grad changes its shape in place under no_grad", op)
         now = aliases.read(before, op)
         rest = self.present(op.args[1:], op)
         new = self.emitter.run(op, variant.op, (now, *rest), dict(op.kwargs))

@@ -8,8 +8,7 @@ Data flow:
     a SideEffect whose name the forward reads elsewhere, and each draw -> baked into the program
     inputs and attributes that require grad, and tensors that the forward makes require grad -> `History`: a bit each
     a result, or what an input or attribute becomes, with the second bit alone -> UnsupportedOpError
-    a view made in inference mode and used outside; memory that a checkpointed region reads and that changes later
-        -> UnsupportedOpError
+    memory that a checkpointed region reads and that changes later -> UnsupportedOpError
 
 Tensors that the graph carries are no side effects: those that the forward binds to attributes of modules. Draws from
 generators that are objects (`random.Random(0)`) are seen by their state: see `record.model`.
