@@ -23,7 +23,7 @@ def test_drawn_programs():
 
 @pytest.mark.slow
 def test_many_drawn_programs():
-    assert_none_wrong((drawn_program(1, n) for n in range(500)), 0.2)  # hooks and derivatives in forward mode among them
+    assert_none_wrong((drawn_program(1, n) for n in range(500)), 0.2)  # some have hooks
 
 
 def kind_of(inputs, *steps, returned, traced="a call"):
