@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.ops import eager, hop_entry_points, in_transform, is_recording, short_way
 from scopetrace._compat.questions import HookListener, Mine, Replace, report_hooks
-from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.sources import NOT_THE_MODEL, TORCH, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import requires_grad_of
 
@@ -64,7 +64,7 @@ class Observer(HookListener, Protocol):
         """A function under `nested_compile_region` is called. Returns what `run` does, which calls it."""
 
     def on_seed(self) -> None:
-        """The forward seeds torch's generator."""
+        """The forward seeds torch's generator, or sets or reads its state."""
 
     def on_object_collective(self, op: str) -> None:
         """The forward exchanges Python objects with other processes."""
@@ -326,6 +326,13 @@ def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
         for name in ("manual_seed", "seed", "manual_seed_all", "seed_all", "set_rng_state", "set_rng_state_all"):
             if hasattr(module, name):
                 replace(module, name, _reported(getattr(module, name), report, mine))
+
+    def asked() -> bool:
+        return mine() and not sys._getframe(2).f_code.co_filename.startswith(TORCH)
+
+    for module in (torch, torch.random, torch.cuda):
+        for name in ("get_rng_state", "initial_seed"):
+            replace(module, name, _reported(getattr(module, name), report, asked))
 
 
 def _on_seed(observer: Observer, *_: Any, **__: Any) -> None:

@@ -12,8 +12,9 @@ which `_compat.patches` reports.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import importlib
+import logging
 import operator
 import os
 import sys
@@ -30,7 +31,18 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from scopetrace._compat.ops import is_recording
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, PYTHON, SCOPETRACE, TORCH_DIRECTORY, prefixes
-from scopetrace._compat.tensors import storage_id
+from scopetrace._compat.tensors import FakeTensor, storage_id
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Missing:
+    """Stands for the value of a name that is not there."""
+
+    def __repr__(self) -> str:
+        return "missing"
+
+
+MISSING = Missing()
 
 Mine = Callable[[], bool]
 """Whether what happens now is to be reported."""
@@ -57,7 +69,10 @@ FLAGS = {
         is_grad_enabled is_inference_mode_enabled get_default_dtype get_default_device is_autocast_enabled
         get_autocast_dtype is_autocast_cpu_enabled get_autocast_cpu_dtype get_autocast_gpu_dtype
         are_deterministic_algorithms_enabled is_deterministic_algorithms_warn_only_enabled
-        get_deterministic_debug_mode get_float32_matmul_precision get_num_threads is_anomaly_enabled""",
+        get_deterministic_debug_mode get_float32_matmul_precision get_num_threads get_num_interop_threads
+        is_anomaly_enabled is_anomaly_check_nan_enabled is_warn_always_enabled""",
+    "torch.__future__": "get_overwrite_module_params_on_conversion get_swap_module_params_on_conversion",
+    "torch.sparse.check_sparse_tensor_invariants": "is_enabled",
     "torch.backends.cuda": "flash_sdp_enabled mem_efficient_sdp_enabled math_sdp_enabled cudnn_sdp_enabled",
     "torch.backends.mha": "get_fastpath_enabled",
 }
@@ -67,10 +82,9 @@ METHODS = ("stride", "is_contiguous", "contiguous", "storage_offset", "is_infere
 PROPERTIES = ("requires_grad", "is_leaf", "grad_fn", "_version")
 """What a tensor is asked beside its shape, dtype and device, which every call is compared with anyway."""
 
+_owners: dict[str, Any] = {path: functools.reduce(getattr, path.split(".")[1:], torch) for path in FLAGS}
 _flags: dict[str, Callable[..., Any]] = {
-    f"{path}.{name}": getattr(importlib.import_module(path), name)
-    for path, names in FLAGS.items()
-    for name in names.split()
+    f"{path}.{name}": getattr(_owners[path], name) for path, names in FLAGS.items() for name in names.split()
 }
 _methods = {name: getattr(torch.Tensor, name) for name in METHODS}
 _CPU = torch.device("cpu")
@@ -105,6 +119,24 @@ def flag(name: str, args: tuple[Any, ...]) -> Any:
     return _flags[name](*args) if name in _flags else operator.attrgetter(name.removeprefix("torch."))(torch)
 
 
+_BACKENDS = [
+    (f"{module.__name__}.{name}", x.getter)
+    for module in (torch.backends.cudnn, torch.backends.mkldnn)
+    for name, x in vars(type(module)).items()
+    if isinstance(x, torch.backends.ContextProp)
+]
+
+
+_OF_MODES = {*(name for name in _flags if "autocast" in name), "torch.get_default_device"}
+"""Those that take arguments, or run an op to answer."""
+
+
+def settings() -> dict[str, Any]:
+    """The state of the process that a forward may change, by name."""
+    found = {name: ask() for name, ask in (*_flags.items(), *_BACKENDS) if name not in _OF_MODES}
+    return {**found, "torch.autocast": autocast_state()}
+
+
 def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
     """What a tensor answers to a question of METHODS or PROPERTIES; of `grad_fn`, whether there is one.
 
@@ -115,6 +147,10 @@ def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
         return tuple([0 if type(n) is int and n == 1 else stride for n, stride in sizes])
     if name == "metadata":
         return t.dtype, tuple(t.size()), t.device
+    if name == "is_parameter":
+        return isinstance(t, torch.nn.Parameter)
+    if name[0] == ".":  # an attribute that users set on it
+        return vars(t).get(name[1:], MISSING)
     if name in _methods:
         return _methods[name](t, *args)
     found = _properties[name](t)
@@ -130,8 +166,11 @@ class Listener(Protocol):
     def on_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
         """A question of METHODS or PROPERTIES to a tensor."""
 
-    def on_environment(self, key: str, answer: str | None) -> None:
-        """An environment variable is read; None where it is not set."""
+    def on_environment(self, key: str | None, answer: Any) -> None:
+        """An environment variable is read, or with None the list of all."""
+
+    def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
+        """A question to an object of Python, which `ask(*args)` asks again."""
 
     def on_member(self, t: torch.Tensor) -> None:
         """The forward goes through parameters or buffers of a module, and gets this one."""
@@ -146,8 +185,11 @@ class Listener(Protocol):
         """A block under `torch.autocast` begins or ends."""
 
 
-def report_questions(replace: Replace, listener: Listener, mine: Mine) -> None:
-    """Replace what answers questions by functions that tell `listener`, too."""
+def report_questions(replace: Replace, listener: Listener, mine: Mine, tags: Iterable[str]) -> None:
+    """Replace what answers questions by functions that tell `listener`, too.
+
+    `tags` are attributes that the forward may ask of tensors, and that users set on these.
+    """
 
     def asked() -> bool:
         mode: Any = _slots._schema_check_mode
@@ -164,13 +206,17 @@ def report_questions(replace: Replace, listener: Listener, mine: Mine) -> None:
 
     for path, ask in _flags.items():
         module, _, name = path.rpartition(".")
-        replace(sys.modules[module], name, _reported_flag(path, ask, listener, asked))
-    for name in METHODS:
-        replace(torch.Tensor, name, _method(name, listener, asked))
-    for name in PROPERTIES:
-        replace(torch.Tensor, name, _property(name, listener, asked))
+        answered = _reported_flag(path, ask, listener, asked)
+        replace(_owners[module], name, staticmethod(answered) if isinstance(_owners[module], type) else answered)
+    for name in (*METHODS, *PROPERTIES):
+        make = _method if name in METHODS else _property
+        replace(torch.Tensor, name, make(name, listener, asked))
+    for name in {name for name in tags if not hasattr(torch.Tensor, name)}:
+        replace(torch.Tensor, name, _tag(name, listener, mine))
+    _report_classes(replace, listener, mine)
     _report_environment(replace, listener, mine)
     _report_members(replace, listener, mine)
+    _report_loggers(replace, listener, mine)
     _report_backends(replace, listener, mine)
     _report_switches(replace, listener, mine)
 
@@ -210,24 +256,95 @@ def _property(name: str, listener: Listener, asked: Mine) -> property:
     return property(get, own.__set__, own.__delete__)
 
 
-NOT_SET: Any = None
-"""Stands for the value of an environment variable that is not set."""
+def _tag(name: str, listener: Listener, mine: Mine) -> property:
+    """Stands for an attribute that users set on tensors."""
+    written: set[int] = set()
+
+    def get(self: torch.Tensor) -> Any:
+        found = vars(self).get(name, MISSING)
+        if id(self) not in written and mine():
+            listener.on_fact(self, f".{name}", (), found)
+        if found is MISSING:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return found
+
+    def put(self: torch.Tensor, value: Any) -> None:
+        written.add(id(self))
+        vars(self)[name] = value
+
+    def remove(self: torch.Tensor) -> None:
+        written.add(id(self))
+        if vars(self).pop(name, MISSING) is MISSING:
+            raise AttributeError(name)
+
+    return property(get, put, remove)
+
+
+def _report_classes(replace: Replace, listener: Listener, mine: Mine) -> None:
+    """`isinstance(x, nn.Parameter)`, and `type(x)` where `type` is TypeForUsers."""
+    meta: Any = type(torch.nn.Parameter)
+    ask = meta.__instancecheck__
+
+    def __instancecheck__(cls: Any, x: Any) -> bool:
+        found: bool = ask(cls, x)
+        if isinstance(x, torch.Tensor) and mine() and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_MODEL):
+            listener.on_fact(x, "is_parameter", (), found)
+        return found
+
+    def class_of(x: Any) -> type:
+        if not isinstance(x, FakeTensor) or not mine():
+            return type(x)
+        is_parameter = fact_of(x, "is_parameter", ())
+        listener.on_fact(x, "is_parameter", (), is_parameter)
+        return torch.nn.Parameter if is_parameter else torch.Tensor
+
+    replace(meta, "__instancecheck__", __instancecheck__)
+    replace(_Type, "class_of", staticmethod(class_of))
+
+
+class _Type(type):
+    """The class of `TypeForUsers`."""
+
+    class_of: Callable[[Any], type] = type
+    """The class of an object, as `type(x)` says it outside of a trace."""
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        return type(*args, **kwargs) if len(args) != 1 else _Type.class_of(args[0])
+
+    def __instancecheck__(cls, x: Any) -> bool:
+        return isinstance(x, type)
+
+    def __subclasscheck__(cls, x: Any) -> bool:
+        return issubclass(x, type)
+
+
+class TypeForUsers(type, metaclass=_Type):
+    """Stands for `type` in the files of users while a forward runs."""
 
 
 def _report_environment(replace: Replace, listener: Listener, mine: Mine) -> None:
     environment: Any = type(os.environ)
-    ask = environment.__getitem__
+    ask, names = environment.__getitem__, environment.__iter__
+
+    def tell(self: Any, key: str | None, answer: Any) -> None:
+        if self is os.environ and mine() and not (_asker().startswith(NOT_THE_MODEL) or _is_importing()):
+            listener.on_environment(key, answer)
 
     def __getitem__(self: Any, key: str) -> str:
-        found = NOT_SET
+        found: Any = MISSING
         try:
             found = ask(self, key)
             return found
         finally:
-            if self is os.environ and mine() and not (_asker().startswith(NOT_THE_MODEL) or _is_importing()):
-                listener.on_environment(key, found)
+            tell(self, key, found)
+
+    def __iter__(self: Any) -> Iterator[str]:
+        found = list(names(self))
+        tell(self, None, found)
+        return iter(found)
 
     replace(environment, "__getitem__", __getitem__)
+    replace(environment, "__iter__", __iter__)
 
 
 def is_of_python(path: str) -> bool:
@@ -261,13 +378,39 @@ def _report_members(replace: Replace, listener: Listener, mine: Mine) -> None:
     """`next(self.parameters()).dtype` and its kind."""
     members = torch.nn.Module._named_members
 
-    def _named_members(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, t in members(self, *args, **kwargs):
+    def _named_members(
+        self: torch.nn.Module, get: Callable[..., Any], prefix: str = "", recurse: bool = True, **options: Any
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        names = []
+        for name, t in members(self, get, prefix, recurse, **options):
             if mine():
                 listener.on_member(t)
+            names.append(name.removeprefix(f"{prefix}."))
             yield name, t
+        if mine() and options.get("remove_duplicate") is not False:  # the forward would see one that is added
+            kind = "parameters" if "_parameters" in get.__code__.co_names else "buffers"
+            listener.on_question(f"{kind}()", _names_of_members, (self, f"named_{kind}", recurse), names)
 
     replace(torch.nn.Module, "_named_members", _named_members)
+
+
+def _names_of_members(module: torch.nn.Module, method: str, recurse: bool) -> list[str]:
+    return [name for name, _ in getattr(module, method)(recurse=recurse)]
+
+
+def _report_loggers(replace: Replace, listener: Listener, mine: Mine) -> None:
+    def reported(ask: Callable[..., Any]) -> Callable[..., Any]:
+        def method(self: logging.Logger, *args: Any) -> Any:
+            answer = ask(self, *args)
+            if mine() and sys._getframe(1).f_code.co_filename != logging.__file__:
+                text = f"{self.name}.{ask.__name__}({', '.join(map(repr, args))})"
+                listener.on_question(text, ask, (self, *args), answer)
+            return answer
+
+        return method
+
+    for name in ("isEnabledFor", "getEffectiveLevel"):
+        replace(logging.Logger, name, reported(getattr(logging.Logger, name)))
 
 
 def hooks_of_all_modules() -> dict[str, dict[Any, Any]]:
@@ -291,7 +434,7 @@ def _asker() -> str:
 
 def _is_importing() -> bool:
     """Whether a module is imported, which happens once, rather than a call of the forward."""
-    frame: FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(3)
     while frame is not None and not frame.f_code.co_filename.startswith(SCOPETRACE):
         if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
             return True
@@ -357,6 +500,7 @@ def _report_autocast(replace: Replace, listener: Listener, mine: Mine) -> None:
 
 _saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
+_TAKES_GRADIENTS = prefixes(TORCH_DIRECTORY, "optim/", "nn/utils/clip_grad.py")
 _HANGS_HOOKS = prefixes(TORCH_DIRECTORY, "autograd/graph.py", "nn/modules/module.py")
 
 
@@ -478,7 +622,9 @@ def _report_flags(replace: Replace, listener: HookListener, mine: Mine) -> None:
         return detach(self) if not mine() or listener.on_detach(self) else self
 
     def get_grad(self: torch.Tensor) -> Any:
-        if mine() and not _asker().startswith(NOT_THE_MODEL):
+        code = sys._getframe(1).f_code
+        takes = code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS)
+        if mine() and (takes or not _asker().startswith(NOT_THE_MODEL)):
             listener.on_grad(self)
         return grad.__get__(self)
 

@@ -82,6 +82,28 @@ id_of_storage: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cda
 """Equal for Python objects that are the same storage. May be used again once the storage is freed."""
 
 
+_torch_function: Any = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def passes_its_class(t: torch.Tensor) -> bool:
+    """Whether what torch's functions make of `t` in eager is of its class, a subclass, and in a graph is not."""
+    kind: Any = type(t)
+    return (
+        kind not in (torch.Tensor, FakeTensor)
+        and getattr(kind.__torch_function__, "__func__", None) is _torch_function
+        and kind.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    )
+
+
+def tags_of(t: torch.Tensor) -> dict[str, Any]:
+    """The attributes that users set on a tensor; those of torch are private, or such as all fake tensors have."""
+    own = vars(t)
+    return {k: x for k, x in own.items() if k[0] != "_" and k not in _OF_FAKES} if own else own
+
+
+_OF_FAKES = frozenset(FakeTensor.__annotations__)
+
+
 def storage_id(t: torch.Tensor) -> int:
     """Equal for tensors that share memory; unique for layouts without a storage. May be reused after `t` is freed."""
     if t.layout is torch.strided:

@@ -344,8 +344,6 @@ def match(
         raise InputMismatchError(
             f"{path} was a {container_type(template).__name__} when traced and is {_short(actual)} now"
         )
-    if type(template) is dict:
-        given = _in_order(inner, given)
     if [key for key, _ in inner] != [key for key, _ in given]:
         raise InputMismatchError(
             f"{path} had {_keys(inner)} when traced and has {_keys(given)} now: pass the same structure, or trace again"
@@ -361,14 +359,6 @@ def _match_context(template: Any, actual: Any, path: str) -> None:
     if node is not None:
         fixed = template.context if isinstance(template, OpaqueContainer) else node.flatten_fn(template)[1]
         _match_constant(fixed, node.flatten_fn(actual)[1], f"the fixed part of {path}")
-
-
-def _in_order(inner: Children, given: Children) -> Children:
-    """The children of a dict in the order of another one with the same keys."""
-    table = dict(given)
-    if set(table) != {key for key, _ in inner}:
-        return given
-    return [(key, table[key]) for key, _ in inner]
 
 
 def _match_constant(old: Any, new: Any, path: str) -> None:

@@ -31,7 +31,7 @@ _INLINE: tuple[type, ...] = (
     *(write_back.WriteBack, write_back.GraphInput, write_back.StateRef, write_back.FromGraph, write_back.ViewStep),
     *(write_back.StridedStep, write_back.ViewOf, write_back.SameAs, write_back.CopyInto, write_back.ChangeShape),
     write_back.SetTo,
-    *(reads.Read, reads.Missing, reads.OfInput, reads.Flag, reads.OfEnvironment, SideEffect),
+    *(reads.Read, reads.Missing, reads.OfInput, reads.Flag, reads.OfEnvironment, reads.WhichInputs, SideEffect),
     *BINDING_KEYS,
 )
 

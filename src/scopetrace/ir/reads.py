@@ -25,27 +25,19 @@ import operator
 import os
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from scopetrace._compat.questions import MISSING as MISSING
+from scopetrace._compat.questions import Missing as Missing
 from scopetrace._compat.questions import fact_of, flag
 from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace.containers.structure import effect_targets, is_plain_object, open_container
 from scopetrace.errors import FixedValueWarning, InputMismatchError, SideEffectError
 from scopetrace.ir.scopes import Frames, source_of, walk_frames
-
-
-@dataclasses.dataclass(frozen=True, repr=False)
-class Missing:
-    """Stands for the value of a name that is not there."""
-
-    def __repr__(self) -> str:
-        return "missing"
-
-
-MISSING = Missing()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +59,7 @@ class Place(Protocol):
 
     @property
     def kind(self) -> str:
-        """What it belongs to: `attribute`, `closure`, `input`, `tensor`, `state` or `environment`."""
+        """What it belongs to: `attribute`, `closure`, `code`, `input`, `tensor`, `state` or `environment`."""
 
     @property
     def stays(self) -> bool:
@@ -172,6 +164,31 @@ class InSlot:
 
 
 @dataclasses.dataclass(frozen=True)
+class OfFunctions:
+    """What makes functions: of each its code, its default arguments and those of keywords."""
+
+    functions: tuple[types.FunctionType, ...]
+    kind, stays = "code", False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return [(f.__code__, f.__defaults__, f.__kwdefaults__ and f.__kwdefaults__.copy()) for f in self.functions]
+
+
+@dataclasses.dataclass(frozen=True)
+class Asked:
+    """What a function tells of an object that the model knows, such as the level of a logger."""
+
+    ask: Callable[..., Any]
+    args: tuple[Any, ...]
+    kind, stays = "attribute", False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return self.ask(*self.args)
+
+
+@dataclasses.dataclass(frozen=True)
 class OfInput:
     """What an input tensor answers to a question: `x.stride(0)`."""
 
@@ -184,6 +201,31 @@ class OfInput:
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
         return fact_of(call.tensors[self.index], self.fact, self.args)
+
+
+@dataclasses.dataclass(frozen=True)
+class WhichInputs:
+    """Which inputs are one Python object: the position of each among them, or of the first that it is."""
+
+    kind, stays = "input", True
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        ids = list(map(id, call.tensors))
+        return tuple(map(ids.index, ids))
+
+
+@dataclasses.dataclass(frozen=True)
+class WhichOfModel:
+    """Which inputs are tensors of the model, whose modules and names there these are."""
+
+    owners: tuple[tuple[torch.nn.Module, str], ...]
+    kind, stays = "input", False
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        own = {id(getattr(module, name, None)) for module, name in self.owners}
+        return tuple([i for i, t in enumerate(call.tensors) if id(t) in own])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -216,14 +258,14 @@ class Flag:
 
 @dataclasses.dataclass(frozen=True)
 class OfEnvironment:
-    """An environment variable."""
+    """An environment variable; without a key, the names of all."""
 
-    key: str
+    key: str | None
     kind, stays = "environment", True
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
-        return os.environ.get(self.key, MISSING)
+        return list(os.environ) if self.key is None else os.environ.get(self.key, MISSING)
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -243,7 +285,7 @@ class Read:
     @property
     def is_of_model(self) -> bool:
         """Whether it is data, rather than an object or function, that the model's own code read, not torch's code."""
-        if not isinstance(self.value, _DATA):
+        if not isinstance(self.value, _DATA) or self.place.kind == "code":
             return False
         if self.place.kind in ("global", "closure"):
             return True  # only those in the model's code are looked for
@@ -322,6 +364,10 @@ _CONTENTS: dict[type, Callable[[Any], Any]] = {
     collections.UserDict: operator.attrgetter("data"),
     collections.UserList: operator.attrgetter("data"),
     contextvars.ContextVar: value_of,
+    weakref.ref: lambda x: id(x()),
+    weakref.WeakKeyDictionary: operator.attrgetter("data"),
+    weakref.WeakValueDictionary: operator.attrgetter("data"),
+    weakref.WeakSet: operator.attrgetter("data"),
 }
 """By class, what an object holds that is no container itself."""
 

@@ -21,7 +21,7 @@ import torch
 
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
-from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, storage_id
+from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, passes_its_class, storage_id
 from scopetrace.containers.structure import Returned, apply_effects, effect_targets, instantiate, map_structure, match
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
@@ -32,7 +32,9 @@ from scopetrace.ir.reads import (
     InTable,
     Missing,
     OfEnvironment,
+    OfFunctions,
     OfInput,
+    Place,
     Read,
     TableChange,
     check_numbers,
@@ -40,7 +42,7 @@ from scopetrace.ir.reads import (
     snapshot,
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind
-from scopetrace.record import argument_names
+from scopetrace.record import argument_names, more_keywords
 
 Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""
@@ -83,6 +85,11 @@ class ExpectedTensor:
                         f"{self.path}: dimension {dim} was {old} when traced and is {new} now; "
                         "trace again for this size, or with dynamic_shapes= for sizes that differ from call to call"
                     )
+        if type(tensor) is not torch.Tensor and passes_its_class(tensor):
+            raise InputMismatchError(
+                f"{self.path} is a {type(tensor).__name__} now, and results of a trace are plain tensors; "
+                "pass x.as_subclass(torch.Tensor)"
+            )
         if (tensor.dtype, tensor.device, tensor.layout) != (self.dtype, self.device, self.layout):
             for what in ("dtype", "device", "layout"):
                 old, new = getattr(self, what), getattr(tensor, what)
@@ -182,6 +189,7 @@ class CallBoundary:
         self.tape = tape
         self.forward = forward
         self.expected = ExpectedArguments(tape)
+        self.more_keywords = more_keywords(forward, self.expected.kwargs)
         self._count = len(tape.graph_outputs())
         self.outputs = without_values(tape.outputs)
         self.state = LiveState(tape, graph_module)
@@ -193,6 +201,11 @@ class CallBoundary:
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
+        if self.more_keywords:
+            now = [name for name in kwargs if name in self.more_keywords]
+            if now != self.more_keywords and len(now) == len(self.more_keywords):
+                order = f"{self.more_keywords} when traced and {now} now"
+                raise InputMismatchError(f"the order of **kwargs was {order}; pass them in that of the trace")
         args, kwargs = self.in_traced_form(args, kwargs)
         inputs = Entered(self._match(args, kwargs))
         self.check.run(CallInputs(args, kwargs, inputs), self._number(inputs))
@@ -457,13 +470,13 @@ class StateCheck:
         self._tape = tape
         self._plain: list[tuple[Any, str, Any, Read]] = []
         self._others: list[Read] = []
-        self.facts: list[tuple[OfInput, Read]] = []
+        self.facts: list[tuple[Place, Read]] = []
         """What was read of inputs."""
         for read in (part for whole in tape.reads for part in whole.parts):
             place = read.place
             if isinstance(place, InTable) and _is_constant(read.value) and _is_constant(place.table.get(place.key)):
                 self._plain.append((place.table, place.key, read.value, read))
-            elif isinstance(place, OfInput):
+            elif place.kind == "input":
                 self.facts.append((place, read))
             else:
                 self._others.append(read)
@@ -473,7 +486,7 @@ class StateCheck:
         """Raise InputMismatchError for a fact of an input, StateMismatchError for all else, that differs."""
         for place, read in self.facts:
             value, now = _in_numbers(read.value, number), place.now(call)
-            if place.fact == "layout":
+            if isinstance(place, OfInput) and place.fact == "layout":
                 sizes = call.tensors[place.index].shape
                 value = tuple([0 if n == 1 else stride for n, stride in zip(sizes, value, strict=True)])
             if not same(value, now):
@@ -538,8 +551,11 @@ def _in_numbers(value: Any, number: Number) -> Any:
 def _mismatch(read: Read, value: Any, now: Any) -> InputMismatchError:
     at = f", which the model reads at {read.source.removesuffix(':')}" if read.source else ""
     problem = f"{read.name}{at}: {_text(value)} when traced and {_text(now)} now"
-    if isinstance(read.place, OfInput):
+    if read.place.kind == "input":
         return InputMismatchError(f"{problem}; trace again with inputs like these, or pass them as they were")
+    if isinstance(read.place, OfFunctions):
+        function = next(f for f, old, new in zip(read.place.functions, value, now, strict=True) if not same(old, new))
+        problem = f"the code or the default arguments of {function.__qualname__} are not those of the trace"
     if isinstance(read.place, Flag | OfEnvironment):
         return StateMismatchError(f"{problem}; trace again in this state, or call in that of the trace")
     return StateMismatchError(f"{problem}; trace again, or put it back; what changes from call to call is an argument")

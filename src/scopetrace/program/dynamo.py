@@ -43,7 +43,11 @@ class PlainCall:
         self.first = [first.index(one) for one in first]
         written = tape.written_storages()
         self.written = [(i, value.requires_grad) for i, value in enumerate(tape.inputs) if value.storage in written]
-        self.facts = [(r.name, place.index, place.fact, place.args, r.value) for place, r in boundary.check.facts]
+        self.facts = [
+            (r.name, place.index, place.fact, place.args, r.value)
+            for place, r in boundary.check.facts
+            if isinstance(place, OfInput)
+        ]
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As a call of the program. Raises InputMismatchError and StateMismatchError as that does."""

@@ -15,6 +15,6 @@ model           names of the traced model, and its state before the trace
 dynamic_shapes  sizes that may differ from call to call
 """
 
-from scopetrace.record.session import Recording, argument_names, record, retraced
+from scopetrace.record.session import Recording, argument_names, more_keywords, record, retraced
 
-__all__ = ["Recording", "argument_names", "record", "retraced"]
+__all__ = ["Recording", "argument_names", "more_keywords", "record", "retraced"]

@@ -379,9 +379,9 @@ class CallRecorder:
         )
 
     def on_seed(self) -> None:
-        """The forward seeds torch's generator, or sets its state."""
+        """As `Observer.on_seed`."""
         raise RandomStateError(
-            "the forward seeds torch's random generator, or sets its state, which no graph can repeat",
+            "the forward seeds torch's random generator, or sets its state, or reads it, which no graph can repeat",
             **self._builder.where(),
             hint="call torch.manual_seed or torch.random.fork_rng outside the model",
         )

@@ -35,7 +35,7 @@ import torch
 from scopetrace._compat.graph_module import LazyGraphModule
 from scopetrace._compat.questions import is_of_python
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
-from scopetrace.ir.reads import MISSING, InClosure, InSlot, InTable, Read, content_of, snapshot
+from scopetrace.ir.reads import MISSING, NO_CALL, InClosure, InSlot, InTable, OfFunctions, Read, content_of, snapshot
 from scopetrace.ir.tape import Tape
 
 _OPERATORS = frozenset(
@@ -80,7 +80,7 @@ class Names(NamedTuple):
     all: frozenset[str]
     """Its globals and attributes."""
     globals: frozenset[str]
-    """The globals that it reads."""
+    """The globals that it reads; `id` also for `x is y`."""
     bound_globals: frozenset[str]
     """The globals that it binds or deletes."""
     bound_attributes: frozenset[str]
@@ -102,7 +102,7 @@ def names_of(code: types.CodeType) -> Names:
 def _read_names(code: types.CodeType) -> Names:
     """As `dis.get_instructions` says, which would take as long as the trace of a small model."""
     reads, binds, attributes = set[str](), set[str](), set[str]()
-    raw, extended = code.co_code, 0
+    raw, extended, before = code.co_code, 0, 0
     for i in range(0, len(raw), 2):
         operand = raw[i + 1] | extended
         extended = operand << 8 if raw[i] == dis.EXTENDED_ARG else 0
@@ -112,11 +112,14 @@ def _read_names(code: types.CodeType) -> Names:
             binds.add(code.co_names[operand])
         elif raw[i] in _BIND_ATTRIBUTE:
             attributes.add(code.co_names[operand])
+        elif raw[i] == _IS and before not in _CONSTANTS:  # x is y, but not x is None
+            reads.add("id")
+        before = raw[i] or before  # 0: room for the interpreter
     if "globals" in reads:  # globals()["N"] = 1
         binds |= {c for c in code.co_consts if isinstance(c, str)}
     asks = bool({"getattr", "hasattr"} & reads)
     strings = frozenset(c for c in code.co_consts if asks and isinstance(c, str) and c.isidentifier())
-    own = Names(strings, frozenset(code.co_names), frozenset(reads), frozenset(binds), frozenset(attributes))
+    own = Names(strings, frozenset(code.co_names) | reads, frozenset(reads), frozenset(binds), frozenset(attributes))
     inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return Names(*(one.union(*others) for one, *others in zip(own, *inner, strict=True))) if inner else own
 
@@ -124,6 +127,8 @@ def _read_names(code: types.CodeType) -> Names:
 MEMO = type(functools.cache(len))
 """The class of functions under `functools.cache`."""
 
+_IS = dis.opmap["IS_OP"]
+_CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in name or "SMALL_INT" in name)
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
 _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
 _BIND_ATTRIBUTE = (dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"])
@@ -433,7 +438,12 @@ def _only_updates(node: ast.AST, parents: Parents) -> bool:
 
 def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach) -> Reach:
     """Those that ran, since calls and ops were in them, and those that may have, since these or `values` name them."""
-    ran = Reach(lambda name, key, x: ran.add_class(type(x)))
+
+    def visit(name: str, key: str, x: Any) -> None:
+        ran.add(x)
+        ran.add_class(type(x))
+
+    ran = Reach(visit)
     ran.add(fn)
     ran.add_class(type(getattr(fn, "__self__", fn)))
     for kind in {call.module_type: None for call in tape.calls if call.module_type is not None}:
@@ -474,17 +484,28 @@ def variables_read(ran: Reach, written: Set[str], changed: Set[tuple[int, str]],
 
 
 def functions_read(ran: Reach, tape: Tape, written: Set[str]) -> Iterator[Read]:
-    """Where classes have the functions that ran, and default arguments that may change."""
+    """Where classes have the functions that ran, what makes these, and default arguments that may change."""
     root, functions = tape.root.path, {id(f) for f in ran.functions}
     called = {call.module_type: None for call in tape.calls if call.module_type is not None and not call.leaf}
+    wanted = ran.names | {"forward", "__call__", "__getitem__"}
+    members = {
+        base: {name: vars(base)[name] for name in vars(base).keys() & wanted}
+        for base in {base: None for kind in called | ran.classes for base in kind.__mro__}
+        if is_users_class(base)
+    }
     for kind in called | ran.classes:
-        if issubclass(kind, LazyGraphModule):
-            continue  # it has a forward of its own when it first runs
-        for name in vars(kind).keys() & (ran.names | {"forward", "__call__", "__getitem__"}):
-            member = vars(kind)[name]
-            function = getattr(member, "fget", getattr(member, "__func__", member))
-            if id(function) in functions or (kind in called and name == "forward"):
-                yield Read(f"{kind.__name__}.{name}", member, InTable(vars(kind), name), (), root)
+        if issubclass(kind, LazyGraphModule | torch.jit.ScriptModule):
+            continue  # the first has a forward of its own when it first runs, the second in C++
+        found = {name: getattr(kind, name) for name in ("forward", "__call__")} if kind in called else {}
+        for base in kind.__mro__:
+            for name, member in members.get(base, {}).items():
+                function = getattr(member, "fget", getattr(member, "__func__", member))
+                if id(function) in functions and name not in found:
+                    found[name] = getattr(kind, name)
+        for name, value in found.items():
+            yield Read(f"{kind.__name__}.{name}", value, InSlot(kind, name), (), root)
+    place = OfFunctions(tuple(ran.functions))
+    yield Read("functions", place.now(NO_CALL), place, (), root)
     for f in ran.functions:
         for key in ("__defaults__", "__kwdefaults__"):
             defaults = getattr(f, key) or ()

@@ -19,6 +19,7 @@ from __future__ import annotations
 import builtins
 import collections
 import contextlib
+import datetime
 import functools
 import os
 import random
@@ -35,7 +36,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from scopetrace._compat.ops import is_random
-from scopetrace._compat.tensors import is_view, requires_grad_of
+from scopetrace._compat.tensors import is_view, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, SideEffect, content_of
@@ -63,16 +64,17 @@ _CLOCKS = (
     "time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns localtime "
     "thread_time thread_time_ns"
 )
-_ASKED: dict[str, tuple[types.ModuleType, str]] = {
+_ASKED: dict[str, tuple[Any, str]] = {
     "random": (random, _RANDOM),
     "time": (time, _CLOCKS + " gmtime ctime strftime"),
     "uuid": (uuid, "uuid1 uuid4"),
     "secrets": (secrets, "token_bytes token_hex token_urlsafe randbelow choice randbits"),
-    "os": (os, "urandom"),
+    "os": (os, "urandom getpid getppid getcwd listdir scandir cpu_count"),
+    "os.path": (os.path, "exists isfile isdir getsize getmtime"),
+    "datetime": (datetime, "datetime date"),
     "": (builtins, "print open input"),
 }
-_ONLY_SHOWN = ("print", "open")
-"""What gives the forward nothing that a program could have baked in, or nothing but files."""
+_CLOCKS_OF_CLASSES = ("now", "utcnow", "today")
 
 
 class Draw(NamedTuple):
@@ -103,7 +105,8 @@ class Draws:
         places: list[tuple[dict[str, Any], str, Any]] = []
         for prefix, table, names in _reached(reach):
             for name in names:
-                replaced[table[name]] = self._noted(prefix + name, table[name], thread)
+                make = self._clocks if isinstance(table[name], type) else self._noted
+                replaced[table[name]] = make(prefix + name, table[name], thread)
                 places.append((table, name, table[name]))
         if replaced:
             places += [place for place in reach.looked_up.values() if _is_function(place[2]) and place[2] in replaced]
@@ -120,10 +123,25 @@ class Draws:
             value = function(*args, **kwargs)
             if threading.get_ident() == thread and is_users(sys._getframe(1).f_code.co_filename):
                 module, frames = self._builder.state.current_scope.path, self._builder.frames()
-                self.found.append(Draw(f"{name}()", value, name not in _ONLY_SHOWN, module, frames))
+                baked_in = name != "print" and (name != "open" or value.readable())
+                self.found.append(Draw(f"{name}()", value, baked_in, module, frames))
             return value
 
         return functools.update_wrapper(call, function)
+
+    def _clocks(self, name: str, kind: type, thread: int) -> Any:
+        """Stands for a class of `datetime`, whose methods that tell the time are noted. It makes objects of `kind`."""
+
+        class Meta(type):
+            def __instancecheck__(cls, x: Any) -> bool:
+                return isinstance(x, kind)
+
+            def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+                return kind(*args, **kwargs)
+
+        found = [key for key in _CLOCKS_OF_CLASSES if hasattr(kind, key)]
+        noted = {key: staticmethod(self._noted(f"{name}.{key}", getattr(kind, key), thread)) for key in found}
+        return Meta(kind.__name__, (kind,), noted)
 
 
 def _reached(reach: Reach) -> Iterator[tuple[str, dict[str, Any], frozenset[str]]]:
@@ -141,7 +159,7 @@ def _reached(reach: Reach) -> Iterator[tuple[str, dict[str, Any], frozenset[str]
 
 
 def _is_function(x: Any) -> bool:
-    return isinstance(x, (types.BuiltinFunctionType, types.FunctionType, types.MethodType))
+    return isinstance(x, (types.BuiltinFunctionType, types.FunctionType, types.MethodType)) or type(x) is type
 
 
 # Python objects ------------------------------------------------------------------------------------------------------
@@ -176,6 +194,11 @@ class EffectWatch:
         self._follow(fn)
         if not self.reach.names.isdisjoint(("environ", "putenv")):
             self._snapshot.add("os.environ", "environ", os.environ)
+        inputs = zip(builder.tape.input_paths, (v.fake for v in builder.tape.inputs), strict=True)
+        self._tensors = [*inputs, *self._model.tensors]
+        self._tags = [tags_of(t) for _, t in self._tensors]
+        self.tag_names = {name for tags in self._tags for name in tags}
+        """The attributes that users have set on inputs and tensors of the model."""
         self._bindings = [(t, name, t.get(name, MISSING)) for t, name in self.reach.globals.values()]
         self._cells = [(name, cell, content_of(cell)) for name, cell in self.reach.cells.values()]
         self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes | self.reach.bases]
@@ -231,7 +254,17 @@ class EffectWatch:
                 if new is not old and name[:2] != "__":
                     _bind(functools.partial(setattr, kind), functools.partial(delattr, kind), name, old)
                     found.append(Change(f"{kind.__name__}.{name}", f".{name}", old, new, kind))
+        found += self._restore_tags()
         return [change for change in found if not same(change.old, change.new)]
+
+    def _restore_tags(self) -> Iterator[Change]:
+        for (name, t), before in zip(self._tensors, self._tags, strict=True):
+            now = tags_of(t)
+            if now or before:
+                for key in now.keys() - before.keys():
+                    del vars(t)[key]
+                vars(t).update(before)
+                yield from (Change(f"{name}.{k}", f".{k}", before.get(k, MISSING), x, t, k) for k, x in now.items())
 
     def note(
         self,
@@ -263,7 +296,7 @@ class EffectWatch:
         if others or self._draws.found:
             functions = list(dict.fromkeys((*self.reach.functions, *functions_of(self.reach, self._tape))))
             effects += _side_effects(others, self._draws.found, functions, self._tape.calls)
-        self._tape.side_effects = effects
+        self._tape.side_effects += effects
 
     def _is_same_in_each_call(self, x: Any) -> bool:
         """Whether `x` is a tensor that neither inputs, random numbers nor state that the forward writes decide."""
@@ -398,6 +431,24 @@ def inputs_made_leaves(tape: RecordedTape, examples: Mapping[Value, torch.Tensor
     """The inputs that the forward made require grad, which no call of the trace does."""
     names = [path for path, v in zip(tape.input_paths, tape.inputs, strict=True) if _is_leaf(v, examples)]
     return [SideEffect(f"{n}.requires_grad", "False", "True", tape.root.path, None, baked_in=False) for n in names]
+
+
+def refuse_tags(tape: RecordedTape, results: Iterable[Value]) -> None:
+    """Raise UnsupportedOpError where a result that the forward made has an attribute of users."""
+    for v in results:
+        if v.op.kind == "call_function" and tags_of(v.fake):
+            raise UnsupportedOpError(
+                f"the forward sets the attribute {next(iter(tags_of(v.fake)))!r} of its result, which results of a "
+                "graph do not have",
+                **_place(v.op),
+                hint="return the value beside the tensor, or set it outside of the forward",
+            )
+
+
+def settings_left(before: dict[str, Any], after: dict[str, Any], root: str) -> list[SideEffect]:
+    """The settings of the process, by name, that the forward leaves changed; a call of the trace does not."""
+    changed = [name for name in before if after[name] != before[name]]
+    return [SideEffect(n, repr(before[n]), repr(after[n]), root, None, baked_in=True) for n in changed]
 
 
 def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:

@@ -26,6 +26,7 @@ import random
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -64,6 +65,8 @@ class Model:
         self.names: dict[int, list[str]] = {}
         self.modules: list[torch.nn.Module] = []
         self._tensors: dict[int, tuple[str, torch.nn.Module, str]] = {}
+        self.tensors: list[tuple[str, torch.Tensor]] = []
+        """The parameters, buffers and tensor attributes, with their first fqns."""
         self._saved: dict[int, SavedModule] = {}
         self.snapshot = Snapshot()
         """The contents of the objects in the modules' attributes."""
@@ -82,8 +85,9 @@ class Model:
             self._save(fqn, module)
             for table in self._saved[id(module)].tensor_tables():
                 for name, t in table.items():
-                    if isinstance(t, torch.Tensor):
-                        self._tensors.setdefault(id(t), (prefix + name, module, name))
+                    if isinstance(t, torch.Tensor) and id(t) not in self._tensors:
+                        self._tensors[id(t)] = prefix + name, module, name
+                        self.tensors.append((prefix + name, t))
         for name, child in module.__dict__.get("_modules", {}).items():
             if child is not None and id(child) not in path:
                 self._visit(prefix + name, child, path | {id(child)})
@@ -104,6 +108,11 @@ class Model:
     def owner(self, t: torch.Tensor) -> tuple[str, torch.nn.Module, str] | None:
         """(first fqn, module, name there) of a parameter, buffer or tensor attribute; None for other tensors."""
         return self._tensors.get(id(t))
+
+    @property
+    def owners(self) -> Collection[tuple[str, torch.nn.Module, str]]:
+        """As `owner`, of all."""
+        return self._tensors.values()
 
     @functools.cached_property
     def tensor_names(self) -> set[str]:
@@ -550,6 +559,15 @@ def holds_fake(x: Any, depth: int = 5) -> bool:
     return any(holds_fake(item, depth - 1) for item in (x.values() if isinstance(x, dict) else x))
 
 
+def holds_iterator(x: Any, depth: int = 3) -> bool:
+    """Whether `x` is an iterator, or a container with one at most `depth` deep."""
+    kind = type(x)
+    if kind not in (list, tuple, dict):
+        return hasattr(kind, "__next__")
+    items = x.values() if kind is dict else x
+    return depth > 0 and not ATOMS.issuperset(map(type, items)) and any(holds_iterator(i, depth - 1) for i in items)
+
+
 _STATES = Words("in one state"), Words("in another")
 _ATTRIBUTES = Kind(lambda x: dict(x.__dict__), _restore_attributes, _same_dicts, ".")
 _GENERATOR = functools.partial(Kind, words=_STATES, is_draw=True)
@@ -557,6 +575,7 @@ _LIST = Kind(lambda x: list(_base_of(x).__iter__(x)), _restore_list, _same_items
 _WITH_ATTRIBUTES = (
     *(types.SimpleNamespace, argparse.Namespace, types.FunctionType),
     *(collections.UserDict, collections.UserList, collections.ChainMap, threading.local),
+    *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
 )
 """The classes of the standard library whose objects have attributes that people write to."""
 _BUILTIN: dict[type, Kind] = {
@@ -564,6 +583,7 @@ _BUILTIN: dict[type, Kind] = {
     collections.deque: _LIST,
     dict: Kind(lambda x: dict(_base_of(x).items(x)), _restore_dict, _same_dicts, "[]"),
     set: Kind(lambda x: set(set.__iter__(x)), _restore_set, operator.eq),
+    weakref.ref: Kind(lambda x: [x()], lambda *_: None, _same_items),
     bytearray: Kind(bytes, lambda x, before: x.__setitem__(slice(None), before), operator.eq),
     MEMO: Kind(
         lambda x: (x, x.cache_info().misses),

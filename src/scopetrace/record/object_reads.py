@@ -18,15 +18,17 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 
 from scopetrace._compat.questions import Mine
+from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     MISSING,
     NO_CALL,
+    CallInputs,
     InDict,
     InLayer,
     InSlot,
@@ -35,9 +37,11 @@ from scopetrace.ir.reads import (
     OfTensor,
     Read,
     Tied,
+    WhichInputs,
+    WhichOfModel,
     snapshot,
 )
-from scopetrace.ir.scopes import Frame, Frames, Scope
+from scopetrace.ir.scopes import Frame, Frames, Scope, source_of
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.code import (
     ATOMS,
@@ -61,10 +65,21 @@ Noted = tuple[Frames, Scope]
 
 
 class ObjectReads:
-    """Sees what one forward reads of Python objects. `reach` leads to the functions that it may run."""
+    """Sees what one forward reads of Python objects.
 
-    def __init__(self, builder: TapeBuilder, model: Model, reach: Reach, members: dict[int, torch.Tensor]) -> None:
+    `reach` leads to the functions that it may run, and `examples` are the inputs as they were given.
+    """
+
+    def __init__(
+        self,
+        builder: TapeBuilder,
+        model: Model,
+        reach: Reach,
+        members: dict[int, torch.Tensor],
+        examples: Sequence[torch.Tensor],
+    ) -> None:
         self._builder = builder
+        self._examples = examples
         self._model = model
         self._reach = reach
         self._members = members
@@ -101,10 +116,14 @@ class ObjectReads:
             owners = dict.fromkeys(owner for cls in self._watched for owner in _getattr_owners(cls))
             for owner, ask in [(owner, class_attribute(owner, "__getattr__")[1]) for owner in owners]:
                 replace(owner, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
-            for cls in filter(is_users_class, self._watched) if self._reach.takes_dicts else ():
-                replace(
-                    cls, "__getattribute__", self._reporting_dicts(class_attribute(cls, "__getattribute__")[1], mine)
-                )
+            copies = not self._reach.names.isdisjoint(("copy", "deepcopy"))
+            for cls in filter(is_users_class, self._watched):
+                if self._reach.takes_dicts:
+                    ask = class_attribute(cls, "__getattribute__")[1]
+                    replace(cls, "__getattribute__", self._reporting_dicts(ask, mine))
+                if copies or not issubclass(cls, torch.nn.Module):
+                    copy = class_attribute(cls, "__reduce_ex__")[1]
+                    replace(cls, "__reduce_ex__", self._reporting_copies(copy, mine))
             yield
 
     def _reporting(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
@@ -145,6 +164,16 @@ class ObjectReads:
             return ask(owner, name)
 
         return __getattribute__
+
+    def _reporting_copies(self, copy: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
+        """The `__reduce_ex__` of a class, by which `copy.copy` takes all that an object has."""
+
+        def __reduce_ex__(owner: Any, protocol: Any) -> Any:
+            if mine():
+                self._dicts.setdefault(id(owner), (owner, noted_at(self._builder, sys._getframe(2))))
+            return copy(owner, protocol)
+
+        return __reduce_ex__
 
     def _watch(self, cls: type, names: Set[str]) -> None:
         """Make descriptors for attributes that the instances of a class have in their `__dict__`, or from the class."""
@@ -188,7 +217,28 @@ class ObjectReads:
             fn = fn.func
         ran = functions_that_ran(fn, [read.value for read in attributes], self._builder.tape, self._reach)
         variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
-        return variables, [*attributes, *self._layers(changed), *self._of_members(changed)]
+        return variables, [*attributes, *self._identities(ran), *self._layers(changed), *self._of_members(changed)]
+
+    def _identities(self, ran: Reach) -> Iterator[Read]:
+        """Which inputs are one object, and which are tensors of the model, where the forward may ask: `x is y`."""
+        tape = self._builder.tape
+        code = next((f.__code__ for f in ran.functions if "id" in names_of(f.__code__).globals), None)
+        if code is None or not tape.inputs:
+            return
+        frames, path = ((), ((code, code.co_firstlineno),)), tape.root.path
+        places = WhichInputs(), WhichOfModel(tuple((module, name) for _, module, name in self._model.owners))
+        own = tuple([i for i, t in enumerate(self._examples) if self._model.owner(t) is not None])
+        if own:
+            raise UnsupportedOpError(
+                f"{tape.input_paths[own[0]]} is a tensor of the model, and the forward compares objects (`is`, `id`), "
+                "which are others in a trace",
+                module=path,
+                source=source_of(frames),
+                hint="give x.clone() to the trace",
+            )
+        same_now = places[0].now(CallInputs((), {}, self._examples))
+        yield Read("which arguments are one tensor", same_now, places[0], frames, path)
+        yield Read("which arguments are tensors of the model", own, places[1], frames, path)
 
     def is_written_first(self, change: Change) -> bool:
         """Whether the forward wrote an attribute before it read it; False where that is not known."""
@@ -381,9 +431,11 @@ def _getattr_owners(cls: type) -> list[type]:
 
 
 def _takes_descriptors(owner: Any) -> bool:
+    """Whether attributes of an object can be watched; not of weak dictionaries, which torch has too."""
     return (
         type(owner).__flags__ & (_HEAP_TYPE | _IMMUTABLE) == _HEAP_TYPE
         and type(getattr(owner, "__dict__", None)) is dict
+        and type(owner).__module__ != "weakref"
     )
 
 

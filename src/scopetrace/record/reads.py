@@ -9,7 +9,7 @@ Data flow:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -18,11 +18,12 @@ from scopetrace._compat import questions
 from scopetrace._compat.tensors import requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import MISSING, Flag, OfEnvironment, OfInput, OfTensor, Place, Read
+from scopetrace.ir.reads import MISSING, NO_CALL, Asked, Flag, OfEnvironment, OfInput, OfTensor, Place, Read
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.code import Reach, names_of
 from scopetrace.record.model import Model
 
 
@@ -34,7 +35,8 @@ class ReadRecorder:
         self._values = values
         self._model = model
         self._reads = builder.tape.reads
-        self._known: set[Place] = set()
+        self._known: set[Any] = set()
+        """The places of reads, and of flags with the answers."""
         self._grad = questions.grad_enabled()
         self._contiguous: list[tuple[Value, int, Frames]] = []
         """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
@@ -48,16 +50,24 @@ class ReadRecorder:
         """Whether an op that autocast may change is to be told by `on_cast_op`."""
         self.members: dict[int, torch.Tensor] = {}
         """By id, the parameters and buffers that the forward got from a module."""
+        self._default_device = questions.flag("torch.get_default_device", ())
         self.awaits_default_device = True
         """Whether a tensor of the default device is to be told by `on_default_device`."""
+        self._default_dtype = questions.default_dtype()
         self.awaits_default_dtype = True
         """Whether a tensor of the default dtype is to be told by `on_default_dtype`."""
 
     @contextlib.contextmanager
-    def watching(self, mine: questions.Mine) -> Iterator[None]:
-        """Inside, all that this thread reads is noted."""
+    def watching(self, mine: questions.Mine, reach: Reach, tags: Set[str]) -> Iterator[None]:
+        """Inside, all that this thread reads is noted. `tags` are attributes that users have set on tensors."""
         with contextlib.ExitStack() as stack:
-            questions.report_questions(replacing(stack), self, mine)
+            tables = {
+                id(f.__globals__): f.__globals__ for f in reach.functions if "type" in names_of(f.__code__).globals
+            }
+            for table in [table for table in tables.values() if "type" not in table]:
+                stack.callback(table.pop, "type", None)
+                table["type"] = questions.TypeForUsers
+            questions.report_questions(replacing(stack), self, mine, reach.asked | tags & reach.names)
             yield
             self._note_hidden_blocks()
             for i, frames in sorted(inputs_of_layouts(self._builder.tape, self._contiguous).items()):
@@ -66,19 +76,32 @@ class ReadRecorder:
     def _note_once(self, name: str, value: Any, place: Place, frames: Frames | None = None) -> None:
         if place not in self._known:
             self._known.add(place)
-            frames = self._builder.frames() if frames is None else frames
-            self._reads.append(Read(name, value, place, frames, self._builder.state.current_scope.path))
+            self._note(name, value, place, frames)
+
+    def _note(self, name: str, value: Any, place: Place, frames: Frames | None = None) -> None:
+        frames = self._builder.frames() if frames is None else frames
+        self._reads.append(Read(name, value, place, frames, self._builder.state.current_scope.path))
 
     # ---------------------------------------------------------------- questions to torch
 
     def on_flag(self, name: str, args: tuple[Any, ...] | None, answer: Any) -> None:
         """As `Listener.on_flag`."""
-        text = name if args is None else f"{name}({', '.join(map(repr, args))})"
-        self._note_once(text, answer, Flag(name, args or ()))
+        if (name, args, answer) not in self._known:
+            self._known.add((name, args, answer))
+            text = name if args is None else f"{name}({', '.join(map(repr, args))})"
+            self._note(text, answer, Flag(name, args or ()))
 
-    def on_environment(self, key: str, answer: str | None) -> None:
+    def drop_inner_flags(self) -> None:
+        """After the forward: a flag that was another one then had been set by the forward itself."""
+        self._reads[:] = [r for r in self._reads if type(r.place) is not Flag or r.place.now(NO_CALL) == r.value]
+
+    def on_environment(self, key: str | None, answer: Any) -> None:
         """As `Listener.on_environment`."""
-        self._note_once(f"os.environ[{key!r}]", MISSING if answer is None else answer, OfEnvironment(key))
+        self._note_once("os.environ" if key is None else f"os.environ[{key!r}]", answer, OfEnvironment(key))
+
+    def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
+        """As `Listener.on_question`."""
+        self._note_once(name, answer, Asked(ask, args))
 
     def on_member(self, t: torch.Tensor) -> None:
         """As `Listener.on_member`."""
@@ -123,14 +146,15 @@ class ReadRecorder:
         self._note_once("torch.autocast", self._autocast, Flag("torch.autocast", ()))
 
     def on_default_dtype(self) -> None:
-        """The dtype of a new tensor is the default one."""
-        self.awaits_default_dtype = False
-        self._note_once("torch.get_default_dtype()", questions.default_dtype(), Flag("torch.get_default_dtype", ()))
+        """The dtype of a new tensor is the default one, which the forward may have set itself."""
+        if questions.default_dtype() == self._default_dtype:
+            self.awaits_default_dtype = False
+            self.on_flag("torch.get_default_dtype", (), self._default_dtype)
 
     def on_default_device(self, device: torch.device | None) -> None:
         """A new tensor is on `device`, which may be the default one: the op does not tell whether it was given."""
         default = questions.flag("torch.get_default_device", ())
-        if device is None or device == default:
+        if default == self._default_device and (device is None or device == default):
             self.awaits_default_device = False
             self.on_flag("torch.get_default_device", (), default)
 
@@ -153,6 +177,10 @@ class ReadRecorder:
                 self._contiguous.append((value, len(self._builder.tape.ops), self._builder.frames()))
         elif value is not None and value in inputs:
             self._fact(inputs.index(value), name, args, answer)
+        elif name[0] == ".":
+            owner = self._model.owner(t)
+            if owner is not None:
+                self._note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
         elif name in ("stride", "is_contiguous", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
         elif name in ("requires_grad", "is_leaf", "grad_fn"):
@@ -181,7 +209,9 @@ class ReadRecorder:
 
     def _fact(self, index: int, name: str, args: tuple[Any, ...], answer: Any) -> None:
         path = self._builder.tape.input_paths[index]
-        text = f"{path}.{name}" + (f"({', '.join(map(repr, args))})" if name in questions.METHODS else "")
+        text = f"{path}.{name.removeprefix('.')}" + (
+            f"({', '.join(map(repr, args))})" if name in questions.METHODS else ""
+        )
         self._note_once(text, answer, OfInput(index, name, args))
 
     def on_hidden_write(self, value: Value, op: Op) -> None:

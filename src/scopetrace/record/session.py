@@ -15,7 +15,7 @@ import dataclasses
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ import torch.fx
 from scopetrace._compat.export import additional_inputs, without_wrappers
 from scopetrace._compat.ops import dispatching_to, eager
 from scopetrace._compat.patches import observing
-from scopetrace._compat.questions import hooks_of_all_modules
+from scopetrace._compat.questions import hooks_of_all_modules, settings
 from scopetrace._compat.tensors import (
     DATA_DEPENDENT,
     NO_SHAPE_RULE,
@@ -32,6 +32,7 @@ from scopetrace._compat.tensors import (
     FakeTensor,
     buffers_of,
     parameters_of,
+    tags_of,
     with_version,
 )
 from scopetrace.containers.structure import (
@@ -77,9 +78,11 @@ from scopetrace.record.effects import (
     inputs_made_leaves,
     refuse_lost_gradients,
     refuse_recomputed,
+    refuse_tags,
+    settings_left,
     without_hidden_gradients,
 )
-from scopetrace.record.model import Model
+from scopetrace.record.model import Model, holds_iterator
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder
@@ -238,7 +241,8 @@ class Recording:
         names = argument_names(forward, len(args))
         given = [*zip(names, args, strict=True), *kwargs.items()]
         effects = EffectWatch(fn, self.model, given, self.object_types, self.builder, self.values)
-        reads = ObjectReads(self.builder, self.model, effects.reach, self.reads.members)
+        examples = [self.values.examples[value] for value in tape.inputs]
+        reads = ObjectReads(self.builder, self.model, effects.reach, self.reads.members, examples)
         tape.module_tables = ModuleTables(self.model.named_modules(), hooks_of_all_modules())
         try:
             fakes = self._run_forward(fn, effects, reads)
@@ -247,13 +251,14 @@ class Recording:
             raise
         finally:
             changes = effects.restore()
+        self.reads.drop_inner_flags()
         variables, attributes = reads.found(fn, changes)
         effects.note(changes, reads.overwritten, reads.is_written_first)
         for value, op in without_hidden_gradients(tape):
             self.reads.on_hidden_write(value, op)
         tape.reads[:] = [*variables, *tape.reads, *attributes]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
-        tape.side_effects += [_of_iterator(read) for read in tape.reads if isinstance(read.value, Iterator)]
+        tape.side_effects += [_of_iterator(read) for read in tape.reads if holds_iterator(read.value)]
         found, after = (
             numbers_read(*pair, names, self.object_types, effects.reach.names) for pair in ((args, kwargs), fakes)
         )
@@ -290,11 +295,13 @@ class Recording:
                 self._errors_explained(),
                 self._unseeded(),
                 observing(calls, self.model.modules) as mine,
-                self.reads.watching(mine),
+                self.reads.watching(mine, effects.reach, effects.tag_names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),
             ):
+                before = settings()
                 out = calls.run_root(self.ops.finishing(run), *tape.args)
+                tape.side_effects += settings_left(before, settings(), tape.root.path)
             if self._leaves:
                 refuse_unmatched(self._leaves, tape.calls)
             missed = tensor_holders((out, fakes)) - object_types
@@ -316,6 +323,7 @@ class Recording:
         if self.builder.deferred:
             raise self.builder.deferred[0]
         results = leaves(tape.outputs, Value)
+        refuse_tags(tape, results)
         refuse_lost_gradients(tape, results, self.values.examples)
         refuse_recomputed(tape, self.builder.regions)
         if tape.sizes is not None:
@@ -383,8 +391,11 @@ class Recording:
             )
         sizes = None if dynamic is None else dynamic.sizes_of(real, path, len(self.tape.inputs))
         if sizes is None:
-            return with_version(self.factory.from_real(real), real)
-        return with_version(self.factory.symbolic(real, sizes, symbolic_strides(real, sizes)), real)
+            fake = self.factory.from_real(real)
+        else:
+            fake = self.factory.symbolic(real, sizes, symbolic_strides(real, sizes))
+        vars(fake).update(tags_of(real))
+        return with_version(fake, real)
 
     def _dynamic_shapes(
         self,
@@ -545,3 +556,12 @@ def argument_names(forward: Any, count: int) -> list[str]:
             names += [f"{p.name}[{i}]" for i in range(count - len(names))]
     names += [f"arg[{i}]" for i in range(count - len(names))]
     return names[:count]
+
+
+def more_keywords(forward: Any, given: Iterable[str]) -> list[str]:
+    """Those of the keywords that forward takes by `**kwargs`; none where its signature is not known."""
+    try:
+        parameters = _signature(forward).parameters
+    except (TypeError, ValueError):
+        return []
+    return [name for name in given if name not in parameters]

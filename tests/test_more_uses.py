@@ -1,0 +1,316 @@
+"""Rarer things that a forward asks: a call that would hear another answer is refused, or a side effect says so."""
+
+import copy
+import datetime
+import gc
+import logging
+import os
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+import scopetrace as st
+
+X = torch.ones(2, 4)
+LOG = logging.getLogger("scopetrace.tests.more_uses")
+
+
+class Config:
+    def __init__(self, **attributes):
+        self.__dict__.update(attributes)
+
+
+def net(forward, **attributes):
+    """A module with a layer, a buffer and these attributes, whose class has a base with a method."""
+
+    class Base(nn.Module):
+        def helped(self, x):
+            return x * 2
+
+    class Net(Base):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("shift", torch.ones(4))
+            for name, value in attributes.items():
+                setattr(self, name, value)
+
+    Base.forward = forward
+    return Net()
+
+
+def refused(tr, text, *args, error=st.errors.StateMismatchError, **kwargs):
+    with pytest.raises(error, match=text):
+        tr(*(args or (X,)), **kwargs)
+
+
+def effects(forward, *args):
+    return [(e.name, e.baked_in) for e in st.trace(forward, args or (X,)).side_effects]
+
+
+# Code ----------------------------------------------------------------------------------------------------------------
+
+
+def test_what_makes_a_function():
+    def scaled(x, k=2.0, *, j=1.0):
+        return x * k * j
+
+    def other(x):
+        return x * 3
+
+    for change in (
+        lambda: setattr(scaled, "__defaults__", (3.0,)),
+        lambda: scaled.__kwdefaults__.update(j=5.0),
+        lambda: setattr(scaled, "__code__", other.__code__),
+    ):
+        tr = st.trace(lambda x: scaled(x), (X,))
+        tr(X)
+        change()
+        refused(tr, "the code or the default arguments of .*scaled are not those of the trace")
+
+
+@pytest.mark.parametrize("name", ["forward", "helped", "__call__"])
+def test_a_method_that_a_class_inherits_and_gets_later(name):
+    model = net(lambda s, x: s.helped(x))
+    tr = st.trace(model, (X,))
+    tr(X)
+    setattr(type(model), name, lambda s, x: x * 3)
+    refused(tr, rf"Net\.{name}: <function ")
+
+
+def test_parameters_that_are_added_later():
+    model = net(lambda s, x: x * sum(p.numel() for p in s.parameters()))
+    tr = st.trace(model, (X,))
+    assert torch.equal(tr(X), X * 20)
+    model.extra = nn.Parameter(torch.ones(3))
+    refused(tr, r"parameters\(\).*\['fc.weight', 'fc.bias'\] when traced and \['extra',")
+    first = net(lambda s, x: x.to(next(s.parameters()).dtype))
+    tr = st.trace(first, (X,))
+    first.extra = nn.Parameter(torch.ones(3))
+    tr(X)  # it did not look at all
+
+
+# Objects and the process ---------------------------------------------------------------------------------------------
+
+
+def test_what_a_weak_reference_leads_to():
+    config = Config(k=2.0)
+    model = net(lambda s, x: x * (1.0 if s.of() is None else s.of().k), of=weakref.ref(config))
+    tr = st.trace(model, (X,))
+    assert torch.equal(tr(X), X * 2)
+    config.k = 3.0
+    refused(tr, r"k, .*: 2\.0 when traced and 3\.0 now")
+    config.k = 2.0
+    tr(X)
+    del config
+    gc.collect()
+    refused(tr, "of, which the model reads")
+
+
+def test_a_weak_dictionary():
+    config = Config()
+    model = net(lambda s, x: x * s.table[config], table=weakref.WeakKeyDictionary({config: 2.0}))
+    tr = st.trace(model, (X,))
+    tr(X)
+    model.table[config] = 3.0
+    refused(tr, "table, which the model reads")
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_copies_of_objects(copied):
+    model = net(lambda s, x: x * copied(s.config).k, config=Config(k=2.0))
+    tr = st.trace(model, (X,))
+    assert torch.equal(tr(X), X * 2)
+    model.config.k = 3.0
+    refused(tr, r"vars\(self.config\).*\{'k': 2\.0\} when traced and \{'k': 3\.0\} now")
+
+
+def test_the_level_of_a_logger():
+    tr = st.trace(lambda x: x * 2 if LOG.isEnabledFor(logging.DEBUG) else x * 3, (X,))
+    tr(X)
+    LOG.setLevel(logging.DEBUG)
+    refused(tr, r"isEnabledFor\(10\).*: False when traced and True now")
+    LOG.setLevel(logging.NOTSET)
+
+    def told(x):
+        LOG.debug("%s", x.shape)
+        return x * 2
+
+    tr = st.trace(told, (X,))
+    LOG.setLevel(logging.DEBUG)
+    assert torch.equal(tr(X), X * 2)
+    LOG.setLevel(logging.NOTSET)
+
+
+@pytest.mark.parametrize("ask", [lambda: "MORE_USES" in dict(os.environ), lambda: "MORE_USES" in list(os.environ)])
+def test_the_list_of_environment_variables(ask, monkeypatch):
+    tr = st.trace(lambda x: x * 2 if ask() else x * 3, (X,))
+    tr(X)
+    monkeypatch.setenv("MORE_USES", "1")
+    refused(tr, "os.environ, which the model reads")
+
+
+def test_clocks_files_and_the_process(tmp_path):
+    file = tmp_path / "scale"
+    file.write_text("2")
+
+    def read(x):
+        with open(file) as f:  # noqa: PTH123
+            return x * float(f.read())
+
+    today = datetime.date.today()
+    for forward, name in (
+        (lambda x: x * (datetime.datetime.now().year > 2000), "datetime.datetime.now()"),
+        (lambda x: x * (datetime.date.today() >= today), "datetime.date.today()"),
+        (lambda x: x * os.getpid(), "os.getpid()"),
+        (lambda x: x * os.path.exists("/"), "os.path.exists()"),  # noqa: PTH110
+        (read, "open()"),
+    ):
+        assert (name, True) in effects(forward)
+    made = st.trace(lambda x: (x, datetime.datetime(2020, 1, 2)), (X,))(X)[1]
+    assert type(made) is datetime.datetime and isinstance(made, datetime.datetime)
+
+
+def test_an_iterator_in_a_list():
+    model = net(lambda s, x: x * next(s.each[0]), each=[iter([2.0, 3.0])])
+    tr = st.trace(model, (X,))
+    tr(X)
+    refused(tr, "right for one call only", error=st.errors.SideEffectError)
+
+
+def test_settings_that_a_forward_leaves():
+    def leaves(x):
+        torch.set_grad_enabled(False)
+        torch.backends.cudnn.benchmark = True
+        return x * 2
+
+    try:
+        assert effects(leaves) == [("torch.is_grad_enabled", True), ("torch.backends.cudnn.benchmark", True)]
+        assert torch.is_grad_enabled()  # tracing is over
+    finally:
+        torch.backends.cudnn.benchmark = False
+
+
+def test_settings_that_a_forward_sets_for_a_while_are_its_own():
+    def inside(x):
+        torch.set_default_dtype(torch.float64)
+        y = torch.zeros(4)
+        torch.set_default_dtype(torch.float32)
+        with torch.no_grad():
+            k = 2 if torch.is_grad_enabled() else 3
+        with torch.autocast("cpu", torch.bfloat16):
+            return x * k * (5 if torch.is_autocast_enabled("cpu") else 7) + y
+
+    tr = st.trace(inside, (X,))
+    assert torch.equal(tr(X), inside(X))
+    with torch.no_grad():
+        assert torch.equal(tr(X), inside(X))
+    asks = st.trace(lambda x: inside(x) if torch.is_grad_enabled() else x, (X,))
+    with torch.no_grad():
+        refused(asks, r"torch.is_grad_enabled\(\).*: True when traced and False now")
+
+
+@pytest.mark.parametrize("ask", [lambda: torch.get_rng_state()[0], lambda: torch.initial_seed() % 5])
+def test_the_state_of_the_generator_is_not_read(ask):
+    with pytest.raises(st.errors.RandomStateError, match="or reads it"):
+        st.trace(lambda x: x * ask(), (X,))
+
+
+def test_gradients_are_not_touched():
+    model = net(lambda s, x: s.fc(x))
+    step = torch.optim.SGD(model.parameters(), 0.1)
+    for act in (step.step, step.zero_grad, model.zero_grad):
+        with pytest.raises(st.errors.UnsupportedOpError, match="reads or sets the gradient"):
+            st.trace(lambda x, act=act: (act(), model(x))[1], (X,))
+
+
+# Tensors as Python objects -------------------------------------------------------------------------------------------
+
+
+def test_attributes_that_users_set_on_tensors():
+    tagged = X.clone()
+    tagged.scale = 3.0
+    for given, other, text in ((X, tagged, "missing when traced and 3.0 now"), (tagged, X, "3.0 when .* missing now")):
+        tr = st.trace(lambda x: x * getattr(x, "scale", 2.0), (given,))
+        assert torch.equal(tr(given), given * (3.0 if given is tagged else 2.0))
+        refused(tr, rf"x\.scale, which the model reads.*: {text}", other, error=st.errors.InputMismatchError)
+    model = net(lambda s, x: s.fc(x) * (2 if hasattr(s.fc.weight, "half") and hasattr(s.fc.weight, "tag") else 3))
+    tr = st.trace(model, (X,))
+    tr(X)
+    model.fc.weight.tag = 1
+    refused(tr, r"fc\.weight\.tag, .*: missing when traced and 1 now")
+    plain = st.trace(net(lambda s, x: x * 2), (tagged,))
+    plain(X)  # nobody asked
+
+
+def test_attributes_that_a_forward_sets_on_tensors():
+    def marks(x):
+        x.seen = True
+        y = x * 2
+        y.kind = "inner"
+        return y + (y.kind == "inner")
+
+    x = X.clone()
+    tr = st.trace(marks, (x,))
+    assert [str(e.change) for e in tr.side_effects] == ["x.seen was missing and became True"]
+    assert torch.equal(tr(X), X * 2 + 1) and not hasattr(x, "seen")
+
+    def result(x):
+        y = x * 2
+        y.kind = "result"
+        return y
+
+    with pytest.raises(st.errors.UnsupportedOpError, match="sets the attribute 'kind' of its result"):
+        st.trace(result, (X,))
+
+
+def test_the_class_of_a_tensor():
+    def by_class(x):
+        return x * {torch.Tensor: 2.0, nn.Parameter: 3.0}[type(x)]
+
+    def by_instance(x):
+        assert isinstance(type(x), type) and issubclass(type, type) and type("Made", (), {}).__name__ == "Made"
+        return x * 3 if isinstance(x, nn.Parameter) else x * 2
+
+    for forward in (by_class, by_instance):
+        for given, other in ((X, nn.Parameter(X)), (nn.Parameter(X), X)):
+            tr = st.trace(forward, (given,))
+            assert torch.equal(tr(given), forward(given))
+            refused(tr, r"x\.is_parameter, which", other, error=st.errors.InputMismatchError)
+    assert "type" not in globals()
+
+
+def test_results_of_a_subclass():
+    class Own(torch.Tensor):
+        pass
+
+    tr = st.trace(lambda x: x * 2, (X,))
+    refused(tr, "x is a Own now", X.as_subclass(Own), error=st.errors.InputMismatchError)
+    tr(nn.Parameter(X))
+
+
+def test_which_arguments_are_one_tensor():
+    for same in (lambda x, y: x is y, lambda x, y: id(x) == id(y)):
+        tr = st.trace(lambda x, y, same=same: x * 2 if same(x, y) else x * 3, (X, X.clone()))
+        assert torch.equal(tr(X, X.clone()), X * 3)
+        refused(tr, "which arguments are one tensor", X, X, error=st.errors.InputMismatchError)
+    tr = st.trace(lambda x, y: x * 2 if x is not None else y, (X, X.clone()))
+    assert torch.equal(tr(X, X), X * 2)
+    model = net(lambda s, x: x * 2 if x is s.shift else x * 3)
+    tr = st.trace(model, (torch.ones(4),))
+    tr(torch.ones(4))
+    refused(tr, "which arguments are tensors of the model", model.shift, error=st.errors.InputMismatchError)
+    with pytest.raises(st.errors.UnsupportedOpError, match="x is a tensor of the model, and the forward compares"):
+        st.trace(model, (model.shift,))
+
+
+def test_the_order_of_entries():
+    y = X * 3
+    tr = st.trace(lambda d: next(iter(d.values())) * 2, ({"a": X, "b": y},))
+    assert torch.equal(tr({"a": y, "b": X}), y * 2)
+    refused(tr, "pass the same structure", {"b": X, "a": y}, error=st.errors.InputMismatchError)
+    tr = st.trace(lambda x, k=None, **more: x * next(iter(more.values())), (X,), {"a": X, "b": y, "k": X})
+    tr(X, k=X, a=X, b=y)
+    refused(tr, r"order of \*\*kwargs was \['a', 'b'\]", X, k=X, b=X, a=y, error=st.errors.InputMismatchError)
