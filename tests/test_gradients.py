@@ -147,6 +147,11 @@ RIGHT = {
         [("torch.no_grad()", "a = First.apply(x)")],
         ("a",),
     ),
+    "a result beside its data, laid out otherwise": (
+        "transposed",
+        ["x.detach().copy_(x.detach().sin())", "a = x * 2", "b = a.data"],
+        ("a", "b"),
+    ),
     "an attribute of which the result is a view": (
         "leaf",
         ["self.b = self.p * x", "self.b.copy_(x)"],

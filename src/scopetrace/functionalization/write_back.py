@@ -166,7 +166,9 @@ class _Builder:
             if owner is None:
                 return self._plain(leaf, leaf)
             size, stride = tuple(leaf.fake.size()), tuple(leaf.fake.stride())
-            return ViewOf(self._plain(owner, owner), (StridedStep(size, stride, leaf.offset - owner.offset),))
+            detached = owner.fake.requires_grad and not leaf.fake.requires_grad
+            first = [ViewStep(_aten.detach.default, (), {}, None)] if detached else []
+            return ViewOf(self._plain(owner, owner), (*first, StridedStep(size, stride, leaf.offset - owner.offset)))
         outside = [r for r in aliases.roots if r in self.outside]
         if outside:
             root, steps = self._chain(aliases, leaf)
