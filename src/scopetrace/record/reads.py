@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat import questions
+from scopetrace._compat.sources import PACKAGES
 from scopetrace._compat.tensors import requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
@@ -67,7 +68,9 @@ class ReadRecorder:
             for table in [table for table in tables.values() if "type" not in table]:
                 stack.callback(table.pop, "type", None)
                 table["type"] = questions.TypeForUsers
-            questions.report_questions(replacing(stack), self, mine, reach.asked | tags & reach.names)
+            own = [f.__code__ for f in reach.functions if not f.__code__.co_filename.startswith(PACKAGES)]
+            asked = {name for code in own for name in names_of(code).asked}
+            questions.report_questions(replacing(stack), self, mine, asked | tags & reach.names)
             yield
             self._note_hidden_blocks()
             for i, frames in sorted(inputs_of_layouts(self._builder.tape, self._contiguous).items()):
