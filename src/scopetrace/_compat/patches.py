@@ -30,7 +30,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.ops import eager, hop_entry_points, in_transform, is_recording, short_way
 from scopetrace._compat.questions import HookListener, Mine, Replace, report_hooks
-from scopetrace._compat.sources import NOT_THE_MODEL, TORCH, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import requires_grad_of
 
@@ -328,7 +328,7 @@ def _report_seeding(replace: Replace, observer: Observer, mine: Mine) -> None:
                 replace(module, name, _reported(getattr(module, name), report, mine))
 
     def asked() -> bool:
-        return mine() and not sys._getframe(2).f_code.co_filename.startswith(TORCH)
+        return mine() and not sys._getframe(2).f_code.co_filename.startswith(NOT_THE_MODEL)
 
     for module in (torch, torch.random, torch.cuda):
         for name in ("get_rng_state", "initial_seed"):

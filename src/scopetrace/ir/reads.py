@@ -159,8 +159,9 @@ class InSlot:
     kind, stays = "attribute", False
 
     def now(self, call: CallInputs) -> Any:
-        """As `Place.now`."""
-        return getattr(self.owner, self.key, MISSING)
+        """As `Place.now`. A method of nn.Module is that class: tracers of torch replace its methods for a time."""
+        found = getattr(self.owner, self.key, MISSING)
+        return torch.nn.Module if found is getattr(torch.nn.Module, self.key, None) else found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -496,14 +496,14 @@ def functions_read(ran: Reach, tape: Tape, written: Set[str]) -> Iterator[Read]:
     for kind in called | ran.classes:
         if issubclass(kind, LazyGraphModule | torch.jit.ScriptModule):
             continue  # the first has a forward of its own when it first runs, the second in C++
-        found = {name: getattr(kind, name) for name in ("forward", "__call__")} if kind in called else {}
+        names = dict.fromkeys(("forward", "__call__") if kind in called else ())
         for base in kind.__mro__:
             for name, member in members.get(base, {}).items():
                 function = getattr(member, "fget", getattr(member, "__func__", member))
-                if id(function) in functions and name not in found:
-                    found[name] = getattr(kind, name)
-        for name, value in found.items():
-            yield Read(f"{kind.__name__}.{name}", value, InSlot(kind, name), (), root)
+                if id(function) in functions:
+                    names[name] = None
+        for slot in [InSlot(kind, name) for name in names]:
+            yield Read(f"{kind.__name__}.{slot.key}", slot.now(NO_CALL), slot, (), root)
     place = OfFunctions(tuple(ran.functions))
     yield Read("functions", place.now(NO_CALL), place, (), root)
     for f in ran.functions:
