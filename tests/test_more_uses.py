@@ -183,14 +183,14 @@ def test_an_iterator_in_a_list():
 def test_settings_that_a_forward_leaves():
     def leaves(x):
         torch.set_grad_enabled(False)
-        torch.backends.cudnn.benchmark = True
+        torch.set_float32_matmul_precision("high")
         return x * 2
 
     try:
-        assert effects(leaves) == [("torch.is_grad_enabled", True), ("torch.backends.cudnn.benchmark", True)]
+        assert effects(leaves) == [("torch.is_grad_enabled", True), ("torch.get_float32_matmul_precision", True)]
         assert torch.is_grad_enabled()  # tracing is over
     finally:
-        torch.backends.cudnn.benchmark = False
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_settings_that_a_forward_sets_for_a_while_are_its_own():
