@@ -113,7 +113,7 @@ def make(folder: Path) -> None:
         opened.to_html(folder / "page.html")
         screenshot(folder / "page.html", name, "#" + quote(box), "1400,900")
     for name, content, size in (
-        ("bert-summary.png", traced.summary(depth=2).to_html(), "1160,430"),
+        ("bert-summary.png", traced.summary(depth=2).to_html(), "1250,480"),
         ("diff.png", st.diff(*versions()).to_html(), "900,170"),
     ):
         page = folder / "page.html"

@@ -22,7 +22,8 @@ def html_table(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> str:
     """Rows of cells as an HTML table, with all texts escaped and spaces kept."""
 
     def line(cells: Sequence[str], tag: str) -> str:
-        inside = (f"<{tag} style='text-align:left;white-space:pre'>{html.escape(cell)}</{tag}>" for cell in cells)
+        style = "text-align:left;white-space:pre;padding:2px 14px 2px 0"
+        inside = [f"<{tag} style='{style}'>{html.escape(cell)}</{tag}>" for cell in cells]
         return f"<tr>{''.join(inside)}</tr>"
 
     body = "".join(line(row, "td") for row in rows)
