@@ -282,6 +282,16 @@ def test_the_class_of_a_tensor():
     assert "type" not in globals()
 
 
+def test_what_pytest_puts_into_an_assert_is_not_of_the_forward():
+    def forward(x):
+        assert x.shape == X.shape
+        return x * 2
+
+    places = [read.place for read in st.trace(forward, (X,))._program.tape.reads]
+    functions = [f for place in places for f in getattr(place, "functions", ())]
+    assert functions == [forward]
+
+
 def test_results_of_a_subclass():
     class Own(torch.Tensor):
         pass

@@ -233,7 +233,7 @@ class Reach:
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._add_cell(name, cell, names)
         for name in names.globals & table.keys():
-            if (id(table), name) not in self.looked_up:
+            if (id(table), name) not in self.looked_up and name.isidentifier():  # pytest has its own in an assert
                 self._look_up(table, name, names)
         for name, default in _defaults(function) if function.__defaults__ or function.__kwdefaults__ else ():
             if type(default) not in ATOMS:
