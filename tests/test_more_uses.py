@@ -282,6 +282,19 @@ def test_the_class_of_a_tensor():
     assert "type" not in globals()
 
 
+def test_a_slot_that_is_none():
+    class Options:
+        __slots__ = ("scale",)
+
+    model = net(lambda s, x: x * 2 if s.options.scale is None else x * s.options.scale)
+    model.options = Options()
+    model.options.scale = None
+    tr = st.trace(model, (X,))
+    assert [(read.expression, read.value) for read in tr.specializations] == [("options.scale", None)]
+    model.options.scale = 3.0
+    refused(tr, r"options\.scale: None when traced and 3\.0 now")
+
+
 def test_what_pytest_puts_into_an_assert_is_not_of_the_forward():
     def forward(x):
         assert x.shape == X.shape

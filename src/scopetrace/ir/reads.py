@@ -161,7 +161,7 @@ class InSlot:
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`. A method of nn.Module is that class: tracers of torch replace its methods for a time."""
         found = getattr(self.owner, self.key, MISSING)
-        return torch.nn.Module if found is getattr(torch.nn.Module, self.key, None) else found
+        return torch.nn.Module if found is vars(torch.nn.Module).get(self.key, self) else found
 
 
 @dataclasses.dataclass(frozen=True)
