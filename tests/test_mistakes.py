@@ -54,6 +54,7 @@ MISTAKES = {
     "a model for its stages": (lambda tr: st.distributed.split_points(NET, 2), "takes a trace, st.trace(model, args)"),
     "one stage": (lambda tr: st.distributed.split_points(tr, 1), "write 2 or more"),
     "the graph": (lambda tr: tr.graph, "Trace has no 'graph': write tr.graph_module.graph"),
+    "the code": (lambda tr: tr.code, "Trace has no 'code': write tr.graph_module.code"),
     "the parameters": (lambda tr: tr.parameters(), "write tr.to_module()"),
     "a device": (lambda tr: tr.to("cpu"), "write tr.to_module()"),
     "the inputs of a call": (lambda tr: tr.calls[1].inputs, "write call.arguments"),
@@ -83,3 +84,9 @@ def test_an_error_inside_a_forward_is_the_models_own():
 
     with pytest.raises(TypeError, match=r"^mine"):
         st.trace(Raises(), (X,))
+
+
+def test_an_error_inside_of_a_property_keeps_its_words(tr, monkeypatch):
+    monkeypatch.setattr(type(tr), "mutations", property(lambda self: self.scope.missing))
+    with pytest.raises(AttributeError, match="'Scope' object has no attribute 'missing'"):
+        _ = tr.mutations

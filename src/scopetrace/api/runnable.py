@@ -97,8 +97,10 @@ def program_of(traced: Runnable) -> TracedProgram:
 
 
 _ELSEWHERE = {
-    **dict.fromkeys(("graph", "nodes", "code"), "tr.graph_module.graph, .graph_module.graph.nodes, .graph_module.code"),
-    **dict.fromkeys(("forward",), "tr(*args)"),
+    "graph": "tr.graph_module.graph",
+    "nodes": "tr.graph_module.graph.nodes",
+    "code": "tr.graph_module.code",
+    "forward": "tr(*args)",
     **dict.fromkeys(("parameters", "state_dict", "to", "cuda", "train", "eval"), "tr.to_module(), an nn.Module"),
     **dict.fromkeys(("modules", "children", "inputs", "outputs"), "tr.calls, of which the first is the model's own"),
     **dict.fromkeys(("export", "onnx"), "tr.to_onnx(path) or tr.to_exported_program()"),
@@ -112,6 +114,8 @@ class Shown(Runnable):
 
         def __getattr__(self, name: str) -> Any:
             """What a name that a GraphModule or a module has is called here, in an AttributeError."""
+            if hasattr(type(self), name):
+                return object.__getattribute__(self, name)  # a property, whose own AttributeError this is
             instead = _ELSEWHERE.get(name)
             raise AttributeError(f"{type(self).__name__} has no {name!r}" + (f": write {instead}" if instead else ""))
 
