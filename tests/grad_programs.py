@@ -452,7 +452,7 @@ class Draft:
 
     def _hook(self) -> bool:
         """A hook on a gradient, but for a view made under no_grad: torch 2.13 crashes there."""
-        hooked = [n for n, t in self.pool.items() if not (t.is_leaf and t._is_view())]
+        hooked = [n for n, t in self.pool.items() if _takes_hooks(t)]
         form = self.choose.choice(HOOKED)
         return bool(hooked) and self._execute(Step(form.format(t=self.choose.choice(hooked)), (), self.mode))
 
@@ -675,6 +675,14 @@ def seen(model: torch.nn.Module, args: tuple, versions: list[int], results: list
         "unwritten": [t._version == before for t, before in zip(args, versions, strict=True)],
         "attributes": list(dict(model.named_parameters())) + list(dict(model.named_buffers())),
     }
+
+
+def _takes_hooks(t: torch.Tensor) -> bool:
+    """Whether torch lets hooks act on the gradient of a tensor."""
+    try:
+        return not (t.is_leaf and t._is_view())
+    except RuntimeError:  # a view made under no_grad whose base was written since
+        return False
 
 
 def root(t: torch.Tensor) -> torch.Tensor:
