@@ -656,8 +656,7 @@ def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: 
     def __enter__(self: Any) -> None:
         if mine() and (_is_users(self) or type(self).__module__ == torch.utils.checkpoint.__name__):
             marks[id(self)] = listener.mark()
-            context_fn = sys._getframe(1).f_locals.get("context_fn")  # of the function that checkpoints
-            chosen[id(self)] = context_fn if context_fn is not torch.utils.checkpoint.noop_context_fn else None
+            chosen[id(self)] = _context_fn(sys._getframe(1))
         if id(self) not in marks or not _is_users(self):
             enter(self)
 
@@ -673,6 +672,17 @@ def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: 
 
     replace(_saved_tensors_hooks, "__enter__", __enter__)
     replace(_saved_tensors_hooks, "__exit__", __exit__)
+
+
+def _context_fn(frame: FrameType | None) -> Any:
+    """The `context_fn` of the function that checkpoints, which runs in `frame` or around it; None for its default."""
+    checkpoint = torch.utils.checkpoint
+    while frame is not None and frame.f_code.co_filename == checkpoint.__file__:
+        if "context_fn" in frame.f_locals:
+            found = frame.f_locals["context_fn"]
+            return None if found is checkpoint.noop_context_fn else found
+        frame = frame.f_back
+    return None
 
 
 def _is_users(hooks: Any) -> bool:
