@@ -94,6 +94,13 @@ def test_a_summary():
     )
 
 
+def test_one_more_of_the_same_layer_has_no_number():
+    layers = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    tr = trace(layers, X)
+    assert "\n  Sequential[1] as Sequential[0]  f32[2, 4]" in str(tr.summary())
+    assert "\n  Sequential[1] as Sequential[0] -> %relu_1: f32[2, 4]" in str(tr)
+
+
 def test_each_parameter_counts_once_and_what_is_not_used_is_named():
     found = trace(Uses(), X, kwargs={"more": {"t": torch.zeros(3)}}).summary()
     rows = {(row.fqn, row.index): row for row in found.rows}

@@ -33,7 +33,7 @@ class _Program(RegexHighlighter):
         r"(?P<attribute>\bself\.[\w.]+)",
         r"(?P<scope>^ *scope\(\"[^\"]*\"\))",
         rf"(?P<call>^ *{_LABEL}(/{_LABEL})*(#\d+)?(?=\())",
-        r"(?P<call>^ *[^%(]* ×\d+ as [^\s(]+)",
+        r"(?P<call>^ *[^%(]*( ×\d+)? as [^\s(]+)",
         r"(?P<note>  # .*$)",
     ]
 

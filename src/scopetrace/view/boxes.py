@@ -26,7 +26,7 @@ from scopetrace.program.graph import call_position, named, node_value, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.marks import Marks
 from scopetrace.view.measures import Measures, Meter, cost_text
-from scopetrace.view.text import is_section_named, joined, label_of, op_line
+from scopetrace.view.text import counted, is_section_named, label_of, op_line
 from scopetrace.view.tree import Folder, Op, Run, Section, Tree, target_text
 
 Kind = Literal["call", "scope", "body", "run", "op"]
@@ -162,7 +162,7 @@ class _Boxes:
 
     def _run(self, run: Run, key: str, needed: Nodes) -> Box:
         members = run.sections
-        label = f"{joined([label_of(member) for member in members])} ×{len(members)}"
+        label = counted([label_of(member) for member in members])
         box = Box(self._unique(f"{key} ×{len(members)}"), label, "run", members[0].call, self._meter.sum(members))
         self._fill(box, run, list(members), needed)
         box.writes = tuple(dict.fromkeys(name for member in box.children for name in member.writes))

@@ -21,7 +21,7 @@ from scopetrace.program.graph import node_value, type_text
 from scopetrace.program.traced import TracedProgram
 from scopetrace.view.marks import Marks
 from scopetrace.view.measures import Measures, Meter, share
-from scopetrace.view.text import joined, label_of
+from scopetrace.view.text import counted, label_of
 from scopetrace.view.tree import Folder, Op, Run, Section, Tree
 
 _SHOWN = 3  # tensors of a cell
@@ -167,7 +167,8 @@ class Summary:
         """The members of a run after the first, as one line."""
         others = run.sections[1:]
         cost = self._meter.sum(others)
-        label = f"{joined([_label(member) for member in others])} ×{len(others)}"
+        label = counted([_label(member) for member in others])
+        label += f" as {_label(run.sections[0])}" if len(others) == 1 else ""
         return _Line(label, self._row(others[-1], depth, cost))
 
     def _notes(self) -> Iterator[str]:

@@ -5,7 +5,7 @@
       Sequential[body](input=%x: f32[1, 8]) -> %linear_1: f32[1, 8]
         Linear[0](input=%x: f32[1, 8]) -> %linear: f32[1, 8]
           %linear: f32[1, 8] = aten.linear(%x, self.weight, self.bias)
-        Linear[1] ×1 as Linear[0] -> %linear_1: f32[1, 8]
+        Linear[1] as Linear[0] -> %linear_1: f32[1, 8]
       Linear[head](input=%linear_1: f32[1, 8]) -> %linear_2: f32[1, 2]
         %linear_2: f32[1, 2] = aten.linear(%linear_1, self.weight, self.bias)
 
@@ -148,7 +148,7 @@ class _Writer:
         else:
             yield indent + self._header(first, names[0], f"as {like}")
         if len(names) > 1:
-            yield f"{indent}{joined(names[1:])} ×{len(names) - 1} as {like}{self._fold_values(run)}"
+            yield f"{indent}{counted(names[1:])} as {like}{self._fold_values(run)}"
 
     def _header(self, section: Section, label: str, *notes: str) -> str:
         call = section.call
@@ -284,6 +284,11 @@ def _path_label(section: Section) -> str:
 
 def _index(call: ModuleCall) -> str:
     return f"#{call.index}" if call.index else ""
+
+
+def counted(labels: list[str]) -> str:
+    """The labels of a run as one, with their number: `BertLayer[layer.1 … layer.11] ×11`; one label as it is."""
+    return f"{joined(labels)} ×{len(labels)}" if len(labels) > 1 else labels[0]
 
 
 def joined(labels: list[str]) -> str:
