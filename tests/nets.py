@@ -17,6 +17,25 @@ class Net(nn.Module):
         return self._forward(self, *args)
 
 
+def net(forward, **attributes):
+    """A module of a class of its own, with a layer, a buffer and these attributes; its base has the methods."""
+
+    class Base(nn.Module):
+        def helped(self, x):
+            return x * 2
+
+    class Net(Base):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+            self.register_buffer("shift", torch.ones(4))
+            for name, value in attributes.items():
+                setattr(self, name, value)
+
+    Base.forward = forward
+    return Net()
+
+
 def weight(*shape):
     """A parameter of this shape."""
     return nn.Parameter(torch.randn(shape))

@@ -2,7 +2,6 @@
 
 import copy
 import datetime
-import gc
 import logging
 import os
 import weakref
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 
 import scopetrace as st
+from tests.nets import net
 
 X = torch.ones(2, 4)
 LOG = logging.getLogger("scopetrace.tests.more_uses")
@@ -20,25 +20,6 @@ LOG = logging.getLogger("scopetrace.tests.more_uses")
 class Config:
     def __init__(self, **attributes):
         self.__dict__.update(attributes)
-
-
-def net(forward, **attributes):
-    """A module with a layer, a buffer and these attributes, whose class has a base with a method."""
-
-    class Base(nn.Module):
-        def helped(self, x):
-            return x * 2
-
-    class Net(Base):
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
-            self.register_buffer("shift", torch.ones(4))
-            for name, value in attributes.items():
-                setattr(self, name, value)
-
-    Base.forward = forward
-    return Net()
 
 
 def refused(tr, text, *args, error=st.errors.StateMismatchError, **kwargs):
@@ -105,8 +86,22 @@ def test_what_a_weak_reference_leads_to():
     config.k = 2.0
     tr(X)
     del config
-    gc.collect()
     refused(tr, "of, which the model reads")
+
+
+def test_what_a_weak_proxy_leads_to():
+    config = Config(k=2.0)
+    tr = st.trace(net(lambda s, x: x * s.proxy.k, proxy=weakref.proxy(config)), (X,))
+    assert torch.equal(tr(X), tr(X)) and torch.equal(tr(X), X * 2)
+    config.k = 3.0
+    refused(tr, r"k, .*: 2\.0 when traced and 3\.0 now")
+
+
+def test_the_dict_of_a_class():
+    model = net(lambda s, x: x * vars(type(s))["scale"])
+    type(model).scale = 2.0
+    with pytest.raises(st.errors.UnsupportedOpError, match="out of the __dict__ of a class"):
+        st.trace(model, (X,))
 
 
 def test_a_weak_dictionary():
@@ -227,6 +222,45 @@ def test_gradients_are_not_touched():
 
 
 # Tensors as Python objects -------------------------------------------------------------------------------------------
+
+
+def test_the_text_of_a_tensor_may_be_shown_and_not_read(capsys):
+    def shows(x):
+        print(x, f"{x}", repr(x) + "!", LOG.debug("%s", x))
+        return x * 2
+
+    assert torch.equal(st.trace(shows, (X,))(X), X * 2)
+    for read in (len, hash, set, lambda text: "0." in text, lambda text: text == "tensor(0.)"):
+        with pytest.raises(st.errors.DataDependentError, match="the text of a tensor"):
+            st.trace(lambda x, read=read: x * 2 if read(str(x)) else x, (X,))
+
+
+def test_errors_that_a_forward_catches():
+    def factor(x):
+        try:
+            return torch.linalg.cholesky(x)
+        except RuntimeError:
+            return x * 2
+
+    tr = st.trace(factor, (torch.eye(2),))
+    assert torch.equal(tr(torch.eye(2)), torch.eye(2))
+    refused(tr, "since it catches errors.*cholesky", -torch.eye(2), error=st.errors.DataDependentError)
+    with pytest.raises(torch.linalg.LinAlgError):
+        st.trace(torch.linalg.cholesky, (torch.eye(2),))(-torch.eye(2))
+
+
+@pytest.mark.parametrize("bind", [lambda x: x[0], lambda x: x])
+def test_a_view_of_a_written_input_in_an_attribute(bind):
+    def forward(self, x):
+        self.last = bind(x)
+        x.add_(1)
+        return x * 2
+
+    model, x = net(forward), X.clone()
+    tr = st.trace(model, (X.clone(),))
+    tr(x)
+    x.add_(5)
+    assert torch.equal(model.last, bind(x))
 
 
 def test_attributes_that_users_set_on_tensors():

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import scopetrace as st
+from tests.nets import net
 
 X = torch.ones(2, 4)
 LEVEL = contextvars.ContextVar("LEVEL", default=2.0)
@@ -41,24 +42,11 @@ class FromSlot:
         return owner.__dict__.get("_scale", 2.0)
 
 
-def net(forward, **attributes):
-    """A module of a class of its own, with a layer, a buffer and these attributes."""
-
-    class Net(nn.Module):
-        described = FromSlot()
-
-        def __init__(self):
-            super().__init__()
-            self.fc = nn.Linear(4, 4)
-            self.register_buffer("shift", torch.ones(4))
-            for name, value in attributes.items():
-                setattr(self, name, value)
-
-        def helped(self, x):
-            return x * 2
-
-    Net.forward = forward
-    return Net()
+def described():
+    """A module with an attribute that a descriptor of its class gives."""
+    model = net(lambda s, x: x * s.described)
+    type(model).described = FromSlot()
+    return model
 
 
 def replaced(owner, name, value):
@@ -84,7 +72,7 @@ CHANGES = {
         replaced(lambda m: m.c, "k", 3.0),
         r"c\.k",
     ),
-    "a descriptor": (lambda: net(lambda s, x: x * s.described), replaced(lambda m: m, "_scale", 3.0), "vars"),
+    "a descriptor": (described, replaced(lambda m: m, "_scale", 3.0), "vars"),
     "a computed attribute": (
         lambda: net(lambda s, x: x * s.c.k, c=Computed(values={"k": 2.0})),
         lambda m: m.c.values.update(k=3.0),

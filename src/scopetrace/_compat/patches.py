@@ -407,6 +407,8 @@ def _report_values(replace: Replace, observer: Observer, mine: Mine) -> None:
         found = observer.on_number(self) if mine() and self.dim() == 0 else NotImplemented
         return to_text(self, spec) if found is NotImplemented else format(found, spec)
 
+    text, shown = _text_of_tensor(mine), torch.Tensor.__repr__
+    replace(torch.Tensor, "__repr__", lambda self, **k: text(shown(self, **k)) if mine() else shown(self, **k))
     for name in ("__reduce_ex__", "__deepcopy__"):
         replace(torch.Tensor, name, _of_plain(getattr(torch.Tensor, name), observer, mine))
     replace(torch.Tensor, "numpy", numpy)
@@ -414,6 +416,21 @@ def _report_values(replace: Replace, observer: Observer, mine: Mine) -> None:
     for cls in (torch.SymInt, torch.SymFloat):
         for name in ("__hash__", "__str__"):
             replace(cls, name, _of_the_number(getattr(cls, name), observer, mine))
+
+
+def _text_of_tensor(mine: Mine) -> type[str]:
+    """A class of text that may be shown; the model's code may not look into it, since it has no data."""
+
+    def method(name: str) -> Callable[..., Any]:
+        def read(self: str, *args: Any) -> Any:
+            if mine() and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_MODEL):
+                raise RuntimeError("the text of a tensor in a trace doesn't have data")
+            return getattr(str, name)(self, *args)
+
+        return read
+
+    names = ("__len__", "__eq__", "__ne__", "__hash__", "__contains__", "__getitem__", "__iter__", "split", "find")
+    return type("Text", (str,), {name: method(name) for name in names})
 
 
 def _of_plain(outer: Callable[..., Any], observer: Observer, mine: Mine) -> Callable[..., Any]:

@@ -131,13 +131,14 @@ class _Builder:
         return [self._result(i, leaf) for i, leaf in enumerate(self._outputs)]
 
     def bound(self) -> list[Source | None]:
-        """What each attribute is bound to, where it is or shares the memory of a result or another attribute."""
+        """What each attribute is bound to, where it is or shares memory with a result, input or attribute."""
         values = enumerate((w.value for w in self.old.attribute_writes), len(self._outputs))
         found = [self._result(i, v) if self._is_shared(v) else None for i, v in values]
         return found if any(found) else []
 
     def _is_shared(self, v: Value) -> bool:
-        return self._alone[v.storage] > 1 or id(v.fake) in self._first
+        of_written_input = v.storage in self.sets and self._is_inputs(v.storage)
+        return self._alone[v.storage] > 1 or id(v.fake) in self._first or of_written_input
 
     def _count_objects(self) -> dict[int, int]:
         seen: dict[int, set[int]] = {}

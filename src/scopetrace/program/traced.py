@@ -17,6 +17,7 @@ import functools
 import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import starmap
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -37,6 +38,7 @@ from scopetrace.containers.classes import with_imports
 from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
 from scopetrace.errors import (
     ArgumentTypeError,
+    DataDependentError,
     EditError,
     InputMismatchError,
     ScopetraceError,
@@ -48,7 +50,7 @@ from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.conditions import decided_by
 from scopetrace.ir.reads import refusal
-from scopetrace.ir.scopes import Scope, common_scope
+from scopetrace.ir.scopes import Scope, common_scope, source_of, walk_frames
 from scopetrace.ir.tape import (
     Call,
     FunctionalTape,
@@ -72,6 +74,7 @@ from scopetrace.program.graph import FxLowering, call_position, scope_path, type
 from scopetrace.program.inline import inlined
 from scopetrace.program.regions import has_regions, without_regions
 from scopetrace.program.state import HeldTensors
+from scopetrace.record.code import catches_errors
 
 Program = TypeVar("Program", bound=ProgramTape)
 
@@ -546,13 +549,26 @@ def _grad_mode_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(tape: ProgramTape, inputs: Sequence[Any]) -> Iterator[None]:
-    """Runs a graph inside, which fails with InputMismatchError where a specialization or strides of an input differ."""
+    """Runs a graph inside, which fails with InputMismatchError where a specialization or strides of an input differ.
+
+    Where the forward may catch the error, that is a DataDependentError: the graph does not go on as the forward would.
+    """
     try:
         yield
-    except RuntimeError as error:
+    except Exception as error:
         if decided_by(tape.specializations, str(error)) is not None:
             raise InputMismatchError(str(error)) from error
         other = other_strides(tape, inputs)
         if other is not None:
             raise InputMismatchError(f"{other}, and an op of the program takes no others: {error}") from error
+        ops = (op for op in tape.ops if op.kind == "call_function")
+        caught = next((op for op in ops if any(starmap(catches_errors, walk_frames(op.frames)))), None)
+        if caught is not None:
+            raise DataDependentError(
+                f"an op of the program fails, and the forward may go on, since it catches errors: {error}",
+                op=str(caught.target),
+                module=str(caught.scope),
+                source=source_of(caught.frames),
+                hint="ask for success by an op, as torch.linalg.cholesky_ex does, and pick with torch.where",
+            ) from error
         raise

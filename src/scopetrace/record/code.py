@@ -346,6 +346,13 @@ def is_discarded(code: types.CodeType, line: int, name: str) -> bool:
     return bool(found) and all(isinstance(parents[0], ast.Expr) for parents in found if parents)
 
 
+def catches_errors(code: types.CodeType, line: int) -> bool:
+    """Whether a line of code is in the body of a `try` that catches something."""
+    tree = _tree(code)
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Try) and n.handlers] if tree is not None else []
+    return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in found)
+
+
 def _calls(call: ast.Call, line: int, name: str) -> bool:
     callee = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
     return call.lineno == line and callee == name

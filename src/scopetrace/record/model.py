@@ -401,6 +401,7 @@ class Snapshot:
                 found += _changes(saved, now)
                 if outside or not saved.outside or saved.kind.words is not None or holds_fake(now):
                     saved.kind.restore(saved.owner, saved.before)
+        self.saved.clear()  # what a weak reference leads to lives no longer than without a trace
         return found
 
 
@@ -563,7 +564,7 @@ def holds_iterator(x: Any, depth: int = 3) -> bool:
     """Whether `x` is an iterator, or a container with one at most `depth` deep."""
     kind = type(x)
     if kind not in (list, tuple, dict):
-        return hasattr(kind, "__next__")
+        return hasattr(kind, "__next__") and kind not in weakref.ProxyTypes
     items = x.values() if kind is dict else x
     return depth > 0 and not ATOMS.issuperset(map(type, items)) and any(holds_iterator(i, depth - 1) for i in items)
 
@@ -584,6 +585,7 @@ _BUILTIN: dict[type, Kind] = {
     dict: Kind(lambda x: dict(_base_of(x).items(x)), _restore_dict, _same_dicts, "[]"),
     set: Kind(lambda x: set(set.__iter__(x)), _restore_set, operator.eq),
     weakref.ref: Kind(lambda x: [x()], lambda *_: None, _same_items),
+    weakref.ProxyType: Kind(lambda x: [x.__init__.__self__], lambda *_: None, _same_items),
     bytearray: Kind(bytes, lambda x, before: x.__setitem__(slice(None), before), operator.eq),
     MEMO: Kind(
         lambda x: (x, x.cache_info().misses),

@@ -89,7 +89,7 @@ class ObjectReads:
         found = [s for s in model.snapshot.saved.values() if s.kind.entries == "."]
         self._objects = [s for s in found if _takes_descriptors(s.owner)]
         self._others = [s for s in found if not _takes_descriptors(s.owner)]
-        self._watched: dict[type, dict[str, _Watched]] = {}
+        self._watched: dict[type, dict[str, Watched]] = {}
         """By class, the descriptors on it."""
         self._unfound: dict[tuple[int, str], tuple[Any, InTable | InTables | InSlot, Noted]] = {}
         """By owner and name, attributes that are missing, or None in place of a tensor or module."""
@@ -184,7 +184,7 @@ class ObjectReads:
         for name in names - _BOOKKEEPING:
             base, below = class_attribute(cls, name)
             if name[:2] != "__" and not hasattr(type(below), "__set__"):
-                watched[name] = _Watched(self._builder, cls, name, base, below)
+                watched[name] = Watched(self._builder, cls, name, base, below)
 
     # ---------------------------------------------------------------- after the forward
 
@@ -333,7 +333,7 @@ class ObjectReads:
                         yield Read(f"{name}.{key}", None, InTable(table, key), frames, path)
 
 
-class _Watched:
+class Watched:
     """Stands for an attribute of a class while the forward runs, and tells who reads it.
 
     `value` is what `base`, the class or one that it inherits from, has under that name; MISSING if there is nothing.
@@ -345,6 +345,9 @@ class _Watched:
         self.builder, self.cls, self.key, self.base, self.value = builder, cls, key, base, value
         self.first: dict[int, tuple[Any, Noted | None]] = {}
         """By id, each owner with where it was first read; None where it was written before."""
+
+    def __bool__(self) -> bool:
+        raise TypeError(f"{Watched.__name__!r} is no value")
 
     def __get__(self, owner: Any, cls: type) -> Any:
         place = self.base if owner is None else owner

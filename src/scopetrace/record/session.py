@@ -83,7 +83,7 @@ from scopetrace.record.effects import (
     without_hidden_gradients,
 )
 from scopetrace.record.model import Model, holds_iterator
-from scopetrace.record.object_reads import ObjectReads
+from scopetrace.record.object_reads import ObjectReads, Watched
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import keep_regions
@@ -471,6 +471,9 @@ class Recording:
         if isinstance(error, NoRealValue):
             problem = f"Python needs a value, and there is none: {error}"
             return DataDependentError(problem, op=self.ops.data.reader(None, running), **place)
+        if f"'{Watched.__name__}'" in str(error):
+            problem = "the forward takes an attribute out of the __dict__ of a class, where a trace has another object"
+            return UnsupportedOpError(problem, hint="ask the class for it: getattr(type(self), name)", **place)
         if any(text in str(error) for text in _NO_FAKE):
             return UnsupportedOpError(str(error), op=None if running is None else str(running), **place)
         if "modified by an inplace operation" in str(error):
