@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import enum
 import functools
@@ -537,7 +538,40 @@ def test_an_opaque_object_as_argument():
     torch.testing.assert_close(ep.module()(torch.ones(3), Settings(4)), torch.full((3,), 4.0))
 
 
-@pytest.mark.parametrize("value", [torch.float32, torch.device("cpu"), 1 + 2j, nn.Linear(3, 3)])
+@pytest.mark.parametrize("make", [lambda: nn.Linear(4, 4), lambda: nn.BatchNorm1d(4), lambda: Deep(nn.Linear(4, 4))])
+def test_a_module_as_argument(make):
+    model, x = module_of(lambda self, x, m, n: m(x) * n(x).sum()), torch.randn(3, 4)
+    ep = st.trace(model, (x, make(), nn.Linear(4, 2))).to_exported_program()
+    theirs = torch.export.export(model, (x, make(), nn.Linear(4, 2)))
+    names, expected = ([s.arg.name for s in p.graph_signature.input_specs] for p in (ep, theirs))
+    assert names == expected
+    for program in (ep, ep.run_decompositions()):
+        for other in (make(), make()):
+            args = x, other, nn.Linear(4, 2)
+            expected = copy.deepcopy(args)
+            torch.testing.assert_close(program.module()(*args), model(*expected))
+            torch.testing.assert_close(other.state_dict(), expected[1].state_dict())
+
+
+class Deep(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = nn.ModuleList([inner, nn.ReLU()])
+        self.register_buffer("unread", torch.zeros(2))
+
+    def forward(self, x):
+        return self.inner[1](self.inner[0](x))
+
+
+def test_a_module_as_two_arguments():
+    both, model = nn.Linear(3, 3), Deep(nn.Linear(3, 3))
+    model.forward = lambda x, m, n: m(x) + n(x)
+    for m, n, name in (both, both, "n"), (model.inner[0], both, "m"):
+        with pytest.raises(st.ExportError, match=rf"the argument {name}\['weight'\] is a tensor of the model, or of"):
+            st.trace(model, (torch.ones(3), m, n)).to_exported_program()
+
+
+@pytest.mark.parametrize("value", [torch.float32, torch.device("cpu"), 1 + 2j])
 def test_other_objects_are_refused_as_arguments(value):
     tr = st.trace(module_of(lambda self, x, s: x * 2), (torch.ones(3), value))
     with pytest.raises(st.ExportError, match=f"the argument s is a {type(value).__name__}"):

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.fx
+from torch._export.non_strict_utils import _enable_graph_inputs_of_type_nn_module
 from torch._export.passes.replace_autocast_with_hop_pass import replace_autocast_with_hop_pass
 from torch._export.passes.replace_set_grad_with_hop_pass import replace_set_grad_with_hop_pass
 from torch._export.verifier import TrainingIRVerifier, Verifier
@@ -65,6 +66,10 @@ def can_be_saved(spec: pytree.TreeSpec) -> bool:
     if known is None or known.serialized_type_name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND:
         return False
     return all(map(can_be_saved, spec.children()))
+
+
+modules_as_containers = _enable_graph_inputs_of_type_nn_module
+"""A context in which pytree flattens the modules among (args, kwargs) into parameters and buffers, as torch.export."""
 
 
 def symbol_ranges(shape_env: Any) -> dict[Any, Any]:

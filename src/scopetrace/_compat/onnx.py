@@ -139,20 +139,25 @@ def node_in_error(causes: Sequence[BaseException]) -> str | None:
     return None
 
 
-class QuickRule(pattern.RewriteRule):
-    """A rule that is tried on nodes of its pattern's op only; onnxscript's own begins a match at every node."""
+class RulesByOp(pattern.RewriteRule):
+    """Rules as one, which tries those whose pattern ends in the op of the node; onnxscript tries all at every node."""
 
-    def __init__(self, rule: pattern.RewriteRule) -> None:
-        self.__dict__.update(rule.__dict__)
-        self._op = rule._target_pattern.output_nodes[0].op_identifier()
-        if not rule._target_pattern.has_single_output_node:  # SlicesSplit
-            self._matcher = SiblingMatcher(rule._target_pattern)
+    def __init__(self, rules: Sequence[pattern.RewriteRule]) -> None:
+        self.__dict__.update(rules[0].__dict__)
+        self._rules: dict[str, list[pattern.RewriteRule]] = {}
+        for rule in rules:
+            if not rule._target_pattern.has_single_output_node:  # SlicesSplit
+                rule._matcher = SiblingMatcher(rule._target_pattern)
+            self._rules.setdefault(rule._target_pattern.output_nodes[0].op_type, []).append(rule)
 
     def try_rewrite(self, model: ir.Model, graph_or_function: Any, node: ir.Node, **options: Any) -> Any:
         """As in the base class."""
-        if self._op is not None and self._op != node.op_identifier():
-            return None
-        return super().try_rewrite(model, graph_or_function, node, **options)
+        for rule in self._rules.get(node.op_type, ()):
+            found = rule.try_rewrite(model, graph_or_function, node, **options)
+            if found is not None:
+                self.name, self.remove_nodes = rule.name, rule.remove_nodes  # the caller reads them
+                return found
+        return None
 
 
 class SiblingMatcher(SimplePatternMatcher):
@@ -182,10 +187,11 @@ def optimize(model: ir.Model, kept: Container[str]) -> None:
     """Run torch.onnx's optimizer, on a model that has no functions.
 
     Constants are exact: torch.onnx's own rules take 1e-8, say an `eps`, for 0. Initializers with the names in `kept`
-    are not merged with equal ones; where there are some, the model was optimized before and has its shapes.
+    are not merged with equal ones; where there are some, the model was optimized before, has its shapes, and one round
+    is enough.
     """
     others = [rule for rule in rewriter._DEFAULT_REWRITE_RULES if rule not in _no_op.rules.rules]
-    rules = [QuickRule(rule) for rule in (*_exact_rules(), *others)]
+    rules = RulesByOp([*_exact_rules(), *others])
 
     class Deduplicate(common.DeduplicateInitializersPass):
         def call(self, model: ir.Model) -> ir.passes.PassResult:
@@ -197,10 +203,10 @@ def optimize(model: ir.Model, kept: Container[str]) -> None:
             return result
 
     with (
-        mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", tuple(rules)),
+        mock.patch.object(rewriter, "_DEFAULT_REWRITE_RULES", (rules,)),
         mock.patch.object(common, "DeduplicateInitializersPass", Deduplicate),
     ):
-        optimizer.optimize_ir(model, onnx_shape_inference=not kept)
+        optimizer.optimize_ir(model, 1 if kept else 2, onnx_shape_inference=not kept)
         onnx_fusions.fuse(model)
 
 

@@ -18,7 +18,7 @@ import torch.fx
 from torch.export.graph_signature import ConstantArgument, CustomObjArgument, InputKind, InputSpec, TensorArgument
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.export import opaque_name
+from scopetrace._compat.export import modules_as_containers, opaque_name
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import buffers_of, persistent_buffers_of
@@ -30,16 +30,16 @@ from scopetrace.lower.exported.frames import ModuleCallFrame
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.program.graph import FxLowering, node_value, set_node_value
 
-_PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_"}
+_PREFIX = {InputKind.PARAMETER: "p_", InputKind.BUFFER: "b_", InputKind.CONSTANT_TENSOR: "c_", InputKind.USER_INPUT: ""}
 
 
 @dataclasses.dataclass
 class State:
-    """A parameter, buffer or constant of an ExportedProgram."""
+    """A parameter, buffer or constant of an ExportedProgram; or, a USER_INPUT, of a module among its arguments."""
 
     kind: InputKind
     fqn: str
-    """Its key in `state_dict` or `constants`."""
+    """Its key in `state_dict` or `constants`; of a module among the arguments the path."""
     tensor: torch.Tensor
     persistent: bool | None = None
     """For a buffer, whether it is in `state_dict`; else None."""
@@ -54,11 +54,26 @@ class State:
     @property
     def placeholder(self) -> str:
         """The name of its placeholder in torch.export's format, `p_fc_weight`."""
-        return _PREFIX[self.kind] + re.sub(r"\W", "_", self.fqn).lower()
+        return _PREFIX[self.kind] + re.sub(r"\W+", "_", self.fqn.rstrip("']")).lower()
 
 
-def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], graph: torch.fx.Graph) -> dict[str, State]:
-    """By name on the tape, the state of the program: parameters, then buffers, then constants.
+def flat_arguments(tape: FunctionalTape, names: list[str]) -> tuple[list[tuple[str, Any]], Any]:
+    """The leaves of the arguments with their paths, and the pytree spec. Modules are containers of their tensors."""
+    with modules_as_containers(tape.args):
+        flat, tree = pytree.tree_flatten_with_path(tape.args)
+    return [(_path(path, names), leaf) for path, leaf in flat], tree
+
+
+def _path(keys: pytree.KeyPath, names: list[str]) -> str:
+    _, argument, *inner = keys
+    path = names[argument.idx] if isinstance(argument, pytree.SequenceKey) else argument.key  # type: ignore[attr-defined]
+    return str(path) + pytree.keystr(tuple(inner))
+
+
+def states(
+    tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], graph: torch.fx.Graph, given: list[tuple[str, Any]]
+) -> dict[str, State]:
+    """By name on the tape, the state of the program: parameters, then buffers, then constants; then what is `given`.
 
     For a traced module all its parameters and buffers; for a function or a loaded trace, those that the tape reads.
     Constants that no node of `graph` reads and that nothing changes are left out.
@@ -72,6 +87,17 @@ def states(tape: FunctionalTape, frames: dict[Call, ModuleCallFrame], graph: tor
     if tape.edited:  # an edit may have put other tensors in the place of the model's
         now = {id(s.tensor): tape.attributes.get(n, s.tensor) for n, s in reversed(found.items()) if n in readers}
         found = {n: dataclasses.replace(s, tensor=now.get(id(s.tensor), s.tensor)) for n, s in found.items()}
+    on_tape = {id(t): n for n, t in tape.attributes.items()}
+    for path, tensor in given:
+        if isinstance(tensor, torch.Tensor):
+            name = on_tape.get(id(tensor), path)
+            if name in found:
+                raise ExportError(
+                    f"the argument {path} is a tensor of the model, or of another argument",
+                    module=tape.root.path,
+                    hint="give a module of its own, or none",
+                )
+            found[name] = State(InputKind.USER_INPUT, path, tensor)
     for name, tensor in tape.attributes.items():
         if name in readers and name not in found and (name in tape.owners or name in needed | written):
             found[name] = _beside(tape, name, tensor, readers[name])
@@ -140,25 +166,25 @@ class Lifted:
 
     Attributes:
         specs: the InputSpec of each placeholder, in order.
-        spec: the pytree spec of (args, kwargs).
         inputs: the placeholders of the tensors among the arguments.
         state: by name on the tape, the State and its placeholder.
         guards: conditions on arguments, beside those that the specs say.
     """
 
-    def __init__(self, program: FxLowering, tape: FunctionalTape, held: dict[str, State], names: list[str]) -> None:
+    def __init__(
+        self, program: FxLowering, tape: FunctionalTape, held: dict[str, State], given: list[tuple[str, Any]]
+    ) -> None:
         self._program, self._tape, self._graph = program, tape, program.graph
         self._moved: dict[torch.fx.Node, torch.fx.Node] = {}
-        given = self._graph.find_nodes(op="placeholder")  # the tensors, then the numbers
-        self.inputs, self._numbers = given[: len(tape.inputs)], given[len(tape.inputs) :]
+        nodes = self._graph.find_nodes(op="placeholder")  # the tensors, then the numbers
+        self.inputs, self._numbers = nodes[: len(tape.inputs)], nodes[len(tape.inputs) :]
         read = {n.target: n for n in self._graph.find_nodes(op="get_attr") if n.target in held}
         self.state = {name: (state, self._lift(state, read.get(name))) for name, state in held.items()}
-        self.specs = [
-            InputSpec(s.kind, TensorArgument(node.name), s.fqn, s.persistent) for s, node in self.state.values()
-        ]
+        own = [(s, node) for s, node in self.state.values() if s.kind is not InputKind.USER_INPUT]
+        self.specs = [InputSpec(s.kind, TensorArgument(node.name), s.fqn, s.persistent) for s, node in own]
         self.guards: list[str] = []
-        arguments, self.spec = self._arguments(names)
-        for node in reversed([*(node for _, node in self.state.values()), *arguments]):
+        arguments = list(self._arguments(given))
+        for node in reversed([*(node for _, node in own), *arguments]):
             next(iter(self._graph.nodes)).prepend(node)
         for node in list(self._graph.nodes):
             if node.op == "call_function" and (is_erased(node) or _detaches_constant(node)):
@@ -214,14 +240,14 @@ class Lifted:
         set_node_value(node, value)
         return node
 
-    def _arguments(self, names: list[str]) -> tuple[list[torch.fx.Node], Any]:
-        flat, tree = pytree.tree_flatten_with_path(self._tape.args)
-        tensors, numbers, found = iter(self.inputs), iter(self._numbers), list[torch.fx.Node]()
-        for (_, argument, *inner), leaf in flat:
-            path = names[argument.idx] if isinstance(argument, pytree.SequenceKey) else argument.key  # type: ignore[attr-defined]
-            path += pytree.keystr(tuple(inner))
-            if isinstance(leaf, (Value, torch.SymInt)):
-                node = next(tensors if isinstance(leaf, Value) else numbers)
+    def _arguments(self, given: list[tuple[str, Any]]) -> Iterator[torch.fx.Node]:
+        tensors, numbers = iter(self.inputs), iter(self._numbers)
+        of_modules = (node for state, node in self.state.values() if state.kind is InputKind.USER_INPUT)
+        spec: Any
+        for path, leaf in given:
+            if isinstance(leaf, (Value, torch.SymInt, torch.Tensor)):
+                is_input, is_number = isinstance(leaf, Value), isinstance(leaf, torch.SymInt)
+                node = next(tensors if is_input else numbers if is_number else of_modules)
                 node.target = node.name  # torch.export knows arguments by their targets
                 spec = argument_of(node)
             elif type(plain := _plain(leaf)) in PLAIN:
@@ -233,15 +259,14 @@ class Lifted:
                 if isinstance(leaf, enum.Enum):
                     self.guards.append(f"{source_of_input(path)}.name == {leaf.name!r}")
             else:
-                kind = container_type(leaf).__name__
+                name = container_type(leaf).__name__
                 raise ExportError(
-                    f"the argument {path} is a {kind}, which is no tensor, number, text or None",
+                    f"the argument {path} is a {name}, which is no tensor, number, text or None",
                     module=self._tape.root.path,
                     hint="register its class with torch.utils._pytree.register_pytree_node, or bind it to the model",
                 )
-            found.append(node)
             self.specs.append(InputSpec(InputKind.USER_INPUT, spec, None))
-        return found, tree
+            yield node
 
 
 def _plain(x: Any) -> Any:

@@ -27,7 +27,11 @@ from scopetrace.lower.exported.inputs import Lifted
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
 from scopetrace.program.graph import FxLowering
 
-_KINDS = {InputKind.PARAMETER: OutputKind.PARAMETER_MUTATION, InputKind.BUFFER: OutputKind.BUFFER_MUTATION}
+_KINDS = {
+    InputKind.PARAMETER: OutputKind.PARAMETER_MUTATION,
+    InputKind.BUFFER: OutputKind.BUFFER_MUTATION,
+    InputKind.USER_INPUT: OutputKind.USER_INPUT_MUTATION,
+}
 
 
 @dataclasses.dataclass
@@ -107,7 +111,8 @@ class Outputs(ResultNodes):
                 module=self._tape.root.path,
                 hint="register it with register_buffer",
             )
-        return _Change(_KINDS[state.kind], state.fqn, node, value)
+        key = node.name if state.kind is InputKind.USER_INPUT else state.fqn
+        return _Change(_KINDS[state.kind], key, node, value)
 
     def _binding(self, name: str, value: torch.fx.Node) -> _Change | None:
         """`self.n = self.n + 1` as a change of the buffer's data, since an ExportedProgram cannot rebind a buffer.

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
-from torch.export.graph_signature import ExportGraphSignature
+from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from scopetrace._compat import export as compat
 from scopetrace._compat.ops import is_op, outside_modes, schema_of
@@ -31,7 +31,7 @@ from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.decompositions import TracedExportedProgram
 from scopetrace.lower.exported.frames import ModuleCallFrame, frames_of
 from scopetrace.lower.exported.identities import Identities
-from scopetrace.lower.exported.inputs import Lifted, states
+from scopetrace.lower.exported.inputs import Lifted, flat_arguments, states
 from scopetrace.lower.exported.modes import switch_modes, without_casts
 from scopetrace.lower.exported.outputs import Outputs
 from scopetrace.outline.key import tape_key
@@ -81,8 +81,8 @@ def _build(
     if modes:
         switch_modes(program)
     names = argument_names(forward, len(tape.args[0]))
-    held_state = states(tape, frames, program.graph)
-    lifted = Lifted(program, marked, held_state, names)
+    given, in_spec = flat_arguments(marked, names)
+    lifted = Lifted(program, marked, states(tape, frames, program.graph, given), given)
     outputs = Outputs(program, marked, lifted)
     _share_regions(program)
     for lowered in program.walk():
@@ -100,10 +100,10 @@ def _build(
     bodies: dict[str, torch.fx.GraphModule] = {name: body.graph_module() for name, body in program.bodies.items()}
     with torch.set_grad_enabled(tape.outer_grad):
         holder, graph, signature, renamed = compat.with_mode_regions(bodies, program.graph, signature)
-    held = [state for state, _ in lifted.state.values()]
+    held = [state for state, _ in lifted.state.values() if state.kind is not InputKind.USER_INPUT]
     taken: set[str] = set()
     argument_identifiers = [*(identifier(name, taken) for name in names), *tape.args[1]]
-    root = ModuleCallSignature([], [], lifted.spec, outputs.spec, argument_identifiers)
+    root = ModuleCallSignature([], [], in_spec, outputs.spec, argument_identifiers)
     exported = TracedExportedProgram(
         holder,
         graph,

@@ -7,7 +7,6 @@ since the body serves every call. Dynamic sizes have the names of their `Dim`s.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import re
 from collections.abc import Container, Mapping, Sequence
@@ -101,7 +100,7 @@ class Labels:
 
     def _source(self, node: ir.Node) -> torch.fx.Node | None:
         scopes = node.metadata_props.get(_KEY + "name_scopes")
-        return None if scopes is None else self._nodes.get(ast.literal_eval(scopes)[-1])
+        return None if scopes is None else self._nodes.get(scopes.rsplit("'", 2)[-2])  # a list, as Python writes it
 
     def label_call(self, subgraph: Subgraph, site: CallSite, node: ir.Node) -> None:
         """Set the metadata of a call node."""
