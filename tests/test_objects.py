@@ -352,3 +352,69 @@ def test_a_registered_class_may_compute_when_an_instance_is_made():
         found, back = tr(x, Computing(first.tensors[0].clone()))
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(back.tensors[0], given.tensors[0])
+
+
+# Objects that the forward makes ----------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    def __init__(self, index):
+        super().__init__()
+        self.index = index
+
+    def forward(self, x, cache, note=None):
+        return cache.update(x, self.index) * 2
+
+
+class Decoder(nn.Module):
+    """Makes an empty cache, which its layers fill, and returns it."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.layers = nn.ModuleList([Attention(0), Attention(1)])
+        self.note = note
+
+    def forward(self, x):
+        cache = Cache()
+        for layer in self.layers:
+            x = layer(x, cache, note=self.note)
+        return x, cache
+
+
+class Holder:
+    def __init__(self, **attributes):
+        vars(self).update(attributes)
+
+
+def chain(length):
+    return Holder(inner=chain(length - 1)) if length else Holder()
+
+
+def itself():
+    found = Holder()
+    found.me = found
+    return found
+
+
+@pytest.mark.parametrize(
+    ("note", "runs"),
+    [
+        (None, 1),
+        (Holder(sizes=[1, 2]), 1),
+        (itself(), 1),
+        (Holder(scale=torch.ones(4)), 2),  # no op reads this tensor: whether the trace holds it is known at the end
+        (Layer(torch.ones(4)), 2),
+        (chain(200), 2),
+    ],
+    ids=["none", "plain", "itself", "tensor", "same class", "large"],
+)
+def test_a_cache_that_the_forward_makes_is_seen_as_it_was_at_each_call(note, runs):
+    model, calls = Decoder(note), []
+    tr = st.trace(model, (X,), progress=lambda *of_call: calls.append(of_call))
+    first, second = tr.calls[1:]
+    assert first.arguments["cache"].layers == []
+    assert [(layer.keys.name, layer.is_initialized) for layer in second.arguments["cache"].layers] == [("x", True)]
+    assert [layer.keys.name for layer in tr.calls[0].outputs[1].layers] == ["x", "mul"]
+    assert isinstance(note, Layer) or first.arguments["note"] is note
+    assert plain(list(tr(X))) == plain(list(model(X)))
+    assert len(calls) == 2 * runs

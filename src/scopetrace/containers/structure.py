@@ -13,7 +13,7 @@ transformers' ModelOutput), dataclass instances, and instances of the classes th
 those whose attributes were found to hold tensors. Everything else is a leaf and is kept as it is. A template describes
 itself: it can be opened, mapped, compared and instantiated without knowing `object_types`.
 
-An object may hold tensors only after the forward has run, as an empty cache does. Then its class is opened, what the
+An argument may hold tensors only after the forward has run, as an empty cache does. Then its class is opened, what the
 forward did to the arguments is undone, and the forward is recorded again.
 """
 
@@ -111,8 +111,14 @@ def object_classes(x: Any, object_types: Collection[type] = ()) -> set[type]:
     return inner if isinstance(x, (list, tuple, dict)) else inner | {type(x)}
 
 
-def map_structure(fn: Callable[[Any], Any], x: Any, leaf: Leaf, object_types: Collection[type] = ()) -> Any:
-    """A template of `x` in which each instance of `leaf` is replaced by `fn` of it.
+def map_structure(
+    fn: Callable[[Any], Any],
+    x: Any,
+    leaf: Leaf,
+    object_types: Collection[type] = (),
+    other: Callable[[Any], Any] | None = None,
+) -> Any:
+    """A template of `x` in which each instance of `leaf` is replaced by `fn` of it, and any other object by `other`.
 
     `object_types` are needed where `x` is a value of the user; a template has all that it takes.
     """
@@ -122,13 +128,13 @@ def map_structure(fn: Callable[[Any], Any], x: Any, leaf: Leaf, object_types: Co
     if kind in _PLAIN:
         return x
     if kind is tuple or kind is list:
-        return kind([map_structure(fn, item, leaf, object_types) for item in x])
+        return kind([map_structure(fn, item, leaf, object_types, other) for item in x])
     if kind is dict:
-        return {key: map_structure(fn, item, leaf, object_types) for key, item in x.items()}
+        return {key: map_structure(fn, item, leaf, object_types, other) for key, item in x.items()}
     children = open_container(x, object_types)
     if children is None:
-        return x
-    return close_container(x, [map_structure(fn, item, leaf, object_types) for _, item in children])
+        return x if other is None else other(x)
+    return close_container(x, [map_structure(fn, item, leaf, object_types, other) for _, item in children])
 
 
 def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:

@@ -20,6 +20,7 @@ from scopetrace._compat.ops import unwrapped
 from scopetrace._compat.questions import grad_enabled
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, offset_of, storage_id, stride_of, without_dispatch
+from scopetrace.containers.structure import OpaqueContainer, is_plain_object, map_structure
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
@@ -443,6 +444,78 @@ class ValueTable:
         for storage in {v.storage for v in made}:
             self._by_storage[storage] = [v for v in self._by_storage[storage] if v not in made]
         self._of_bodies |= storages
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class _Noted:
+    """Stands in a template for an object of which only the end of the forward says whether its class is opened."""
+
+    original: Any
+    contents: Any
+    """The template of what it held."""
+
+
+class Templates:
+    """Makes the templates of the arguments and results of calls.
+
+    An object may get its first tensors after a call has taken it, as an empty cache does. So what an object of an
+    unknown class holds is noted when a call takes it, and `settle` says at the end which of them were containers.
+    """
+
+    def __init__(self, values: ValueTable, object_types: frozenset[type], *, notes_objects: bool) -> None:
+        """`object_types` are the classes whose instances are known to hold tensors; see `containers.structure`."""
+        self._values = values
+        self._object_types = object_types
+        self._is_plain: dict[type, bool] = {}
+        self._noted: dict[int, Any] = {}  # by id, those in the template that is being made
+        self._calls: list[Call] = []  # those whose templates have some
+        self._knows_all = notes_objects
+
+    def of(self, x: Any) -> Any:
+        """The template of a value of the user; `belong_to` says of which call it is."""
+        return map_structure(self._values.value_of, x, torch.Tensor, self._object_types, self._note)
+
+    def belong_to(self, call: Call) -> None:
+        """The templates that were made last are those of `call`."""
+        if self._noted:
+            self._noted.clear()
+            self._calls.append(call)
+
+    def settle(self, kinds: Collection[type]) -> bool:
+        """Open the noted objects of `kinds`, and keep the others as leaves. False where not all is known of them."""
+
+        def settled(noted: _Noted) -> Any:
+            return opened(noted.contents) if type(noted.original) in kinds else noted.original
+
+        def opened(x: Any) -> Any:
+            return map_structure(settled, x, _Noted)
+
+        for call in self._calls:
+            call.args, call.kwargs, call.outputs = map(opened, (call.args, call.kwargs, call.outputs))
+        return self._knows_all
+
+    def _note(self, x: Any) -> Any:
+        kind = type(x)
+        if kind not in self._is_plain:
+            self._is_plain[kind] = is_plain_object(x)
+        self._knows_all &= len(self._noted) < _MANY
+        if not (self._is_plain[kind] and self._knows_all):
+            return x
+        if id(x) not in self._noted:
+            self._noted[id(x)] = x  # for those inside of it that lead back to it
+            keys, values = [f".{name}" for name in vars(x)], [*vars(x).values()]
+            items = map_structure(self._known, values, torch.Tensor, self._object_types, self._note)
+            self._noted[id(x)] = _Noted(x, OpaqueContainer(kind, None, keys, items))
+        return self._noted[id(x)]
+
+    def _known(self, t: torch.Tensor) -> Any:
+        """The value of a tensor in an object. One that no op has met yet gets none: that may put an op on the tape."""
+        found = self._values.by_id.get(id(t))
+        self._knows_all &= found is not None and found.storage == storage_id(t)
+        return found
+
+
+_MANY = 100  # objects inside of each other, beyond which they are no containers of a model
 
 
 def body_error(problem: str, module: str) -> ControlFlowError:

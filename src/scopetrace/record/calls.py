@@ -29,13 +29,13 @@ from scopetrace._compat.export import is_guard
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.questions import has_other_gradient, is_module_hook
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_view, requires_grad_of, version_of
-from scopetrace.containers.structure import leaves_with_path, map_structure
+from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
 from scopetrace.ir.tape import Call, Value
 from scopetrace.ops.history import can_require_grad
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
 from scopetrace.record.model import Model, own_names
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
@@ -44,8 +44,6 @@ from scopetrace.record.regions import CHECKPOINT, NESTED
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
-
-"""(module, fqn) -> whether the module is a leaf, as `torch.fx.Tracer.is_leaf_module`."""
 
 
 class CallRecorder:
@@ -71,6 +69,9 @@ class CallRecorder:
         self._ops = ops
         self._model = model
         self._object_types = object_types
+        self.templates = Templates(values, object_types, notes_objects=not leaves)
+        self.result_types: frozenset[type] = frozenset()
+        """The classes of the objects with tensors in the result of the root call."""
         self._leaves = leaves
         self._progress = progress
         self._positions = itertools.count()
@@ -129,14 +130,15 @@ class CallRecorder:
         builder = self._builder
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
+        template = self.templates.of
         call = Call(
             module=module,
             fqn=fqn,
             index=index,
             parent=builder.call,
             scope=scope,
-            args=tuple([self._template(a) for a in args]),
-            kwargs={name: self._template(a) for name, a in kwargs.items()},
+            args=tuple([template(a) for a in args]),
+            kwargs={name: template(a) for name, a in kwargs.items()},
             start=len(builder.tape.ops),
             frames=builder.frames() if builder.call is not None else (),
             attributes=_plain_attributes(module) if module is not None else {},
@@ -144,6 +146,7 @@ class CallRecorder:
             module_type=self._class_of(module) if module is not None else None,
             replaced=self._model.replaced(module) if module is not None else (),
         )
+        self.templates.belong_to(call)
         builder.tape.calls.append(call)
         return call
 
@@ -156,17 +159,17 @@ class CallRecorder:
         kinds = tuple((name, tuple(map(type, chain))) for name, chain in lists.items())
         return self._classes.setdefault((parametrize.type_before_parametrizations(module), kinds), own)
 
-    def _template(self, x: Any) -> Any:
-        return map_structure(self._values.value_of, x, torch.Tensor, self._object_types)
-
     def run(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run the Python of a call."""
 
         def finished() -> Any:
             out = run(*args, **kwargs)
             if call.parent is None:
-                map_structure(self._values.set_apart_result, out, torch.Tensor, self._object_types)
-            call.outputs = self._template(out)
+                self.result_types = tensor_holders(out)
+                kinds = self._object_types | self.result_types
+                map_structure(self._values.set_apart_result, out, torch.Tensor, kinds)
+            call.outputs = self.templates.of(out)
+            self.templates.belong_to(call)
             return out
 
         self._entered.append(entered)

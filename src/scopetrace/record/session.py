@@ -43,6 +43,7 @@ from scopetrace.containers.structure import (
     leaves,
     leaves_with_path,
     map_structure,
+    object_classes,
     refuse_hidden,
     refuse_without_structure,
     tensor_holders,
@@ -107,8 +108,8 @@ def record(
 
     `fn` runs once. It runs a second time where it turns out to differentiate, to use a transform such as torch.vmap,
     or to write to a view of a tensor that requires grad: then torch has to run every op, for autograd's history. And it
-    runs again for each class of objects in which it puts the first tensors, as into an empty cache. Modules, arguments
-    and the random state are as before when it starts again; what else it changes (globals, files) is changed twice.
+    runs again where it puts the first tensors into an argument, as into an empty cache. Modules, arguments and the
+    random state are as before when it starts again; what else it changes (globals, files) is changed twice.
 
     Traces of several threads take turns.
     """
@@ -304,11 +305,13 @@ class Recording:
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
             if self._leaves:
                 refuse_unmatched(self._leaves, tape.calls)
-            missed = tensor_holders((out, fakes)) - object_types
-            if missed:
+            missed = (calls.result_types | tensor_holders(fakes)) - object_types
+            is_settled = calls.templates.settle(missed)
+            if missed and (not is_settled or object_classes(fakes, missed) & missed):
                 raise Retrace(
                     "objects hold tensors that held none before the forward", Assumptions(object_types=missed)
                 )
+            object_types |= missed
             assert containers is not None
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
