@@ -701,7 +701,8 @@ def gradients(leaves: list[torch.Tensor], args: tuple, results: list[torch.Tenso
     for name in ("backward", "second backward"):
         total.backward(retain_graph=True)
         found[name] = [None if t.grad is None else t.grad.clone() for t in leaves]
-    retained = [t for t in (*args, *parts) if not t.is_leaf and t._version == 0]
+    retained = [t for t in args if not t.is_leaf and t._version == 0]
+    retained += [t for t in parts if not t.is_leaf and all(t is not a for a in args)]
     found["retained"] = [None if t.grad is None else t.grad.clone() for t in retained]
     found["of the first"] = torch.autograd.grad(weighted(parts[:1]), leaves, retain_graph=True, allow_unused=True)
     found["of the last"] = torch.autograd.grad(weighted(parts[-1:]), leaves, retain_graph=True, allow_unused=True)

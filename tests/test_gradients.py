@@ -38,6 +38,52 @@ def kind_of(inputs, *steps, returned, traced="a call"):
 
 
 RIGHT = {
+    "a view made under no_grad of a tensor that got the values of an input": (
+        "two_leaves",
+        ["a = torch.empty_like(y).copy_(y)", ("torch.no_grad()", "b = a[1:]")],
+        ("b",),
+    ),
+    "a view made under no_grad, and a view of it": (
+        "two_leaves",
+        ["a = torch.empty_like(y).copy_(y)", ("torch.no_grad()", "b = a[1:]"), "c = b[1:]"],
+        ("c",),
+    ),
+    "a view made under no_grad, whose strides are others in the graph": (
+        "transposed",
+        ["x.mul_(x[0].clone())", "a = x.index_put((torch.tensor([0, 1]),), x[:2])", ("torch.no_grad()", "b = a[1:]")],
+        ("b",),
+    ),
+    "a part that a write before did not touch": ("plain", ["x[1].mul_(2)", "a = x[0] * self.p"], ("a",)),
+    "a part of several views, one of which is written": (
+        "plain",
+        ["a, b = x.unbind()[:2]", "b.div_(a.abs() + 1)", "c = self.weighted(a)"],
+        ("c",),
+    ),
+    "a copy of an input that is written since": (
+        "leaf_and_plain",
+        ["a = torch.empty_like(y).copy_(y)", "b = a * self.p", "y.mul_(2)", "a.add_(1)"],
+        ("b",),
+    ),
+    "a buffer that is written in one part and read in another": (
+        "leaf",
+        ["self.b[1:] = 0", "a = self.b[:1] * x"],
+        ("a",),
+    ),
+    "a view made under no_grad of an input that gets other data": (
+        "two_leaves",
+        [
+            ("torch.no_grad()", "a = y.diagonal(1)"),
+            "y.data = x.detach().clone()",
+            "b = torch.vmap(lambda t: t * 2)(y)",
+            "c = a * 2",
+        ],
+        ("b", "c"),
+    ),
+    "a gradient of the first input, kept, beside a result of vmap that is written": (
+        "retained",
+        ["a = torch.vmap(lambda t: t.sin() * 2)(x.logsumexp(-1))", "a[:2].neg_()"],
+        ("a", "x"),
+    ),
     "a derivative by a parameter of a module": (
         "leaf",
         ["a = torch.autograd.grad(self.norm(self.linear(x)).sin().sum(), self.linear.weight, create_graph=True)[0]"],
@@ -182,6 +228,11 @@ def test_gradients_are_those_of_eager(case):
 
 
 REFUSED = {
+    "data of inference mode": (
+        "two_leaves",
+        [("torch.inference_mode()", "y.data = x.detach().clone()"), "a = y.sigmoid_()"],
+        ("a",),
+    ),
     "a leaf as result": ("leaf", ["a = x.detach().requires_grad_()"], ("a",)),
     "what is computed from a leaf alone": ("leaf", ["a = x.detach().requires_grad_()", "b = a * 2"], ("b",)),
     "a factory's leaf": ("plain", ["a = torch.ones(6, requires_grad=True)"], ("a",)),
@@ -627,6 +678,11 @@ def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
 def test_a_function_that_returns_a_view_beside_a_derivative():
     steps = ["a = First.apply(y)", "b = torch.func.grad(lambda t: (t * self.p).sin().sum())(x)"]
     assert kind_of("leaf_and_plain", *steps, returned=("a", "b"))[0] == "refused at the call"  # in another grad mode
+
+
+def test_a_function_that_returns_a_view_is_no_write():
+    steps = [("torch.no_grad()", "a = x[1:]"), "b = First.apply(x)", "c = torch.vmap(lambda t: t * 2)(a)"]
+    assert kind_of("leaf_and_plain", *steps, returned=("b", "c"))[0] == "refused at the call"  # in another grad mode
 
 
 def test_an_inner_step_of_functional_training():

@@ -64,6 +64,15 @@ def with_version(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return t
 
 
+@contextlib.contextmanager
+def uncounted(t: torch.Tensor) -> Iterator[None]:
+    """What is written to a tensor here does not count as a write."""
+    before = None if is_inference_of(t) else version_of(t)
+    yield
+    if before is not None:
+        torch._C._autograd._unsafe_set_version_counter((t,), (before,))
+
+
 stride_of: Callable[[torch.Tensor], Any] = _base.stride
 offset_of: Callable[[torch.Tensor], Any] = _base.storage_offset
 requires_grad_of: Callable[[torch.Tensor], bool] = _base.requires_grad.__get__
@@ -274,9 +283,10 @@ class FakeFactory(FakeMaker):
         return self._real_of.get(storage_id(fake))
 
     def give_history(self, fake: torch.Tensor) -> None:
-        """Make `fake` a tensor that requires grad and is the result of an op, not a leaf."""
+        """Make `fake` a tensor that requires grad and is the result of an op, not a leaf. It counts as no write."""
         fake.requires_grad_(False)
-        with torch._C._DisablePythonDispatcher(), torch.enable_grad(), in_kernel_invocation_manager(self.mode):
+        kernels = in_kernel_invocation_manager(self.mode)
+        with uncounted(fake), torch._C._DisablePythonDispatcher(), torch.enable_grad(), kernels:
             fake.copy_(torch.zeros((), dtype=fake.dtype, device="meta").requires_grad_())
 
     def unbacked_bindings(self, outputs: Any) -> Any:

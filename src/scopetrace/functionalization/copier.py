@@ -69,6 +69,7 @@ class TapeCopier(abc.ABC):
         self.values: dict[Value, Value] = {}
         """The new values of those outside of the alias sets."""
         self._copies: dict[Value, Value] = {}  # of values whose op was copied on copies of its operands
+        self._outside: set[int] = set()  # written storages of inputs and attributes
         self._held: dict[int, list[Value]] = {}  # attributes read so far, by storage
         self._boundaries: list[Boundary] = []
         self._starts: dict[int, list[Call]] = {}
@@ -100,6 +101,21 @@ class TapeCopier(abc.ABC):
         """The present value of one of the old tape."""
         aliases = self.sets.get(old.storage)
         return self.values[old] if aliases is None else aliases.read(old, reader)
+
+    def operand(self, old: Value, reader: Op) -> Value:
+        """As `read`, for an op: a copy of memory that autograd may keep for it, and that the write-back changes.
+
+        Eager keeps the memory of `old`, which was written before. Where the value is that of memory not written yet,
+        as of a part that the writes did not touch, the write-back comes after.
+        """
+        aliases = self.sets.get(old.storage)
+        if aliases is None:
+            return self.values[old]
+        new = aliases.read(old, reader)
+        is_same = new.storage == old.storage and not aliases.version
+        if not is_same and new.storage in self._outside and reader.grad and _requires_grad(reader):
+            new = self.emitter.run(reader, _aten.clone.default, (new,), {})
+        return new
 
     def _copy_ops(self) -> Op:
         """Copy all ops, and the boundaries of calls but for the ends after the last op. Returns that op."""
@@ -257,7 +273,9 @@ class TapeCopier(abc.ABC):
         aliases = self.sets.get(old.storage)
         if aliases is None:
             self.values[old] = new
-        elif aliases.same(old) is old:
+            return
+        self._outside.add(old.storage)
+        if aliases.same(old) is old:
             aliases.define(old, new)
 
     def _copy_op(self, op: Op) -> None:
@@ -297,7 +315,7 @@ class TapeCopier(abc.ABC):
 
         def present(x: Any) -> Any:
             if isinstance(x, Value):
-                return as_laid_out(emit, self.read(x, op), x.fake)
+                return as_laid_out(emit, self.operand(x, op), x.fake)
             return pure[x] if isinstance(x, BodyTape) else x
 
         args = with_more_operands(op.target, map_structure(present, op.args, (Value, BodyTape)), lifted)
@@ -340,10 +358,10 @@ class TapeCopier(abc.ABC):
     def present(self, x: Any, op: Op) -> Any:
         """The arguments of an op with present values."""
         if op.kind == "call_module":
-            return map_structure(lambda v: self.read(v, op), x, Value)
+            return map_structure(lambda v: self.operand(v, op), x, Value)
 
         def now(leaf: Any) -> Any:
-            return self.read(leaf, op) if type(leaf) is Value else leaf
+            return self.operand(leaf, op) if type(leaf) is Value else leaf
 
         def in_order(leaf: Any) -> Any:
             return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if type(leaf) is Value else leaf
@@ -392,6 +410,10 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
         written=old.written_storages(),
         uses_absolute_offset=set(old.uses_absolute_offset),
     )
+
+
+def _requires_grad(op: Op) -> bool:
+    return any(v.fake.requires_grad for v in op.inputs())
 
 
 def _values(op: Op, x: Any) -> list[Value]:

@@ -38,7 +38,7 @@ from scopetrace.ops.functional_variants import (
     is_metadata_only,
     undeclared_variant,
 )
-from scopetrace.ops.history import History
+from scopetrace.ops.history import History, is_cut
 from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
 
 _aten = torch.ops.aten
@@ -91,7 +91,7 @@ class Functionalizer(TapeCopier):
         emit = self.emitter.simplifying(reader, grad=True)
         for v, new in found.items():
             lost = before.of(v) & ~after.of(new) & ~bits.get(v, 0) if new.requires_grad else 0
-            if lost and before.is_cut(v):
+            if lost and is_cut(v):
                 raise refusal("a result is a view made under no_grad of a tensor that was written over", v.op)
             for leaf in [leaf for leaf, bit in bits.items() if bit & lost]:
                 total = emit(_aten.sum.default, self.originals[leaf])

@@ -29,6 +29,7 @@ from scopetrace.ir.write_back import (
     ViewStep,
     WriteBack,
 )
+from scopetrace.ops.history import is_cut
 
 _aten = torch.ops.aten
 
@@ -165,7 +166,7 @@ class _Builder:
         if aliases is None:
             owner = self._moved_owner(leaf)
             if owner is None:
-                return self._plain(leaf, leaf)
+                return self._alone_in_memory(leaf)
             size, stride = tuple(leaf.fake.size()), tuple(leaf.fake.stride())
             detached = owner.fake.requires_grad and not leaf.fake.requires_grad
             first = [ViewStep(_aten.detach.default, (), {}, None)] if detached else []
@@ -175,9 +176,16 @@ class _Builder:
             root, steps = self._chain(aliases, leaf)
             return _view_of(self.outside[root], steps)
         if self._alone[leaf.storage] == 1:
-            return self._plain(leaf, self.read(leaf))
+            return self._alone_in_memory(leaf)
         root, steps = self._chain(aliases, leaf)
         return ViewOf(self._plain(root, self.read(root)), steps)
+
+    def _alone_in_memory(self, leaf: Value) -> Source:
+        given = self._plain(leaf, self.read(leaf))
+        if is_cut(leaf) and (given.copy or given.stride):
+            modes = (False, leaf.op.grad)  # made under no_grad, as in eager, it is a leaf
+            return ViewOf(given, tuple([ViewStep(_aten.alias.default, (), {}, None, mode) for mode in modes]))
+        return given
 
     def _moved_owner(self, leaf: Value) -> Value | None:
         """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise."""

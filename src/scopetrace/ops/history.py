@@ -61,7 +61,6 @@ class History:
         self._assumed = assumed
         self._family: dict[Value, Value] = {}  # of views that of their base
         self._bits: dict[Value, int] = {}  # of the first of each family
-        self._cut: set[Value] = set()  # views made without autograd, and views of these
         for op in ops:
             self._follow(op, of_modules)
             for v in leaves.keys() & op.values():
@@ -72,10 +71,6 @@ class History:
         """The bits of the leaves that autograd leads to from a value, as the last op left it."""
         return self._bits.get(self._family.get(v, v), 0)
 
-    def is_cut(self, v: Value) -> bool:
-        """Whether a value requires grad as its base does, and yet no gradient goes from it to the base."""
-        return v in self._cut
-
     def is_detached(self, v: Value) -> bool:
         """Whether autograd takes a value for a tensor of its own, in the memory of another."""
         return self._family.get(v, v).op.target in DETACHED
@@ -83,12 +78,9 @@ class History:
     def _follow(self, op: Op, of_modules: int) -> None:
         inputs = op.inputs()
         for v in op.values():
-            sharing = [i for i in inputs if i.storage == v.storage]
-            if sharing and op.target not in DETACHED:
-                base = next((i for i in sharing if i.fake is v.fake), sharing[0])
+            base = _base(v, inputs)
+            if base is not None:
                 self._family[v] = self._family.get(base, base)
-                if base in self._cut or not (op.grad or base.fake is v.fake):
-                    self._cut.add(v)
         if not (op.grad or self._assumed) or op.target in DETACHED:
             return
         bits = of_modules if op.kind == "call_module" else 0
@@ -98,6 +90,26 @@ class History:
             if v.fake.requires_grad or (self._assumed and can_require_grad(v)):
                 family = self._family.get(v, v)
                 self._bits[family] = self._bits.get(family, 0) | bits
+
+
+def is_cut(v: Value) -> bool:
+    """Whether a value requires grad as its base does, and yet no gradient goes from it to the base.
+
+    Such is a view made without autograd, and each view of it.
+    """
+    while (base := _base(v, v.op.inputs())) is not None:
+        if not (v.op.grad or base.fake is v.fake):
+            return v.fake.requires_grad
+        v = base
+    return False
+
+
+def _base(v: Value, inputs: list[Value]) -> Value | None:
+    """What a value is for autograd a view of, or the same tensor as, among the inputs of its op."""
+    sharing = [i for i in inputs if i.storage == v.storage]
+    if not sharing or v.op.target in DETACHED:
+        return None
+    return next((i for i in sharing if i.fake is v.fake), sharing[0])
 
 
 def can_require_grad(v: Value) -> bool:
