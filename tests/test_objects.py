@@ -354,7 +354,7 @@ def test_a_registered_class_may_compute_when_an_instance_is_made():
         torch.testing.assert_close(back.tensors[0], given.tensors[0])
 
 
-# Objects that the forward makes ----------------------------------------------------------------------------------------
+# Objects that the forward makes ---------------------------------------------------------------------------------------
 
 
 class Attention(nn.Module):

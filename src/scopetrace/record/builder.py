@@ -19,7 +19,15 @@ from torch.fx import traceback
 from scopetrace._compat.ops import unwrapped
 from scopetrace._compat.questions import grad_enabled
 from scopetrace._compat.symbols import to_expr
-from scopetrace._compat.tensors import FakeFactory, FakeTensor, offset_of, storage_id, stride_of, without_dispatch
+from scopetrace._compat.tensors import (
+    FakeFactory,
+    FakeTensor,
+    offset_of,
+    storage_id,
+    stride_of,
+    uncounted,
+    without_dispatch,
+)
 from scopetrace.containers.structure import OpaqueContainer, is_plain_object, map_structure
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
@@ -271,6 +279,11 @@ class ValueTable:
         if isinstance(t, FakeTensor) and t.fake_mode is self._factory.mode:
             return t
         return self.by_id[id(unwrapped(t))].fake
+
+    def set_data(self, t: torch.Tensor, new: torch.Tensor) -> None:
+        """`t.data = new`, for a tensor from outside. It counts as no write."""
+        with torch.no_grad(), uncounted(self.fake_of(t)):
+            t.set_(new.detach())  # type: ignore[call-overload]
 
     def bound_value(self, t: torch.Tensor) -> Value | None:
         """The value of a tensor that the forward bound to an attribute; None for one that is not of this trace.

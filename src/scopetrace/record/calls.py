@@ -28,15 +28,7 @@ from torch.nn.utils import parametrize
 from scopetrace._compat.export import is_guard
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.questions import has_other_gradient, is_module_hook
-from scopetrace._compat.tensors import (
-    FakeTensor,
-    id_of_storage,
-    is_inference_of,
-    is_view,
-    requires_grad_of,
-    uncounted,
-    version_of,
-)
+from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, is_view, requires_grad_of, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
@@ -426,8 +418,7 @@ class CallRecorder:
         builder, values = self._builder, self._values
         if builder.running is not None or not isinstance(new, torch.Tensor):
             return False
-        fake = values.value_of(t).fake
-        if is_inference_of(fake) != is_inference_of(new):
+        if is_inference_of(values.value_of(t).fake) != is_inference_of(new):
             self._refuse_flag("sets `.data` under inference mode of a tensor made outside of it, or reversely", "data")
         if not values.is_outside(t):
             self._reads.on_fact(t, "requires_grad", (), requires_grad_of(t))
@@ -444,8 +435,7 @@ class CallRecorder:
                 hint="bind a new tensor (`self.name = ...`), or write to it with copy_",
             )
         if not values.are_one_view(t, new):
-            with torch.no_grad(), uncounted(fake):
-                t.set_(new.detach())  # type: ignore[call-overload]
+            values.set_data(t, new)
         return True
 
     def on_reduce(self) -> None:
