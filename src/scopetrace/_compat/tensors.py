@@ -78,6 +78,8 @@ offset_of: Callable[[torch.Tensor], Any] = _base.storage_offset
 requires_grad_of: Callable[[torch.Tensor], bool] = _base.requires_grad.__get__
 is_leaf_of: Callable[[torch.Tensor], bool] = _base.is_leaf.__get__
 is_inference_of: Callable[[torch.Tensor], bool] = _base.is_inference
+is_conj_of: Callable[[torch.Tensor], bool] = _base.is_conj
+is_neg_of: Callable[[torch.Tensor], bool] = _base.is_neg
 _inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
 """What `x.stride()`, `x.requires_grad` and so on call: in a trace these report who asks."""
 
@@ -306,7 +308,7 @@ class FakeFactory(FakeMaker):
                 return converter.from_real_tensor(self.mode, real, shape_env=env)
         with without_dispatch():
             fake = self._wrap(self._meta_of(real), real.device, requires_grad_of(real))
-        if isinstance(real, torch.nn.Parameter):
+        if type(real) is torch.nn.Parameter or getattr(real, "_is_param", False):  # isinstance would be a read
             fake._is_param = True
         if not is_leaf_of(real):
             self.give_history(fake)
@@ -360,7 +362,7 @@ def _is_plain(real: torch.Tensor) -> bool:
     return (
         type(real) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
         and real.layout is torch.strided
-        and not (real.is_quantized or real.is_conj() or real.is_neg() or real.is_nested or is_inference_of(real))
+        and not (real.is_quantized or is_conj_of(real) or is_neg_of(real) or real.is_nested or is_inference_of(real))
         and (real.untyped_storage().device == real.device or type(real) is FakeTensor)
         and not is_symbolic(real)
     )

@@ -21,6 +21,8 @@ from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_
 from scopetrace._compat.tensors import (
     FakeMaker,
     FakeTensor,
+    is_conj_of,
+    is_neg_of,
     is_symbolic,
     offset_of,
     requires_grad_of,
@@ -67,13 +69,15 @@ class Inference:
         It stands for size, strides, offset, dtype, device, requires_grad, and the bytes of the memory; symbolic numbers
         count by their expressions. None for sizes that depend on data, sparse layouts, conj and neg bits, subclasses.
         """
-        if fake.layout is not torch.strided or fake.is_conj() or fake.is_neg() or type(fake) is not FakeTensor:
+        if fake.layout is not torch.strided or is_conj_of(fake) or is_neg_of(fake) or type(fake) is not FakeTensor:
             return None
         size, stride, offset = fake.size(), stride_of(fake), offset_of(fake)
         if is_symbolic(fake):
             size, stride, offset = to_expr(size), to_expr(stride), to_expr(offset)
-        nbytes = fake.untyped_storage().nbytes()  # may be symbolic where the tensor itself is not
-        facts = (size, stride, offset, fake.dtype, fake.device, requires_grad_of(fake), self._expanded(to_expr(nbytes)))
+        nbytes = fake.untyped_storage().nbytes()
+        if type(nbytes) is not int:  # it may be symbolic where the tensor itself is not
+            nbytes = self._expanded(to_expr(nbytes))
+        facts = (size, stride, offset, fake.dtype, fake.device, requires_grad_of(fake), nbytes)
         found = self._keys.get(facts)
         if found is None and not any(has_unbacked(n) for n in (*size, *stride, offset)):
             found = self._keys[facts] = len(self._keys)

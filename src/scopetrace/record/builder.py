@@ -22,6 +22,8 @@ from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
     FakeFactory,
     FakeTensor,
+    is_conj_of,
+    is_neg_of,
     offset_of,
     storage_id,
     stride_of,
@@ -92,6 +94,8 @@ class TapeBuilder:
         """The regions that have ended, in the order of their ends."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
+        self.op_frames: Frames | None = None
+        """The frames of the op that is on its way to the tape; the attributes that it reads get the same."""
         self._origin: tuple[Scope, Scope, str | None, dict[str, Any] | None] | None = None
 
     def append(
@@ -107,7 +111,7 @@ class TapeBuilder:
     ) -> Op:
         """Put an op at the end of the tape; it is complete and does not change any more. The fields are those of Op."""
         scope = self.state.current_scope
-        frames = self.frames()
+        frames = self.frames() if self.op_frames is None else self.op_frames
         meta = None
         if self._origin is not None:
             root, inner, stack_trace, meta = self._origin
@@ -541,7 +545,7 @@ def geometry_key(t: torch.Tensor) -> tuple[Any, ...]:
     """Equal for tensors of one storage that are the same view of it."""
     if t.layout is not torch.strided:
         return (id(t),)
-    return to_expr(offset_of(t)), to_expr(t.size()), to_expr(stride_of(t)), t.dtype, t.is_conj(), t.is_neg()
+    return to_expr(offset_of(t)), to_expr(t.size()), to_expr(stride_of(t)), t.dtype, is_conj_of(t), is_neg_of(t)
 
 
 def layout_of(t: torch.Tensor) -> tuple[Any, ...]:

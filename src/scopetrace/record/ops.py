@@ -173,17 +173,25 @@ class OpRecorder:
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
-        if in_transform():
-            self._expect_exact()
-            args, kwargs = map_argument(self._differentiable, (args, kwargs))
-            start = len(self._builder.tape.ops)
-            out = through_transform(self._record, func, args, kwargs)
-            for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
-                v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
-            return out
-        if autocast_enabled():
-            return self._on_op_under_autocast(func, args, kwargs)
-        return self._record(func, args, kwargs)
+        builder = self._builder
+        outer, builder.op_frames = builder.op_frames, builder.frames()
+        try:
+            if in_transform():
+                return self._on_op_in_transform(func, args, kwargs)
+            if autocast_enabled():
+                return self._on_op_under_autocast(func, args, kwargs)
+            return self._record(func, args, kwargs)
+        finally:
+            builder.op_frames = outer
+
+    def _on_op_in_transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._expect_exact()
+        args, kwargs = map_argument(self._differentiable, (args, kwargs))
+        start = len(self._builder.tape.ops)
+        out = through_transform(self._record, func, args, kwargs)
+        for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
+            v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
+        return out
 
     def _on_op_under_autocast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         device = next((t.device.type for t in _tensors((args, kwargs))), "cpu")
@@ -250,7 +258,11 @@ class OpRecorder:
 
     def recorded(self, run: Callable[[], Any]) -> Any:
         """What `run` returns; the ops that it calls are recorded."""
-        return with_mode(self.mode, run)
+        outer, self._builder.op_frames = self._builder.op_frames, None
+        try:
+            return with_mode(self.mode, run)
+        finally:
+            self._builder.op_frames = outer
 
     # ---------------------------------------------------------------- the path of an op
 
