@@ -193,6 +193,7 @@ RIGHT = {
         [("torch.no_grad()", "a = First.apply(x)")],
         ("a",),
     ),
+    "a gradient that the forward resets": ("leaf", ["self.p.grad = None", "a = x * self.p"], ("a",)),
     "a result beside its data, laid out otherwise": (
         "transposed",
         ["x.detach().copy_(x.detach().sin())", "a = x * 2", "b = a.data"],
@@ -311,7 +312,6 @@ REFUSED = {
         ["a = y * self.p", "a.copy_(x)", ("torch.no_grad()", "b = a[1:]")],
         ("b",),
     ),
-    "a gradient that the forward resets": ("leaf", ["self.p.grad = None", "a = x * self.p"], ("a",)),
 }
 
 

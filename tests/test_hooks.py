@@ -194,15 +194,20 @@ def test_hooks_made_outside_act_in_calls_of_a_trace():
         handle.remove()
 
 
-def test_a_hook_outside_is_refused_where_the_forward_itself_differentiates():
-    def f(x):
-        return torch.autograd.grad(NET(x).sum(), NET[0].weight)[0]
+def test_hooks_outside_where_the_forward_itself_differentiates():
+    def f(x, by=NET[0].weight):
+        return torch.autograd.grad(NET(x).sum(), by)[0]
 
-    handle = NET[0].weight.register_hook(tenfold)
+    handle, hooked = NET[0].weight.register_hook(tenfold), needs_grad()
+    hooked.register_hook(tenfold)
     with pytest.raises(st.errors.UnsupportedOpError, match="has a hook"):
-        st.trace(f, (X,))
+        st.trace(lambda x: f(x, x), (hooked,))
+    tr = st.trace(f, (X,))
+    torch.testing.assert_close(tr(X), f(X))
     handle.remove()
     torch.testing.assert_close(st.trace(f, (X,))(X), f(X))
+    with pytest.raises(st.errors.StateMismatchError, match="hooks on gradients"):
+        tr(X)
 
 
 def checkpointed(x):

@@ -213,14 +213,6 @@ def test_the_state_of_the_generator_is_not_read(ask):
         st.trace(lambda x: x * ask(), (X,))
 
 
-def test_gradients_are_not_touched():
-    model = net(lambda s, x: s.fc(x))
-    step = torch.optim.SGD(model.parameters(), 0.1)
-    for act in (step.step, step.zero_grad, model.zero_grad):
-        with pytest.raises(st.errors.UnsupportedOpError, match="reads or sets the gradient"):
-            st.trace(lambda x, act=act: (act(), model(x))[1], (X,))
-
-
 # Tensors as Python objects -------------------------------------------------------------------------------------------
 
 

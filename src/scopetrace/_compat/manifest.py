@@ -19,7 +19,9 @@ from scopetrace._compat.versions import SUPPORTED
 
 NAMES = {
     "torch": "_C _ops _refs",
-    "torch:Tensor": "_backward_hooks _cdata _has_symbolic_sizes_strides _base _is_view _make_subclass _version",
+    "torch:Tensor": """
+        _backward_hooks _base _cdata _has_symbolic_sizes_strides _is_view _make_subclass _post_accumulate_grad_hooks
+        _version""",
     "torch:UntypedStorage": "_cdata",
     "torch._C": """
         DispatchKey TensorBase _AutoDispatchBelowAutograd _DisableAutocast _DisableFuncTorch _DisablePythonDispatcher

@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.ops import eager, hop_entry_points, in_transform, is_recording, short_way
@@ -44,12 +45,6 @@ class Observer(HookListener, Protocol):
 
     def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called (`method` is "call"), or its forward is ("forward"), by its module or directly."""
-
-    def on_backward(self, inputs: Sequence[Any], *, accumulates: bool) -> None:
-        """The forward differentiates; with `accumulates`, into `.grad`."""
-
-    def differentiated(self, t: torch.Tensor) -> torch.Tensor:
-        """What stands for `t` in autograd's graph of the forward."""
 
     def on_forward_ad(self) -> None:
         """The forward differentiates in forward mode, outside of a transform such as torch.func.jvp."""
@@ -132,6 +127,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         _report_values(replace, observer, mine)
         _index_with_symbols(replace, mine)
         _compare_symbols(replace, mine)
+        _report_steps(stack, observer, lambda: is_recording() and mine())
         for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way()):
             replace(owner, name, value)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -254,11 +250,19 @@ def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
     def reported(outer: Callable[..., Any]) -> Callable[..., Any]:
-        def run(*args: Any, accumulate_grad: bool = False, **kwargs: Any) -> Any:
-            if mine():
-                observer.on_backward(args[4] if len(args) > 4 else (), accumulates=accumulate_grad)
-                args = pytree.tree_map_only(torch.Tensor, observer.differentiated, args)
-            return outer(*args, accumulate_grad=accumulate_grad, **kwargs)
+        def run(
+            outputs: Any, given: Any, keep: bool, create_graph: bool, inputs: Any = (), *args: Any, **kw: Any
+        ) -> Any:
+            if not mine():
+                return outer(outputs, given, keep, create_graph, inputs, *args, **kw)
+            accumulates = kw.pop("accumulate_grad", False)
+
+            def differentiate(by: Sequence[torch.Tensor]) -> Any:
+                return outer(outputs, given, keep, create_graph, tuple(by), *args, **kw) if by else ()
+
+            outputs, given = pytree.tree_map_only(torch.Tensor, observer.gradients.differentiated, (outputs, given))
+            found = differentiate, outputs, given, inputs
+            return observer.gradients.on_backward(*found, accumulates=accumulates, create_graph=create_graph)
 
         return run
 
@@ -272,6 +276,21 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
 
     dual = torch.autograd.forward_ad.make_dual
     replace(torch.autograd.forward_ad, "make_dual", make_dual)
+
+
+def _report_steps(stack: contextlib.ExitStack, observer: Observer, mine: Mine) -> None:
+    """The steps of optimizers."""
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if mine():
+            observer.gradients.on_step(optimizer)
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if mine():
+            observer.gradients.after_step(optimizer)
+
+    stack.callback(register_optimizer_step_pre_hook(before).remove)
+    stack.callback(register_optimizer_step_post_hook(after).remove)
 
 
 def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:

@@ -147,6 +147,8 @@ def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
         return tuple([0 if type(n) is int and n == 1 else stride for n, stride in sizes])
     if name == "metadata":
         return t.dtype, tuple(t.size()), t.device
+    if name == "has_grad":
+        return t.grad is not None
     if name == "is_parameter":
         return isinstance(t, torch.nn.Parameter)
     if name[0] == ".":  # an attribute that users set on it
@@ -504,6 +506,40 @@ _TAKES_GRADIENTS = prefixes(TORCH_DIRECTORY, "optim/", "nn/utils/clip_grad.py")
 _HANGS_HOOKS = prefixes(TORCH_DIRECTORY, "autograd/graph.py", "nn/modules/module.py")
 
 
+class GradientListener(Protocol):
+    """Who is told of derivatives, and of the `grad` of tensors."""
+
+    def on_backward(
+        self,
+        run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]],
+        outputs: Sequence[torch.Tensor],
+        given: Iterable[torch.Tensor | None],
+        inputs: Sequence[torch.Tensor],
+        *,
+        accumulates: bool,
+        create_graph: bool,
+    ) -> Any:
+        """The forward differentiates by `inputs`; with `accumulates`, into their `grad`, or that of all leaves.
+
+        `run` gives the gradients by some tensors. Returns what torch's engine returns.
+        """
+
+    def differentiated(self, t: torch.Tensor) -> torch.Tensor:
+        """What stands for `t` in autograd's graph of the forward."""
+
+    def get(self, t: torch.Tensor) -> Any:
+        """The forward reads `t.grad`. Returns it, or NotImplemented for what torch has."""
+
+    def set(self, t: torch.Tensor, new: torch.Tensor | None) -> bool:
+        """The forward sets `t.grad`. Returns whether the listener did that."""
+
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step."""
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step has ended."""
+
+
 class HookListener(Protocol):
     """Who is told of hooks."""
 
@@ -522,8 +558,9 @@ class HookListener(Protocol):
     def on_detach(self, t: torch.Tensor) -> bool:
         """The forward detaches a tensor in place. Returns whether that changes anything."""
 
-    def on_grad(self, t: torch.Tensor) -> None:
-        """The forward reads or sets `grad` of a tensor."""
+    @property
+    def gradients(self) -> GradientListener:
+        """Who is told of the `grad` of tensors."""
 
     def mark(self) -> tuple[int, int]:
         """A mark of this place in the program."""
@@ -543,10 +580,10 @@ def is_module_hook(cls: Any) -> bool:
 def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tensor]) -> bool:
     """Whether the derivative by one of these tensors is not what the ops of the forward say.
 
-    It has a hook on its gradient, or is a leaf and yet a view of what requires grad, which has none; or a tensor from
-    `outside` of the forward was computed from it.
+    It has a hook on its gradient and is no parameter, or is a leaf and yet a view of what requires grad, which has
+    none; or a tensor from `outside` of the forward was computed from it.
     """
-    if any(t._backward_hooks or t.retains_grad or _is_leaf_view(t) for t in by):
+    if any(t.retains_grad or _is_leaf_view(t) or (_hooks(t) and not isinstance(t, torch.nn.Parameter)) for t in by):
         return True
     edges = {_edge(t) for t in by if t.requires_grad}
     seen: set[Any] = set()
@@ -559,6 +596,45 @@ def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tenso
                 return True
             work += [found for found, _ in node.next_functions if found is not None]
     return False
+
+
+def _hooks(t: torch.Tensor) -> list[Callable[..., Any]]:
+    return [*(t._backward_hooks or {}).values(), *(t._post_accumulate_grad_hooks or {}).values()]
+
+
+def hooks_of(*tensors: torch.Tensor) -> list[list[Callable[..., Any]]]:
+    """The hooks on the gradient of each tensor."""
+    return list(map(_hooks, tensors))
+
+
+def give_hooks(t: torch.Tensor, to: torch.Tensor) -> None:
+    """Let the hooks on the gradient of `t` run on that of `to` too."""
+    if t._backward_hooks:
+        to._backward_hooks = t._backward_hooks
+
+
+def run_after_accumulation(t: torch.Tensor) -> None:
+    """Run the hooks that ask for `t.grad` after a gradient was added to it."""
+    for hook in list((t._post_accumulate_grad_hooks or {}).values()):
+        hook(t)
+
+
+def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that autograd leads to from some tensors, each once."""
+    found: dict[int, torch.Tensor] = {}
+    seen: set[Any] = set()
+    for t in outputs:
+        work = [t.grad_fn] if t.grad_fn is not None else []
+        if not work and t.requires_grad:
+            found[id(t)] = t
+        while work:
+            node: Any = work.pop()
+            if node not in seen:
+                seen.add(node)
+                if hasattr(node, "variable"):
+                    found[id(node.variable)] = node.variable
+                work += [n for n, _ in node.next_functions if n is not None]
+    return list(found.values())
 
 
 def _is_leaf_view(t: torch.Tensor) -> bool:
@@ -577,6 +653,7 @@ def report_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
     for name in ("grad_fn", "is_leaf"):
         replace(torch.Tensor, name, _history(name, listener, mine))
     _report_flags(replace, listener, lambda: is_recording() and mine())
+    _report_gradients(replace, listener, lambda: is_recording() and mine())
     _report_saved_tensors_hooks(replace, listener, mine)
 
 
@@ -609,8 +686,8 @@ def _history(name: str, listener: HookListener, mine: Mine) -> property:
 
 
 def _report_flags(replace: Replace, listener: HookListener, mine: Mine) -> None:
-    """What a leaf has beside its data: `requires_grad`, and `grad`."""
-    required, grad = (getattr(torch.Tensor, name) for name in ("requires_grad", "grad"))
+    """`requires_grad` of a tensor."""
+    required: Any = torch.Tensor.requires_grad
     require, detach = torch.Tensor.requires_grad_, torch.Tensor.detach_
 
     def told(t: torch.Tensor, flag: bool) -> torch.Tensor:
@@ -621,25 +698,45 @@ def _report_flags(replace: Replace, listener: HookListener, mine: Mine) -> None:
     def detach_(self: torch.Tensor) -> torch.Tensor:
         return detach(self) if not mine() or listener.on_detach(self) else self
 
-    def get_grad(self: torch.Tensor) -> Any:
-        code = sys._getframe(1).f_code
-        takes = code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS)
-        if mine() and (takes or not _asker().startswith(NOT_THE_MODEL)):
-            listener.on_grad(self)
-        return grad.__get__(self)
-
-    def set_grad(self: torch.Tensor, new: Any) -> None:
-        if mine():
-            listener.on_grad(self)
-        grad.__set__(self, new)
-
     replace(
         torch.Tensor, "requires_grad_", lambda t, requires_grad=True: require(told(t, requires_grad), requires_grad)
     )
     replace(torch.Tensor, "detach_", detach_)
     set_required = property(required.__get__, lambda t, flag: required.__set__(told(t, flag), flag))
     replace(torch.Tensor, "requires_grad", set_required)
+
+
+def _report_gradients(replace: Replace, listener: HookListener, mine: Mine) -> None:
+    """The `grad` of tensors."""
+    grad: Any = torch.Tensor.grad
+    module, optimizer = torch.nn.Module, torch.optim.Optimizer
+
+    def get_grad(self: torch.Tensor) -> Any:
+        code = sys._getframe(1).f_code
+        takes = code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS)
+        asked = mine() and (takes or not _asker().startswith(NOT_THE_MODEL))
+        found = listener.gradients.get(self) if asked else NotImplemented
+        return grad.__get__(self) if found is NotImplemented else found
+
+    def set_grad(self: torch.Tensor, new: Any) -> None:
+        if not (mine() and listener.gradients.set(self, new)):
+            grad.__set__(self, new)
+
+    def zero_grad(outer: Callable[..., Any], given: Callable[[Any], Iterable[torch.Tensor]]) -> Callable[..., Any]:
+        def run(self: Any, set_to_none: bool = True) -> Any:
+            if not (mine() and set_to_none):
+                return outer(self, set_to_none)
+            for t in given(self):
+                t.grad = None  # without a look at what it was
+
+        return run
+
+    def of_groups(self: Any) -> list[torch.Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
     replace(torch.Tensor, "grad", property(get_grad, set_grad, grad.__delete__))
+    replace(module, "zero_grad", zero_grad(module.zero_grad, module.parameters))
+    replace(optimizer, "zero_grad", zero_grad(optimizer.zero_grad, of_groups))
 
 
 def _takes_graph(file: str) -> bool:

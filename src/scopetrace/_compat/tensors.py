@@ -485,3 +485,15 @@ class FreshFakes:
                 self._env.var_to_range[found] = env.var_to_range[old]
             self._symbols[realm, old] = found
         return found
+
+
+def dense_order(t: torch.Tensor) -> list[int]:
+    """The dimensions by stride, the longest first, of a tensor without gaps in memory; empty for any other."""
+    stride: Any = t.stride()
+    order = sorted(range(t.dim()), key=lambda i: (-stride[i], i)) if not is_symbolic(t) else list(range(t.dim()))
+    expected = 1
+    for i in reversed(order):
+        if t.size(i) != 1 and stride[i] != expected:
+            return []
+        expected *= t.size(i)
+    return order

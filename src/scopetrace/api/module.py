@@ -139,7 +139,10 @@ def _bound_to(module: TracedModule, program: TracedProgram, tensors: dict[str, t
     """The program with the tensors of a TracedModule."""
     tape = program.tape
     owners: dict[str, tuple[torch.nn.Module | None, str]] = {name: module._holder(name) for name in tensors}
-    writes = [dataclasses.replace(w, module=module._holder(w.path)[0]) for w in tape.attribute_writes]
+    writes = [
+        w if w.of is not None else dataclasses.replace(w, module=module._holder(w.path)[0])
+        for w in tape.attribute_writes
+    ]
     read = {name: tensors.get(name, t) for name, t in tape.attributes.items()}
     return program.with_tape(
         dataclasses.replace(

@@ -26,6 +26,7 @@ from scopetrace.errors import (
     ArgumentTypeError,
     DynamicShapeError,
     EditError,
+    ExportError,
     OutlineError,
     ScopetraceError,
     SideEffectWarning,
@@ -275,6 +276,12 @@ class Trace(Shown):
 
     def _warn_of_a_form(self, what: str) -> None:
         tape = self._program.tape
+        if tape.cleared or any(write.of is not None for write in tape.attribute_writes):
+            raise ExportError(
+                f"{what} cannot hold what the forward does to gradients (`x.grad`)",
+                module=tape.root.path,
+                hint="return the gradients: torch.autograd.grad(loss, list(model.parameters()))",
+            )
         warn_of_numbers(tape.argument_numbers, what)
         baked_in = [effect for effect in tape.side_effects if effect.baked_in]
         if baked_in:

@@ -21,7 +21,6 @@ from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_hist
 from scopetrace.functionalization.copier import TapeCopier
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
 from scopetrace.ir.tape import (
-    AttributeWrite,
     BodyTape,
     FunctionalTape,
     Op,
@@ -64,7 +63,7 @@ class Functionalizer(TapeCopier):
         edge = self._at_edge(last, self.emitter.calls[root])
         read = self._read_with_history(edge)
         self.new.attribute_writes = [
-            AttributeWrite(w.module, w.fqn, w.name, self._bound(w.value, edge, read)) for w in self.old.attribute_writes
+            dataclasses.replace(w, value=self._bound(w.value, edge, read)) for w in self.old.attribute_writes
         ]
         write_back.attach(self.old, self.new, self.sets, read)
         self._end(root, last)

@@ -20,9 +20,10 @@ class Mutation:
     name: str
     """The argument's path (`"cache[0]"`), or the dotted name of the parameter or buffer."""
     kind: str
-    """`input`, `parameter`, `buffer` or `constant`."""
+    """`input`, `parameter`, `buffer`, `constant`, or `gradient` (the `grad` of an input or parameter)."""
     what: str
-    """`data`, `metadata` (sizes and strides), `storage` (other memory), or `binding` (`self.n = ...`)."""
+    """`data`, `metadata` (sizes and strides), `storage` (other memory), `binding` (`self.n = ...`), or `sum` (what
+    `backward()` adds to a `grad`)."""
     op: str
     """The op that writes, `"aten.add_.Tensor"`."""
     module: str
@@ -63,7 +64,10 @@ def mutations(tape: ProgramTape) -> list[Mutation]:
                     seen.add(name)
                     found.append(_mutation(name, kind, _what(op), op))
     for write in tape.attribute_writes:
-        found.append(_mutation(write.path, "buffer", "binding", write.value.op))
+        kind, what = ("buffer", "binding") if write.of is None else ("gradient", "sum" if write.adds else "binding")
+        found.append(_mutation(write.path, kind, what, write.value.op))
+    root = tape.root.path
+    found += [Mutation(f"{of.name}.grad", "gradient", "binding", "zero_grad", root, None) for of in tape.cleared]
     return found
 
 

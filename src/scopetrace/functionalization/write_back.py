@@ -29,7 +29,7 @@ from scopetrace.ir.write_back import (
     ViewStep,
     WriteBack,
 )
-from scopetrace.ops.history import is_cut
+from scopetrace.ops.history import OVERWRITE, is_cut
 
 _aten = torch.ops.aten
 
@@ -86,8 +86,10 @@ class _Builder:
             aliases = self.sets.get(last.storage)
             if aliases is not None and aliases.version and last.storage == value.storage:
                 new = self.read(last)
-                given = self._give(new, copy=int(self._is_overwritten(new, last)))
-                found.append(CopyInto(target, given, self._mode_of_writes(aliases, new)))
+                mode = self._mode_of_writes(aliases, new)
+                if mode is False and new.op.target is OVERWRITE:
+                    new = new.op.tensor(1)  # no gradient goes through the copy
+                found.append(CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, last))), mode))
         return found
 
     def _change(self, target: Target, value: Value, op: Op, after: Value) -> ChangeShape | SetTo:

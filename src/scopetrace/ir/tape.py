@@ -33,7 +33,7 @@ from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read, SideEffect
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.write_back import WriteBack
+from scopetrace.ir.write_back import GraphInput, StateRef, WriteBack
 
 Number = bool | int | float | complex | torch.SymBool | torch.SymInt | torch.SymFloat
 """A number of the program, known or symbolic."""
@@ -333,15 +333,19 @@ _signatures: weakref.WeakKeyDictionary[Callable[..., Any], inspect.Signature] = 
 
 @dataclasses.dataclass(eq=False)
 class AttributeWrite:
-    """A module attribute that the forward bound to a new tensor (`self.n = self.n + 1`)."""
+    """A module attribute that the forward bound to a new tensor (`self.n = self.n + 1`), or the `grad` of a tensor."""
 
     module: torch.nn.Module | None
-    """None in a loaded trace, which holds the attribute itself."""
+    """None in a loaded trace, which holds the attribute itself, and where it is that of a tensor."""
     fqn: str
-    """The module's name in the model."""
+    """The name of the module, or tensor, in the model."""
     name: str
     """The attribute's name in the module."""
     value: Value
+    of: GraphInput | StateRef | None = None
+    """The tensor whose `grad` it is; None for an attribute of a module."""
+    adds: bool = False
+    """Whether a call adds the value to the gradient that is there, as `backward()` does, in place of binding it."""
 
     @property
     def path(self) -> str:
@@ -420,9 +424,10 @@ class Tape:
         """Those of `attributes` that are not the model's, in order."""
         return {name: t for name, t in self.attributes.items() if name not in self.owners}
 
-    def add_constant(self, real: torch.Tensor, reserved: Container[str] = ()) -> str:
-        """Hold a tensor that is not the model's. Returns a name for it that is not in `reserved`."""
-        names = map("_tensor_constant{}".format, itertools.count(len(self.attributes) - len(self.owners)))
+    def add_constant(self, real: torch.Tensor, reserved: Container[str] = (), wanted: str = "") -> str:
+        """Hold a tensor that is not the model's. Returns its name, not one in `reserved`; `wanted` if it can be."""
+        counted = map("_tensor_constant{}".format, itertools.count(len(self.attributes) - len(self.owners)))
+        names = itertools.chain([wanted] if wanted else [], counted)
         name = next(n for n in names if n not in self.attributes and n not in reserved)
         self.attributes[name] = real
         return name
@@ -457,6 +462,8 @@ class ProgramTape(Tape):
     numbers: list[torch.SymInt] = dataclasses.field(default_factory=list)
     """The symbolic numbers that stand for whole numbers among the arguments: placeholders after those of `inputs`."""
     attribute_writes: list[AttributeWrite] = dataclasses.field(default_factory=list)
+    cleared: list[GraphInput | StateRef] = dataclasses.field(default_factory=list)
+    """The tensors whose gradient is None after a call, whatever it was before."""
     modules: dict[str, torch.nn.Module] = dataclasses.field(default_factory=dict)
     """The modules behind `call_module` ops."""
     sizes: SizeRules | None = None

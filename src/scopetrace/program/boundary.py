@@ -42,6 +42,7 @@ from scopetrace.ir.reads import (
     snapshot,
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind
+from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record import argument_names, more_keywords
 
 Forward = Callable[..., Any] | None
@@ -286,7 +287,7 @@ class CallBoundary:
         results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))
         out = instantiate(lambda _: next(results), self.outputs, (ATensor, ANumber))
         bound = itertools.zip_longest(results, values[count:])
-        self.state.write(value if own is None else own for own, value in bound)
+        self.state.write((value if own is None else own for own, value in bound), inputs)
         if not isinstance(out, Returned):
             return out
         apply_effects(out.effects, getattr(inputs, "containers", []))
@@ -322,7 +323,10 @@ class LiveState:
     """The model's tensors as they are now: a parameter or buffer may have been assigned anew since the trace."""
 
     def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module) -> None:
-        self._writes = [(w.module or _submodule(graph_module, w.fqn), w.name) for w in tape.attribute_writes]
+        self._writes = [
+            (w, w.module or _submodule(graph_module, w.fqn if w.of is None else "")) for w in tape.attribute_writes
+        ]
+        self._cleared = tape.cleared
         self._owners = _owners(tape)
         self._attributes = tape.attributes
         self._held: list[_Bound] = []
@@ -381,10 +385,19 @@ class LiveState:
         found = None if place is None else _look_up(*place)
         return self._attributes[name] if found is None else found
 
-    def write(self, results: Iterator[torch.Tensor]) -> None:
-        """Assign the tensors that forward assigned to attributes of the model's modules."""
-        for (module, name), tensor in zip(self._writes, results, strict=True):
-            _bind(module, name, tensor)
+    def write(self, results: Iterator[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Assign the tensors that forward assigned to attributes of the model's modules, and the gradients."""
+
+        def outside(of: GraphInput | StateRef) -> torch.Tensor:
+            return inputs[of.index] if isinstance(of, GraphInput) else self.held(of.name)
+
+        for of in self._cleared:
+            outside(of).grad = None
+        for (write, module), tensor in zip(self._writes, results, strict=True):
+            if write.of is None:
+                _bind(module, write.name, tensor)
+            else:
+                _give_gradient(outside(write.of), tensor, adds=write.adds)
 
 
 def held_now(tape: ProgramTape) -> dict[str, torch.Tensor]:
@@ -416,9 +429,37 @@ def _metadata(dtype: torch.dtype, shape: torch.Size) -> str:
     return f"{str(dtype).removeprefix('torch.')} {list(shape)}"
 
 
+def _give_gradient(t: torch.Tensor, gradient: torch.Tensor, *, adds: bool) -> None:
+    """Bind the `grad` of a tensor, or add to it as autograd does: in place, but where gradients flow through it."""
+    if not adds or t.grad is None:
+        t.grad = gradient
+    elif gradient.requires_grad:
+        t.grad = t.grad + gradient
+    else:
+        with torch.no_grad():
+            t.grad += gradient
+
+
+class _Gradients(dict[str, Any]):
+    """The `grad` of the tensors of a module, by their names: `weight.grad`."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self._module = module
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The `grad` of this name."""
+        t = getattr(self._module, name.removesuffix(".grad"), None)
+        return default if t is None else t.grad
+
+    __getitem__ = get
+
+
 def _table_of(module: torch.nn.Module, name: str) -> dict[str, Any] | None:
     """Where a module has a tensor of this name; None where it has none."""
     tables: tuple[dict[str, Any], ...] = (parameters_of(module), buffers_of(module), module.__dict__)
+    if name.endswith(".grad"):
+        tables = (_Gradients(module),)
     return next((table for table in tables if isinstance(table.get(name), torch.Tensor)), None)
 
 

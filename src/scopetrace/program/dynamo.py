@@ -101,6 +101,7 @@ def _refuse(tape: ProgramTape) -> None:
     map_structure(symbolic.append, tape.write_back, Symbolic)
     storages = [storage for storage, _ in {(value.storage, id(value.fake)) for value in tape.inputs}]
     reasons = {
+        "it changes gradients": bool(tape.cleared) or any(w.of is not None for w in tape.attribute_writes),
         "it depends on side effects of the forward": any(e.baked_in for e in tape.side_effects),
         "the forward puts tensors into containers among its arguments": isinstance(tape.outputs, Returned),
         "it depends on numbers in objects among the arguments": any(n.attributes for n in tape.argument_numbers),

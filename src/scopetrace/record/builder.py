@@ -335,7 +335,8 @@ class ValueTable:
             self._tape.owners[name] = owner[1:]
             self._tape.attributes[name] = real
         else:
-            name = self._tape.add_constant(real, self._model.tensor_names)
+            wanted = self._model.state_names.get(id(real), "")
+            name = self._tape.add_constant(real, self._model.tensor_names, wanted)
         fake = self._factory.from_real(real)
         if owner is None:
             self._refuse_replaced(fake)

@@ -12,13 +12,13 @@ arrives here too: autograd, seeding, writes to `.data`.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import fnmatch
+import functools
 import inspect
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -26,9 +26,9 @@ import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
-from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
-from scopetrace._compat.questions import has_other_gradient, is_module_hook
-from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, is_view, requires_grad_of, version_of
+from scopetrace._compat.ops import eager, paused, unwrapped
+from scopetrace._compat.questions import is_module_hook
+from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
@@ -36,6 +36,7 @@ from scopetrace.ir.selection import Place, Target, is_named, several
 from scopetrace.ir.tape import Call, Value
 from scopetrace.ops.history import can_require_grad
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
+from scopetrace.record.gradients import GradientRecorder
 from scopetrace.record.model import Model, own_names
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
@@ -168,6 +169,8 @@ class CallRecorder:
                 self.result_types = tensor_holders(out)
                 kinds = self._object_types | self.result_types
                 map_structure(self._values.set_apart_result, out, torch.Tensor, kinds)
+                if "gradients" in self.__dict__:
+                    self.gradients.finish()
             call.outputs = self.templates.of(out)
             self.templates.belong_to(call)
             return out
@@ -204,42 +207,10 @@ class CallRecorder:
 
     # ---------------------------------------------------------------- what else the forward does
 
-    def on_backward(self, inputs: Sequence[Any], *, accumulates: bool) -> None:
-        """The forward differentiates by `inputs`."""
-        if accumulates:
-            raise UnsupportedOpError(
-                "the forward calls backward(), which changes .grad of parameters",
-                op="backward",
-                **self._builder.where(),
-                hint="return the loss and call backward() outside, or use torch.autograd.grad",
-            )
-        if not self._builder.tape.exact_autograd:
-            raise Retrace("the forward differentiates", Assumptions(exact_autograd=True))
-        op = self._builder.opaque_to_autograd
-        if op is not None:
-            raise UnsupportedOpError(
-                f"the forward differentiates, and has {op} of tensors that require grad",
-                op=op,
-                **self._builder.where(),
-                hint="trace the forward alone, without torch.autograd.grad in it",
-            )
-        if self._values.transformed and not in_transform():
-            raise UnsupportedOpError(
-                "the forward differentiates, and a transform such as torch.vmap took a parameter as its argument, "
-                "from where no gradient would come",
-                op="torch.autograd.grad",
-                **self._builder.where(),
-                hint="give the transform `parameter * 1`, or use the parameter inside of its function",
-            )
-        if self._depends_on_outside(inputs):
-            raise UnsupportedOpError(
-                "the forward differentiates by a parameter or an input that has a hook, from which another input was "
-                "computed, or that is a view made under no_grad or written; or inputs are written that share memory",
-                op="torch.autograd.grad",
-                **self._builder.where(),
-                hint="differentiate by `x.view_as(x)` of an input, or by an input that is detached first; or outside "
-                "of the forward",
-            )
+    @functools.cached_property
+    def gradients(self) -> GradientRecorder:
+        """Records derivatives, and the `grad` of tensors."""
+        return GradientRecorder(self._builder, self._values, self._reads, self._model)
 
     def on_forward_ad(self) -> None:
         """The forward makes a tensor with a tangent, on which no op of a graph acts."""
@@ -249,23 +220,6 @@ class CallRecorder:
             **self._builder.where(),
             hint="use torch.func.jvp, or differentiate outside of the forward",
         )
-
-    def _depends_on_outside(self, inputs: Sequence[Any]) -> bool:
-        """Whether derivatives by `inputs` are not what the ops say: autograd knows more of the tensors from outside."""
-        tape, examples = self._builder.tape, {id(v.fake): (v, t) for v, t in self._values.examples.items()}
-        given = [t for _, t in examples.values()]
-        by = [examples.get(id(t), (None, t))[1] for t in inputs if isinstance(t, torch.Tensor)]
-        by = [t for t in by if unwrapped(t) is t and not isinstance(t, FakeTensor)]
-        written, sharing = tape.written_storages(), collections.Counter(v.storage for v, _ in examples.values())
-        rewritten = ((v, t) for v, t in examples.values() if v.requires_grad and v.storage in written and is_view(t))
-        if any(sharing[v.storage] > 1 or any(t is other for other in by) for v, t in rewritten):
-            return True
-        with paused():
-            return has_other_gradient(by, [*given, *tape.attributes.values()])
-
-    def differentiated(self, t: torch.Tensor) -> torch.Tensor:
-        """The fake tensor of a parameter, by which the forward differentiates."""
-        return t if self._model.owner(t) is None else self._values.value_of(t).fake
 
     def on_custom_function(self, cls: type, args: Any) -> Any:
         """A function with a backward of its own is applied."""
@@ -334,11 +288,6 @@ class CallRecorder:
                 return False
             self._refuse_flag("detaches a tensor of the model, or an input, in place", "detach_")
         return True
-
-    def on_grad(self, t: torch.Tensor) -> None:
-        """The forward reads or sets `grad`."""
-        if self._values.is_outside(t):
-            self._refuse_flag("reads or sets the gradient of a tensor of the model, or an input", "grad")
 
     def _refuse_flag(self, problem: str, name: str) -> None:
         raise UnsupportedOpError(

@@ -298,7 +298,9 @@ class ExampleRun:
 
     def _is_constant(self, op: Op) -> bool:
         if op.kind == "get_attr":
-            return op.target not in self._tape.owners
+            storage = op.result.storage
+            written = (v.storage for i in self._touching[storage] for v in self._tape.ops[i].writes)
+            return op.target not in self._tape.owners and storage not in written
         if not is_op(op.target) or is_random(op.target) or is_collective(op.target) or op.unbacked is not None:
             return False
         return not any(isinstance(a, Symbolic) for a in flat((op.args, op.kwargs)))

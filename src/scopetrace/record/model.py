@@ -68,6 +68,8 @@ class Model:
         self.tensors: list[tuple[str, torch.Tensor]] = []
         """The parameters, buffers and tensor attributes, with their first fqns."""
         self._saved: dict[int, SavedModule] = {}
+        self.state_names: dict[int, str] = {}
+        """By id, names for tensors of optimizers."""
         self.snapshot = Snapshot()
         """The contents of the objects in the modules' attributes."""
         if self.root is not None:
@@ -105,9 +107,19 @@ class Model:
             self._saved[id(m)] = SavedModule("", m, self.snapshot, f"{name}.{inner}" if inner else name)
         return [m for _, m in found]
 
+    def name_state(self, t: torch.Tensor, of: torch.Tensor, key: str) -> None:
+        """Name a tensor of an optimizer's state after the parameter that it belongs to."""
+        owner = self.owner(of)
+        if owner is not None:
+            self.state_names[id(t)] = f"{owner[0]}_{key}"
+
     def owner(self, t: torch.Tensor) -> tuple[str, torch.nn.Module, str] | None:
         """(first fqn, module, name there) of a parameter, buffer or tensor attribute; None for other tensors."""
         return self._tensors.get(id(t))
+
+    def add_gradient(self, t: torch.Tensor, fqn: str, module: torch.nn.Module, name: str) -> None:
+        """The `grad` of one of the tensors, whose owner is given, is a tensor of the model too."""
+        self._tensors[id(t)] = f"{fqn}_grad", module, f"{name}.grad"
 
     @property
     def owners(self) -> Collection[tuple[str, torch.nn.Module, str]]:
@@ -270,7 +282,27 @@ def _modules_around(fn: Any) -> list[tuple[str, torch.nn.Module]]:
     else:
         found += [(name, content_of(cell)) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False)]
         found += [(name, fn.__globals__.get(name)) for name in code.co_names]
-    return [(name, x) for name, x in found if isinstance(x, torch.nn.Module)]
+    found += vars(getattr(fn, "__self__", None) or object).items() if isinstance(fn, types.MethodType) else ()
+    return [module for name, x in found for module in _modules_in(name, x)]
+
+
+def _modules_in(name: str, x: Any, depth: int = 2) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules in lists, dicts and users' objects, with names as of submodules."""
+    if isinstance(x, torch.nn.Module):
+        yield name, x
+    elif depth and (items := _named_items(x)):
+        for key, item in items:
+            yield from _modules_in(f"{name}.{key}", item, depth - 1)
+
+
+def _named_items(x: Any) -> Iterable[tuple[Any, Any]]:
+    if type(x) in (list, tuple):
+        return enumerate(x)
+    if type(x) is dict:
+        return [(key, item) for key, item in x.items() if isinstance(key, str) and key.isidentifier()]
+    if isinstance(x, (type, torch.Tensor, dict, list, tuple)) or not is_users_class(type(x)):
+        return ()
+    return getattr(x, "__dict__", {}).items()
 
 
 # Snapshots of objects ------------------------------------------------------------------------------------------------
@@ -388,6 +420,12 @@ class Snapshot:
             for item in before:
                 if type(item) not in ATOMS:
                     self.add(f"{name}[…]", key, item, holder)
+
+    def accept(self, table: Any, key: Any) -> None:
+        """Keep an entry that was put into a saved dict, as if it had been there."""
+        if id(table) in self.saved:
+            self.saved[id(table)].before[key] = table[key]
+            self.add(f"{self.saved[id(table)].name}[{short(key)}]", self.saved[id(table)].key, table[key])
 
     def restore(self, *, outside: bool = False) -> list[Change]:
         """Put everything back that belongs to the model or its arguments, and say what had changed.
@@ -577,8 +615,9 @@ _WITH_ATTRIBUTES = (
     *(types.SimpleNamespace, argparse.Namespace, types.FunctionType),
     *(collections.UserDict, collections.UserList, collections.ChainMap, threading.local),
     *(weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet),
+    *(torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler),
 )
-"""The classes of the standard library whose objects have attributes that people write to."""
+"""The classes of torch and the standard library whose objects have attributes that people write to."""
 _BUILTIN: dict[type, Kind] = {
     list: _LIST,
     collections.deque: _LIST,

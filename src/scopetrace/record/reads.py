@@ -76,7 +76,8 @@ class ReadRecorder:
             for i, frames in sorted(inputs_of_layouts(self._builder.tape, self._contiguous).items()):
                 self._layout(i, frames)
 
-    def _note_once(self, name: str, value: Any, place: Place, frames: Frames | None = None) -> None:
+    def note_once(self, name: str, value: Any, place: Place, frames: Frames | None = None) -> None:
+        """Note what the forward read, once for each place; `frames` are those of now where they are not given."""
         if place not in self._known:
             self._known.add(place)
             self._note(name, value, place, frames)
@@ -100,11 +101,11 @@ class ReadRecorder:
 
     def on_environment(self, key: str | None, answer: Any) -> None:
         """As `Listener.on_environment`."""
-        self._note_once("os.environ" if key is None else f"os.environ[{key!r}]", answer, OfEnvironment(key))
+        self.note_once("os.environ" if key is None else f"os.environ[{key!r}]", answer, OfEnvironment(key))
 
     def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
         """As `Listener.on_question`."""
-        self._note_once(name, answer, Asked(ask, args))
+        self.note_once(name, answer, Asked(ask, args))
 
     def on_member(self, t: torch.Tensor) -> None:
         """As `Listener.on_member`."""
@@ -136,7 +137,7 @@ class ReadRecorder:
         inside = (op for hidden in self._hidden for op in ops[hidden.start : hidden.stop])
         op = next((op for op in inside if op.kind == "call_module" or any(map(history.of, op.inputs()))), None)
         if op is not None:
-            self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()), op.frames)
+            self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()), op.frames)
 
     def on_autocast(self, entered: bool) -> None:
         """As `Listener.on_autocast`."""
@@ -146,7 +147,7 @@ class ReadRecorder:
     def on_cast_op(self) -> None:
         """An op runs that autocast may give other dtypes."""
         self.awaits_cast = False
-        self._note_once("torch.autocast", self._autocast, Flag("torch.autocast", ()))
+        self.note_once("torch.autocast", self._autocast, Flag("torch.autocast", ()))
 
     def on_default_dtype(self) -> None:
         """The dtype of a new tensor is the default one, which the forward may have set itself."""
@@ -183,18 +184,18 @@ class ReadRecorder:
         elif name[0] == ".":
             owner = self._model.owner(t)
             if owner is not None:
-                self._note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
+                self.note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
         elif name in ("stride", "is_contiguous", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
         elif name in ("requires_grad", "is_leaf", "grad_fn"):
-            self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
+            self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
             self.on_requires_grad(t)
 
     def on_gradient(self, t: torch.Tensor) -> None:
         """It matters whether autograd records what is done to a tensor."""
         if not questions.grad_enabled() and self._grad:
             return  # a block of the forward itself switches autograd off
-        self._note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
+        self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
         self.on_fact(t, "requires_grad", (), requires_grad_of(t))
 
     def on_layout(self, *, offset: bool = False) -> None:
@@ -208,19 +209,19 @@ class ReadRecorder:
         fake = self._builder.tape.inputs[index].fake
         if fake.layout is torch.strided:
             name, answer = f"{self._builder.tape.input_paths[index]}'s strides", questions.fact_of(fake, "layout", ())
-            self._note_once(name, answer, OfInput(index, "layout"), frames)
+            self.note_once(name, answer, OfInput(index, "layout"), frames)
 
     def _fact(self, index: int, name: str, args: tuple[Any, ...], answer: Any) -> None:
         path = self._builder.tape.input_paths[index]
         text = f"{path}.{name.removeprefix('.')}" + (
             f"({', '.join(map(repr, args))})" if name in questions.METHODS else ""
         )
-        self._note_once(text, answer, OfInput(index, name, args))
+        self.note_once(text, answer, OfInput(index, name, args))
 
     def on_hidden_write(self, value: Value, op: Op) -> None:
         """With gradients to an input or attribute, a write that autograd does not see would be another program."""
         if not self._grad:
-            self._note_once("torch.is_grad_enabled()", False, Flag("torch.is_grad_enabled", ()), op.frames)
+            self.note_once("torch.is_grad_enabled()", False, Flag("torch.is_grad_enabled", ()), op.frames)
             return
         inputs, path = self._builder.tape.inputs, op.scope.path
         place: Place | None = None
@@ -255,7 +256,7 @@ class ReadRecorder:
         tensor = self._builder.tape.attributes.get(fqn)
         tensor = getattr(module, name) if tensor is None else tensor
         answer = questions.fact_of(tensor, "requires_grad", ())
-        self._note_once(f"{fqn}.requires_grad", answer, OfTensor(module, name, "requires_grad"))
+        self.note_once(f"{fqn}.requires_grad", answer, OfTensor(module, name, "requires_grad"))
 
 
 def _is_source_or_alias(op: Op) -> bool:

@@ -1,0 +1,301 @@
+"""Derivatives inside a forward: `torch.autograd.grad` and `backward()`, and the `grad` of tensors from outside.
+
+Data flow:
+    backward() -> the leaves that autograd reaches -> torch differentiates by them, its ops are recorded as any
+    a gradient -> added to the `grad` of its leaf, as hooks leave it -> the program reads and writes that from here on
+    after the forward -> an AttributeWrite for each `grad` that is another one, `ProgramTape.cleared` for None
+
+What a leaf had as `grad` before the forward is asked only where the forward reads it. Otherwise a call adds to whatever
+is there: the same program holds for the first of several micro-batches and for the next.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
+from scopetrace._compat.patches import exporting
+from scopetrace._compat.questions import (
+    fact_of,
+    give_hooks,
+    has_other_gradient,
+    hooks_of,
+    leaves_of,
+    run_after_accumulation,
+)
+from scopetrace._compat.tensors import FakeTensor, dense_order, is_view
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.reads import Asked, OfInput, OfTensor, Place
+from scopetrace.ir.tape import AttributeWrite, Value
+from scopetrace.ir.write_back import GraphInput, StateRef
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.model import Model
+from scopetrace.record.optimizers import new_state, settings_of, tensors_of
+from scopetrace.record.reads import ReadRecorder
+
+Differentiate = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
+"""Torch's engine: the gradients by these tensors, None for one that the outputs do not depend on."""
+
+
+@dataclasses.dataclass
+class _Gradient:
+    """The `grad` of a tensor from outside, while the forward runs."""
+
+    tensor: torch.Tensor
+    """The tensor itself: a parameter, or the fake tensor of an input."""
+    value: Value
+    added: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """What was added to it, while nobody knows what it was before."""
+    is_known: bool = False
+    """Whether the forward has read or set it, so that it is `now`."""
+    now: torch.Tensor | None = None
+    before: torch.Tensor | None = None
+    """Where the forward has read it, what it was before, as a tensor of the trace."""
+    is_read: bool = False
+
+
+class GradientRecorder:
+    """Records what one forward does with gradients; the `GradientListener` of `_compat.questions`."""
+
+    def __init__(self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder, model: Model) -> None:
+        self._builder = builder
+        self._tape = builder.tape
+        self._values = values
+        self._reads = reads
+        self._model = model
+        self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
+        self._taken: set[int] = set()  # the storages of gradients that a leaf has
+        self._stepping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+
+    # ---------------------------------------------------------------- differentiating
+
+    def on_backward(
+        self,
+        run: Differentiate,
+        outputs: Sequence[torch.Tensor],
+        given: Iterable[torch.Tensor | None],
+        inputs: Sequence[torch.Tensor],
+        *,
+        accumulates: bool,
+        create_graph: bool,
+    ) -> Any:
+        """The forward differentiates `outputs`, with `given` as their gradients.
+
+        That is by `inputs`; with `accumulates`, into their `grad`, or that of all leaves where there are none.
+        """
+        self._refuse_without_history()
+        by = list(map(self.differentiated, inputs))
+        if accumulates and not by:
+            by = leaves_of(outputs)
+            self._reads.on_requires_grad(outputs[0])
+            if any(unwrapped(t) is t and id(t) not in self._values.by_id for t in by):
+                self._refuse_beyond()
+        self._refuse_other([self._outside(t) for t in by], accumulates=accumulates)
+        params = [(p, t) for t in by if isinstance(p := self._outside(t), torch.nn.Parameter)]
+        known = [p for p, _ in params]
+        self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(hooks_of, tuple(known)))
+        for p, t in params:
+            give_hooks(p, t)
+        found = run(by)
+        if not accumulates:
+            return found
+        self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
+        for t, gradient in zip(by, found, strict=True):
+            if gradient is not None:
+                self._add(t, gradient, create_graph=create_graph)
+        return None
+
+    def differentiated(self, t: torch.Tensor) -> torch.Tensor:
+        """What stands for a tensor in autograd's graph of the forward: of a parameter, its fake tensor."""
+        own = unwrapped(t)
+        return t if own is not t or isinstance(own, FakeTensor) else self._values.value_of(t).fake
+
+    def _outside(self, t: torch.Tensor) -> torch.Tensor:
+        """The tensor from outside that a fake tensor stands for; itself where the forward made it."""
+        value = self._values.by_id.get(id(t))
+        if value is None or value.fake is not t:
+            return t
+        example = self._values.examples.get(value)
+        return value.real if value.real is not None else t if example is None else example
+
+    def _add(self, t: torch.Tensor, gradient: torch.Tensor, *, create_graph: bool) -> None:
+        """Add to the `grad` of a leaf; a tensor that the forward made has its own."""
+        outside = self._outside(t)
+        if outside is t:
+            t.grad = gradient if t.grad is None else t.grad + gradient
+            return
+        entry = self._of(t)
+        with torch.set_grad_enabled(create_graph):
+            self._add_to(entry, gradient, create_graph=create_graph)
+        run_after_accumulation(entry.tensor)
+
+    def _add_to(self, entry: _Gradient, gradient: torch.Tensor, *, create_graph: bool = False) -> None:
+        if entry.is_known and entry.now is not None:
+            entry.now = entry.now + gradient if create_graph else entry.now.add_(gradient)
+            return
+        gradient = self._in_memory_of_its_own(gradient, entry.value.fake)
+        if entry.is_known:
+            entry.now = gradient
+        else:
+            entry.added.append(gradient)
+
+    def _in_memory_of_its_own(self, gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        """A gradient as autograd keeps it: nobody else has its memory, and it is laid out as the leaf."""
+        sharing = self._values.sharing(gradient)
+        shared = sharing[0].storage in self._taken or any(v.op.kind in ("placeholder", "get_attr") for v in sharing)
+        order = dense_order(leaf) or list(range(leaf.dim()))
+        if shared or dense_order(gradient) != order:
+            gradient = gradient.permute(order).clone(memory_format=torch.contiguous_format)
+            gradient = gradient.permute([order.index(i) for i in range(leaf.dim())])
+        self._taken.add(self._values.value_of(gradient).storage)
+        return gradient
+
+    # ---------------------------------------------------------------- the `grad` of tensors
+
+    def get(self, t: torch.Tensor) -> Any:
+        """`t.grad`; NotImplemented for a tensor that the forward made."""
+        if not self._values.is_outside(t):
+            return NotImplemented
+        entry = self._of(t)
+        if not entry.is_known:
+            self._read(entry)
+        return entry.now
+
+    def set(self, t: torch.Tensor, new: torch.Tensor | None) -> bool:
+        """`t.grad = new`. False for a tensor that the forward made."""
+        if not self._values.is_outside(t):
+            return False
+        entry = self._of(t)
+        entry.is_known, entry.now, entry.added = True, new, []
+        if new is not None:
+            self._taken.add(self._values.value_of(new).storage)
+        return True
+
+    def _of(self, t: torch.Tensor) -> _Gradient:
+        value = self._values.value_of(t)
+        found = self._gradients.get(id(value.fake))
+        if found is None:
+            tensor = t if value.real is None else value.real
+            found = self._gradients[id(value.fake)] = _Gradient(tensor, value)
+        return found
+
+    def _read(self, entry: _Gradient) -> None:
+        """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
+        before = self._outside(entry.value.fake).grad
+        self._note(entry, before is not None)
+        entry.is_known = entry.is_read = True
+        if before is not None:
+            owner = self._model.owner(self._outside(entry.value.fake))
+            if owner is not None:
+                self._model.add_gradient(before, *owner)
+            entry.before = entry.now = self._values.value_of(before).fake
+        added, entry.added = entry.added, []
+        with torch.no_grad():
+            for gradient in added:
+                self._taken.discard(self._values.value_of(gradient).storage)
+                self._add_to(entry, gradient)
+
+    def _note(self, entry: _Gradient, answer: bool) -> None:
+        place: Place
+        name, owner = self._name(entry), self._model.owner(entry.tensor)
+        if entry.value in self._tape.inputs:
+            place = OfInput(self._tape.inputs.index(entry.value), "has_grad")
+        elif owner is not None:
+            place = OfTensor(*owner[1:], "has_grad")
+        else:
+            place = Asked(fact_of, (entry.tensor, "has_grad", ()))
+        self._reads.note_once(f"{name}.grad is not None", answer, place)
+
+    def _name(self, entry: _Gradient) -> str:
+        if entry.value in self._tape.inputs:
+            return self._tape.input_paths[self._tape.inputs.index(entry.value)]
+        return entry.value.op.name
+
+    def finish(self) -> None:
+        """Put on the tape what the gradients are after the forward."""
+        for entry in self._gradients.values():
+            name, value = self._name(entry), entry.value
+            inputs = self._tape.inputs
+            of = GraphInput(inputs.index(value), value.op.name) if value in inputs else StateRef(value.op.name)
+            new = [] if entry.now is None or entry.now is entry.before else [entry.now]
+            for t in [*entry.added, *new]:
+                write = AttributeWrite(None, name, "grad", self._values.value_of(t), of, bool(entry.added))
+                self._tape.attribute_writes.append(write)
+            if entry.is_known and entry.now is None and (entry.before is not None or not entry.is_read):
+                self._tape.cleared.append(of)
+
+    # ---------------------------------------------------------------- optimizers
+
+    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer begins a step: its ops have a scope of their own. A call is compared with its settings."""
+        name = type(optimizer).__name__
+        self._reads.note_once(f"{name}.param_groups", settings_of(optimizer), Asked(settings_of, (optimizer,)))
+        params = [p for group in optimizer.param_groups for p in group["params"] if self.get(p) is not None]
+        with eager():
+            made = new_state(optimizer, params)
+        for p, state in made.items():
+            optimizer.state[p] = state
+            self._model.snapshot.accept(optimizer.state, p)
+        for p, state in optimizer.state.items():
+            for key, x in state.items():
+                if isinstance(x, torch.Tensor):
+                    self._model.name_state(x, p, str(key))
+        self._builder.state.push_scope(f"{name}.step")
+        self._stepping = exporting(False)  # optimizers that are compiled compute in other ways
+        self._stepping.__enter__()
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step has ended."""
+        self._stepping.__exit__(None, None, None)
+        self._builder.state.pop_scope()
+        name = f"the parameters and state of {type(optimizer).__name__}"
+        self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))
+
+    # ---------------------------------------------------------------- refusals
+
+    def _refuse_without_history(self) -> None:
+        if not self._tape.exact_autograd:
+            raise Retrace("the forward differentiates", Assumptions(exact_autograd=True))
+        op = self._builder.opaque_to_autograd
+        if op is not None:
+            hint = "trace the forward alone, without torch.autograd.grad in it"
+            self._refuse(f"the forward differentiates, and has {op} of tensors that require grad", hint, op)
+        if self._values.transformed and not in_transform():
+            self._refuse(
+                "the forward differentiates, and a transform such as torch.vmap took a parameter as its argument, "
+                "from where no gradient would come",
+                "give the transform `parameter * 1`, or use the parameter inside of its function",
+            )
+
+    def _refuse_other(self, by: list[torch.Tensor], *, accumulates: bool) -> None:
+        """Refuse where derivatives are not what the ops say: autograd knows more of the tensors from outside."""
+        examples = list(self._values.examples.items())
+        given = [t for _, t in examples]
+        if accumulates and any(t.grad_fn is not None for t in by if not isinstance(t, FakeTensor)):
+            self._refuse_beyond()
+        by = [t for t in by if unwrapped(t) is t and not isinstance(t, FakeTensor)]
+        written, sharing = self._tape.written_storages(), collections.Counter(v.storage for v, _ in examples)
+        rewritten = [(v, t) for v, t in examples if v.requires_grad and v.storage in written and is_view(t)]
+        depends = any(sharing[v.storage] > 1 or any(t is other for other in by) for v, t in rewritten)
+        with paused() if not depends else contextlib.nullcontext():
+            depends = depends or has_other_gradient(by, [*given, *self._tape.attributes.values()])
+        if depends:
+            self._refuse(
+                "the forward differentiates by an input that has a hook, or by a parameter or an input from which "
+                "another input was computed, or that is a view made under no_grad or written; or inputs are written "
+                "that share memory",
+                "differentiate by `x.view_as(x)` of an input, or by an input that is detached first; or outside of "
+                "the forward",
+            )
+
+    def _refuse_beyond(self) -> NoReturn:
+        self._refuse("backward() goes on beyond an input that was itself computed", "give the input detached")
+
+    def _refuse(self, problem: str, hint: str, op: str = "torch.autograd.grad") -> NoReturn:
+        raise UnsupportedOpError(problem, op=op, **self._builder.where(), hint=hint)
