@@ -438,3 +438,46 @@ def test_a_trace_with_parametrized_modules_is_saved(tmp_path):
     first, second = (call.module_type for call in loaded.calls[0].children)
     assert first is second
     assert (first.__name__, first.__base__) == ("ParametrizedLinear", nn.Linear)
+
+
+class Norm32(nn.Module):
+    def forward(self, x):
+        y = x.to(torch.float32)  # returns x itself
+        return y * y.pow(2).mean(-1, keepdim=True)
+
+
+class Residual(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm32()
+        self.drop = nn.Dropout()  # in eval it returns its input, which is what it was given
+
+    def forward(self, x):
+        return x + self.drop(self.norm(x))
+
+
+def test_what_a_call_makes_of_the_same_tensor_is_read_in_it_and_from_its_result_alone():
+    tr = st.trace(nn.Sequential(Residual(), Residual()).eval(), (torch.randn(2, 4),))
+    added = [n for n in tr.graph_module.graph.nodes if n.target is torch.ops.aten.add.Tensor]
+    assert [[str(a) for a in n.args] for n in added] == [["input_1", "dropout"], ["add", "dropout_1"]]
+    assert [[o.kind for o in f.outputs] for f in tr.outline(Norm32).functions] == [["result"]]
+    tr.check((torch.randn(2, 4),))
+
+
+def test_a_write_to_the_same_tensor_in_a_call_is_read_after_it():
+    class Writes(nn.Module):
+        def forward(self, x):
+            x.to(x.dtype).view(-1)[:2].mul_(3)
+            return x.to(x.dtype).sum()
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Writes()
+
+        def forward(self, x):
+            x = x * 1
+            return self.inner(x) + x, x.to(x.dtype)
+
+    tr = st.trace(Outer(), (torch.randn(2, 4),))
+    tr.check((torch.randn(2, 4),))

@@ -28,7 +28,7 @@ import keyword
 import math
 import re
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence, Set, ValuesView
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set, ValuesView
 from typing import Any, Protocol
 
 import torch
@@ -160,7 +160,20 @@ def instantiate(fn: Callable[[Any], Any], template: Any, leaf: Leaf) -> Any:
 
 def leaves(x: Any, leaf: Leaf) -> list[Any]:
     """The instances of `leaf` in a template, in the order of `torch.utils._pytree`."""
-    return [item for _, item in leaves_with_path(x) if isinstance(item, leaf)]
+    found: list[Any] = []
+    _add_leaves([x], leaf, found)
+    return found
+
+
+def _add_leaves(items: Iterable[Any], leaf: Leaf, found: list[Any]) -> None:
+    for x in items:
+        kind = type(x)
+        if isinstance(x, leaf):
+            found.append(x)
+        elif kind is tuple or kind is list:
+            _add_leaves(x, leaf, found)
+        elif kind not in _PLAIN:
+            _add_leaves([item for _, item in open_container(x) or ()], leaf, found)
 
 
 def leaves_with_path(x: Any, path: str = "", object_types: Collection[type] = ()) -> Iterator[tuple[str, Any]]:

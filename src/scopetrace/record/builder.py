@@ -30,7 +30,7 @@ from scopetrace._compat.tensors import (
     uncounted,
     without_dispatch,
 )
-from scopetrace.containers.structure import OpaqueContainer, is_plain_object, map_structure
+from scopetrace.containers.structure import OpaqueContainer, is_plain_object, leaves, map_structure
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
@@ -199,6 +199,8 @@ class ValueTable:
         self._model = model
         self._by_storage: dict[int, list[Value]] = {}
         self._keep: list[torch.Tensor | torch.UntypedStorage] = []  # their ids must not be used again in this trace
+        self.same: list[tuple[Value, Value]] = []
+        """Of each op that returned the tensor it was given, as `x.to(x.dtype)` does: its result, and what it took."""
         self.transformed = False
         """Whether a transform such as torch.vmap took a tensor of the model itself as an argument."""
         self._given: set[int] = set()  # the ids of the inputs
@@ -223,6 +225,22 @@ class ValueTable:
         if isinstance(out, (list, tuple)):
             return type(out)([self.new_results(t, slot) for slot, t in enumerate(out)])
         return self.new_result(out, slot) if isinstance(out, torch.Tensor) else out
+
+    def new_same(self, t: torch.Tensor, slot: int, before: Value) -> Value:
+        """As `new`, where the op returns a tensor that it was given, the value of which is `before`."""
+        value = self.new(t, slot, before.storage, before.key)
+        self.same.append((value, before))
+        return value
+
+    def leave(self, start: int, results: Any) -> None:
+        """At the end of a call: a tensor is again what it was outside, before the entries of `same` from `start` on.
+
+        That a norm reads `x.to(torch.float32)` of its input is no matter of who reads `x` after it.
+        """
+        kept = leaves(results, Value)
+        for value, before in reversed(self.same[start:]):
+            if self.by_id.get(id(value.fake)) is value and value not in kept:
+                self.by_id[id(value.fake)] = before
 
     def append_op(self, target: Any, args: tuple[Any, ...], out: torch.Tensor) -> Value:
         """Append an op of one result to the tape."""

@@ -164,6 +164,7 @@ class CallRecorder:
         """Run the Python of a call."""
 
         def finished() -> Any:
+            same = len(self._values.same)
             out = run(*args, **kwargs)
             if call.parent is None:
                 self.result_types = tensor_holders(out)
@@ -173,6 +174,8 @@ class CallRecorder:
                     self.gradients.finish()
             call.outputs = self.templates.of(out)
             self.templates.belong_to(call)
+            if len(self._values.same) > same:
+                self._values.leave(same, call.outputs)
             return out
 
         self._entered.append(entered)

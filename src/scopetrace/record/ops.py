@@ -377,7 +377,7 @@ class OpRecorder:
         for slot, (meta, fake) in enumerate(zip(metas, fakes, strict=True)):
             if isinstance(meta, Identity):
                 base = call.inputs[meta.input]
-                value = self.values.new(fake, slot, base.storage, base.key)
+                value = self.values.new_same(fake, slot, base)
                 value.autograd_placeholder = base.autograd_placeholder
             else:
                 value = self.values.new(fake, slot, storage_id(fake), meta.key)
@@ -435,11 +435,13 @@ class OpRecorder:
                 self._inference.learn(key, call.inputs, out)
             if out is not None and not _tensors(out):
                 return out  # a question about metadata, answered
-        results = self.values.new_results(out)
+        given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
+        same = bool(given) and not written
+        results = self.values.new_same(out, 0, given[0]) if same else self.values.new_results(out)
         self._append(call, results, written, unbacked, before.tracked)
         if moved:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
-        return _given(out, call) if any(out is t for t in before.fakes) else out
+        return _given(out, call) if given else out
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
         """What torch returns for fake tensors."""

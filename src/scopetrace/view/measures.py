@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.fx
 from torch.utils._pytree import tree_map_only
-from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, flop_registry
+from torch.utils.flop_counter import FlopCounterMode, conv_flop_count, flop_registry, sdpa_flop_count
 
 from scopetrace._compat.ops import can_decompose, is_op
 from scopetrace._compat.symbols import Symbolic, example
@@ -119,12 +119,10 @@ class Meter:
     def _measured(self, op: Op) -> Measures:
         read = [n for n in op.node.all_input_nodes if n.op == "get_attr" and str(n.target) in self._attributes]
         bodies = [*op.bodies, *op.shared]
-        own = dataclasses.replace(
-            _held(self._attributes[str(n.target)] for n in read),
-            ops=1,
-            flops=self.flops(op.node),
-            activation_bytes=0 if any(_makes(body, op) for body in bodies) else new_bytes(op.node),
-        )
+        memory = 0 if any(_makes(body, op) for body in bodies) else new_bytes(op.node)
+        own = _held([self._attributes[str(n.target)] for n in read], 1, self.flops(op.node), memory)
+        if not bodies:
+            return own
         inside = _sum(list(map(self.of, bodies)))
         if op.node.target is torch.ops.higher_order.cond:
             flops, memory = (max(getattr(self.of(b), key) for b in bodies) for key in ("flops", "activation_bytes"))
@@ -133,7 +131,9 @@ class Meter:
 
     def flops(self, node: torch.fx.Node) -> int:
         """Floating-point operations of one op; 0 where torch has no formula, or the op does not run without data."""
-        if not is_op(node.target) or not (node.target.overloadpacket in flop_registry or can_decompose(node.target)):
+        if not is_op(node.target) or node.target.overloadpacket in _WITHOUT_FLOPS:
+            return 0
+        if node.target.overloadpacket not in flop_registry and not can_decompose(node.target):
             return 0
         key = (node.target, _signature(node.args), _signature(node.kwargs))
         try:
@@ -173,6 +173,12 @@ def _signature(x: Any) -> Hashable:
 
 
 _aten = torch.ops.aten
+# Composites without a product, which are met most often: to run one just to find that torch counts nothing is slow.
+_NAMES_WITHOUT_FLOPS = """
+    __and__ __or__ adaptive_avg_pool2d batch_norm chunk contiguous diff dropout expand_as flatten group_norm layer_norm
+    log_softmax max_pool2d narrow reshape softmax squeeze to type_as unflatten where
+"""
+_WITHOUT_FLOPS = frozenset(getattr(_aten, name) for name in _NAMES_WITHOUT_FLOPS.split())
 _CONVOLUTIONS = (_aten.conv1d.default, _aten.conv2d.default, _aten.conv3d.default)
 
 
@@ -183,6 +189,10 @@ def _counted(node: torch.fx.Node) -> int:
         if node.target is _aten.linear.default:
             return 2 * math.prod(out) * weight[-1]
         return int(conv_flop_count(x, weight, out))
+    if node.target is _aten.scaled_dot_product_attention.default:
+        shapes = [[*map(example, node_value(n).shape)] for n in node.all_input_nodes[:3]]
+        if all(len(s) == 4 and s[:2] == shapes[0][:2] for s in shapes):
+            return int(sdpa_flop_count(*shapes))
     given = tree_map_only(torch.fx.Node, node_value, (node.args, node.kwargs))
     args, kwargs = tree_map_only(_SIZED, _without_data, given)
     counter = FlopCounterMode(display=False)
@@ -207,21 +217,19 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in found if isinstance(t, torch.Tensor)]
 
 
-def _held(tensors: Iterable[torch.Tensor]) -> Measures:
-    found = list({id(t): t for t in tensors}.values())
-    parameters = tuple(t for t in found if isinstance(t, torch.nn.Parameter))
-    return Measures(parameters=parameters, buffers=tuple(t for t in found if not isinstance(t, torch.nn.Parameter)))
+def _held(tensors: Iterable[torch.Tensor], ops: int = 0, flops: int = 0, activation_bytes: int = 0) -> Measures:
+    found = {id(t): t for t in tensors}.values()
+    parameters = tuple([t for t in found if isinstance(t, torch.nn.Parameter)])
+    buffers = tuple([t for t in found if not isinstance(t, torch.nn.Parameter)])
+    return Measures(ops, flops, activation_bytes, parameters, buffers)
 
 
 def _sum(parts: list[Measures]) -> Measures:
-    return Measures(
-        sum(part.ops for part in parts),
-        sum(part.flops for part in parts),
-        sum(part.activation_bytes for part in parts),
-        _once(t for part in parts for t in part.parameters),
-        _once(t for part in parts for t in part.buffers),
-    )
-
-
-def _once(tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    return tuple({id(t): t for t in tensors}.values())
+    ops = flops = activation_bytes = 0
+    held: dict[int, torch.Tensor] = {}
+    for part in parts:
+        ops += part.ops
+        flops += part.flops
+        activation_bytes += part.activation_bytes
+        held.update((id(t), t) for t in (*part.parameters, *part.buffers))
+    return _held(held.values(), ops, flops, activation_bytes)
