@@ -459,3 +459,18 @@ def test_what_is_refused(f, error, message):
     with torch.no_grad():
         if "differentiates" not in message:
             st.trace(lambda x: f(x), (X,))
+
+
+@pytest.mark.parametrize("form", [lambda x, p: InPlaceInside.apply(x) * p, lambda x, p: InPlaceInside.apply(x * p) + p])
+def test_a_function_that_is_once_differentiable_is_so_in_a_trace(form):
+    def second(run):
+        x, p = torch.ones(3, requires_grad=True), torch.full((3,), 2.0, requires_grad=True)
+        (gx,) = torch.autograd.grad((run(x, p) * p).sum(), x, create_graph=True)
+        (found,) = torch.autograd.grad(gx.sum(), p, retain_graph=True, allow_unused=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            gx.sum().backward()
+        return found
+
+    args = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    expected, actual = second(form), second(st.trace(form, args))
+    assert (expected is None and actual is None) or torch.equal(expected, actual)

@@ -229,6 +229,16 @@ def test_gradients_are_those_of_eager(case):
 
 
 REFUSED = {
+    "a question about a gradient in memory of two inputs": (
+        "derived_overlap",
+        ["y[0] = self.p", "a = x * (2 if x.grad_fn is None else 3)"],
+        ("a",),
+    ),
+    "a gradient into memory of two inputs, one of which is detached": (
+        "plain_and_detached",
+        ["y[0] = self.p", "a = x * 2"],
+        ("a",),
+    ),
     "data of inference mode": (
         "two_leaves",
         [("torch.inference_mode()", "y.data = x.detach().clone()"), "a = y.sigmoid_()"],

@@ -83,6 +83,9 @@ is_neg_of: Callable[[torch.Tensor], bool] = _base.is_neg
 _inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
 """What `x.stride()`, `x.requires_grad` and so on call: in a trace these report who asks."""
 
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = _base._base.__get__
+"""What autograd takes a tensor for a view of."""
+
 is_view: Callable[[torch.Tensor], bool] = operator.methodcaller("_is_view")
 """Whether autograd holds a tensor to be a view of another."""
 

@@ -7,7 +7,7 @@ another one in the same memory.
 
 `scopetrace::overwrite(old, new)` has the value of `new` and the gradient of `old`. That is what a write hidden from
 autograd means (under `no_grad`, through `detach()` or `.data`): the data changes, the history does not. No op of ATen
-says it.
+says it. `scopetrace::once_differentiable` is what torch makes of the gradients of a function that is so marked.
 """
 
 from __future__ import annotations
@@ -38,7 +38,27 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
 overwrite.register_autograd(_backward)
 
 OVERWRITE = torch.ops.scopetrace.overwrite.default
+torch.library.define("scopetrace::once_differentiable", "(Tensor gradient, Tensor[] given) -> Tensor")
 
+
+class _Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise RuntimeError("trying to differentiate twice a function that was marked with @once_differentiable")
+
+
+@torch.library.impl("scopetrace::once_differentiable", "CompositeImplicitAutograd")
+def once_differentiable(gradient: torch.Tensor, given: list[torch.Tensor]) -> torch.Tensor:
+    """A gradient computed from those `given`, by a function that cannot be differentiated, as torch marks it."""
+    twice = torch.is_grad_enabled() and any(t.requires_grad for t in given)
+    return _Once.apply(gradient.detach().requires_grad_()) if twice else gradient.detach().clone()
+
+
+ONCE_DIFFERENTIABLE = torch.ops.scopetrace.once_differentiable.default
 
 DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 """Ops whose result autograd takes for a tensor of its own."""

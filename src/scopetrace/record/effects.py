@@ -36,7 +36,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from scopetrace._compat.ops import is_random
-from scopetrace._compat.tensors import is_view, requires_grad_of, tags_of
+from scopetrace._compat.tensors import base_of, is_view, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, SideEffect, content_of
@@ -494,6 +494,19 @@ def refuse_recomputed(tape: RecordedTape, regions: Iterable[Region]) -> None:
                     **_place(op),
                     hint="trace the model without checkpointing, which gives the same results; or write to the tensor "
                     "before the region",
+                )
+
+
+def refuse_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> None:
+    """Raise UnsupportedOpError where a gradient flows into memory of several inputs, which autograd keeps apart."""
+    for op in tape.ops:
+        for written in op.writes if op.grad and op.tracked else ():
+            sharing = [examples[v] for v in tape.inputs if v.storage == written.storage]
+            if len({id(t if (base := base_of(t)) is None else base) for t in sharing}) > 1:
+                raise UnsupportedOpError(
+                    "a tensor that requires grad is written into memory that inputs share, one of which is detached",
+                    **_place(op),
+                    hint="clone() one of the inputs, or trace under torch.no_grad()",
                 )
 
 

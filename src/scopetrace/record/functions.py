@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.tensors import FakeFactory, requires_grad_of, run_fake
@@ -23,10 +23,13 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.segment import body_tape, captured
 from scopetrace.ir.tape import BodyTape, Value
 from scopetrace.ops.higher_order import written_inputs
+from scopetrace.ops.history import ONCE_DIFFERENTIABLE
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.higher_order import BodyRecorder
 
 _apply = torch.ops.higher_order.autograd_function_apply
+_ONCE = once_differentiable(lambda *_: None).__code__
+"""The code of each `backward` that torch wraps so that it cannot be differentiated."""
 
 
 class FunctionRecorder(BodyRecorder):
@@ -115,8 +118,11 @@ class FunctionRecorder(BodyRecorder):
         if len(found) < count or any(x is not None for x in found[count:]):
             self._refuse(f"returns {len(found)} gradients for {count} arguments", "return one for each")
         needed = zip(found[:count], self._ctx.needs_input_grad, self._arguments, strict=True)
-        given = [grad if is_needed else None for grad, is_needed, a in needed if isinstance(a, torch.Tensor)]
-        return [grad if grad is None else self.values.value_of(grad) for grad in given], None
+        results = [grad if is_needed else None for grad, is_needed, a in needed if isinstance(a, torch.Tensor)]
+        if getattr(self._backward, "__code__", None) is _ONCE:
+            given = [grad for grad in grads if grad is not None]
+            results = [x if x is None else self.recorded(ONCE_DIFFERENTIABLE, (x, given)) for x in results]
+        return [x if x is None else self.values.value_of(x) for x in results], None
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
         hint += ", trace under torch.no_grad(), name the module in leaf_modules=, or make it a torch.library.custom_op"

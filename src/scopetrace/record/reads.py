@@ -176,6 +176,14 @@ class ReadRecorder:
                 **self._builder.where(),
                 hint="read that of an input, before the first write",
             )
+        if name in ("requires_grad", "is_leaf", "grad_fn") and value is not None and self._is_shared(value.storage):
+            raise UnsupportedOpError(
+                "the forward asks for the gradient of a tensor in memory that several inputs share, and that it has "
+                "written",
+                op=f"Tensor.{name}",
+                **self._builder.where(),
+                hint="ask before the first write, or clone() one of the inputs",
+            )
         if name == "contiguous":
             if value is not None and answer is t:
                 self._contiguous.append((value, len(self._builder.tape.ops), self._builder.frames()))
@@ -190,6 +198,12 @@ class ReadRecorder:
         elif name in ("requires_grad", "is_leaf", "grad_fn"):
             self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
             self.on_requires_grad(t)
+
+    def _is_shared(self, storage: int) -> bool:
+        """Whether several inputs lie in a storage that was written."""
+        tape = self._builder.tape
+        objects = {id(v.fake) for v in tape.inputs if v.storage == storage}
+        return len(objects) > 1 and storage in tape.written_storages()
 
     def on_gradient(self, t: torch.Tensor) -> None:
         """It matters whether autograd records what is done to a tensor."""

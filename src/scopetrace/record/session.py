@@ -77,6 +77,7 @@ from scopetrace.record.dynamic_shapes import (
 from scopetrace.record.effects import (
     EffectWatch,
     inputs_made_leaves,
+    refuse_detached_inputs,
     refuse_lost_gradients,
     refuse_recomputed,
     refuse_tags,
@@ -329,6 +330,7 @@ class Recording:
         refuse_tags(tape, results)
         refuse_lost_gradients(tape, results, self.values.examples)
         refuse_recomputed(tape, self.builder.regions)
+        refuse_detached_inputs(tape, self.values.examples)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
             self._refuse_others(forward, others)
