@@ -25,7 +25,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ASSETS = ("page.html", "page.css", "page.js", "dagre.min.js", "dagre.LICENSE.txt", "diff.schema.json")
 IN_WHEEL = ["scopetrace/py.typed", "scopetrace/__main__.py", *(f"scopetrace/view/assets/{name}" for name in ASSETS)]
-IN_SDIST = ["README.md", "CHANGELOG.md", "LICENSE", "pyproject.toml", "Makefile", "tests/test_view.py", "docs/index.md"]
+IN_SDIST = [
+    "README.md",
+    "CHANGELOG.md",
+    "LICENSE",
+    "pyproject.toml",
+    ".ci/readme_hook.py",
+    "Makefile",
+    "tests/test_view.py",
+    "docs/index.md",
+]
 EXTRAS = {"onnx", "cli", "view", "zoo", "tvm"}
 INSTALLED = {"scopetrace", "click", "rich", "markdown-it-py", "mdurl", "pygments"}  # beside torch and what it needs
 
@@ -90,7 +99,10 @@ def check_metadata(text: str) -> None:
     require(set(about.get_all("Provides-Extra", [])) == EXTRAS, f"the extras are {about.get_all('Provides-Extra')}")
     require(about["License-Expression"] == "BSD-3-Clause", "the license is missing")
     require("Typing :: Typed" in about.get_all("Classifier", []), "the classifiers are missing")
-    require(about.get_payload().startswith("# scopetrace"), "the README is missing")
+    readme = about.get_payload()
+    require(readme.startswith("# scopetrace"), "the README is missing")
+    broken = re.findall(r"\]\((?!https?://)[^)]*\)", readme)
+    require(not broken, f"links of the README lead nowhere on a package index: {broken}")
     needs = [line for line in about.get_all("Requires-Dist", []) if "extra ==" not in line]
     require(len(needs) == 3, f"needed are {needs}, and not torch, click and rich")
 

@@ -3,16 +3,19 @@
 Data flow:
     DATA_FLOW -> Graphviz -> data-flow.svg
     models with random weights -> traces -> Trace.to_svg, and pages -> Chromium -> screenshots
+    BERT's trace -> Trace.to_chrome_trace -> the events of the file as boxes -> bert-timeline.svg
 
-Two pictures are made by hand: the timeline, `Trace.to_chrome_trace` of the BERT below, opened in Perfetto, and Netron's
-of an ONNX file, `Trace.to_onnx` of the ResNet with `functions=Bottleneck`.
+One picture is made by hand: Netron's of an ONNX file, `Trace.to_onnx` of the ResNet with `functions=Bottleneck`.
 """
 
+import html
+import json
 import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import graphviz
@@ -71,6 +74,34 @@ def screenshot(page: Path, name: str, fragment: str = "", size: str = "1280,800"
     subprocess.run([chromium(), *options, *target], check=True, capture_output=True)
 
 
+def timeline(events: list[dict[str, Any]]) -> str:
+    """An SVG of the events of a Chrome trace: calls and ops as nested boxes, and below them the bytes in memory."""
+    boxes, counts = ([event for event in events if event["ph"] == kind] for kind in "XC")
+    scale, rows = 1280 / boxes[0]["dur"], []
+    around: list[float] = []  # where the boxes around an event end
+    for event in boxes:
+        around = [end for end in around if event["ts"] < end]
+        rows.append(len(around))
+        around.append(event["ts"] + event["dur"])
+    base = 18 * (max(rows) + 1)
+    shapes = []
+    for event, row in zip(boxes, rows, strict=True):
+        x, width, name = event["ts"] * scale, event["dur"] * scale, event["name"]
+        hue = sum(name.partition("[")[0].encode()) * 37 % 360
+        text = html.escape(name[: int(width / 6.5)]) if width > 20 else ""
+        shapes.append(
+            f'<rect x="{x:.1f}" y="{18 * row}" width="{width:.1f}" height="17" fill="hsl({hue} 45% 80%)">'
+            f'<title>{html.escape(name)}</title></rect><text x="{x + 3:.1f}" y="{18 * row + 13}">{text}</text>'
+        )
+    top = max(event["args"]["bytes"] for event in counts)
+    steps = "".join(f"H{c['ts'] * scale:.1f}V{base + 68 - 60 * c['args']['bytes'] / top:.1f}" for c in counts)
+    shapes.append(f'<path d="M0,{base + 68}{steps}H1280V{base + 68}Z" fill="#d4a72c66" stroke="#9a6700"/>')
+    shapes.append(f'<text x="3" y="{base + 16}">{top / 1e6:.1f} MB of activations</text>')
+    style = "text { font: 11px sans-serif } rect { stroke: white }"
+    size = f'width="1280" height="{base + 70}" viewBox="0 0 1280 {base + 70}"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{"".join(shapes)}</svg>'
+
+
 def resnet(layers: int) -> st.Trace:
     """A ResNet-18 or a ResNet-50."""
     return st.trace(load_model(f"torchvision:resnet{layers}").eval(), (torch.randn(1, 3, 224, 224),))
@@ -105,6 +136,9 @@ def make(folder: Path) -> None:
     resnet(18).to_svg(IMAGES / "resnet18.svg", depth=1)
     traced = bert()
     traced.to_svg(IMAGES / "bert-layer.svg", depth=2, scope="encoder.layer.0")
+    traced.to_chrome_trace(folder / "bert.json")
+    events = json.loads((folder / "bert.json").read_text())["traceEvents"]
+    (IMAGES / "bert-timeline.svg").write_text(timeline(events), encoding="utf-8")
     for name, opened, box in (
         ("resnet50-page.png", resnet(50), "ResNet/Sequential[layer1]"),
         ("bert-page.png", traced, "BertModel/BertEncoder[encoder]/BertLayer[layer.0]/BertAttention[attention]"),
