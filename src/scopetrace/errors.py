@@ -144,6 +144,10 @@ class CompiledGraphError(VerificationError):
     """A compiled graph returned values of other shapes or dtypes than the graph that it was made from."""
 
 
+class CompileError(ScopetraceError, RuntimeError):
+    """A backend of torch.compile failed on a piece of a program; its own error is the cause."""
+
+
 class InvalidTapeError(VerificationError):
     """A stage left a program that breaks a rule of its form: a defect of scopetrace, not of the model."""
 

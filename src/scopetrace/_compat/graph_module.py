@@ -93,7 +93,7 @@ def _make_code(graph_module: TracedGraphModule) -> None:
         graph = _copied(graph_module.graph)
         for node in graph.find_nodes(op="call_function", target=call):
             node.target = call_region if graph_module.has_regions else call_inline
-        graph_module.forward_with_regions = _method(graph, graph_module)
+        graph_module.forward_with_regions = method_of(graph, graph_module)
 
 
 def call_region(body: torch.nn.Module, _: str, *operands: Any) -> Any:
@@ -205,7 +205,7 @@ def without_grad_switches(graph_module: torch.fx.GraphModule) -> Callable[..., A
     graph = _copied(graph_module.graph)
     for node in graph.find_nodes(op="call_function", target=set_grad_enabled):
         graph.erase_node(node)
-    return _method(graph, graph_module)
+    return method_of(graph, graph_module)
 
 
 def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
@@ -214,7 +214,7 @@ def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:
     return found
 
 
-def _method(graph: torch.fx.Graph, graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
+def method_of(graph: torch.fx.Graph, graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
     """A function that runs a graph on the tensors of a GraphModule."""
     code = graph.python_code("self")
     namespace = dict(code.globals)

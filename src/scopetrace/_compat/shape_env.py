@@ -460,6 +460,16 @@ def new_number(env: WatchedShapeEnv, value: int, path: str, spec: DimSpec) -> sy
     return env.create_unspecified_symbol(value, _source(path), DimDynamic.DYNAMIC, constraint)
 
 
+def new_size(env: WatchedShapeEnv, value: int, operand: int, dim: int | None) -> tuple[sympy.Symbol, Any]:
+    """A new symbol of any value from 0, for a dimension of an operand or for one that is a number, and its SymInt."""
+    source = _source(f"operand_{operand}", dim)
+    if dim is None:
+        symbol = env.create_unspecified_symbol(value, source, DimDynamic.DYNAMIC)
+    else:
+        symbol = env.create_symbol(value, source, DimDynamic.DYNAMIC, do_not_specialize_zero_one=True)
+    return symbol, symint(env, symbol, value)
+
+
 def symint(env: WatchedShapeEnv, expr: Any, value: int) -> Any:
     """The SymInt of an expression whose example value is `value`; an int if the expression is a constant."""
     return env.create_symintnode(sympy.sympify(expr), hint=value)

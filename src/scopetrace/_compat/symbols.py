@@ -278,6 +278,11 @@ def to_expr(numbers: Any) -> Any:
     return numbers.node.expr if isinstance(numbers, Symbolic) else numbers
 
 
+def hint_of(n: Any) -> Any:
+    """The value of a number in the example; None where it depends on data."""
+    return n if not isinstance(n, Symbolic) else n.node.hint if n.node.has_hint() else None
+
+
 def surely_equal(a: Any, b: Any) -> bool:
     """Whether two sizes are equal for all values of their symbols. Adds no guard."""
     if type(a) is int and type(b) is int:

@@ -19,6 +19,7 @@ import torch
 import torch.export
 import torch.fx
 
+from scopetrace.api.compiled import CompiledTrace, compile_program
 from scopetrace.api.module import to_module
 from scopetrace.api.runnable import Shown, program_of
 from scopetrace.errors import (
@@ -122,6 +123,36 @@ class Trace(Shown):
             OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
         """
         return OutlinedProgram(self, outline_calls(self._program, targets))
+
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        *,
+        functions: OutlineTarget | Sequence[OutlineTarget] = "layers",
+        mode: str | None = None,
+        options: dict[str, Any] | None = None,
+        progress: Callable[[str], None] | None = None,
+    ) -> CompiledTrace:
+        """The program compiled, each distinct function once; to be called in the model's place.
+
+        Equal layers share one compiled function, so that compiling takes as long for 80 layers as for one. Gradients
+        are the model's: each function is compiled with a backward of its own. There are no guards but the checks that
+        a call of the trace makes. An edit of the graph made afterwards does not reach what was compiled.
+
+        Args:
+            backend: as for torch.compile; also a function from a GraphModule and example inputs to a callable.
+            functions: one or several targets of `outline`; () compiles the program as a whole.
+            mode: as for torch.compile.
+            options: as for torch.compile.
+            progress: called with what is being compiled.
+
+        Raises:
+            CompileError: the backend failed; the error names the function.
+            OutlineError: a target matches no call, the trace is not functional, or a call cannot be a function.
+            ArgumentError: torch.compile does not know the backend, the mode or an option.
+        """
+        targets = functions if isinstance(functions, (list, tuple)) else (functions,)
+        return compile_program(self._program, targets, backend, mode, options, progress)
 
     def to_onnx(
         self,

@@ -1,0 +1,77 @@
+"""`CompiledTrace`: a trace whose distinct functions are compiled once each by a backend of torch.compile.
+
+Data flow:
+    Trace -> outline -> pieces, each compiled once -> a call runs them between the checks and the write-back of the trace
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from scopetrace._compat.compilers import backend_for
+from scopetrace.errors import ArgumentError
+from scopetrace.lower.compiled import Piece, Pieces
+from scopetrace.program.outlined import OutlinedTrace, OutlineTarget, outline_calls
+from scopetrace.program.traced import TracedProgram
+
+
+class CompiledTrace:
+    """A compiled trace: `compiled(*args, **kwargs)` does what the trace and the model do, gradients included.
+
+    Attributes:
+        backend: the name of the backend.
+        pieces: what was compiled: one `Piece` for each distinct function, and for each stretch of ops between calls.
+    """
+
+    def __init__(self, program: OutlinedTrace, pieces: Pieces, backend: str) -> None:
+        self._program, self._pieces = program, pieces
+        self.backend = backend
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        return self._pieces.distinct
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the compiled program: same results, effects and gradients as the model, up to the backend's rounding.
+
+        Where autograd follows tensors that it did not follow in the trace, the first such call compiles again. Inputs
+        of sizes that the trace takes and the compiled code does not run through the graph, uncompiled.
+
+        Raises InputMismatchError and SideEffectError as `Trace.__call__`, CompileError where the backend fails.
+        """
+        return self._program.run(self._pieces.run, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        shared = [p for p in self.pieces if p.calls > 1]
+        calls = f"{sum(p.calls for p in self.pieces)} calls of {len(self.pieces)} pieces"
+        most = f", {shared[0].name} ×{shared[0].calls}" if shared else ""
+        return f"<CompiledTrace of {self._program.tape.root.path} by {self.backend}: {calls}{most}>"
+
+
+def compile_program(
+    program: TracedProgram,
+    targets: Sequence[OutlineTarget],
+    backend: str | Callable[..., Any],
+    mode: str | None,
+    options: dict[str, Any] | None,
+    progress: Callable[[str], None] | None,
+) -> CompiledTrace:
+    """See `Trace.compile`."""
+    try:
+        compiler = backend_for(backend, mode, options)
+    except Exception as error:  # torch has a class for each mistake, some of them private
+        said = textwrap.shorten(str(error), 160, placeholder=" …")
+        raise ArgumentError(f"torch.compile does not take this backend, mode or options: {said}") from error
+    outlined = outline_calls(program, targets)
+    pieces = Pieces(outlined.graph_module, compiler)
+    with torch.set_grad_enabled(program.tape.grad):
+        for i, piece in enumerate(pieces.distinct):
+            if progress is not None:
+                progress(f"compiling {piece.name}, {i + 1} of {len(pieces.distinct)}")
+            piece.compile()
+    return CompiledTrace(outlined, pieces, backend if isinstance(backend, str) else getattr(backend, "__name__", "?"))

@@ -1,0 +1,272 @@
+"""A program in pieces that a backend of torch.compile compiles: each distinct one once.
+
+Data flow:
+    graph with calls of functions -> pieces: each call, and the runs of nodes between calls -> a graph that calls pieces
+    pieces with equal bodies and equal operands -> one Piece, compiled once, with its backward where autograd is on
+    operands at a call -> of the sizes and strides that the code is made for? -> the compiled code, else the body
+
+Equal layers are one piece, as in torch's `nested_compile_region`. A backend compiles each as if it were a model of its
+own, and autograd sees one op for each call of a piece, so that gradients cross pieces as they cross modules in eager.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+import torch.fx
+
+from scopetrace._compat.compilers import COMPILING, Backend
+from scopetrace._compat.graph_module import method_of
+from scopetrace._compat.ops import OpOverload
+from scopetrace._compat.shape_env import new_size
+from scopetrace._compat.symbols import Symbolic, all_hold, hint_of, to_expr
+from scopetrace._compat.tensors import FakeFactory, without_dispatch
+from scopetrace.containers.structure import leaves
+from scopetrace.errors import CompileError
+from scopetrace.record.dynamic_shapes import symbolic_strides
+
+_CALL = torch.ops.higher_order.invoke_subgraph
+
+
+class Piece:
+    """A graph that is compiled apart: once, and again where autograd follows operands that it did not follow before.
+
+    Operands of other sizes or strides than the code is made for go through the graph, uncompiled.
+
+    Attributes:
+        name: that of the function, or `"between"` for nodes between calls.
+        body: the graph.
+        calls: how often the program calls it.
+        forms: what the backend made of it, by the positions of the operands that autograd follows.
+    """
+
+    def __init__(self, name: str, body: torch.fx.GraphModule, examples: Sequence[Any], backend: Backend) -> None:
+        self.name = self.__name__ = name
+        self.body, self.calls = body, 0
+        self.forms: dict[frozenset[int], Callable[..., Any]] = {}
+        self._inputs = ExampleInputs(examples)
+        self._backend = backend
+        self._followed: set[int] = set()
+        self._form_of: dict[frozenset[int], Callable[..., Any]] = {}
+
+    def add_call(self, operands: Sequence[Any]) -> None:
+        """Count a call of the program, which has these operands in the trace."""
+        self.calls += 1
+        self._followed |= _followed(operands)
+
+    def compile(self) -> None:
+        """Compile the form for all calls that the program has. Raises CompileError."""
+        if self._inputs.are_known:
+            self._form(frozenset(self._followed) if torch.is_grad_enabled() else frozenset())
+
+    def __call__(self, *operands: Any) -> Any:
+        sizes = self._inputs.sizes_of(operands)
+        if sizes is None:
+            return self.body(*operands)
+        followed = frozenset(_followed(operands)) if torch.is_grad_enabled() else frozenset()
+        return (self._form_of.get(followed) or self._form(followed))(*sizes, *operands)
+
+    def _form(self, followed: frozenset[int]) -> Callable[..., Any]:
+        """A form with gradients for these operands at least, whose other gradients autograd drops."""
+        with COMPILING:
+            found = [form for known, form in self.forms.items() if known and followed and known >= followed]
+            if followed not in self.forms and not found:
+                self.forms[followed] = self._compile(followed)
+            self._form_of[followed] = self.forms.get(followed) or found[0]
+        return self._form_of[followed]
+
+    def _compile(self, followed: frozenset[int]) -> Callable[..., Any]:
+        graph = torch.fx.Graph()
+        for i in range(len(self._inputs.sizes)):
+            graph.placeholder(f"size_{i}")
+        graph.output(graph.graph_copy(self.body.graph, {}))  # a backend may change what it is given
+        own = torch.fx.GraphModule(self.body, graph, class_name=self.name)
+        try:
+            with torch.set_grad_enabled(bool(followed)):
+                return self._backend(own, self._inputs.with_gradients(followed))
+        except Exception as error:  # whatever a backend raises
+            raise CompileError(f"the backend failed on {self.name}, called {self.calls}×: {error}") from error
+
+
+def _followed(operands: Sequence[Any]) -> set[int]:
+    """The positions of the operands that require gradients."""
+    return {i for i, x in enumerate(operands) if isinstance(x, torch.Tensor) and x.requires_grad}
+
+
+class ExampleInputs:
+    """What a piece is compiled for: fake tensors and sizes, with an environment of their own.
+
+    Compilers assume more of sizes than the trace does, and what they assume is checked at each call. Equal sizes of the
+    trace are one symbol here; other relations between sizes are found by the compiler where it needs them.
+
+    Attributes:
+        are_known: False where sizes of operands depend on data, or an operand is no dense tensor: nothing is compiled.
+        sizes: the symbolic sizes, which compiled code takes before the operands, as Dynamo's graphs do.
+    """
+
+    def __init__(self, examples: Sequence[Any]) -> None:
+        self._factory = FakeFactory()
+        self._known: dict[Any, tuple[Any, Any]] = {}  # symbol and SymInt, by size of the trace
+        self._places: list[tuple[int, int | None]] = []  # operand and dimension, of each size
+        self._strides: list[tuple[int, int, Any]] = []  # operand, dimension, expression of those that are symbolic
+        self._static_strides = [_static_strides(x) for x in examples]
+        self.are_known = all(map(_is_known, examples))
+        self._fakes = [self._fake(i, x) for i, x in enumerate(examples)] if self.are_known else []
+        self._checked: tuple[int, Callable[..., bool]] | None = None
+
+    @property
+    def sizes(self) -> list[Any]:
+        return [size for _, size in self._known.values()]
+
+    def with_gradients(self, followed: frozenset[int]) -> list[Any]:
+        """Sizes and operands, of which these operands require gradients."""
+        tensors = [x.detach() if isinstance(x, torch.Tensor) else x for x in self._fakes]
+        return [*self.sizes, *(x.requires_grad_() if i in followed else x for i, x in enumerate(tensors))]
+
+    def sizes_of(self, operands: Sequence[Any]) -> list[int] | None:
+        """The values of `sizes`; None where compiled code is not right for operands of these sizes and strides."""
+        if not self.are_known:
+            return None
+        for x, strides in zip(operands, self._static_strides, strict=True):
+            if strides and x.stride() != strides:
+                return None
+        if not self._places:
+            return []
+        guards = self._factory.shape_env.guards
+        if self._checked is None or self._checked[0] != len(guards):
+            self._checked = len(guards), self._check([guard.expr for guard in guards])
+        found = [operands[i] if dim is None else operands[i].size(dim) for i, dim in self._places]
+        strides = [operands[i].stride(dim) for i, dim, _ in self._strides]
+        return found if self._checked[1](*found, *strides) else None
+
+    def _check(self, guards: list[Any]) -> Callable[..., bool]:
+        """A function of sizes and strides: whether the strides follow from the sizes as in the examples, and guards."""
+        symbols = [symbol for symbol, _ in self._known.values()]
+        strides = [sympy.Symbol(f"stride_{i}", integer=True) for i in range(len(self._strides))]
+        are_same = [sympy.Eq(n, expr) for n, (_, _, expr) in zip(strides, self._strides, strict=True)]
+        return all_hold([*symbols, *strides], [*are_same, *guards])
+
+    def _fake(self, i: int, example: Any) -> Any:
+        if not isinstance(example, torch.Tensor):
+            return self._size(i, None, example) if isinstance(example, torch.SymInt) else example
+        sizes = [self._size(i, dim, n) for dim, n in enumerate(example.size())]
+        like = torch.empty_strided(*[[hint_of(n) for n in of] for of in (example.size(), example.stride())], device="meta")
+        with without_dispatch(), torch.no_grad():
+            strides = symbolic_strides(like, sizes)
+            self._strides += [(i, dim, to_expr(n)) for dim, n in enumerate(strides) if type(n) is not int]
+            return self._factory.fresh(sizes, strides, example.dtype, example.device, False)
+
+    def _size(self, i: int, dim: int | None, n: Any) -> Any:
+        if type(n) is int:
+            return n
+        if to_expr(n) not in self._known:
+            self._known[to_expr(n)] = new_size(self._factory.shape_env, hint_of(n), i, dim)
+            self._places.append((i, dim))
+        return self._known[to_expr(n)][1]
+
+
+def _is_known(example: Any) -> bool:
+    """Whether a compiler takes it: a dense tensor or number whose sizes are numbers or follow from those of inputs."""
+    if not isinstance(example, torch.Tensor):
+        return not isinstance(example, Symbolic) or (isinstance(example, torch.SymInt) and hint_of(example) is not None)
+    is_dense = example.layout is torch.strided and not (example.is_conj() or example.is_neg())
+    return is_dense and all(_is_known(n) for n in (*example.size(), *example.stride()))
+
+
+def _static_strides(example: Any) -> tuple[int, ...]:
+    """The strides of an example where they are numbers."""
+    if not isinstance(example, torch.Tensor) or example.layout is not torch.strided:
+        return ()
+    return tuple(example.stride()) if all(type(n) is int for n in example.stride()) else ()
+
+
+class Pieces:
+    """The pieces of a program, and the graph that calls them.
+
+    Attributes:
+        run: what the graph does, on the tensors that the GraphModule holds when it is called.
+    """
+
+    def __init__(self, graph_module: torch.fx.GraphModule, backend: Backend) -> None:
+        self._graph_module, self._backend = graph_module, backend
+        self._known: dict[Any, Piece] = {}
+        self._graph = torch.fx.Graph()
+        self._now: dict[torch.fx.Node, torch.fx.Node] = {}
+        for nodes in _runs(graph_module.graph):
+            self._add(nodes)
+        self.run = method_of(self._graph, graph_module)
+
+    @property
+    def distinct(self) -> tuple[Piece, ...]:
+        """The pieces, in the order of their first calls."""
+        return tuple(self._known.values())
+
+    def _add(self, nodes: list[torch.fx.Node]) -> None:
+        first = nodes[0]
+        if first.target is _CALL:
+            name = str(first.all_input_nodes[0].target)
+            self._now[first] = self._call(name, name, getattr(self._graph_module, name), list(first.args[2:]))
+        elif _is_compiled(first) or len(nodes) > 1:
+            self._add_between(nodes)
+        else:
+            self._now[first] = self._graph.node_copy(first, self._now.__getitem__)
+
+    def _add_between(self, nodes: list[torch.fx.Node]) -> None:
+        inside = set(nodes)
+        operands = list(dict.fromkeys(n for node in nodes for n in node.all_input_nodes if n not in inside))
+        results = [node for node in nodes if not inside.issuperset(node.users)]
+        graph = torch.fx.Graph()
+        own = {operand: graph.placeholder(f"operand_{i}") for i, operand in enumerate(operands)}
+        for node in nodes:
+            own[node] = graph.node_copy(node, own.__getitem__)
+        graph.output(tuple(own[result] for result in results))
+        body = torch.fx.GraphModule({}, graph, class_name="between")
+        call = self._call("between", body.code, body, operands)
+        for i, result in enumerate(results):
+            self._now[result] = self._graph.call_function(operator.getitem, (call, i))
+
+    def _call(self, name: str, code: str, body: torch.fx.GraphModule, operands: list[Any]) -> torch.fx.Node:
+        examples = [x.meta["val"] if isinstance(x, torch.fx.Node) else x for x in operands]
+        piece = self._known.setdefault((code, *map(_kind, examples)), Piece(name, body, examples, self._backend))
+        piece.add_call(examples)
+        return self._graph.call_function(piece, torch.fx.node.map_arg(tuple(operands), self._now.__getitem__))
+
+
+def _kind(example: Any) -> Any:
+    """What tells operands apart for a compiler."""
+    if not isinstance(example, torch.Tensor):
+        return type(example), str(example)
+    shape = str(example.size()), str(example.stride()) if example.layout is torch.strided else example.layout
+    return *shape, example.dtype, example.device
+
+
+def _runs(graph: torch.fx.Graph) -> Iterator[list[torch.fx.Node]]:
+    """The nodes in order: alone calls, and nodes that stay as they are; together those to be compiled between them."""
+    between: dict[torch.fx.Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "get_attr" and all(user.target is _CALL and user.args[0] is node for user in node.users):
+            continue  # the body of a call
+        waits = not between.keys().isdisjoint(node.all_input_nodes)
+        if _is_compiled(node) or (waits and _is_number(node)):
+            between[node] = None
+            continue
+        if between and (waits or not (_is_number(node) or node.op in ("placeholder", "get_attr"))):
+            yield list(between)
+            between = {}
+        yield [node]
+
+
+def _is_compiled(node: torch.fx.Node) -> bool:
+    """Whether a node is an op that gives tensors, or one of its results."""
+    if node.target is operator.getitem and isinstance(node.args[0], torch.fx.Node):
+        return _is_compiled(node.args[0])
+    tensors = [x for x in leaves(node.meta.get("val"), torch.Tensor)]
+    return bool(tensors and node.users) and isinstance(node.target, OpOverload)
+
+
+def _is_number(node: torch.fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), Symbolic)
