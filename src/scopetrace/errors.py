@@ -105,6 +105,10 @@ class EditError(TraceError):
     """An edited graph that is no program with the inputs, results and effects of its trace any more."""
 
 
+class CompileError(TraceError, RuntimeError):
+    """A backend of torch.compile failed on a part of a program; its own error is the cause."""
+
+
 class ScopeError(ScopetraceError):
     """A user scope was left open, closed twice, or has a name that cannot stand in a scope path."""
 
@@ -142,10 +146,6 @@ class OutlineError(ArgumentError):
 
 class CompiledGraphError(VerificationError):
     """A compiled graph returned values of other shapes or dtypes than the graph that it was made from."""
-
-
-class CompileError(ScopetraceError, RuntimeError):
-    """A backend of torch.compile failed on a piece of a program; its own error is the cause."""
 
 
 class InvalidTapeError(VerificationError):

@@ -18,7 +18,7 @@ from torch.fx.experimental.sym_node import SymNode
 from scopetrace._compat.versions import SUPPORTED
 
 NAMES = {
-    "torch": "_C _ops _refs",
+    "torch": "_C _TorchCompileInductorWrapper _TorchCompileWrapper _ops _refs",
     "torch:Tensor": """
         _backward_hooks _base _cdata _has_symbolic_sizes_strides _is_view _make_subclass _post_accumulate_grad_hooks
         _version""",

@@ -1,7 +1,8 @@
 """`CompiledTrace`: a trace whose distinct functions are compiled once each by a backend of torch.compile.
 
 Data flow:
-    Trace -> outline -> pieces, each compiled once -> a call runs them between the checks and the write-back of the trace
+    Trace -> outline -> pieces, each compiled once
+    a call: checks of the trace -> the graph that calls pieces -> write-back of the trace
 """
 
 from __future__ import annotations
@@ -24,7 +25,6 @@ class CompiledTrace:
 
     Attributes:
         backend: the name of the backend.
-        pieces: what was compiled: one `Piece` for each distinct function, and for each stretch of ops between calls.
     """
 
     def __init__(self, program: OutlinedTrace, pieces: Pieces, backend: str) -> None:
@@ -33,6 +33,7 @@ class CompiledTrace:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
+        """What was compiled: a `Piece` for each distinct function, and for each stretch of ops between calls."""
         return self._pieces.distinct
 
     @torch.compiler.disable

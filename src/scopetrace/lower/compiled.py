@@ -30,6 +30,8 @@ from scopetrace.errors import CompileError
 from scopetrace.record.dynamic_shapes import symbolic_strides
 
 _CALL = torch.ops.higher_order.invoke_subgraph
+_KEPT = ("custom", "nn_module_stack", "stack_trace")
+"""What a backend gets of `node.meta`; values are made anew, in the environment of the examples."""
 
 
 class Piece:
@@ -84,12 +86,17 @@ class Piece:
         for i in range(len(self._inputs.sizes)):
             graph.placeholder(f"size_{i}")
         graph.output(graph.graph_copy(self.body.graph, {}))  # a backend may change what it is given
+        for node in graph.nodes:
+            node.meta = {key: node.meta[key] for key in _KEPT if key in node.meta}
         own = torch.fx.GraphModule(self.body, graph, class_name=self.name)
         try:
             with torch.set_grad_enabled(bool(followed)):
                 return self._backend(own, self._inputs.with_gradients(followed))
         except Exception as error:  # whatever a backend raises
-            raise CompileError(f"the backend failed on {self.name}, called {self.calls}×: {error}") from error
+            raise CompileError(
+                f"the backend failed on {self.name}, called {self.calls}×: {type(error).__name__}: {error}",
+                hint="leave it out with functions=, or compile with another backend",
+            ) from error
 
 
 def _followed(operands: Sequence[Any]) -> set[int]:
@@ -120,6 +127,7 @@ class ExampleInputs:
 
     @property
     def sizes(self) -> list[Any]:
+        """One SymInt for each distinct symbolic size."""
         return [size for _, size in self._known.values()]
 
     def with_gradients(self, followed: frozenset[int]) -> list[Any]:
@@ -140,8 +148,11 @@ class ExampleInputs:
         if self._checked is None or self._checked[0] != len(guards):
             self._checked = len(guards), self._check([guard.expr for guard in guards])
         found = [operands[i] if dim is None else operands[i].size(dim) for i, dim in self._places]
-        strides = [operands[i].stride(dim) for i, dim, _ in self._strides]
-        return found if self._checked[1](*found, *strides) else None
+        beside = [operands[i].stride(dim) for i, dim, _ in self._strides]
+        try:
+            return found if self._checked[1](*found, *beside) else None
+        except ZeroDivisionError:  # a guard divides by a size that is 0 now
+            return None
 
     def _check(self, guards: list[Any]) -> Callable[..., bool]:
         """A function of sizes and strides: whether the strides follow from the sizes as in the examples, and guards."""
@@ -154,7 +165,8 @@ class ExampleInputs:
         if not isinstance(example, torch.Tensor):
             return self._size(i, None, example) if isinstance(example, torch.SymInt) else example
         sizes = [self._size(i, dim, n) for dim, n in enumerate(example.size())]
-        like = torch.empty_strided(*[[hint_of(n) for n in of] for of in (example.size(), example.stride())], device="meta")
+        hints = [[hint_of(n) for n in numbers] for numbers in (example.size(), example.stride())]
+        like = torch.empty_strided(*hints, device="meta")
         with without_dispatch(), torch.no_grad():
             strides = symbolic_strides(like, sizes)
             self._strides += [(i, dim, to_expr(n)) for dim, n in enumerate(strides) if type(n) is not int]
