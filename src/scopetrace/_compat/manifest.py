@@ -36,6 +36,7 @@ NAMES = {
     "torch._C:TensorBase": "data requires_grad storage_offset stride",
     "torch._C._functorch": "get_unwrapped is_functorch_wrapped_tensor peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
+    "torch._export.non_strict_utils": "_enable_graph_inputs_of_type_nn_module",
     "torch._export.passes.replace_autocast_with_hop_pass": "replace_autocast_with_hop_pass",
     "torch._export.passes.replace_set_grad_with_hop_pass": "replace_set_grad_with_hop_pass",
     "torch._export.utils": "_collect_all_valid_cia_ops _is_cia_op _is_preservable_cia_op",
