@@ -174,3 +174,31 @@ def test_what_is_refused():
             lambda q, k, v: torch.vmap(lambda q, k, v: flex.flex_attention(q, k, v))(q, k, v),
             tuple(t[None] for t in make()),
         )
+
+
+class Program(nn.Module):
+    def __init__(self, name):
+        super().__init__()
+        self.run = PROGRAMS[name]
+
+    def forward(self, q, k, v):
+        return self.run(q, k, v)
+
+
+@pytest.mark.parametrize("functions", [(), True])
+@pytest.mark.parametrize("name", ["both", "more results"])
+def test_onnx(name, functions):
+    with torch.no_grad():
+        tr = st.trace(Program(name), tuple(make()))
+    tr.to_onnx(functions=functions, verify=True)
+
+
+def test_onnx_with_other_sizes(tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    model, path = Program("a bias by head"), tmp_path / "model.onnx"
+    with torch.no_grad():
+        tr = st.trace(model, tuple(make()), dynamic_shapes=({0: "b", 2: "n"}, *[{0: "b", 2: "m"}] * 2))
+    tr.to_onnx(path, verify=True)
+    args = {"q": make(3, 5)[0], "k": make(3, 9)[1], "v": make(3, 9)[2]}
+    (found,) = onnxruntime.InferenceSession(path).run(None, {n: x.numpy() for n, x in args.items()})
+    torch.testing.assert_close(torch.from_numpy(found), model(**args))

@@ -901,6 +901,27 @@ def test_a_stable_sort():
     st.trace(Sort(), (torch.randint(3, (40, 50)),)).to_onnx(verify=True)
 
 
+@pytest.mark.parametrize(
+    ("x", "dim", "dtype"),
+    [
+        (torch.randn(3, 4, 5), 1, None),
+        (torch.randn(3, 4), -2, torch.float64),
+        (torch.randint(-3, 4, (3, 4), dtype=torch.int32), 0, None),
+        (torch.tensor([True, False, True]), 0, None),
+        (torch.tensor(2.0), 0, None),
+        (torch.randn(3, 0), 0, None),
+    ],
+)
+def test_a_cumulative_product(x, dim, dtype):
+    class Product(nn.Module):
+        def forward(self, x):
+            return torch.cumprod(x, dim, dtype=dtype)
+
+    st.trace(Product(), (x,)).to_onnx(verify=True)
+    if x.numel() > 3:
+        st.trace(Product(), (x,), dynamic_shapes=({0: "n", 1: "m"},)).to_onnx(functions=True, verify=True)
+
+
 def test_the_fast_path_of_the_transformer_layer():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), 2).eval()
     with torch.no_grad():

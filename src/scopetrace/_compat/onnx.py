@@ -22,6 +22,7 @@ from torch._decomp import get_decompositions
 from torch._export.utils import _collect_all_valid_cia_ops
 from torch.export import decomp_utils, exported_program
 from torch.onnx._internal.exporter import _constants, _core, _dispatching, _registration
+from torch.onnx._internal.exporter._torchlib.ops.hop import call_op
 
 from scopetrace._compat import manifest
 from scopetrace._compat.encoder_layer import FUSED
@@ -67,6 +68,12 @@ def op_library_read_once() -> Iterator[None]:
             mock.patch.object(exported_program, "_collect_all_valid_cia_ops", lambda: known),
         ):
             yield
+
+
+def scan(state: Any, given: Any, body: ir.Graph, axis: int) -> Any:
+    """A Scan node in a form for torch.onnx: its last output, the results of the body along an axis."""
+    attributes: dict[str, Any] = {"scan_input_axes": [axis], "scan_output_axes": [axis], "num_scan_inputs": 1}
+    return call_op("Scan", state, given, _num_outputs=2, body=body, **attributes)[-1]
 
 
 def onnx_type(tensor: torch.Tensor) -> tuple[int, list[Any]]:

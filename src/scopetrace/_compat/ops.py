@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -42,6 +42,7 @@ from torch._ops import OpOverload as OpOverload
 from torch._ops import OpOverloadPacket as OpOverloadPacket
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch._subclasses.schema_check_mode import SchemaCheckMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
@@ -450,6 +451,29 @@ def eager_kernel(hop: HigherOrderOperator) -> Callable[..., Any] | None:
     """What eager runs of a higher-order op where autograd has no part in it."""
     kernel: Callable[..., Any] | None = hop.py_kernels.get(DispatchKey.CompositeExplicitAutograd)
     return kernel
+
+
+def eager_ops(
+    mode: FakeTensorMode, hop: HigherOrderOperator, args: Sequence[Any]
+) -> tuple[torch.fx.GraphModule, list[Any]]:
+    """What eager runs of a higher-order op, as ops, and what that assumes of sizes beside what is known of them.
+
+    The graph takes the fakes and symbolic numbers among `args`.
+    """
+    leaves, spec = pytree.tree_flatten(args)
+    places = [i for i, x in enumerate(leaves) if isinstance(x, (torch.Tensor, torch.SymInt))]
+    kernel = eager_kernel(hop)
+    assert kernel is not None
+
+    def run(*given: Any) -> Any:
+        now = dict(zip(places, given, strict=True))
+        return kernel(*pytree.tree_unflatten([now.get(i, x) for i, x in enumerate(leaves)], spec))
+
+    known = [] if mode.shape_env is None else mode.shape_env.guards
+    before = len(known)
+    with mode, torch.no_grad():
+        found = make_fx(run)(*(leaves[i] for i in places))
+    return found, [guard.expr for guard in known[before:]]
 
 
 def indexing_as_op() -> contextlib.AbstractContextManager[Any]:

@@ -23,13 +23,14 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.graph_module import set_grad_enabled
-from scopetrace._compat.ops import schema_of
+from scopetrace._compat.ops import eager_ops, schema_of
 from scopetrace._compat.symbols import Symbolic, example, to_expr
 from scopetrace._compat.tensors import FreshFakes
 from scopetrace.containers.structure import leaves_with_path, tensor_holders
 from scopetrace.errors import OnnxExportError
 from scopetrace.ir.tape import ProgramTape, Value
 from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, ViewOf
+from scopetrace.lower.onnx.translate import quiet
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.history import OVERWRITE
 from scopetrace.ops.views import is_row_major
@@ -44,6 +45,8 @@ INVOKE = torch.ops.higher_order.invoke_subgraph
 
 _SQUEEZES = (_aten.squeeze.default, _aten.squeeze.dim, _aten.squeeze.dims)
 """Their ONNX form takes dimensions of size 1 only; where torch's squeeze changes no size, it is left out."""
+
+_FLEX = torch.ops.higher_order.flex_attention
 
 _ARANGES = (_aten.arange.default, _aten.arange.start, _aten.arange.start_step)
 
@@ -174,10 +177,10 @@ class CombinedGraph:
             )
         elif node.target is INVOKE:
             self._cut(subgraph, node)
-        elif node.target in _SQUEEZES and _kind(node) == _kind(node.all_input_nodes[0]):
-            self._nodes[subgraph, node] = self._map(subgraph, node.args[0])
-        elif node.target is OVERWRITE:  # its value is the second operand; the first matters to autograd only
-            self._nodes[subgraph, node] = self._map(subgraph, node.args[1])
+        elif (same := _same_value(node)) is not None:
+            self._nodes[subgraph, node] = self._map(subgraph, same)
+        elif node.target is _FLEX:
+            self._expand(subgraph, node)
         elif node.target is _aten.as_strided.default:
             self._nodes[subgraph, node] = self._strided(subgraph, node)
         elif node.target is not set_grad_enabled and (subgraph, node) not in self._nodes:
@@ -185,6 +188,43 @@ class CombinedGraph:
             new = self.graph.create_node(node.op, node.target, args, kwargs, name=node.name)
             new.meta = dict(node.meta)
             self._nodes[subgraph, node] = new
+
+    def _expand(self, subgraph: Subgraph, node: torch.fx.Node) -> None:
+        """`flex_attention` as the ops that eager runs."""
+        bodies, tape = subgraph.program.bodies, subgraph.program.tape
+        known: dict[Any, Any] = {
+            n: bodies[str(n.target)].graph_module() for n in node.all_input_nodes if n.target in bodies
+        }
+        args = pytree.tree_map_only(torch.fx.Node, lambda n: known.get(n) or node_value(n), node.args)
+        assert tape.fake_mode is not None
+        with quiet():
+            ops, assumes = eager_ops(tape.fake_mode, _FLEX, args)
+        if assumes:
+            raise OnnxExportError(
+                f"it is right for some sizes only: {assumes[0]}",
+                op=str(node.target),
+                module=scope_path(node),
+                hint="give it sizes that do not change",
+            )
+        given = [n for n in pytree.tree_leaves(node.args) if isinstance(n, torch.fx.Node) and n not in known]
+        operands = iter(self._map(subgraph, given))
+        copies: dict[torch.fx.Node, Any] = {}
+        for inner in ops.graph.nodes:
+            if inner.op == "placeholder":
+                copies[inner] = next(operands)
+            elif inner.op == "get_attr":  # torch.tensor(-inf)
+                constant = getattr(ops, str(inner.target))
+                copies[inner] = self.graph.call_function(_aten.full.default, ([], constant.item()))
+                copies[inner].kwargs = {"dtype": constant.dtype}
+            elif inner.target is _aten.copy_.default:  # to other strides
+                copies[inner] = copies[inner.args[1]]
+            elif inner.op == "call_function":
+                copies[inner] = self.graph.node_copy(inner, copies.__getitem__)
+                copies[inner].meta = dict(node.meta)
+        results: Any = torch.fx.map_arg(ops.graph.output_node().args[0], copies.__getitem__)
+        for user in node.users:
+            result = self._nodes[subgraph, user] = results[user.args[1]]
+            set_node_value(result, node_value(user))
 
     def _strided(self, subgraph: Subgraph, node: torch.fx.Node) -> torch.fx.Node:
         """`as_strided`, on a row-major copy of its base in the order of memory: ONNX knows no strides."""
@@ -222,7 +262,7 @@ class CombinedGraph:
         name, program = str(node.target), subgraph.program
         if name in program.tape.attributes:
             self._nodes[subgraph, node] = self._held(subgraph, name, subgraph.tensor(name), node_value(node))
-        elif name in program.bodies and any(user.target is not INVOKE for user in node.users):
+        elif name in program.bodies and any(user.target not in (INVOKE, _FLEX) for user in node.users):
             self._nodes[subgraph, node] = self._branch(
                 program.bodies[name]
             )  # a body of a cond, which torch.onnx translates
@@ -301,6 +341,13 @@ def _in_float32(node: torch.fx.Node) -> Any:
     if value.is_floating_point() and type(value.shape[0]) is int:
         numbers[1] = start + max(value.shape[0] - 0.5, 0) * step
     return tuple(numbers[-len(node.args) :])
+
+
+def _same_value(node: torch.fx.Node) -> Any:
+    """The operand that the result is equal to; None where none is known to be."""
+    if node.target in _SQUEEZES and _kind(node) == _kind(node.all_input_nodes[0]):
+        return node.args[0]
+    return node.args[1] if node.target is OVERWRITE else None  # its first operand matters to autograd only
 
 
 def _kind(x: Operand) -> Hashable:
