@@ -77,7 +77,7 @@ NAMES = {
     "torch.fx._lazy_graph_module:_LazyGraphModule": "_real_recompile",
     "torch.fx.experimental": "_config",
     "torch.fx.experimental._config": "backed_size_oblivious",
-    "torch.fx.experimental.proxy_tensor": "get_proxy_mode",
+    "torch.fx.experimental.proxy_tensor": "get_proxy_mode make_fx",
     "torch.fx.experimental.sym_node": "_NO_HINT SymNode",
     "torch.fx.experimental.sym_node:SymNode": "expect_true expr guard_bool guard_or_false has_hint hint maybe_as_int",
     "torch.fx.experimental.symbolic_shapes": """
@@ -144,6 +144,7 @@ ONNX = {
     "torch_dtype_to_onnx_dtype",
     "torch.onnx._internal.exporter._dispatching": "dispatch",
     "torch.onnx._internal.exporter._registration": "ONNXRegistry",
+    "torch.onnx._internal.exporter._torchlib.ops.hop": "call_op",
 }
 """What the ONNX exporter uses, checked when that is imported."""
 
