@@ -30,7 +30,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.ops import eager, hop_entry_points, in_transform, is_recording, short_way
-from scopetrace._compat.questions import HookListener, Mine, Replace, report_hooks
+from scopetrace._compat.questions import MISSING, HookListener, Mine, Replace, report_hooks
 from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import requires_grad_of
@@ -106,16 +106,16 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         return threading.get_ident() == thread
 
     def mine() -> bool:
-        return here() and not observer.paused
+        return threading.get_ident() == thread and not observer.paused
 
     with contextlib.ExitStack() as stack:
         stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())
         sys.setrecursionlimit(_FRAMES_PER_CALL * sys.getrecursionlimit())  # as many nested modules as in eager
-        replace = functools.partial(_replace, stack)
         for module in modules:
             if isinstance(module, _LazyGraphModule):  # its first forward replaces the class's forward, and calls it
                 stack.callback(setattr, type(module), "forward", type(module).forward)
                 module.real_recompile()
+        replace = stack.enter_context(replacing())
         _replace_batch_norm(replace, mine)  # before what reports calls of its forward
         _report_module_calls(replace, observer, mine, modules)
         _report_backward(replace, observer, mine)
@@ -142,14 +142,23 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         yield mine
 
 
-def _replace(stack: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
-    """Set an attribute until `stack` is left; then the owner has again what it had, or inherits."""
-    own = vars(owner)
-    if name in own:
-        stack.callback(setattr, owner, name, own[name])
-    else:
-        stack.callback(delattr, owner, name)
-    setattr(owner, name, value)
+@contextlib.contextmanager
+def replacing() -> Iterator[Replace]:
+    """Gives what sets attributes of classes and Python modules; after it they have again what they had, or inherit."""
+    replaced: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, value: Any) -> None:
+        replaced.append((owner, name, vars(owner).get(name, MISSING)))
+        setattr(owner, name, value)
+
+    try:
+        yield replace
+    finally:
+        for owner, name, own in reversed(replaced):
+            if own is MISSING:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, own)
 
 
 # Module calls --------------------------------------------------------------------------------------------------------
@@ -205,7 +214,7 @@ def _forward(cls: type, observer: Observer, mine: Mine) -> _Reported:
     def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not mine():
             return outer(self, *args, **kwargs)
-        if _owner(type(self)) is not cls:  # super().forward(): part of the same call
+        if type(self) is not cls and _owner(type(self)) is not cls:  # super().forward(): part of the same call
             return original(self, *args, **kwargs)
         return observer.on_call(self, "forward", original, args, kwargs)
 

@@ -69,7 +69,7 @@ class Place(Protocol):
         """What is there at a call; MISSING where there is nothing."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class InTable:
     """An entry of the `__dict__` of a module, an object, a class or a Python file."""
 
@@ -99,7 +99,7 @@ class InClosure:
         return content_of(self.cell)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(slots=True)
 class InLayer:
     """All attributes of one of torch's layers that its code names: a tuple of their values."""
 

@@ -78,12 +78,9 @@ class CallRecorder:
         self._positions = itertools.count()
         self._counts: dict[int, int] = {}  # by id of a module: how often it was called
         self._classes: dict[Any, type] = {}
-        self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
-
-    @property
-    def paused(self) -> bool:
+        self.paused = False
         """Whether a leaf module is running, so that the patches stay out of the way."""
-        return self._builder.call is not None and self._builder.call.leaf
+        self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
 
     # ---------------------------------------------------------------- calls
 
@@ -205,8 +202,12 @@ class CallRecorder:
             builder.append("call_module", name, call.args, call.kwargs, call.outputs, writes)
             return out
 
-        with _buffers_kept(module):
-            return builder.in_call(call, finished)
+        self.paused = True
+        try:
+            with _buffers_kept(module):
+                return builder.in_call(call, finished)
+        finally:
+            self.paused = False
 
     # ---------------------------------------------------------------- what else the forward does
 

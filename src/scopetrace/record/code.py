@@ -455,9 +455,10 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
     ran.add_class(type(getattr(fn, "__self__", fn)))
     for kind in {call.module_type: None for call in tape.calls if call.module_type is not None}:
         ran.add_class(kind)
-    for found in (*functions_of(reach, tape), *values):
+    objects = [x for x in values if type(x) not in ATOMS]
+    for found in (*functions_of(reach, tape), *objects):
         ran.add(found)
-    for kind in set(map(type, values)):
+    for kind in set(map(type, objects)):
         ran.add_class(kind)
     return ran
 

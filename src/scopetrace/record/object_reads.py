@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.patches import replacing
 from scopetrace._compat.questions import Mine
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
@@ -54,7 +55,6 @@ from scopetrace.record.code import (
     variables_read,
 )
 from scopetrace.record.model import BOOKKEEPING, Change, Model, SavedModule, attribute_tables
-from scopetrace.record.reads import replacing
 
 _BOOKKEEPING = BOOKKEEPING | {"forward"}
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, whose attributes can be set
@@ -108,11 +108,7 @@ class ObjectReads:
             names[type(found.owner)].update(found.before)
         for cls, own in names.items():
             self._watch(cls, own - (self._layer_names.get(cls, frozenset()) - self._reach.names))
-        with contextlib.ExitStack() as stack:
-            replace = replacing(stack)
-            for watched in [watched for of_class in self._watched.values() for watched in of_class.values()]:
-                stack.callback(watched.put_back)
-                setattr(watched.cls, watched.key, watched)
+        with replacing() as replace, self._descriptors_in_place():
             owners = dict.fromkeys(owner for cls in self._watched for owner in _getattr_owners(cls))
             for owner, ask in [(owner, class_attribute(owner, "__getattr__")[1]) for owner in owners]:
                 replace(owner, "__getattr__", self._reporting(_no_attribute if ask is MISSING else ask, mine))
@@ -125,6 +121,17 @@ class ObjectReads:
                     copy = class_attribute(cls, "__reduce_ex__")[1]
                     replace(cls, "__reduce_ex__", self._reporting_copies(copy, mine))
             yield
+
+    @contextlib.contextmanager
+    def _descriptors_in_place(self) -> Iterator[None]:
+        found = [watched for of_class in self._watched.values() for watched in of_class.values()]
+        try:
+            for watched in found:
+                setattr(watched.cls, watched.key, watched)
+            yield
+        finally:
+            for watched in found:
+                watched.put_back()
 
     def _reporting(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
         """The `__getattr__` of a class, which tells of names that are missing, or in a module stand for None."""

@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from scopetrace._compat import questions
+from scopetrace._compat.patches import replacing
 from scopetrace._compat.sources import PACKAGES
 from scopetrace._compat.tensors import requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import MISSING, NO_CALL, Asked, Flag, OfEnvironment, OfInput, OfTensor, Place, Read
+from scopetrace.ir.reads import NO_CALL, Asked, Flag, OfEnvironment, OfInput, OfTensor, Place, Read
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
 from scopetrace.ops.history import History
@@ -70,7 +71,7 @@ class ReadRecorder:
                 table["type"] = questions.TypeForUsers
             own = [f.__code__ for f in reach.functions if not f.__code__.co_filename.startswith(PACKAGES)]
             asked = {name for code in own for name in names_of(code).asked}
-            questions.report_questions(replacing(stack), self, mine, asked | tags & reach.names)
+            questions.report_questions(stack.enter_context(replacing()), self, mine, asked | tags & reach.names)
             yield
             self._note_hidden_blocks()
             for i, frames in sorted(inputs_of_layouts(self._builder.tape, self._contiguous).items()):
@@ -276,26 +277,6 @@ class ReadRecorder:
 def _is_source_or_alias(op: Op) -> bool:
     """Whether the results of an op come from outside, or share memory with its inputs."""
     return not op.inputs() or not {v.storage for v in op.values()}.isdisjoint(v.storage for v in op.inputs())
-
-
-def replacing(stack: contextlib.ExitStack) -> questions.Replace:
-    """Sets attributes of classes and Python modules until `stack` is left."""
-
-    def replace(owner: Any, name: str, value: Any) -> None:
-        stack.callback(_put_back, owner, name, value, vars(owner).get(name, MISSING))
-        setattr(owner, name, value)
-
-    return replace
-
-
-def _put_back(owner: Any, name: str, replacement: Any, own: Any) -> None:
-    """Give a class or Python module back what it had, unless the forward has set the name itself."""
-    if vars(owner).get(name) is not replacement:
-        return
-    if own is MISSING:
-        delattr(owner, name)
-    else:
-        setattr(owner, name, own)
 
 
 _aten = torch.ops.aten
