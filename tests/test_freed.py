@@ -1,7 +1,12 @@
 """What a trace made is freed with it: tape, fake tensors, module. Counted after the garbage collector ran."""
 
+import builtins
 import collections
 import gc
+import os
+import random
+import signal
+import sys
 import threading
 import weakref
 
@@ -173,17 +178,103 @@ def test_a_class_of_a_function_is_freed():
     assert kept() is None
 
 
+def test_an_interrupt_waits_for_the_next_op():
+    said = []
+
+    def interrupted(x):
+        signal.raise_signal(signal.SIGINT)
+        said.append("before the op")
+        y = x * 2
+        said.append("after the op")
+        return y
+
+    def interrupted_twice(x):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        said.append("after two")
+
+    handler = signal.getsignal(signal.SIGINT)
+    for forward in (interrupted, interrupted_twice):
+        with pytest.raises(KeyboardInterrupt):
+            st.trace(forward, (Q,))
+    assert said == ["before the op"] and signal.getsignal(signal.SIGINT) is handler
+    with pytest.raises(KeyboardInterrupt):  # there is no other op
+        st.trace(lambda x: signal.raise_signal(signal.SIGINT), (Q,))
+
+
+def run_all(path, draw):
+    """Each use of each model, in an order of its own."""
+    uses = [(model, use, grad) for model in MODELS for use in USES for grad in (False, True)]
+    draw.shuffle(uses)
+    for model, use, grad in uses:
+        with torch.set_grad_enabled(grad):
+            USES[use](MODELS[model](), path)
+
+
+def process_state():
+    """What a trace replaces in the process while it runs, and switches."""
+    owners = (torch, torch.Tensor, torch._C, nn.Module, nn.LSTM, builtins, signal, type(os.environ), torch.SymInt)
+    tables = [{k: v for k, v in vars(owner).items() if k[:2] != "__"} for owner in owners]
+    flags = torch.is_grad_enabled(), gc.isenabled(), torch._C._len_torch_dispatch_stack(), sys.getrecursionlimit()
+    return tables, flags, torch.compiler.is_compiling(), signal.getsignal(signal.SIGINT)
+
+
 @pytest.mark.slow
 def test_500_traces_of_mixed_models(tmp_path):
-    def run():
-        for name, make in MODELS.items():
-            for use in USES.values():
-                with torch.set_grad_enabled(len(name) % 2 == 0):
-                    use(make(), tmp_path / "trace")
-
-    run()
+    run_all(tmp_path / "trace", random.Random(0))
     before, objects = alive(), len(gc.get_objects())
-    for _ in range(11):  # 528 traces
-        run()
+    for i in range(5):  # 480 traces
+        run_all(tmp_path / "trace", random.Random(i))
     assert alive() == before
     assert len(gc.get_objects()) < objects + 1000
+
+
+@pytest.mark.slow
+def test_500_traces_in_threads(tmp_path):
+    run_all(tmp_path / "trace", random.Random(0))
+    before, state, errors = alive(), process_state(), []
+
+    def run(i):
+        try:
+            run_all(tmp_path / f"trace{i}", random.Random(i))
+        except BaseException as error:
+            errors.append(error)
+            raise
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(5)]
+    switch = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(switch)
+    del threads
+    assert not errors and process_state() == state
+    assert alive() == before
+
+
+@pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
+def test_interrupts_at_any_time(count):
+    """Ctrl-C at a time that has nothing to do with what runs."""
+    draw, interrupted = random.Random(0), 0
+    for make in MODELS.values():
+        st.trace(make(), (Q,))(Q)
+    before, state = alive(), process_state()
+    handler = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        for _ in range(count):
+            with torch.set_grad_enabled(draw.random() < 0.5):
+                try:
+                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0005, 0.02))
+                    st.trace(draw.choice([*MODELS.values()])(), (Q,))(Q)
+                    signal.setitimer(signal.ITIMER_REAL, 0)
+                except KeyboardInterrupt:
+                    interrupted += 1
+            assert process_state() == state
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, handler)
+    assert interrupted > count / 10 and alive() == before

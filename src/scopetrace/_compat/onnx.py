@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import re
-import threading
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -26,11 +25,9 @@ from torch.onnx._internal.exporter._torchlib.ops.hop import call_op
 
 from scopetrace._compat import manifest
 from scopetrace._compat.encoder_layer import FUSED
-from scopetrace._compat.ops import core_aten
+from scopetrace._compat.ops import core_aten, one_at_a_time
 
 manifest.require(list(manifest.missing(manifest.ONNX)))
-
-_one_at_a_time = threading.RLock()
 
 
 @functools.cache
@@ -59,7 +56,7 @@ def op_library_read_once() -> Iterator[None]:
     torch makes both for each export, and onnxscript parses the source of its 500 functions, which takes up to a second.
     The library ships with onnxscript and does not change; the list does where ops are registered.
     """
-    with _one_at_a_time:
+    with one_at_a_time:
         registered = tuple(torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd"))
         known = _composite_ops(registered)
         with (

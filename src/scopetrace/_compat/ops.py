@@ -19,7 +19,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -311,10 +315,76 @@ def eager() -> Iterator[None]:
         yield
 
 
-def outside_modes() -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def outside_modes() -> Iterator[None]:
     """Inside, no mode is active: not the recorder's, and no FakeTensorMode of the user."""
-    found: contextlib.AbstractContextManager[Any] = _disable_current_modes()
-    return found
+    with one_at_a_time, _disable_current_modes():
+        yield
+
+
+one_at_a_time = threading.RLock()
+"""The stack of pre-dispatch modes and what a trace replaces belong to the process: one thread builds programs."""
+
+
+# While programs are built --------------------------------------------------------------------------------------------
+
+
+class _Interrupts:
+    """Keeps an interrupt (Ctrl-C) that arrives inside until `act`, or the end. A second one acts at once."""
+
+    def __init__(self) -> None:
+        self.pending = False
+        self._handlers: list[Any] = []
+        """What handles interrupts outside; the outermost is first."""
+
+    def __enter__(self) -> None:
+        self._handlers.append(signal.getsignal(signal.SIGINT))
+        if callable(self._handlers[-1]):
+            signal.signal(signal.SIGINT, self._on_signal)
+
+    def _on_signal(self, *_: Any) -> None:
+        if self.pending:
+            self.act()
+        self.pending = True
+
+    def act(self) -> None:
+        """Do what an interrupt does outside, in the main thread: raise KeyboardInterrupt, as a rule."""
+        if threading.current_thread() is threading.main_thread():
+            self.pending = False
+            self._handlers[0](signal.SIGINT, sys._getframe())
+
+    def __exit__(self, *_: object) -> None:
+        outside = self._handlers[-1]
+        if callable(outside):
+            signal.signal(signal.SIGINT, outside)
+        try:
+            if self.pending and len(self._handlers) == 1:
+                self.act()
+        finally:
+            self._handlers.pop()
+
+
+interrupts = _Interrupts()
+"""Those of the process: only its main thread gets them."""
+
+
+@contextlib.contextmanager
+def building() -> Iterator[None]:
+    """Entered while tapes, graphs or files are built.
+
+    Other threads wait, and interrupts too, since torch's modes and our patches are switched on and off inside. Python's
+    garbage collector is off: programs only grow, and it would visit them whole again and again, so that long ones cost
+    more per op.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        in_main = threading.current_thread() is threading.main_thread()
+        with one_at_a_time, interrupts if in_main else contextlib.nullcontext():
+            yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 # Transforms ----------------------------------------------------------------------------------------------------------

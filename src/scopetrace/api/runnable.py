@@ -16,11 +16,11 @@ import torch
 import torch.fx
 
 from scopetrace._compat.graph_module import CompiledApart
+from scopetrace._compat.ops import building
 from scopetrace.errors import ArgumentError, ArgumentTypeError, EditError
 from scopetrace.functionalization.report import Alias, Mutation, aliases, mutations
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection
-from scopetrace.ir.tape import garbage_collection_paused
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.activations import CallValues, activations
 from scopetrace.program.graph import scope_path
@@ -176,7 +176,7 @@ class Shown(Runnable):
 
         Raises ArgumentError for a depth that is no number of levels.
         """
-        with garbage_collection_paused():
+        with building():
             return Summary(self._shown, None if depth is None else _levels(depth))
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -189,7 +189,7 @@ class Shown(Runnable):
         """
         from scopetrace.view.html import page
 
-        with garbage_collection_paused():
+        with building():
             text = page(boxes(self._shown))
         if path is not None:
             Path(path).write_text(text, encoding="utf-8")

@@ -24,13 +24,14 @@ from typing import IO, Any
 import torch
 
 from scopetrace._compat.expressions import encode_environment
+from scopetrace._compat.ops import building
 from scopetrace.containers.structure import leaves_with_path
 from scopetrace.errors import InvalidTapeError, TraceFileError
 from scopetrace.files.archive import ArchiveReader, ArchiveWriter
 from scopetrace.files.decoder import Decoder
 from scopetrace.files.encoder import Encoder, NoForm
 from scopetrace.files.tensors import TensorReader, TensorWriter
-from scopetrace.ir.tape import ProgramTape, garbage_collection_paused
+from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.verify import verify
 
 FORMAT = "scopetrace trace"
@@ -98,7 +99,7 @@ def read(file: IO[bytes], foreign: Sequence[Any] = ()) -> tuple[ProgramTape, Pro
     Raises TraceFileError for anything else.
     """
     try:
-        with garbage_collection_paused():
+        with building():
             return _read(file, list(foreign))
     except TraceFileError:
         raise

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import auto_functionalized, is_op, is_random, schema_of
+from scopetrace._compat.ops import auto_functionalized, building, is_op, is_random, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
@@ -26,7 +26,6 @@ from scopetrace.ir.tape import (
     Op,
     RecordedTape,
     Value,
-    garbage_collection_paused,
     map_argument,
     values_in,
 )
@@ -52,7 +51,7 @@ class Functionalizer(TapeCopier):
 
     def run(self) -> FunctionalTape:
         """The functional tape. Raises FunctionalizationError."""
-        with garbage_collection_paused():
+        with building():
             return self._run_program()
 
     def _run_program(self) -> FunctionalTape:

@@ -11,9 +11,7 @@ mutation are read off the ops.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import inspect
 import itertools
 import os
@@ -606,18 +604,3 @@ def checks_enabled() -> bool:
     Asked once per stage, not once per op.
     """
     return os.environ.get("SCOPETRACE_CHECK") == "1"
-
-
-@contextlib.contextmanager
-def garbage_collection_paused() -> Iterator[None]:
-    """Switch Python's garbage collector off while tapes, graphs or files are built, which only grow.
-
-    It would visit the whole program again and again, so that long programs cost more per op.
-    """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

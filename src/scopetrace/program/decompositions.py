@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from scopetrace._compat.ops import Decompositions, is_op, is_random, schema_of, without_mkldnn
+from scopetrace._compat.ops import Decompositions, building, is_op, is_random, schema_of, without_mkldnn
 from scopetrace._compat.symbols import example, to_expr
 from scopetrace._compat.tensors import run_fake
 from scopetrace.errors import DecompositionError, ScopetraceError
@@ -33,7 +33,6 @@ from scopetrace.ir.tape import (
     Op,
     Value,
     checks_enabled,
-    garbage_collection_paused,
     renamed,
     values_in,
 )
@@ -66,7 +65,7 @@ def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> Functio
     for call in sorted((c for inner in tape.walk() for c in inner.calls), key=lambda c: c.position):
         calls[call] = call.replace(parent=None if call.parent is None else calls[call.parent])
     used = (v.storage for inner in tape.walk() for op in inner.ops for v in op.values())
-    with garbage_collection_paused(), without_mkldnn():
+    with building(), without_mkldnn():
         storages = itertools.count(max(used, default=0) + 1)
         old = dataclasses.replace(tape, decomposed=True)
         found: FunctionalTape = _TapeDecomposer(old, Decompositions(table), calls, storages, {}, {}).run()

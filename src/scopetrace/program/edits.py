@@ -22,7 +22,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.graph_module import set_grad_enabled
-from scopetrace._compat.ops import fake_results, is_higher_order, is_op, schema_of
+from scopetrace._compat.ops import building, fake_results, is_higher_order, is_op, schema_of
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import Removed, leaves, map_structure
 from scopetrace.errors import EditError, ScopetraceError
@@ -37,7 +37,6 @@ from scopetrace.ir.tape import (
     Tape,
     Value,
     checks_enabled,
-    garbage_collection_paused,
     values_in,
 )
 from scopetrace.ir.verify import verify
@@ -84,7 +83,7 @@ class Reading:
         """The tape of the program that the graph was made from."""
         used = (v.storage for tape in old.tape.walk() for op in tape.ops for v in op.values())
         self.storages = itertools.count(max(used, default=0) + 1)
-        with garbage_collection_paused():
+        with building():
             self._reader = _GraphReader(self, old, root, graph)
             self.tape, self.lowering = self._reader.program(), self._reader.lowering()
         if checks_enabled():

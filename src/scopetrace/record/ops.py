@@ -32,6 +32,7 @@ from scopetrace._compat.ops import (
     eager_kernel,
     function_in_transform,
     in_transform,
+    interrupts,
     schema_of,
     through_transform,
     unwrapped,
@@ -173,6 +174,8 @@ class OpRecorder:
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
+        if interrupts.pending:
+            interrupts.act()
         builder = self._builder
         outer, builder.op_frames = builder.op_frames, builder.frames()
         try:

@@ -22,7 +22,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.export import additional_inputs, without_wrappers
-from scopetrace._compat.ops import dispatching_to, eager
+from scopetrace._compat.ops import building, dispatching_to, eager
 from scopetrace._compat.patches import observing
 from scopetrace._compat.questions import hooks_of_all_modules, settings
 from scopetrace._compat.tensors import (
@@ -61,7 +61,7 @@ from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.reads import ModuleTables, Read, SideEffect, numbers_read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
-from scopetrace.ir.tape import RecordedTape, Value, checks_enabled, garbage_collection_paused
+from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
@@ -89,8 +89,6 @@ from scopetrace.record.object_reads import ObjectReads, Watched
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import keep_regions
-
-_one_at_a_time = threading.RLock()  # the flags and methods that a trace changes belong to the whole process
 
 T = TypeVar("T")
 
@@ -164,7 +162,7 @@ def _refuse_lazy(model: Model) -> None:
 def retraced(attempt: Callable[[Assumptions], T]) -> T:
     """What `attempt` returns; where it raises Retrace, it is tried again with the assumptions that failed corrected."""
     assumptions = Assumptions()
-    with _one_at_a_time, garbage_collection_paused():
+    with building():
         while True:
             try:
                 return attempt(assumptions)

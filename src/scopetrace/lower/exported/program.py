@@ -21,11 +21,11 @@ from torch.export import ExportedProgram, ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind
 
 from scopetrace._compat import export as compat
-from scopetrace._compat.ops import is_op, outside_modes, schema_of
+from scopetrace._compat.ops import building, is_op, outside_modes, schema_of
 from scopetrace._compat.shape_env import source_of_input
 from scopetrace.containers.structure import identifier, instantiate
 from scopetrace.errors import ArgumentError, ExportError
-from scopetrace.ir.tape import BodyTape, FunctionalTape, Value, flat, garbage_collection_paused
+from scopetrace.ir.tape import BodyTape, FunctionalTape, Value, flat
 from scopetrace.lower.exported.calls import ModuleCalls, place_nodes, with_marks
 from scopetrace.lower.exported.constraints import refuse_narrowed, size_guards
 from scopetrace.lower.exported.decompositions import TracedExportedProgram
@@ -56,7 +56,7 @@ def to_exported_program(
 
     Raises ExportError for what an ExportedProgram cannot express, see `Trace.to_exported_program`.
     """
-    with garbage_collection_paused(), outside_modes():
+    with building(), outside_modes():
         assert isinstance(program.tape, FunctionalTape)
         refuse_narrowed(program.tape, program.model)
         tape = without_casts(program.tape) if modes else program.tape

@@ -20,9 +20,9 @@ import onnx_ir as ir
 import torch
 import torch.fx
 
+from scopetrace._compat.ops import building
 from scopetrace.errors import FixedValueWarning, OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.ir.selection import is_named
-from scopetrace.ir.tape import garbage_collection_paused
 from scopetrace.lower.exported.constraints import refuse_narrowed
 from scopetrace.lower.onnx import CallAttributes, Names, Table, Targets, WeightNames
 from scopetrace.lower.onnx.assemble import Assembler, Attributes, Exported
@@ -375,7 +375,7 @@ def write(
         said = f"the ONNX model is right only for sizes with {' and '.join(relations)}, and cannot check that"
         warnings.warn(said, FixedValueWarning, stacklevel=3)
     say = progress or (lambda text: None)
-    with garbage_collection_paused():
+    with building():
         exported = export(program, options, say)
         if not options.metadata:
             _without_metadata(exported.model)
