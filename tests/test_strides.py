@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import scopetrace as st
+from scopetrace._compat import symbols
 from scopetrace._compat.tensors import FakeFactory, storage_id
 from scopetrace.infer.inference import Inference
 from scopetrace.ir.tape import Value
@@ -46,8 +47,8 @@ def positions(t: torch.Tensor) -> list[int]:
 
 def test_row_major():
     for t in TENSORS:
-        assert views.row_major_strides(t.shape) == torch.empty(t.shape).stride()
-        assert views.is_row_major(t) == (t.stride() == torch.empty(t.shape).stride())
+        assert symbols.row_major_strides(t.shape) == torch.empty(t.shape).stride()
+        assert symbols.is_row_major(t) == (t.stride() == torch.empty(t.shape).stride())
 
 
 def test_dense_strides():

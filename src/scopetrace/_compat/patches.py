@@ -29,8 +29,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
+from scopetrace._compat.gradients import HookListener, report_hooks
 from scopetrace._compat.ops import eager, hop_entry_points, in_transform, is_recording, short_way
-from scopetrace._compat.questions import MISSING, HookListener, Mine, Replace, report_hooks
+from scopetrace._compat.questions import MISSING, Mine, Replace
 from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import requires_grad_of

@@ -1,13 +1,10 @@
-"""What Python asks torch during a trace, and tells it, where no op runs: its state, facts of tensors, autograd's hooks.
+"""What Python asks torch during a trace where no op runs: its state, and facts of tensors.
 
 Data flow:
     `torch.is_grad_enabled()`, `x.stride(0)`, `os.environ["A"]`, replaced -> the answer, and a Listener is told of it
-    `y.register_hook(f)`, `y.retain_grad()`, `with saved_tensors_hooks(...)`, `y.grad_fn`, replaced -> a HookListener
-    `p.requires_grad = False`, `p.grad = None`, replaced                                            -> the same
 
 Only questions of the model and of torch's Python on its way count: while the recorder handles an op its mode is off,
-and contexts such as `torch.no_grad` ask only to restore what was. Backward hooks of modules are functions of autograd,
-which `_compat.patches` reports.
+and contexts such as `torch.no_grad` ask only to restore what was.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ import logging
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -27,11 +24,9 @@ import torch.amp.autocast_mode
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch._ops import mode_stack_state_for_pre_dispatch
-from torch.nn.modules._functions import BackwardHookFunction
 
-from scopetrace._compat.ops import is_recording
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, PYTHON, SCOPETRACE, TORCH_DIRECTORY, prefixes
-from scopetrace._compat.tensors import FakeTensor, storage_id
+from scopetrace._compat.tensors import FakeTensor
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -329,7 +324,7 @@ def _report_environment(replace: Replace, listener: Listener, mine: Mine) -> Non
     ask, names = environment.__getitem__, environment.__iter__
 
     def tell(self: Any, key: str | None, answer: Any) -> None:
-        if self is os.environ and mine() and not (_asker().startswith(NOT_THE_MODEL) or _is_importing()):
+        if self is os.environ and mine() and not (asker().startswith(NOT_THE_MODEL) or _is_importing()):
             listener.on_environment(key, answer)
 
     def __getitem__(self: Any, key: str) -> str:
@@ -426,7 +421,7 @@ def hooks_of_all_modules() -> dict[str, dict[Any, Any]]:
     }
 
 
-def _asker() -> str:
+def asker() -> str:
     """The file of the nearest frame outside of this file and of Python's own library."""
     frame = sys._getframe(2)
     while frame.f_back is not None and (frame.f_code.co_filename == __file__ or is_of_python(frame.f_code.co_filename)):
@@ -495,317 +490,3 @@ def _report_autocast(replace: Replace, listener: Listener, mine: Mine) -> None:
 
     replace(autocast, "__enter__", __enter__)
     replace(autocast, "__exit__", __exit__)
-
-
-# Hooks of autograd, and the graph that they hang on ------------------------------------------------------------------
-
-
-_saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
-_METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_TAKES_GRADIENTS = prefixes(TORCH_DIRECTORY, "optim/", "nn/utils/clip_grad.py")
-_HANGS_HOOKS = prefixes(TORCH_DIRECTORY, "autograd/graph.py", "nn/modules/module.py")
-
-
-class GradientListener(Protocol):
-    """Who is told of derivatives, and of the `grad` of tensors."""
-
-    def on_backward(
-        self,
-        run: Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]],
-        outputs: Sequence[torch.Tensor],
-        given: Iterable[torch.Tensor | None],
-        inputs: Sequence[torch.Tensor],
-        *,
-        accumulates: bool,
-        create_graph: bool,
-    ) -> Any:
-        """The forward differentiates by `inputs`; with `accumulates`, into their `grad`, or that of all leaves.
-
-        `run` gives the gradients by some tensors. Returns what torch's engine returns.
-        """
-
-    def differentiated(self, t: torch.Tensor) -> torch.Tensor:
-        """What stands for `t` in autograd's graph of the forward."""
-
-    def get(self, t: torch.Tensor) -> Any:
-        """The forward reads `t.grad`. Returns it, or NotImplemented for what torch has."""
-
-    def set(self, t: torch.Tensor, new: torch.Tensor | None) -> bool:
-        """The forward sets `t.grad`. Returns whether the listener did that."""
-
-    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer begins a step."""
-
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step has ended."""
-
-
-class HookListener(Protocol):
-    """Who is told of hooks."""
-
-    def on_hook(self, t: torch.Tensor, method: str) -> None:
-        """A method of `_METHODS` is called."""
-
-    def on_graph(self, t: torch.Tensor) -> None:
-        """The forward reads `grad_fn` or `is_leaf`: it wants autograd's history of `t`."""
-
-    def on_grad_fn(self) -> None:
-        """The forward gets a node of autograd's graph."""
-
-    def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
-        """The forward sets `requires_grad` of a tensor."""
-
-    def on_detach(self, t: torch.Tensor) -> bool:
-        """The forward detaches a tensor in place. Returns whether that changes anything."""
-
-    @property
-    def gradients(self) -> GradientListener:
-        """Who is told of the `grad` of tensors."""
-
-    def mark(self) -> tuple[int, int]:
-        """A mark of this place in the program."""
-
-    def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
-        """The forward leaves `saved_tensors_hooks` that it entered at `mark`."""
-
-    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None) -> None:
-        """A checkpointed region that began at `mark` ends; `context_fn` chooses what it keeps, None for nothing."""
-
-
-def is_module_hook(cls: Any) -> bool:
-    """Whether a `torch.autograd.Function` is the one by which modules call their backward hooks."""
-    return cls is BackwardHookFunction
-
-
-def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tensor]) -> bool:
-    """Whether the derivative by one of these tensors is not what the ops of the forward say.
-
-    It has a hook on its gradient and is no parameter, or is a leaf and yet a view of what requires grad, which has
-    none; or a tensor from `outside` of the forward was computed from it.
-    """
-    if any(t.retains_grad or _is_leaf_view(t) or (_hooks(t) and not isinstance(t, torch.nn.Parameter)) for t in by):
-        return True
-    edges = {_edge(t) for t in by if t.requires_grad}
-    seen: set[Any] = set()
-    work = [t.grad_fn for t in outside if t.grad_fn is not None] if edges else []
-    while work:
-        node = work.pop()
-        if node not in seen:
-            seen.add(node)
-            if not edges.isdisjoint(node.next_functions):
-                return True
-            work += [found for found, _ in node.next_functions if found is not None]
-    return False
-
-
-def _hooks(t: torch.Tensor) -> list[Callable[..., Any]]:
-    return [*(t._backward_hooks or {}).values(), *(t._post_accumulate_grad_hooks or {}).values()]
-
-
-def hooks_of(*tensors: torch.Tensor) -> list[list[Callable[..., Any]]]:
-    """The hooks on the gradient of each tensor."""
-    return list(map(_hooks, tensors))
-
-
-def give_hooks(t: torch.Tensor, to: torch.Tensor) -> None:
-    """Let the hooks on the gradient of `t` run on that of `to` too."""
-    if t._backward_hooks:
-        to._backward_hooks = t._backward_hooks
-
-
-def run_after_accumulation(t: torch.Tensor) -> None:
-    """Run the hooks that ask for `t.grad` after a gradient was added to it."""
-    for hook in list((t._post_accumulate_grad_hooks or {}).values()):
-        hook(t)
-
-
-def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """The leaves that autograd leads to from some tensors, each once."""
-    found: dict[int, torch.Tensor] = {}
-    seen: set[Any] = set()
-    for t in outputs:
-        work = [t.grad_fn] if t.grad_fn is not None else []
-        if not work and t.requires_grad:
-            found[id(t)] = t
-        while work:
-            node: Any = work.pop()
-            if node not in seen:
-                seen.add(node)
-                if hasattr(node, "variable"):
-                    found[id(node.variable)] = node.variable
-                work += [n for n, _ in node.next_functions if n is not None]
-    return list(found.values())
-
-
-def _is_leaf_view(t: torch.Tensor) -> bool:
-    return t.is_leaf and t._base is not None and t._base.requires_grad
-
-
-def _edge(t: torch.Tensor) -> tuple[Any, int]:
-    edge = torch.autograd.graph.get_gradient_edge(t)
-    return edge.node, edge.output_nr
-
-
-def report_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
-    """Replace what makes hooks by functions that tell `listener` first."""
-    for name in _METHODS:
-        replace(torch.Tensor, name, _hook(name, listener, mine))
-    for name in ("grad_fn", "is_leaf"):
-        replace(torch.Tensor, name, _history(name, listener, mine))
-    _report_flags(replace, listener, lambda: is_recording() and mine())
-    _report_gradients(replace, listener, lambda: is_recording() and mine())
-    _report_saved_tensors_hooks(replace, listener, mine)
-
-
-def _hook(name: str, listener: HookListener, mine: Mine) -> Callable[..., Any]:
-    run = getattr(torch.Tensor, name)
-
-    @functools.wraps(run)
-    def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        if mine():
-            listener.on_hook(self, name)
-        return run(self, *args, **kwargs)
-
-    return method
-
-
-def _history(name: str, listener: HookListener, mine: Mine) -> property:
-    own = getattr(torch.Tensor, name)
-
-    def get(self: torch.Tensor) -> Any:
-        asker = _asker() if is_recording() and mine() else ""
-        asked = bool(asker) and not asker.startswith(SCOPETRACE)  # a trace inside this one
-        if asked and self.requires_grad:
-            listener.on_graph(self)
-        found = own.__get__(self)
-        if asked and name == "grad_fn" and found is not None and _takes_graph(asker):
-            listener.on_grad_fn()
-        return found
-
-    return property(get, getattr(own, "__set__", None))
-
-
-def _report_flags(replace: Replace, listener: HookListener, mine: Mine) -> None:
-    """`requires_grad` of a tensor."""
-    required: Any = torch.Tensor.requires_grad
-    require, detach = torch.Tensor.requires_grad_, torch.Tensor.detach_
-
-    def told(t: torch.Tensor, flag: bool) -> torch.Tensor:
-        if mine():
-            listener.on_requires_grad(t, flag)
-        return t
-
-    def detach_(self: torch.Tensor) -> torch.Tensor:
-        return detach(self) if not mine() or listener.on_detach(self) else self
-
-    replace(
-        torch.Tensor, "requires_grad_", lambda t, requires_grad=True: require(told(t, requires_grad), requires_grad)
-    )
-    replace(torch.Tensor, "detach_", detach_)
-    set_required = property(required.__get__, lambda t, flag: required.__set__(told(t, flag), flag))
-    replace(torch.Tensor, "requires_grad", set_required)
-
-
-def _report_gradients(replace: Replace, listener: HookListener, mine: Mine) -> None:
-    """The `grad` of tensors."""
-    grad: Any = torch.Tensor.grad
-    module, optimizer = torch.nn.Module, torch.optim.Optimizer
-
-    def get_grad(self: torch.Tensor) -> Any:
-        code = sys._getframe(1).f_code
-        takes = code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS)
-        asked = mine() and (takes or not _asker().startswith(NOT_THE_MODEL))
-        found = listener.gradients.get(self) if asked else NotImplemented
-        return grad.__get__(self) if found is NotImplemented else found
-
-    def set_grad(self: torch.Tensor, new: Any) -> None:
-        if not (mine() and listener.gradients.set(self, new)):
-            grad.__set__(self, new)
-
-    def zero_grad(outer: Callable[..., Any], given: Callable[[Any], Iterable[torch.Tensor]]) -> Callable[..., Any]:
-        def run(self: Any, set_to_none: bool = True) -> Any:
-            if not (mine() and set_to_none):
-                return outer(self, set_to_none)
-            for t in given(self):
-                t.grad = None  # without a look at what it was
-
-        return run
-
-    def of_groups(self: Any) -> list[torch.Tensor]:
-        return [p for group in self.param_groups for p in group["params"]]
-
-    replace(torch.Tensor, "grad", property(get_grad, set_grad, grad.__delete__))
-    replace(module, "zero_grad", zero_grad(module.zero_grad, module.parameters))
-    replace(optimizer, "zero_grad", zero_grad(optimizer.zero_grad, of_groups))
-
-
-def _takes_graph(file: str) -> bool:
-    """Whether the code in a file that reads `grad_fn` may hang hooks there."""
-    return file.startswith(_HANGS_HOOKS) or not file.startswith(NOT_THE_MODEL)
-
-
-def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
-    """Those of torch itself (checkpointing, `save_on_cpu`) leave values and gradients as they are."""
-    enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
-    marks: dict[int, tuple[int, int]] = {}
-    chosen: dict[int, Any] = {}
-
-    def __enter__(self: Any) -> None:
-        if mine() and (_is_users(self) or type(self).__module__ == torch.utils.checkpoint.__name__):
-            marks[id(self)] = listener.mark()
-            chosen[id(self)] = _context_fn(sys._getframe(1))
-        if id(self) not in marks or not _is_users(self):
-            enter(self)
-
-    def __exit__(self: Any, *error: Any) -> None:
-        mark = marks.pop(id(self), None)
-        if mark is None or not _is_users(self):
-            leave(self, *error)
-        if mark is not None and error == (None, None, None):
-            if _is_users(self):
-                listener.leave_saved_tensors_hooks(mark)
-            else:
-                listener.on_recomputed(mark, chosen.pop(id(self)))
-
-    replace(_saved_tensors_hooks, "__enter__", __enter__)
-    replace(_saved_tensors_hooks, "__exit__", __exit__)
-
-
-def _context_fn(frame: FrameType | None) -> Any:
-    """The `context_fn` of the function that checkpoints, which runs in `frame` or around it; None for its default."""
-    checkpoint = torch.utils.checkpoint
-    while frame is not None and frame.f_code.co_filename == checkpoint.__file__:
-        if "context_fn" in frame.f_locals:
-            found = frame.f_locals["context_fn"]
-            return None if found is checkpoint.noop_context_fn else found
-        frame = frame.f_back
-    return None
-
-
-def _is_users(hooks: Any) -> bool:
-    return type(hooks) is _saved_tensors_hooks or not type(hooks).__module__.startswith("torch.")
-
-
-def saved_in_storage(results: list[torch.Tensor], storage: int) -> bool:
-    """Whether an op that led to one of `results` has saved a tensor that lies in this storage."""
-    seen: set[Any] = set()
-    work = [t.grad_fn for t in results]
-    while work:
-        node = work.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(storage_id(t) == storage for t in _saved_by(node)):
-            return True
-        work += [found for found, _ in node.next_functions]
-    return False
-
-
-def _saved_by(node: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a node of autograd has saved, which its attributes `_saved_...` show."""
-    for name in dir(node):
-        if name.startswith("_saved_"):
-            found = getattr(node, name)
-            yield from (
-                t for t in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(t, torch.Tensor)
-            )

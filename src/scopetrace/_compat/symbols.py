@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -308,6 +309,23 @@ def without_floor(stride: Any, sizes: Sequence[Any]) -> Any:
     if not expr.has(Max):
         return expr
     return expr.xreplace({Max(1, n): n for n in sizes if not isinstance(n, int)})
+
+
+def row_major_strides(size: Sequence[Any]) -> tuple[Any, ...]:
+    """The strides of a new contiguous tensor of this size."""
+    return tuple(itertools.accumulate(reversed(size[1:]), operator.mul, initial=1))[::-1][: len(size)]
+
+
+def is_row_major(t: torch.Tensor) -> bool:
+    """Whether the strides are `row_major_strides`, also in dimensions of size 1, where torch takes any."""
+    reach: Any = 1
+    inner: Any = 1
+    for n, stride in zip(reversed(t.size()), reversed(t.stride()), strict=True):
+        reach = reach * inner
+        if not surely_equal(stride, reach):
+            return False
+        inner = n
+    return True
 
 
 def is_static(numbers: Any) -> bool:

@@ -35,7 +35,7 @@ from scopetrace.infer import check, rules
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.tape import Value, checks_enabled, map_argument, values_in
 from scopetrace.ops import views
-from scopetrace.ops.views import Int, view_arguments
+from scopetrace.ops.views import VIEW_OPS, Int, view_arguments
 
 _ATOMS = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format},
@@ -173,7 +173,8 @@ class Inference:
         if not fakes or not all(map(rules.is_plain, fakes)):
             return None
         base = fakes[0]
-        view = view_arguments(func, base.size(), args[1:]) if len(fakes) == 1 and not kwargs else None
+        is_view = func in VIEW_OPS and len(fakes) == 1 and not kwargs
+        view = view_arguments(func, base.size(), args[1:]) if is_view else None
         if view is None:
             return rules.outputs_by_rule(self._maker, func, args, kwargs, inputs)
         if not rules.is_static_view(base, view):

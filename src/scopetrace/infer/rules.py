@@ -27,7 +27,7 @@ import torch
 
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.questions import grad_enabled
-from scopetrace._compat.symbols import example, is_static, surely_equal, to_expr
+from scopetrace._compat.symbols import example, is_row_major, is_static, row_major_strides, surely_equal, to_expr
 from scopetrace._compat.tensors import (
     FakeMaker,
     FakeTensor,
@@ -154,7 +154,7 @@ def _copy(base: torch.Tensor, view: Any) -> Outputs | None:
     size = views.reshaped_size(base.size(), view)
     if size is None or views.reshape_strides(base, size) is not False:
         return None
-    return Outputs(None, (_new_tensor(size, views.row_major_strides(size), base.dtype, [base]),))
+    return Outputs(None, (_new_tensor(size, row_major_strides(size), base.dtype, [base]),))
 
 
 # ---------------------------------------------------------------- new tensors
@@ -187,8 +187,8 @@ def _from_inputs(
         return None
     if torch.Tag.inplace in func.tags:
         return Identity(0) if dtype is first.dtype and _same_size(size, first) else None
-    if rule.row_major or all(map(views.is_row_major, fakes)):
-        stride = views.row_major_strides(size)
+    if rule.row_major or all(map(is_row_major, fakes)):
+        stride = row_major_strides(size)
     elif elementwise and _have_one_layout(fakes):
         stride = tuple(first.stride())
     else:

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -29,6 +28,7 @@ from scopetrace._compat.symbols import (
     example,
     is_static,
     quotient,
+    row_major_strides,
     surely_equal,
     to_expr,
     whole_quotient,
@@ -250,26 +250,11 @@ _PARSERS: dict[Any, Callable[..., ViewArguments | None]] = {
     _aten.chunk.default: _chunk,
     _aten.unbind.int: _unbind,
 }
+VIEW_OPS = _PARSERS.keys()
+"""The ops that `view_arguments` knows."""
 
 
 # ---------------------------------------------------------------- layouts of whole tensors
-
-
-def row_major_strides(size: Sizes) -> tuple[Int, ...]:
-    """The strides of a new contiguous tensor of this size."""
-    return tuple(itertools.accumulate(reversed(size[1:]), operator.mul, initial=1))[::-1][: len(size)]
-
-
-def is_row_major(t: torch.Tensor) -> bool:
-    """Whether the strides are `row_major_strides`, also in dimensions of size 1, where torch takes any."""
-    reach: Any = 1
-    inner: Any = 1
-    for n, stride in zip(reversed(t.size()), reversed(t.stride()), strict=True):
-        reach = reach * inner
-        if not surely_equal(stride, reach):
-            return False
-        inner = n
-    return True
 
 
 def dense_strides(t: torch.Tensor) -> tuple[Int, ...] | None:

@@ -26,8 +26,8 @@ import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
+from scopetrace._compat.gradients import is_module_hook
 from scopetrace._compat.ops import eager, paused, unwrapped
-from scopetrace._compat.questions import is_module_hook
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from scopetrace._compat.collectives import Group, Reduction, functional_collectives, recorded_work, unboxed
+from scopetrace._compat.gradients import saved_in_storage
 from scopetrace._compat.ops import schema_of
-from scopetrace._compat.questions import saved_in_storage
 from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable

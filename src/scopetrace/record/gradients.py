@@ -19,16 +19,10 @@ from typing import Any, NoReturn
 
 import torch
 
+from scopetrace._compat.gradients import give_hooks, has_other_gradient, hooks_of, leaves_of, run_after_accumulation
 from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
 from scopetrace._compat.patches import exporting
-from scopetrace._compat.questions import (
-    fact_of,
-    give_hooks,
-    has_other_gradient,
-    hooks_of,
-    leaves_of,
-    run_after_accumulation,
-)
+from scopetrace._compat.questions import fact_of
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import Asked, OfInput, OfTensor, Place
@@ -61,7 +55,7 @@ class _Gradient:
 
 
 class GradientRecorder:
-    """Records what one forward does with gradients; the `GradientListener` of `_compat.questions`."""
+    """Records what one forward does with gradients; the `GradientListener` of `_compat.gradients`."""
 
     def __init__(self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder, model: Model) -> None:
         self._builder = builder

@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.graph_module import set_grad_enabled
 from scopetrace._compat.ops import eager_ops, schema_of
-from scopetrace._compat.symbols import Symbolic, example, to_expr
+from scopetrace._compat.symbols import Symbolic, example, is_row_major, to_expr
 from scopetrace._compat.tensors import FreshFakes
 from scopetrace.containers.structure import leaves_with_path, tensor_holders
 from scopetrace.errors import OnnxExportError
@@ -33,7 +33,6 @@ from scopetrace.ir.write_back import ChangeShape, GraphInput, StateRef, Update, 
 from scopetrace.lower.onnx.translate import quiet
 from scopetrace.lower.result_nodes import ResultNodes, in_memory_order, write_back_of
 from scopetrace.ops.history import OVERWRITE
-from scopetrace.ops.views import is_row_major
 from scopetrace.program.graph import FxLowering, node_value, scope_path, set_node_value
 from scopetrace.program.outlined import Function
 
