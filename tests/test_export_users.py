@@ -425,6 +425,32 @@ def test_a_tensor_bound_to_an_attribute_is_warned_of():
         tr.to_exported_program()
 
 
+BANK = []
+
+
+@pytest.mark.parametrize(
+    ("keep", "name"), [(lambda self, y: self.log.append(y), "self.log"), (lambda _, y: BANK.append({"y": y}), "BANK")]
+)
+def test_a_tensor_left_in_a_list_is_warned_of(keep, name):
+    class Keeps(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.log, self.calls = [], 0
+
+        def forward(self, x):
+            self.calls += 1
+            keep(self, x.sum())
+            return x + 2
+
+    tr = st.trace(model := Keeps(), (torch.ones(3),))
+    with pytest.warns(st.errors.SideEffectWarning) as found:
+        tr.to_exported_program()
+    assert len(found) == 1 and f"{name} was [] and became [" in str(found[0].message).replace(
+        "globals()['BANK']", "BANK"
+    )
+    assert not model.log and not BANK
+
+
 def test_assertions_say_the_tightest_bounds():
     def forward(self, x):
         n = x.item()

@@ -298,9 +298,14 @@ class Trace(Shown):
         modules.
 
         Warns where the program cannot check what a call of the trace does: FixedValueWarning for numbers in objects
-        among the arguments, SideEffectWarning where it depends on Python state that forward writes.
+        among the arguments, SideEffectWarning where it depends on Python state that forward writes, or forward leaves
+        tensors in Python objects.
         """
         self._warn_of_a_form("the ExportedProgram")
+        for effect in self.side_effects:
+            if effect.leaves_tensors and not effect.baked_in:
+                text = f"the ExportedProgram does not do what the forward did here: {effect}. Return the tensor"
+                warnings.warn(text, SideEffectWarning, stacklevel=2)
         program = self._program.without_argument_mutation().with_real_classes()
         deferred = prefer_deferred_runtime_asserts_over_guards
         return to_exported_program(program, preserve_module_call_signature, deferred=deferred, modes=mode_regions)

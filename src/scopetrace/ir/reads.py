@@ -610,6 +610,11 @@ class SideEffect:
         """What happened: `self.n was 0 and became 1`."""
         return f"{self.name} was {self.old} and became {self.new}" if self.old else f"{self.name} gave {self.new}"
 
+    @property
+    def leaves_tensors(self) -> bool:
+        """Whether tensors that the forward computed were left in Python objects."""
+        return "a tensor [" in self.new
+
     def __str__(self) -> str:
         return f"{self.change}, in {self.module}" + (f", at {self.source}" if self.source else "")
 
