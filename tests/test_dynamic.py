@@ -711,6 +711,18 @@ def test_a_range_of_two_sizes():
         tr(torch.ones(3))
 
 
+def test_questions_about_a_range_of_two_sizes():
+    def f(x, y):
+        assert 1 <= x.shape[0] <= 2 and y.shape[0] <= 3
+        return x + y[1:]
+
+    dim, args = Dim("d", min=1, max=2), (torch.ones(2), torch.ones(3))
+    tr = st.trace(f, args, dynamic_shapes=({0: dim}, {0: dim + 1}))
+    tr.check((torch.ones(1), torch.ones(2)))
+    again = st.trace(tr.to_exported_program().module(), args, dynamic_shapes=({0: dim}, {0: dim + 1}))
+    again.check((torch.ones(1), torch.ones(2)))
+
+
 def test_a_derived_dim_that_fits_one_size_only():
     d, args = Dim("d", min=6), (torch.randn(6, 2), torch.randn(12))
     with pytest.raises(DynamicShapeError, match=r"dimension 0 \(d\) was said to be dynamic, and .* at 12"):

@@ -102,7 +102,7 @@ NAMES = {
     "torch.utils._sympy.solve": "try_solve",
     "torch.utils._sympy.symbol": "SymT symbol_is_type",
     "torch.utils._sympy.symbol:SymT": "UNBACKED_FLOAT UNBACKED_INT",
-    "torch.utils._sympy.value_ranges": "ValueRanges",
+    "torch.utils._sympy.value_ranges": "ValueRanges bound_sympy",
 }
 """Names by owner: a module, or a class as `module:Class`."""
 

@@ -37,7 +37,7 @@ from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 from torch.utils._sympy.solve import try_solve
-from torch.utils._sympy.value_ranges import ValueRanges
+from torch.utils._sympy.value_ranges import ValueRanges, bound_sympy
 
 from scopetrace._compat import manifest
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, SYMPY, TORCH, TORCH_DIRECTORY, prefixes
@@ -237,6 +237,8 @@ class WatchedShapeEnv(ShapeEnv):
         self.assumed: dict[tuple[sympy.Symbol, int], Assumed] = {}
         self.smallest: dict[sympy.Symbol, int] = {}
         """The least value of a symbol, where `dynamic_shapes` allows 0 or 1."""
+        self.narrow: dict[sympy.Symbol, Any] = {}
+        """The range of a symbol that is at most 2, which is wider to torch: see `new_symbol`."""
         self.names: dict[sympy.Symbol, str] = {}
         """The names of symbols for users: those of their Dims."""
         self._recorder: Callable[[], Recorder | None] = _nobody
@@ -272,6 +274,10 @@ class WatchedShapeEnv(ShapeEnv):
 
     def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
         """As the base's, except that the decider says, with a runtime assert, what depends on data."""
+        if self.narrow and not self.narrow.keys().isdisjoint(orig_expr.free_symbols):
+            known = bound_sympy(orig_expr, self.narrow)
+            if known.is_singleton():
+                return known.lower
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
@@ -440,6 +446,8 @@ def new_symbol(env: WatchedShapeEnv, value: int, path: str, dim: int, spec: DimS
     symbol = env.create_symbol(value, source, DimDynamic.DYNAMIC, constraint, do_not_specialize_zero_one=small)
     if lower < 2:
         env.smallest[symbol] = lower
+    if spec.upper is not None and spec.upper < limits.upper:
+        env.narrow[symbol] = ValueRanges(lower, spec.upper)
     return symbol
 
 
