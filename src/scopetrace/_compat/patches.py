@@ -8,11 +8,9 @@ replaced.
 
 from __future__ import annotations
 
-import builtins
 import contextlib
 import functools
 import inspect
-import math
 import sys
 import threading
 import types
@@ -32,8 +30,8 @@ from torch.utils import _pytree as pytree
 from scopetrace._compat.gradients import HookListener, report_hooks
 from scopetrace._compat.ops import eager, hop_entry_points, in_transform, is_recording, short_way
 from scopetrace._compat.questions import MISSING, Mine, Replace
-from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
-from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.sources import NOT_THE_MODEL
+from scopetrace._compat.symbols import compare_symbols, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
 
 
@@ -87,8 +85,6 @@ class Observer(HookListener, Protocol):
         """A tensor becomes an array of NumPy. Returns the tensor to take it from, or NotImplemented."""
 
 
-_SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")
-
 _FRAMES_PER_CALL = 3
 """How many times the Python frames of a module call in eager a reported one takes."""
 
@@ -126,8 +122,8 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         _report_object_collectives(replace, observer, mine)
         _report_storages(replace, observer, here, mine)
         _report_values(replace, observer, mine)
-        _index_with_symbols(replace, mine)
-        _compare_symbols(replace, mine)
+        index_with_symbols(replace, mine)
+        compare_symbols(replace, mine)
         _report_steps(stack, observer, lambda: is_recording() and mine())
         for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way()):
             replace(owner, name, value)
@@ -483,70 +479,6 @@ def _of_the_number(outer: Callable[[Any], Any], observer: Observer, mine: Mine) 
 
     read.__name__ = outer.__name__
     return read
-
-
-def _compare_symbols(replace: Replace, mine: Mine) -> None:
-    """`min`, `max` and `math.pow` of symbolic numbers: Python's would ask which is greater, or for a float."""
-
-    def of_two(outer: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-        def run(*args: Any, **kwargs: Any) -> Any:
-            items = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-            if kwargs or not any(isinstance(x, Symbolic) for x in items) or not mine():
-                return outer(*args, **kwargs)
-            of_one_type = all(isinstance(x, (int, torch.SymInt)) for x in items) or outer is math.pow
-            return functools.reduce(symbolic, items) if of_one_type else outer(*args)
-
-        return run
-
-    replace(builtins, "min", of_two(min, torch.sym_min))
-    replace(builtins, "max", of_two(max, torch.sym_max))
-    replace(math, "pow", of_two(math.pow, lambda x, y: torch.sym_float(x) ** y))
-
-
-def _index_with_symbols(replace: Replace, mine: Mine) -> None:
-    """Indexing with symbolic integers, and `torch.tensor` of them: C++ would ask for their values."""
-    index_with, make = torch.Tensor.__getitem__, torch.tensor
-
-    def __getitem__(self: torch.Tensor, index: Any) -> Any:
-        items = index if isinstance(index, tuple) else (index,)
-        if not (mine() and any(isinstance(item, torch.SymInt) for item in items)):
-            return index_with(self, index)
-        selected, rest = _select_symbols(self, items)
-        return selected if all(map(_is_everything, rest)) else index_with(selected, rest)
-
-    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        symbolic = mine() and any(isinstance(a, Symbolic) for a in pytree.tree_leaves(data))
-        if symbolic and sys._getframe(1).f_code.co_filename.startswith(_SHAPE_FUNCTIONS):
-            data, symbolic = 1, False  # only its dtype matters there: that of a whole number
-        found: torch.Tensor = (torch._refs.tensor if symbolic else make)(data, *args, **kwargs)
-        return found
-
-    replace(torch, "tensor", tensor)
-    replace(torch.Tensor, "__getitem__", __getitem__)
-
-
-def _select_symbols(t: torch.Tensor, items: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
-    """Apply the symbolic integers of an index, as `select`; torch too applies integers before the other items.
-
-    Returns the selected tensor and the other items.
-    """
-    ellipsis = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
-    skipped = t.dim() - sum(map(_dims, items))
-    for i in reversed(range(len(items))):
-        if isinstance(items[i], torch.SymInt):
-            t = t.select(sum(map(_dims, items[:i])) + (skipped if i > ellipsis else 0), items[i])
-    return t, tuple(item for item in items if not isinstance(item, torch.SymInt))
-
-
-def _is_everything(item: Any) -> bool:
-    return item is Ellipsis or (isinstance(item, slice) and item == slice(None))
-
-
-def _dims(item: Any) -> int:
-    """How many dimensions an item of an index consumes."""
-    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
-        return item.dim()
-    return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1
 
 
 # Batch norm ----------------------------------------------------------------------------------------------------------

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import itertools
 import math
 import operator
+import sys
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
@@ -14,12 +16,14 @@ import torch
 import torch.fx
 from torch.fx.experimental.symbolic_shapes import CallMethodKey, ConvertIntKey, DivideByKey
 from torch.fx.proxy import GraphAppendingTracer
-from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_leaves
 from torch.utils._sympy.functions import FloorDiv, Max
 from torch.utils._sympy.interp import _run_sympy_handler, sympy_interp
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
+
+from scopetrace._compat.sources import TORCH_DIRECTORY, prefixes
 
 _UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 BINDING_KEYS = (SequenceKey, MappingKey, GetAttrKey, CallMethodKey, ConvertIntKey, DivideByKey)
@@ -415,3 +419,73 @@ def number_parts(number: Any) -> tuple[Any, type, bool | int | float | None]:
 
 def _is_known(expr: Any) -> bool:
     return bool(expr.is_number or expr in (sympy.true, sympy.false))
+
+
+# In Python's and torch's own functions -------------------------------------------------------------------------------
+
+
+_SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")
+
+
+def compare_symbols(replace: Callable[[Any, str, Any], None], mine: Callable[[], bool]) -> None:
+    """Replace `min`, `max` and `math.pow`, where `mine()`: Python's would ask which is greater, or for a float."""
+
+    def of_two(outer: Callable[..., Any], symbolic: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            items = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+            if kwargs or not any(isinstance(x, Symbolic) for x in items) or not mine():
+                return outer(*args, **kwargs)
+            of_one_type = all(isinstance(x, (int, torch.SymInt)) for x in items) or outer is math.pow
+            return functools.reduce(symbolic, items) if of_one_type else outer(*args)
+
+        return run
+
+    replace(builtins, "min", of_two(min, torch.sym_min))
+    replace(builtins, "max", of_two(max, torch.sym_max))
+    replace(math, "pow", of_two(math.pow, lambda x, y: torch.sym_float(x) ** y))
+
+
+def index_with_symbols(replace: Callable[[Any, str, Any], None], mine: Callable[[], bool]) -> None:
+    """Replace indexing and `torch.tensor`, where `mine()`: C++ would ask for the values of symbolic integers."""
+    index_with, make = torch.Tensor.__getitem__, torch.tensor
+
+    def __getitem__(self: torch.Tensor, index: Any) -> Any:
+        items = index if isinstance(index, tuple) else (index,)
+        if not (mine() and any(isinstance(item, torch.SymInt) for item in items)):
+            return index_with(self, index)
+        selected, rest = _select_symbols(self, items)
+        return selected if all(map(_is_everything, rest)) else index_with(selected, rest)
+
+    def tensor(data: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        symbolic = mine() and any(isinstance(a, Symbolic) for a in tree_leaves(data))
+        if symbolic and sys._getframe(1).f_code.co_filename.startswith(_SHAPE_FUNCTIONS):
+            data, symbolic = 1, False  # only its dtype matters there: that of a whole number
+        found: torch.Tensor = (torch._refs.tensor if symbolic else make)(data, *args, **kwargs)
+        return found
+
+    replace(torch, "tensor", tensor)
+    replace(torch.Tensor, "__getitem__", __getitem__)
+
+
+def _select_symbols(t: torch.Tensor, items: tuple[Any, ...]) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """Apply the symbolic integers of an index, as `select`; torch too applies integers before the other items.
+
+    Returns the selected tensor and the other items.
+    """
+    ellipsis = next((i for i, item in enumerate(items) if item is Ellipsis), len(items))
+    skipped = t.dim() - sum(map(_dims, items))
+    for i in reversed(range(len(items))):
+        if isinstance(items[i], torch.SymInt):
+            t = t.select(sum(map(_dims, items[:i])) + (skipped if i > ellipsis else 0), items[i])
+    return t, tuple(item for item in items if not isinstance(item, torch.SymInt))
+
+
+def _is_everything(item: Any) -> bool:
+    return item is Ellipsis or (isinstance(item, slice) and item == slice(None))
+
+
+def _dims(item: Any) -> int:
+    """How many dimensions an item of an index consumes."""
+    if isinstance(item, torch.Tensor) and item.dtype in (torch.bool, torch.uint8):
+        return item.dim()
+    return 0 if item is None or item is Ellipsis or isinstance(item, bool) else 1

@@ -33,8 +33,9 @@ from scopetrace.errors import (
     SideEffectWarning,
 )
 from scopetrace.ir.conditions import Specialization
-from scopetrace.ir.reads import SideEffect, refusal, warn_of_numbers
+from scopetrace.ir.reads import warn_of_numbers
 from scopetrace.ir.selection import Selection
+from scopetrace.ir.side_effects import SideEffect, refusal
 from scopetrace.lower.exported.constraints import explain
 from scopetrace.lower.exported.program import to_exported_program
 from scopetrace.lower.onnx import CallAttributes, Names, Targets, WeightNames, require_packages

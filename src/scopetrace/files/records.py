@@ -13,8 +13,8 @@ from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import BINDING_KEYS
 from scopetrace.containers.structure import Effect, Returned
 from scopetrace.ir import conditions, reads, registered, tape, write_back
-from scopetrace.ir.reads import SideEffect
 from scopetrace.ir.scopes import Scope
+from scopetrace.ir.side_effects import SideEffect
 
 _TAPES = (tape.RecordedTape, tape.FunctionalTape, tape.BodyTape)
 

@@ -1,4 +1,4 @@
-"""What a program depends on beside the tensors that it is given, and what its forward did that no graph carries.
+"""What a program depends on beside the tensors that it is given.
 
 Data flow:
     Python asks for a fact of an input, an attribute, a global or a flag -> a Read on the tape: name, value, place
@@ -8,8 +8,6 @@ Data flow:
     arguments of the trace + the names in the forward's code -> an ArgumentNumber for each number that it may read
     a call -> the same places in its arguments -> InputMismatchError where a number differs
     a file made from the trace, which cannot check -> FixedValueWarning
-    objects, globals and closures before and after the forward; draws, clocks and files -> SideEffects on the tape
-    `SideEffect.baked_in`: the program depends on it -> it is right for one call, and a second one is refused
 
 Tensors and arguments are no reads: they are the inputs of the program. Nor are values that the forward wrote itself.
 """
@@ -36,7 +34,7 @@ from scopetrace._compat.questions import Missing as Missing
 from scopetrace._compat.questions import fact_of, flag
 from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace.containers.structure import effect_targets, is_plain_object, open_container
-from scopetrace.errors import FixedValueWarning, InputMismatchError, SideEffectError
+from scopetrace.errors import FixedValueWarning, InputMismatchError
 from scopetrace.ir.scopes import Frames, source_of, walk_frames
 
 
@@ -583,51 +581,3 @@ def warn_of_numbers(numbers: Sequence[ArgumentNumber], what: str) -> None:
 
 
 _SHOWN = 5
-
-
-# What the forward did that no graph carries --------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class SideEffect:
-    """Something that the forward did in the trace and that calls of the trace do not do."""
-
-    name: str
-    """What was written or asked: `self.n`, `globals()['N']`, `closure n`, `random.random()`, `print()`."""
-    old: str
-    """What was there before the forward, as short text; empty for what was asked, such as a clock."""
-    new: str
-    """What the forward left or got, as short text."""
-    module: str
-    """The scope path of the module call that did it: `Net/Linear[fc]`; that of the root where it is not known."""
-    source: str | None
-    """The user's line: `model.py:12, in forward: self.n += 1`; None where it is not known."""
-    baked_in: bool
-    """Whether the program may depend on it: the forward reads what it writes here, or drew the number from outside."""
-
-    @property
-    def change(self) -> str:
-        """What happened: `self.n was 0 and became 1`."""
-        return f"{self.name} was {self.old} and became {self.new}" if self.old else f"{self.name} gave {self.new}"
-
-    @property
-    def leaves_tensors(self) -> bool:
-        """Whether tensors that the forward computed were left in Python objects."""
-        return "a tensor [" in self.new
-
-    def __str__(self) -> str:
-        return f"{self.change}, in {self.module}" + (f", at {self.source}" if self.source else "")
-
-
-def refusal(effects: Sequence[SideEffect], problem: str) -> SideEffectError:
-    """The error that says which `effects` are the problem: the first of them, and how many others there are."""
-    first, *others = effects
-    more = f"; and {len(others)} more, in Trace.side_effects" if others else ""
-    return SideEffectError(f"{problem}: {first.change}{more}", module=first.module, source=first.source, hint=_WAYS_OUT)
-
-
-_WAYS_OUT = (
-    "run the model once before st.trace, if it sets itself up at its first run; keep such state in a buffer "
-    "(register_buffer) that forward writes, take it as an argument, or do it outside the model; "
-    "st.trace(..., side_effects='warn') warns in place of this error"
-)

@@ -27,10 +27,11 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
 from scopetrace.containers.structure import Returned, leaves, map_structure
 from scopetrace.ir.conditions import SizeRules, Specialization
-from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read, SideEffect
+from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope
+from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.write_back import GraphInput, StateRef, WriteBack
 
 Number = bool | int | float | complex | torch.SymBool | torch.SymInt | torch.SymFloat

@@ -49,8 +49,8 @@ from scopetrace.errors import (
 from scopetrace.formatting import html_table, short_repr
 from scopetrace.functionalization.functionalizer import Functionalizer
 from scopetrace.ir.conditions import decided_by
-from scopetrace.ir.reads import refusal
 from scopetrace.ir.scopes import Scope, common_scope, source_of, walk_frames
+from scopetrace.ir.side_effects import refusal
 from scopetrace.ir.tape import (
     Call,
     FunctionalTape,

@@ -39,8 +39,9 @@ from scopetrace._compat.ops import is_random
 from scopetrace._compat.tensors import base_of, is_view, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import MISSING, Read, SideEffect, content_of
+from scopetrace.ir.reads import MISSING, Read, content_of
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
+from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, History, can_require_grad
 from scopetrace.record.builder import TapeBuilder, ValueTable

@@ -59,8 +59,9 @@ from scopetrace.errors import (
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.reads import ModuleTables, Read, SideEffect, numbers_read
+from scopetrace.ir.reads import ModuleTables, Read, numbers_read
 from scopetrace.ir.scopes import frames_of_traceback, user_line
+from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
