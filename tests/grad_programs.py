@@ -214,7 +214,13 @@ READS = [
     *("self.quiet({t})", "self.halve_({t})", "self.loud({t})", "self.bn({t})", "self.weighted({t})", "{t}.max(-1)[0]"),
     *("torch.dropout({t}, 0.5, True)", "torch.dropout({t}, 0.5, False)", "torch.nn.functional.relu({t}, inplace=True)"),
     *("{t}.to(torch.float64)", "{t}.to({t}.dtype)", "{t}.sort(-1)[0]", "self.spectral({t})", "{t} * self.p.detach()"),
-    *("torch.zeros_like({t})", "torch.empty_like({t}).copy_({t})", "torch.ones_like({t}).mul_({u})", "{t} @ {t}.mT"),
+    *(
+        "torch.zeros_like({t})",
+        "torch.ones_like({t}, requires_grad=True) * {t}",
+        "torch.empty_like({t}).copy_({t})",
+        "torch.ones_like({t}).mul_({u})",
+        "{t} @ {t}.mT",
+    ),
     *("torch.vmap(lambda t: t.sin() * 2)({t})", "{t}.masked_fill({t} > 0, 0)", "{t}.detach().sin()"),
     *("{t}[..., torch.tensor([0, 1])]", "torch.nn.functional.scaled_dot_product_attention({t}, {u}, {t})"),
     "torch.utils.checkpoint.checkpoint(lambda t: (t * self.p).sin(), {t}, use_reentrant=False)",
@@ -265,7 +271,7 @@ INNER = [
     "torch.autograd.grad({u}.sin().sum(), [{t}, self.p], create_graph={flag}, retain_graph=True, allow_unused=True)[0]",
 ]
 INNER += [
-    "torch.autograd.grad({t}.sum(), [{t}, {u}], retain_graph=True, allow_unused=True, materialize_grads=True)[1]",
+    "torch.autograd.grad({t}.sum(), [{t}, {u}], create_graph={flag}, retain_graph=True, materialize_grads=True)[1]",
     "torch.autograd.grad(self.p.sin().sum() * {t}, self.p, torch.ones_like({t}), create_graph={flag})[0]",
     "torch.func.functional_call(self.linear, {{'weight': self.q.mT @ self.q, 'bias': self.p}}, ({t},))",
     "torch.func.hessian(lambda t: (t.sin() * self.p[0]).sum())({t}.flatten()[:2])",
@@ -550,8 +556,8 @@ KINDS = {
     "refused": "it is refused when it is traced",
     "refused at the call": "it is refused when it is called with other inputs or in another grad mode",
     "eager raises": "so does it, or the trace is refused",
-    "raises": "its backward pass raises: it needs a tensor that `.data` changed, or `save_on_cpu` kept, where eager does "
-    "not look, or that is copied only where a trace is made with gradients",
+    "raises": "its backward pass raises: it needs a tensor that `.data` changed, or that `save_on_cpu` kept, where eager "
+    "does not look, or that is copied only where a trace is made with gradients",
     "right": "it does what eager does",
 }
 FORBIDDEN = (

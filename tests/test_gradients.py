@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 from dense_programs import run_all
-from grad_programs import INPUTS, Program, Step, drawn_inputs, drawn_program, minimal, verdict
+from grad_programs import CALLS, INPUTS, Program, Step, drawn_inputs, drawn_program, minimal, verdict
 
 import scopetrace as st
 
@@ -246,6 +246,12 @@ REFUSED = {
     ),
     "a leaf as result": ("leaf", ["a = x.detach().requires_grad_()"], ("a",)),
     "what is computed from a leaf alone": ("leaf", ["a = x.detach().requires_grad_()", "b = a * 2"], ("b",)),
+    "a leaf of the sizes of an input": ("leaf", ["a = torch.zeros_like(x, requires_grad=True)"], ("a", "x")),
+    "zeros in place of the gradient of what is not used, which require grad": (
+        "two_leaves",
+        ["a = torch.autograd.grad(x.sin().sum(), [x, y], create_graph=True, materialize_grads=True)[1]"],
+        ("a",),
+    ),
     "a factory's leaf": ("plain", ["a = torch.ones(6, requires_grad=True)"], ("a",)),
     "a leaf written into another tensor": (
         "plain",
@@ -688,6 +694,14 @@ def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
 def test_a_function_that_returns_a_view_beside_a_derivative():
     steps = ["a = First.apply(y)", "b = torch.func.grad(lambda t: (t * self.p).sin().sum())(x)"]
     assert kind_of("leaf_and_plain", *steps, returned=("a", "b"))[0] == "refused at the call"  # in another grad mode
+
+
+@pytest.mark.parametrize("traced", CALLS)
+@pytest.mark.parametrize("use", ["a * x", "a + 1", "torch.autograd.grad((x + a).sin().sum(), a)[0]"])
+def test_a_factory_s_leaf_ties_the_trace_to_inputs_that_require_grad(use, traced):
+    steps = ["a = torch.ones_like(x, requires_grad=True)", f"b = {use}"]
+    kind, why = kind_of("leaf", *steps, returned=("b",), traced=traced)
+    assert kind in ("refused", "refused at the call", "eager raises"), why
 
 
 def test_a_function_that_returns_a_view_is_no_write():

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import traceback
 
-from scopetrace._compat.ops import unwrapped
+from scopetrace._compat.ops import is_op, schema_of, unwrapped
 from scopetrace._compat.questions import grad_enabled
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import (
@@ -179,6 +179,13 @@ class TapeBuilder:
             self._origin = outer
 
 
+def _is_factory(op: Op) -> bool:
+    """Whether the result of an op has no gradient of the op's inputs, of which it takes the sizes at most."""
+    if op.kind != "call_function" or not op.inputs():
+        return op.kind == "call_function"
+    return is_op(op.target) and schema_of(op.target).op_name.endswith("_like")
+
+
 class ValueTable:
     """Which value of the tape a tensor is.
 
@@ -204,6 +211,8 @@ class ValueTable:
         self.transformed = False
         """Whether a transform such as torch.vmap took a tensor of the model itself as an argument."""
         self._given: set[int] = set()  # the ids of the inputs
+        self.factory_leaves: list[torch.Tensor] = []
+        """The results of ops such as `torch.ones` that require grad."""
         self._of_bodies: set[int] = set()  # the storages that bodies of higher-order ops made
         self._replaced: set[int] = set()  # the storages that tensors of the model had before they got another in place
 
@@ -331,8 +340,9 @@ class ValueTable:
         geometry = geometry_key(t)
         for value in reversed(same_memory):
             if geometry_key(value.fake) == geometry:
-                if t.requires_grad and not value.op.inputs() and value.op.kind == "call_function":
+                if t.requires_grad and not value.fake.requires_grad and _is_factory(value.op):
                     value.fake.requires_grad_()  # torch.ones(2, requires_grad=True), of which the op knows nothing
+                    self.factory_leaves.append(value.fake)
                 # `.data` of a tensor that requires grad is another tensor for autograd
                 shared = t.requires_grad or not value.fake.requires_grad
                 return value if shared else self.append_op(_aten.detach.default, (value,), t)

@@ -257,6 +257,8 @@ class Recording:
         effects.note(changes, reads.overwritten, reads.is_written_first)
         for value, op in without_hidden_gradients(tape):
             self.reads.on_hidden_write(value, op)
+        for leaf in self.values.factory_leaves:  # what depends on it must have a gradient from outside too
+            self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.reads[:] = [*variables, *tape.reads, *attributes]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
         tape.side_effects += [_of_iterator(read) for read in tape.reads if holds_iterator(read.value)]
