@@ -556,7 +556,7 @@ KINDS = {
     "refused": "it is refused when it is traced",
     "refused at the call": "it is refused when it is called with other inputs or in another grad mode",
     "eager raises": "so does it, or the trace is refused",
-    "raises": "its backward pass raises: it needs a tensor that `.data` changed, or that `save_on_cpu` kept, where eager "
+    "raises": "its backward pass raises: it needs a tensor that `.data` changed, or `save_on_cpu` kept, where eager "
     "does not look, or that is copied only where a trace is made with gradients",
     "right": "it does what eager does",
 }
