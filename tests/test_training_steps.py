@@ -1,10 +1,14 @@
 """Training steps: `backward()`, gradients that accumulate, optimizers. A trace does what eager does, several times."""
 
+import collections
 import copy
+import functools
+import operator
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import scopetrace as st
 
@@ -286,3 +290,179 @@ def test_an_optimizer_whose_first_step_is_another_is_refused():
 
     with pytest.raises(st.errors.UnsupportedOpError, match="SGD has no state yet"):
         st.trace(step, batches(1)[0])
+
+
+# Which forward each op of backward belongs to ------------------------------------------------------------------------
+
+
+class Twice(torch.nn.Module):
+    """A module that is called twice, sums of gradients, a scope of the user."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.block = torch.nn.Linear(4, 4), Net()
+
+    def forward(self, x):
+        first = self.fc(x).tanh()
+        with st.scope("mix"):
+            second = self.fc(first) * first
+        return self.block(second + first)
+
+
+class EagerOwners(TorchDispatchMode):
+    """The module call of the forward to which each op of backward in eager belongs; not of ops that sum gradients."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.found, self.handles = model, [], []
+        self.counts, self.stack, self.starts = collections.Counter(), [("", 0)], []
+
+    def note(self):
+        self.starts.append((torch._C._autograd._get_sequence_nr(), self.stack[-1]))
+
+    def __enter__(self):
+        def before(module, args, name):
+            self.stack.append((name, self.counts[name]))
+            self.counts[name] += 1
+            self.note()
+
+        def after(module, args, out):
+            self.stack.pop()
+            self.note()
+
+        self.note()
+        for name, module in self.model.named_modules():
+            self.handles.append(module.register_forward_pre_hook(functools.partial(before, name=name)))
+            self.handles.append(module.register_forward_hook(after))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for handle in self.handles:
+            handle.remove()
+        return super().__exit__(*error)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        node = torch._C._current_autograd_node()
+        if node is not None and "AccumulateGrad" not in node.name() and func is not torch.ops.aten.detach.default:
+            number = node._sequence_nr()
+            owner = next(place for start, place in reversed(self.starts) if start <= number)
+            self.found.append((str(func), owner))
+        return func(*args, **(kwargs or {}))
+
+
+NOT_IN_ENGINE = (operator.getitem, torch.ops.aten.ones_like.default)
+
+
+def owners_in(trace):
+    """As EagerOwners.found, of a trace of a function that calls `model`."""
+    found = []
+    for call in trace.calls:
+        inner = {n for c in call.children for n in c.backward_nodes}
+        name = call.fqn.removeprefix("model").lstrip(".")
+        own = [n for n in call.backward_nodes if n not in inner and n.target not in NOT_IN_ENGINE]
+        found += [(str(n.target), (name, 0 if name == "" else call.index)) for n in own]
+    return collections.Counter(found)
+
+
+def step_of(model):
+    def step(x):
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    return step
+
+
+def test_every_op_of_backward_has_the_call_of_its_forward():
+    torch.manual_seed(0)
+    model, x = Twice(), torch.randn(5, 4)
+    trace = st.trace(step_of(model), (x,))
+    with EagerOwners(model) as eager:
+        step_of(model)(x)
+    ours, theirs = owners_in(trace), collections.Counter(eager.found)
+    assert ours.total() == theirs.total()
+    ours.subtract(theirs)
+    assert {key: n for key, n in ours.items() if n} == {
+        # a sum of two gradients belongs to where the tensor was made, and eager names the node that gave the second
+        ("aten.add.Tensor", ("", 0)): 1,
+        ("aten.add.Tensor", ("fc", 1)): -1,
+    }
+
+
+def phases(trace):
+    nodes = (n for n in trace.graph_module.graph.nodes if n.op == "call_function" and "val" in n.meta)
+    return collections.Counter(map(trace.phase_of, nodes))
+
+
+def test_scopes_and_phases_of_backward(tmp_path):
+    torch.manual_seed(0)
+    trainer = Trainer(Twice())
+    args = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    trace = st.trace(trainer.step, args)
+    mix = [n for n in trace.graph_module.graph.nodes if str(trace.scope_of(n)) == "step/Twice[model]/mix"]
+    assert [trace.phase_of(n) for n in mix] == ["forward", "backward", "backward"]
+    assert {"forward", "backward", "other"} == set(phases(trace))
+    assert len(trace.call("model").backward_nodes) == len(trace.calls[0].backward_nodes) - 3  # those of the loss
+    trace.lint()
+    trace.save(tmp_path / "step.st")
+    others = [st.load(tmp_path / "step.st"), trace.with_graph(copy.deepcopy(trace.graph_module)), copy.deepcopy(trace)]
+    for other in others:
+        assert phases(other) == phases(trace)
+        assert owners_in(other) == owners_in(trace)
+    decomposed = trace.decompose()
+    assert {c.fqn for c in decomposed.calls if c.backward_nodes} == {c.fqn for c in trace.calls if c.backward_nodes}
+
+
+def test_what_a_call_saves():
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(5, 4)
+    trace = st.trace(step_of(model), (x,))
+    assert [(s.shape, s.bytes) for s in trace.call("model.a").saved] == [((5, 4), 80)]
+    assert [s.shape for s in trace.call("model.b").saved] == [(8, 3), (5, 8)]
+
+
+def test_the_text_folds_backward_by_call():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)))
+    trace = st.trace(step_of(model), (torch.randn(5, 4),))
+    text = trace.print_readable(print_output=False)
+    assert text[text.index("  backward") :] == FOLDED
+    short = trace.print_readable(depth=1, print_output=False)
+    assert "      Sequential[2]  # 10 ops\n      Sequential[1] as Sequential[2]" in short
+
+
+FOLDED = """\
+  backward
+    %ones_like: f32[] = aten.ones_like(%mean, pin_memory=False, memory_format=torch.preserve_format)
+    %expand: f32[5, 4] = aten.expand(%ones_like, [5, 4])
+    %div: f32[5, 4] = aten.div.Scalar(%expand, 20)
+    torch._C._set_grad_enabled(False)
+    %pow_1: f32[5, 4] = aten.pow.Tensor_Scalar(%tanh_2, 1.0)
+    %mul: f32[5, 4] = aten.mul.Scalar(%pow_1, 2.0)
+    %mul_1: f32[5, 4] = aten.mul.Tensor(%div, %mul)
+    Sequential[model]
+      Sequential[2]
+        Tanh[1]
+          %tanh_backward: f32[5, 4] = aten.tanh_backward(%mul_1, %tanh_2)
+        Linear[0]
+          %as_strided: f32[4, 4] = aten.as_strided(self.weight, [4, 4], [1, 4], 0)
+          %t: f32[4, 4] = aten.t(%as_strided)
+          %mm: f32[5, 4] = aten.mm(%tanh_backward, %t)
+          %t_1: f32[4, 5] = aten.t(%tanh_backward)
+          %mm_1: f32[4, 4] = aten.mm(%t_1, %tanh_1)
+          %t_2: f32[4, 4] = aten.t(%mm_1)
+          %sum_1: f32[1, 4] = aten.sum.dim_IntList(%tanh_backward, [0], True)
+          %view: f32[4] = aten.view(%sum_1, [4])
+          %t_3: f32[4, 4] = aten.t(%t_2)
+      Sequential[1] as Sequential[2]
+      Sequential[0]
+        Tanh[1]
+          %tanh_backward_2: f32[5, 4] = aten.tanh_backward(%mm_2, %tanh)
+        Linear[0]
+          %t_8: f32[4, 5] = aten.t(%tanh_backward_2)
+          %mm_4: f32[4, 4] = aten.mm(%t_8, %x)
+          %t_9: f32[4, 4] = aten.t(%mm_4)
+          %sum_3: f32[1, 4] = aten.sum.dim_IntList(%tanh_backward_2, [0], True)
+          %view_2: f32[4] = aten.view(%sum_3, [4])
+          %t_10: f32[4, 4] = aten.t(%t_9)
+  torch._C._set_grad_enabled(True)"""

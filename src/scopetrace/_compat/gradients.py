@@ -12,6 +12,7 @@ Backward hooks of modules are functions of autograd, which `_compat.patches` rep
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
@@ -148,20 +149,29 @@ def run_after_accumulation(t: torch.Tensor) -> None:
 
 def leaves_of(outputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """The leaves that autograd leads to from some tensors, each once."""
-    found: dict[int, torch.Tensor] = {}
-    seen: set[Any] = set()
-    for t in outputs:
-        work = [t.grad_fn] if t.grad_fn is not None else []
-        if not work and t.requires_grad:
-            found[id(t)] = t
-        while work:
-            node: Any = work.pop()
-            if node not in seen:
-                seen.add(node)
-                if hasattr(node, "variable"):
-                    found[id(node.variable)] = node.variable
-                work += [n for n, _ in node.next_functions if n is not None]
-    return list(found.values())
+    found = [t for t in outputs if t.grad_fn is None and t.requires_grad]
+    found += [node.variable for node in nodes_of(outputs) if hasattr(node, "variable")]
+    return list({id(t): t for t in found}.values())
+
+
+def nodes_of(outputs: Iterable[torch.Tensor]) -> list[Any]:
+    """The nodes of autograd's graph that lead from some tensors to leaves, those of the leaves included."""
+    seen: dict[Any, None] = {}
+    work: list[Any] = [t.grad_fn for t in outputs]
+    while work:
+        node = work.pop()
+        if node is not None and node not in seen:
+            seen[node] = None
+            work += [n for n, _ in node.next_functions]
+    return list(seen)
+
+
+next_sequence_number: Callable[[], int] = torch._C._autograd._get_sequence_nr
+"""The number that the next node of autograd's graph gets; each thread counts by itself."""
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node of autograd's graph that runs now; None outside of a backward."""
+sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
+"""The number of a node."""
 
 
 def _is_leaf_view(t: torch.Tensor) -> bool:

@@ -28,9 +28,10 @@ NAMES = {
         _DisableTorchDispatch _TorchDispatchModeKey _dispatch_has_kernel _dispatch_has_kernel_for_dispatch_key
         _dispatch_get_registrations_for_dispatch_key _FunctionBase
         _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_included _functorch _get_dispatch_mode
+        _current_autograd_node
         _get_mkldnn_enabled _is_any_autocast_enabled _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled
         _set_throw_on_mutable_data_ptr""",
-    "torch._C._autograd": "_unsafe_set_version_counter",
+    "torch._C._autograd": "_get_sequence_nr _unsafe_set_version_counter",
     "torch._C:DispatchKey": "AutocastCPU AutocastCUDA AutocastHPU AutocastMPS AutocastXPU PreDispatch Python",
     "torch._C:_TorchDispatchModeKey": "PROXY",
     "torch._C:TensorBase": "data requires_grad storage_offset stride",

@@ -23,7 +23,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.activations import CallValues, activations
-from scopetrace.program.graph import scope_path
+from scopetrace.program.graph import phase_of, scope_path
 from scopetrace.program.lint import lint
 from scopetrace.program.selection import Calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
@@ -137,6 +137,15 @@ class Shown(Runnable):
             )
         known = scope_path(node) is not None
         return (self._held if known else self._program).scope_of(node)
+
+    def phase_of(self, node: torch.fx.Node) -> str:
+        """What a node of this trace's graph does in a training step: `forward`, `backward` or `other`.
+
+        `other` is a step of an optimizer, and what a function does between `backward()` and that, as clipping does. The
+        scope of a node of `backward` is that of the op of the forward that it belongs to; its module call has it among
+        `ModuleCall.backward_nodes`.
+        """
+        return phase_of(node)
 
     @property
     def calls(self) -> Calls:

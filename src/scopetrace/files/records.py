@@ -25,7 +25,7 @@ TABLES: dict[type, str] = {
 """The tables of what a program refers to from several places. Each is written once, as a row."""
 
 _INLINE: tuple[type, ...] = (
-    *(Effect, Returned, DimSpec, tape.AttributeWrite),
+    *(Effect, Returned, DimSpec, tape.AttributeWrite, tape.Phase),
     *(conditions.SizeRules, conditions.DynamicInput, conditions.Specialization),
     *(registered.Registered, registered.RegisteredModule, registered.RegisteredParam),
     *(write_back.WriteBack, write_back.GraphInput, write_back.StateRef, write_back.FromGraph, write_back.ViewStep),

@@ -41,6 +41,7 @@ from scopetrace.ir.tape import (
     values_in,
 )
 from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
+from scopetrace.ops.history import OVERWRITE
 from scopetrace.ops.view_inverses import by_geometry, geometry_of
 from scopetrace.ops.views import is_contiguous
 
@@ -190,7 +191,10 @@ class TapeCopier(abc.ABC):
 
         def changed(v: Value) -> Value | None:
             last = last_of(self.sets, v) if v.storage in written else None
-            return last and self._read_at_edge(last, op, self.emitter.calls[call])
+            new = last and self._read_at_edge(last, op, self.emitter.calls[call])
+            if new is not None and call.parent is None and new.op.target is OVERWRITE:
+                return new.op.tensor(1)  # what comes after the program copies data alone
+            return new
 
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
         held = [v for s in written for v in self._held.get(s, ()) if v.op.name.startswith(call.prefix)]

@@ -159,6 +159,7 @@ class Emitter:
             unbacked,
             meta=origin.meta,
             autocast=_autocast(origin, target),
+            phase=origin.phase,
         )
         self.tape.ops.append(op)
         return outputs

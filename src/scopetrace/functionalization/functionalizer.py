@@ -15,6 +15,7 @@ import torch
 
 from scopetrace._compat.ops import auto_functionalized, building, is_op, is_random, schema_of
 from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.tensors import dense_order
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_history
@@ -118,6 +119,8 @@ class Functionalizer(TapeCopier):
             self._change_shape(op)
             return
         refuse_overlap(op)
+        if func is _aten.bernoulli_.float and self._draw_as_dropout(op):
+            return
         if draws_differ(func, op.args, op.kwargs):
             raise refusal("one seed would give other random numbers (fill a contiguous tensor, then copy_)", op)
         variant = undeclared_variant(func, op.args, op.kwargs) or functional_variant(func)
@@ -295,6 +298,23 @@ class Functionalizer(TapeCopier):
             new = self.emitter.run(op, _aten.expand.default, (new, size), {})
         self.assign(op, target, new)
         self._rename(target, op.outputs)
+
+    def _draw_as_dropout(self, op: Op) -> bool:
+        """`bernoulli_` into memory without gaps that is laid out otherwise, as dropout does. False for any other.
+
+        `aten.bernoulli` would fill a contiguous tensor; `aten.dropout` of ones draws the same numbers as the op.
+        """
+        target, p = op.tensor(0), op.args[1] if len(op.args) > 1 else 0.5
+        if not isinstance(p, float) or not (0 < p < 1 and 1 - (1 - p) == p) or op.kwargs:
+            return False
+        if target.fake.is_contiguous() or not dense_order(target.fake):
+            return False
+        ones = self.emitter.run(op, _aten.ones_like.default, (self.read(target, op),), {})
+        kept = self.emitter.run(op, _aten.dropout.default, (ones, 1 - p, True), {})
+        drawn = self.emitter.run(op, _aten.ne.Scalar, (kept, 0), {})
+        self.assign(op, target, drawn)
+        self._rename(target, op.outputs)
+        return True
 
     def _fill_diagonal(self, op: Op) -> None:
         """Where the diagonal is, with `wrap` or without, is known from the shape."""

@@ -114,6 +114,18 @@ class Autocast(NamedTuple):
     """Whether the op is one that autocast casts the inputs of, with these, or such a cast."""
 
 
+@dataclasses.dataclass(frozen=True)
+class Phase:
+    """What an op does in a training step where it is not of the forward."""
+
+    name: str
+    """`backward`, or `other`: of an optimizer, or between backward and optimizer."""
+    call: int = 0
+    """Of `backward`, the position in `Tape.calls` of the call that made the op of the forward to which it belongs."""
+    scope: Scope | None = None
+    """Of `backward`, the scope of that op."""
+
+
 @dataclasses.dataclass(eq=False, frozen=True, init=False)
 class Op:
     """One step of the program. It does not change.
@@ -150,6 +162,8 @@ class Op:
     A file does not have it."""
     autocast: Autocast | None = None
     """None outside of such a block, and of what would be another op inside one. A file does not have it."""
+    phase: Phase | None = None
+    """None in the forward."""
 
     def __init__(
         self,
@@ -167,13 +181,14 @@ class Op:
         tracked: tuple[Value, ...] = (),
         meta: dict[str, Any] | None = None,
         autocast: Autocast | None = None,
+        phase: Phase | None = None,
     ) -> None:
         # Written as a dict: the __init__ of a frozen dataclass takes four times as long, which shows in a trace.
         fields = self.__dict__
         fields["kind"], fields["target"], fields["args"], fields["kwargs"] = kind, target, args, kwargs
         fields["outputs"], fields["scope"], fields["call"], fields["frames"] = outputs, scope, call, frames
         fields["grad"], fields["writes"], fields["unbacked"], fields["tracked"] = grad, writes, unbacked, tracked
-        fields["meta"], fields["autocast"] = meta, autocast
+        fields["meta"], fields["autocast"], fields["phase"] = meta, autocast, phase
         if type(outputs) is Value:
             outputs.op = outputs.op or self
         elif outputs is not None:

@@ -162,7 +162,8 @@ class _TapeDecomposer:
             if step.kind == "get_attr":
                 inside[step.result] = self.emitter.constant(placed, body.attributes[step.name])
             elif step.kind == "call_function" and id(step) in live:
-                origin = step.replace(scope=placed.scope, call=placed.call, frames=placed.frames)
+                place = {"scope": placed.scope, "call": placed.call, "frames": placed.frames, "phase": placed.phase}
+                origin = step.replace(**place)
                 args, kwargs = renamed((step.args, step.kwargs), inside)
                 made = self.emitter.run(origin, step.target, args, kwargs)
                 inside.update(zip(step.values(), values_in(made), strict=True))

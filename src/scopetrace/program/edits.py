@@ -279,11 +279,12 @@ class _GraphReader:
         if old is not None and state is not None and self._grads[state.node] == grad:
             grad = old.grad
         frames = old.frames if old is not None else node.stack_trace or ()
-        return Op("call_function", node.target, (), {}, None, place.scope, place.call, frames, grad)
+        phase = None if old is None else old.phase
+        return Op("call_function", node.target, (), {}, None, place.scope, place.call, frames, grad, phase=phase)
 
     def _copied(self, old: Op, args: Any, kwargs: Any, origin: Op, storages: dict[int, int]) -> Any:
         """Append an op of the old tape on operands of the same metadata."""
-        made = old.replace(scope=origin.scope, call=origin.call, grad=origin.grad)
+        made = old.replace(scope=origin.scope, call=origin.call, grad=origin.grad, phase=origin.phase)
         if old.kind in ("placeholder", "get_attr"):
             call = None if old.call is None else self.reading.calls.get(old.call)
             made = old.replace(call=call)
@@ -351,6 +352,7 @@ class _GraphReader:
             origin.call,
             origin.frames,
             origin.grad,
+            phase=origin.phase,
         )
         self.tape.ops.append(op)
         return op.outputs

@@ -28,7 +28,7 @@ from scopetrace._compat.symbols import Symbolic, SymbolNodes, number_text, surel
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, map_structure, open_container
 from scopetrace.ir.scopes import format_stack
-from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value
+from scopetrace.ir.tape import BodyTape, Call, Op, Phase, ProgramTape, Tape, Value
 
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default)
@@ -117,6 +117,10 @@ class FxLowering:
                 self._emit(op)
                 if op.meta is not None and "custom" in op.meta:
                     self._annotate(len(self.graph.nodes) - before, op.meta["custom"])
+                if op.phase is not None:  # what computes its numbers too
+                    for node in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
+                        if scope_path(node) is None:
+                            set_place(node, op.scope.path, 0 if op.call is None else op.call.position, op.phase)
         self._switch_grad(tape.outer_grad)
         returned = tape.outputs
         if isinstance(tape, ProgramTape):
@@ -227,7 +231,7 @@ class FxLowering:
         self._symbols.assert_facts(self.tape.shape_env, made, self._messages)
 
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
-        set_place(node, op.scope.path, op.call.position if op.call is not None else 0)
+        set_place(node, op.scope.path, op.call.position if op.call is not None else 0, op.phase)
         if op.kind != "placeholder":
             set_origin(node, self._module_stack(op.call) | _modules_within(op), format_stack(op.frames))
         if op.meta is not None:
@@ -386,9 +390,25 @@ def _fake(x: Any) -> Any:
 KEY = "scopetrace"
 
 
-def set_place(node: torch.fx.Node, scope: str, call: int) -> None:
-    """Write the path of the node's scope, and the position in `Trace.calls` of the innermost call around it."""
-    node.meta.setdefault("custom", {})[KEY] = {"scope": scope, "call": call}
+def set_place(node: torch.fx.Node, scope: str, call: int, phase: Phase | None = None) -> None:
+    """Write the path of the node's scope, the position in `Trace.calls` of the innermost call around it, its phase."""
+    place: dict[str, Any] = {"scope": scope, "call": call}
+    if phase is not None:
+        place["phase"] = phase.name
+    if phase is not None and phase.scope is not None:
+        place["forward"] = {"scope": phase.scope.path, "call": phase.call}
+    node.meta.setdefault("custom", {})[KEY] = place
+
+
+def phase_of(node: torch.fx.Node) -> str:
+    """`forward`, `backward` or `other`."""
+    return str((_place(node) or {}).get("phase", "forward"))
+
+
+def forward_place(node: torch.fx.Node) -> tuple[str, int] | None:
+    """Of a node of backward, scope and call of the op of the forward that it belongs to; None for other nodes."""
+    found = (_place(node) or {}).get("forward")
+    return None if found is None else (str(found["scope"]), int(found["call"]))
 
 
 def scope_path(node: torch.fx.Node) -> str | None:

@@ -18,7 +18,7 @@ import io
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import starmap
-from typing import IO, TYPE_CHECKING, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.fx
@@ -70,7 +70,7 @@ from scopetrace.program.compiled import as_the_graph_returns
 from scopetrace.program.decompositions import decomposed
 from scopetrace.program.dynamo import PlainCall
 from scopetrace.program.edits import Reading
-from scopetrace.program.graph import FxLowering, call_position, scope_path, typed
+from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, scope_path, typed
 from scopetrace.program.inline import inlined
 from scopetrace.program.regions import has_regions, without_regions
 from scopetrace.program.state import HeldTensors
@@ -88,6 +88,14 @@ def functional_tape(recorded: RecordedTape) -> FunctionalTape:
     if checks_enabled():
         verify(tape, "functionalization")
     return tape
+
+
+class Saved(NamedTuple):
+    """A tensor that a module call keeps for its backward."""
+
+    node: torch.fx.Node
+    shape: tuple[int | torch.SymInt, ...]
+    bytes: int | torch.SymInt
 
 
 class ModuleCall:
@@ -141,6 +149,19 @@ class ModuleCall:
         contains a cond has the cond's node, and not those of its bodies.
         """
         return self._program.nodes_between(self.lowering, self.position, self._stop)
+
+    @property
+    def backward_nodes(self) -> list[torch.fx.Node]:
+        """The graph's nodes of the backward of this call and of the calls inside it, in order."""
+        found = ((forward_place(node), node) for node in self.lowering.graph.nodes)
+        return [n for place, n in found if place is not None and self.position <= place[1] < self._stop]
+
+    @property
+    def saved(self) -> list[Saved]:
+        """The tensors of the forward that the backward of this call and of the calls inside it reads, each once."""
+        read = dict.fromkeys(n for node in self.backward_nodes for n in node.all_input_nodes)
+        values = [(n, node_value(n)) for n in read if forward_place(n) is None]
+        return [Saved(n, tuple(t.shape), t.nbytes) for n, t in values if isinstance(t, torch.Tensor)]
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:
@@ -374,7 +395,8 @@ class TracedProgram:
 
     def scope_of(self, node: torch.fx.Node) -> Scope:
         """See `Trace.scope_of`."""
-        path = scope_path(node)
+        forward = forward_place(node)
+        path = scope_path(node) if forward is None else forward[0]
         if path is not None and path in self.scopes:
             return self.scopes[path]
         for near in (list(node.users), node.all_input_nodes):

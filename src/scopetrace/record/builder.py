@@ -34,7 +34,7 @@ from scopetrace.containers.structure import OpaqueContainer, is_plain_object, le
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
-from scopetrace.ir.tape import Autocast, Call, Frames, Op, RecordedTape, Value
+from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
 from scopetrace.record.model import Model
 from scopetrace.record.regions import Region
 
@@ -92,6 +92,11 @@ class TapeBuilder:
         """A higher-order op on the tape of which autograd has no history, though it sees every op."""
         self.regions: list[Region] = []
         """The regions that have ended, in the order of their ends."""
+        self.phase: Callable[[Any, Any], Phase | None] | None = None
+        """Gives the phase of an op by its arguments and outputs; None while there is only a forward."""
+        self.made_nodes: list[tuple[int, Op]] = []
+        """The ops that made nodes of autograd's graph, and the number of the first one. Of a recording in which torch
+        runs every op."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
         self.op_frames: Frames | None = None
@@ -119,7 +124,8 @@ class TapeBuilder:
         if "custom" in traceback.current_meta:
             meta = {**(meta or {}), "custom": dict(traceback.current_meta["custom"])}
         place = scope, self.call, frames, grad_enabled()
-        op = Op(kind, target, args, kwargs, outputs, *place, writes, unbacked, tracked, meta, self.autocast)
+        phase = None if self.phase is None else self.phase(args, outputs)
+        op = Op(kind, target, args, kwargs, outputs, *place, writes, unbacked, tracked, meta, self.autocast, phase)
         self.tape.ops.append(op)
         return op
 

@@ -31,6 +31,7 @@ from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model
 from scopetrace.record.optimizers import new_state, settings_of, tensors_of
+from scopetrace.record.phases import OTHER, PhaseRecorder
 from scopetrace.record.reads import ReadRecorder
 
 Differentiate = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
@@ -63,9 +64,10 @@ class GradientRecorder:
         self._values = values
         self._reads = reads
         self._model = model
+        self._phases = PhaseRecorder(builder, values)
         self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
-        self._stepping: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        self._stepping = contextlib.ExitStack()
 
     # ---------------------------------------------------------------- differentiating
 
@@ -96,13 +98,15 @@ class GradientRecorder:
         self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(hooks_of, tuple(known)))
         for p, t in params:
             give_hooks(p, t)
-        found = run(by)
+        with self._phases.backward(outputs, list(given)):
+            found = run(by)
         if not accumulates:
             return found
         self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
         for t, gradient in zip(by, found, strict=True):
             if gradient is not None:
-                self._add(t, gradient, create_graph=create_graph)
+                with self._phases.of(self._phases.of_value(self._values.value_of(t))):
+                    self._add(t, gradient, create_graph=create_graph)
         return None
 
     def differentiated(self, t: torch.Tensor) -> torch.Tensor:
@@ -241,12 +245,12 @@ class GradientRecorder:
                 if isinstance(x, torch.Tensor):
                     self._model.name_state(x, p, str(key))
         self._builder.state.push_scope(f"{name}.step")
-        self._stepping = exporting(False)  # optimizers that are compiled compute in other ways
-        self._stepping.__enter__()
+        self._stepping.enter_context(self._phases.of(OTHER))
+        self._stepping.enter_context(exporting(False))  # optimizers that are compiled compute in other ways
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The step has ended."""
-        self._stepping.__exit__(None, None, None)
+        self._stepping.close()
         self._builder.state.pop_scope()
         name = f"the parameters and state of {type(optimizer).__name__}"
         self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))

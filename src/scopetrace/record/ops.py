@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from scopetrace._compat.gradients import next_sequence_number
 from scopetrace._compat.ops import (
     PreDispatchMode,
     autocast_dtype,
@@ -424,6 +425,7 @@ class OpRecorder:
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
         before = _BeforeWrite(call, _tensors((args, kwargs)), undeclared)
+        first = next_sequence_number() if self._exact else 0
         with torch.no_grad() if unseen else contextlib.nullcontext():
             out = self._execute(call, args, kwargs, key)
         if facts.squeezes and is_symbolic(call.inputs[0].fake):
@@ -442,6 +444,8 @@ class OpRecorder:
         same = bool(given) and not written
         results = self.values.new_same(out, 0, given[0]) if same else self.values.new_results(out)
         self._append(call, results, written, unbacked, before.tracked)
+        if self._exact and next_sequence_number() > first:
+            self._builder.made_nodes.append((first, self._builder.tape.ops[-1]))
         if moved:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
         return _given(out, call) if given else out

@@ -107,7 +107,13 @@ class _Writer:
     # ---------------------------------------------------------------- sections
 
     def _section(self, section: Section, indent: str, depth: int, label: str) -> Iterator[str]:
-        if section.user_scope:
+        if section.is_backward:
+            is_closed = self._depth is not None and depth > self._depth
+            yield f"{indent}{label}" + (f"  # {_count(section.op_count, 'op')}" if is_closed else "")
+            if is_closed:
+                return
+            depth += section.user_scope != "backward"
+        elif section.user_scope:
             yield f'{indent}scope("{label}")'
         elif section.program is not None:
             yield indent + _body_header(section.program, label)
@@ -142,7 +148,8 @@ class _Writer:
         first = run.sections[0]
         names = [label(member) for member in run.sections]
         like = shown.setdefault(first.signature, names[0])
-        if like == names[0] or first.user_scope or first.op_count <= 1 or self._is_closed(first, depth):
+        scoped = first.user_scope and not first.is_backward
+        if like == names[0] or scoped or first.op_count <= 1 or self._is_closed(first, depth):
             like = names[0]
             yield from self._section(first, indent, depth, like)
         else:
@@ -152,6 +159,8 @@ class _Writer:
 
     def _header(self, section: Section, label: str, *notes: str) -> str:
         call = section.call
+        if section.is_backward:
+            return " ".join([label, *notes])
         given = ", ".join(f"{key}={value_text(x, typed, _LIMIT)}" for key, x in _given(call))
         result = "" if call.raised is not None else f" -> {value_text(call.output_template, typed, _LIMIT)}"
         said = ", ".join([*_notes(call), *notes])
@@ -159,6 +168,8 @@ class _Writer:
 
     def _fold_values(self, run: Run) -> str:
         """Arguments that differ from member to member, and results: the last of a chain, else all."""
+        if run.sections[0].is_backward:
+            return ""
         calls = [member.call for member in run.sections[1:]]
         parts = [
             f"{key}={_listed([value_text(call.argument_templates[key], named) for call in calls])}"

@@ -28,7 +28,7 @@ from scopetrace.containers.structure import container_type, leaves, open_contain
 from scopetrace.formatting import LONGEST, short_repr
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, Tape
-from scopetrace.program.graph import FxLowering, call_position, node_value, scope_path, type_text
+from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, scope_path, type_text
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 
@@ -56,7 +56,7 @@ class Section:
     call: ModuleCall
     """The call; for a user scope or body, the call around it."""
     user_scope: str = ""
-    """The name of a user scope; empty for a call."""
+    """The name of a user scope, or the label of a part of the backward; empty for a call."""
     body: str = ""
     """The name of a body's graph module; empty for a call."""
     program: FxLowering | None = None
@@ -69,6 +69,8 @@ class Section:
     """A number that is equal for sections of equal structure, given by a Folder."""
     outside: list[torch.fx.Node] = dataclasses.field(default_factory=list)
     """The nodes from outside that it uses, in order of first use, given by a Folder."""
+    is_backward: bool = False
+    """Whether it has ops of backward: `backward` itself, or in it the part that belongs to `call`."""
 
     @property
     def op_count(self) -> int:
@@ -79,6 +81,11 @@ class Section:
     def scope(self) -> Scope:
         """Its scope."""
         return next(s for s in self.call.scope.walk() if s.path == self.path)
+
+    @property
+    def folds(self) -> bool:
+        """Whether equal neighbours are shown as one."""
+        return self.is_call or self.is_backward
 
     @property
     def is_call(self) -> bool:
@@ -155,10 +162,13 @@ class _Filling:
         """The ops, in the order of the graph."""
         coming = collections.deque(self._begins())
         found: list[Op] = []
-        for number, (node, position, path) in enumerate(self._places):
+        for number, (node, position, path, forward) in enumerate(self._places):
             while coming and coming[0][0] <= number:
                 self._add_call(coming.popleft()[1])
-            found += self._add_op(node, self._section(position), path)
+            section = self._section(position)
+            if forward is not None:
+                section, path = self._backward(section, *forward), ""
+            found += self._add_op(node, section, path)
         for _, call in coming:
             self._add_call(call)
         return found
@@ -168,8 +178,8 @@ class _Filling:
 
         That is the first op in it. A call without ops (`nn.Identity`) begins when its arguments are there.
         """
-        numbers = {node: number for number, (node, _, _) in enumerate(self._places)}
-        first = {position: number for number, (_, position, _) in reversed([*enumerate(self._places)])}
+        numbers = {place[0]: number for number, place in enumerate(self._places)}
+        first = {place[1]: number for number, place in reversed([*enumerate(self._places)])}
         limit, limits = len(numbers), []
         for call in reversed(self._calls):  # a call begins no later than those after it, so those inside it
             limit = min(limit, first.get(call.position, limit))
@@ -189,6 +199,20 @@ class _Filling:
     def _section(self, position: int) -> Section:
         """The section of a call in this graph; `top` for a call around the graph."""
         return self._sections.get(position, self._top)
+
+    def _backward(self, section: Section, path: str, position: int) -> Section:
+        """The section for the backward of ops of the forward in a call and scope, in the section where it runs."""
+        outer, call = section.path, self._tree.calls[position]
+        section = _last_backward(section, outer, section.call, "backward")
+        around: dict[str, ModuleCall] = {}
+        while call.parent is not None:
+            around[call.scope.path], call = call, call.parent
+        if path.startswith(f"{outer}/"):
+            inner = outer
+            for label in path[len(outer) + 1 :].split("/"):
+                inner = f"{inner}/{label}"
+                section = _last_backward(section, inner, around.get(inner, section.call), label)
+        return section
 
     def _add_op(self, node: torch.fx.Node, section: Section, path: str) -> list[Op]:
         """Add a node as an op, or as a result of an op before it; gives the new op, if there is one."""
@@ -220,20 +244,23 @@ def _taken(node: torch.fx.Node) -> tuple[torch.fx.Node, int] | None:
     return None
 
 
-def _places(nodes: list[torch.fx.Node]) -> list[tuple[torch.fx.Node, int, str]]:
-    """Each node with the position of its call and the path of its scope.
+def _places(nodes: list[torch.fx.Node]) -> list[_Place]:
+    """Each node with the position of its call, the path of its scope, and of a node of backward its `forward_place`.
 
     Nodes without a place of their own (switches of autograd, `sym_size`, nodes of users' passes) get that of the next
     node.
     """
-    places: list[tuple[torch.fx.Node, int, str]] = []
-    near: tuple[int, str] = (0, "")
+    places: list[_Place] = []
+    near: tuple[int, str, tuple[str, int] | None] = (0, "", None)
     for node in reversed(nodes):
         position = call_position(node)
         if position is not None and node.target is not set_grad_enabled:
-            near = (position, scope_path(node) or "")
+            near = (position, scope_path(node) or "", forward_place(node))
         places.append((node, *near))
     return places[::-1]
+
+
+_Place = tuple[torch.fx.Node, int, str, tuple[str, int] | None]
 
 
 def _inside(section: Section, path: str) -> Section:
@@ -248,6 +275,15 @@ def _inside(section: Section, path: str) -> Section:
             section.items.append(last)
         section = last
     return section
+
+
+def _last_backward(section: Section, path: str, call: ModuleCall, label: str) -> Section:
+    """The last item of a section where it is a part of backward of this label and call; else a new one."""
+    last = section.items[-1] if section.items else None
+    if isinstance(last, Section) and last.is_backward and (last.user_scope, last.call) == (label, call):
+        return last
+    section.items.append(Section(path, call, label, is_backward=True))
+    return section.items[-1]  # type: ignore[return-value]
 
 
 Origin = Literal["same", "own"] | tuple[int, int]
@@ -298,7 +334,7 @@ class Folder:
     def _joins(self, run: Run, item: Op | Section) -> bool:
         """Add `item` to the run if it repeats the run's members."""
         last = run.members[-1]
-        if isinstance(last, Op) or isinstance(item, Op) or not (last.is_call and item.is_call):
+        if isinstance(last, Op) or isinstance(item, Op) or not (last.folds and item.folds):
             return False
         if last.signature != item.signature:
             return False
@@ -322,6 +358,8 @@ class Folder:
     def differing(self, run: Run) -> list[str]:
         """The names of arguments that are neither shared by all members of a run nor results of the member before."""
         last = run.sections[-1]
+        if last.is_backward:
+            return []
         own = {node for node, origin in zip(last.outside, run.relation or (), strict=True) if origin == "own"}
         return [name for name, x in last.call.argument_templates.items() if isinstance(x, torch.fx.Node) and x in own]
 
@@ -332,7 +370,7 @@ class Folder:
         if section.signature >= 0:
             return section.signature
         names = _Names(section, self._tree, self._constants)
-        text: list[Hashable] = [section.user_scope]
+        text: list[Hashable] = [section.call.module_type if section.is_backward else section.user_scope]
         if section.is_call:
             text = [section.call.module_type, section.call.is_leaf, type(section.call.raised).__qualname__]
             text += [(key, _wiring(x, names)) for key, x in section.call.argument_templates.items()]

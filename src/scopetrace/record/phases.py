@@ -1,0 +1,104 @@
+"""Which op of the forward each op of a backward belongs to.
+
+Data flow:
+    an op makes nodes of autograd's graph -> their sequence numbers, from the first one on, are those of the op
+    torch differentiates -> the node that runs says the op by its number -> `Phase`: call and scope of that op
+    a sum of gradients that meet -> the op that made the tensor whose gradient it is
+    an op of an optimizer, or between backward and optimizer -> `Phase("other")`
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from scopetrace._compat.gradients import current_node, nodes_of, sequence_number
+from scopetrace._compat.ops import unwrapped
+from scopetrace.ir.tape import Op, Phase, Value, flat
+from scopetrace.record.builder import TapeBuilder, ValueTable
+
+OTHER = Phase("other")
+
+
+class PhaseRecorder:
+    """Gives the ops of one recording their phases."""
+
+    def __init__(self, builder: TapeBuilder, values: ValueTable) -> None:
+        self._builder = builder
+        self._values = values
+        self._known: dict[tuple[int, str], Phase] = {}
+        self._ended: tuple[int, dict[int, Any]] | None = None
+        """The number of the node that ended last, and by the id of each gradient that it gave, where that goes to."""
+
+    @contextlib.contextmanager
+    def backward(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> Iterator[None]:
+        """Inside, torch differentiates `outputs`."""
+        ops, own = self._builder.tape.ops, {self._values.value_of(t).op for t in given if t is not None}
+        for i in range(max(0, len(ops) - len(given)), len(ops)):
+            if ops[i] in own and ops[i].target is torch.ops.aten.ones_like.default:
+                ops[i] = ops[i].replace(phase=self._of_op(ops[i].tensor(0).op))
+                ops[i].result.op = ops[i]
+        handles = [node.register_hook(self._on_end(node)) for node in nodes_of(outputs)]
+        before, self._builder.phase = self._builder.phase, self._of_running_node
+        try:
+            yield
+        finally:
+            self._ended, self._builder.phase = None, before or self._between
+            for handle in handles:
+                handle.remove()
+
+    @contextlib.contextmanager
+    def of(self, phase: Phase) -> Iterator[None]:
+        """Inside, all ops have this phase."""
+        before, self._builder.phase = self._builder.phase, lambda *_: phase
+        try:
+            yield
+        finally:
+            self._builder.phase = before
+
+    def of_value(self, value: Value) -> Phase:
+        """The phase of what backward does with the gradient of a value, such as to add it to `grad`."""
+        return self._of_op(value.op)
+
+    def _of_op(self, op: Op) -> Phase:
+        if op.phase is not None and op.phase.name == "backward":
+            return op.phase
+        call = 0 if op.call is None else op.call.position
+        return self._known.setdefault((call, op.scope.path), Phase("backward", call, op.scope))
+
+    def _between(self, args: Any, outputs: Any) -> Phase | None:
+        """After a backward: what is in no module and needs no gradient is no part of a forward."""
+        call = self._builder.call
+        inside = call is None or call.module is not None
+        return None if inside or any(v.requires_grad for v in flat(outputs) if isinstance(v, Value)) else OTHER
+
+    def _on_end(self, node: Any) -> Any:
+        number, after = sequence_number(node), node.next_functions
+
+        def ended(found: Any, _: Any) -> None:
+            pairs = zip(found, after, strict=True)
+            self._ended = number, {id(t): target for t, (target, _) in pairs if isinstance(t, torch.Tensor)}
+
+        return ended
+
+    def _of_running_node(self, args: Any, outputs: Any) -> Phase | None:
+        node = current_node()
+        if node is None:
+            return self._of_op(self._builder.tape.ops[-1])
+        if self._ended is not None and self._ended[0] == sequence_number(node):
+            read = (id(v.fake) for v in flat(args) if isinstance(v, Value))
+            node = next((self._ended[1][i] for i in read if i in self._ended[1]), node)
+        return self._of_node(node)
+
+    def _of_node(self, node: Any) -> Phase:
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            return self.of_value(self._values.value_of(unwrapped(leaf)))
+        made = self._builder.made_nodes
+        i = bisect.bisect_right(made, sequence_number(node), key=operator.itemgetter(0)) - 1
+        return self._of_op(made[max(i, 0)][1])
