@@ -13,8 +13,10 @@ view of them; then `Retrace` ends the recording, and it starts again with torch 
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -191,8 +193,11 @@ class OpRecorder:
     def _on_op_in_transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._expect_exact()
         args, kwargs = map_argument(self._differentiable, (args, kwargs))
-        start = len(self._builder.tape.ops)
+        start, first = len(self._builder.tape.ops), next_sequence_number()
         out = through_transform(self._record, func, args, kwargs)
+        if next_sequence_number() > first and len(self._builder.tape.ops) > start:
+            made = first, self._builder.tape.ops[start]
+            bisect.insort(self._builder.made_nodes, made, key=operator.itemgetter(0))
         for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
             v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
         return out

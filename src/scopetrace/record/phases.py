@@ -101,4 +101,4 @@ class PhaseRecorder:
             return self.of_value(self._values.value_of(unwrapped(leaf)))
         made = self._builder.made_nodes
         i = bisect.bisect_right(made, sequence_number(node), key=operator.itemgetter(0)) - 1
-        return self._of_op(made[max(i, 0)][1])
+        return self._of_op(made[i][1] if i >= 0 else self._builder.tape.ops[-1])
