@@ -6,6 +6,7 @@ The model and its arguments are put back. Globals, closures and classes keep wha
 import collections
 import functools
 import itertools
+import logging
 import random
 import time
 import types
@@ -21,6 +22,7 @@ from torch import nn
 
 import scopetrace as st
 
+LOG = logging.getLogger(__name__)
 X = torch.arange(8.0).reshape(2, 4)
 CALLS = 0
 SEEN = []
@@ -556,4 +558,135 @@ def test_one_that_differs_from_call_to_call_may_not(make):
     tr = st.trace(Remembering(make), (X,))
     tr(X)
     with pytest.raises(st.errors.SideEffectError, match=r"self\.made"):
+        tr(X)
+
+
+# What is only shown --------------------------------------------------------------------------------------------------
+
+
+class Told(Net):
+    """Its `step` shows what it writes, or keeps a time, and nothing else."""
+
+    warned, count, scale, took = False, 0, 1.0, 0.0
+
+    def log(self, text):
+        self.scale = len(text)
+
+
+def warns_once(self, x):
+    if not self.warned:
+        warnings.warn("slow", stacklevel=2)
+        self.warned = True
+    return x * 2
+
+
+def warns_for_each(self, x):
+    if "slow" not in SEEN:
+        SEEN.append("slow")
+        LOG.warning("slow")
+    return x * 2
+
+
+def logs_sometimes(self, x):
+    self.count += 1
+    if self.count % 100 == 0:
+        LOG.info("step %d", self.count)
+    if self.count > 3:
+        print(f"{self.count}")
+    return x * 2
+
+
+def keeps_times(self, x):
+    start = time.perf_counter()
+    y = x * 2
+    self.took = time.perf_counter() - start
+    self.hist.append(round(time.perf_counter() - start, 3))
+    LOG.info("took %.3f", perf_counter() - start)
+    return y
+
+
+def decides(self, x):
+    if not self.warned:
+        self.warned = True
+        x = x * 2
+    return x
+
+
+def decides_else(self, x):
+    self.count += 1
+    if self.count > 3:
+        print("late")
+    else:
+        x = x * 2
+    return x
+
+
+def writes_another(self, x):
+    self.count += 1
+    if self.count > 3:
+        self.scale = 2.0
+    return x * self.scale
+
+
+def calls_its_own(self, x):
+    if not self.warned:
+        self.warned = True
+        self.log("slow")
+    return x * self.scale
+
+
+def through_a_variable(self, x):
+    self.count += 1
+    seen = self.count
+    print(seen)
+    return x * seen
+
+
+def reads_the_time(self, x):
+    self.took = time.perf_counter()
+    return x * self.took
+
+
+def time_in_a_list(self, x):
+    times = []
+    times.append(time.perf_counter())
+    return x * times[0]
+
+
+def time_in_a_closure(self, x):
+    start = 0.0
+
+    def tick():
+        nonlocal start
+        start = time.perf_counter()
+
+    tick()
+    return x * start
+
+
+def time_in_an_object(self, x):
+    found = types.SimpleNamespace()
+    found.start = time.perf_counter()
+    return x * found.start
+
+
+@pytest.mark.parametrize("step", [warns_once, warns_for_each, logs_sometimes, keeps_times])
+def test_what_is_only_shown_stops_no_call(step):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tr = st.trace(Told(step), (X,))
+    assert tr.side_effects and not any(effect.baked_in for effect in tr.side_effects)
+    for _ in range(3):
+        assert torch.equal(tr(X), X * 2)
+
+
+DECIDING = [decides, decides_else, writes_another, calls_its_own, through_a_variable]
+DECIDING += [reads_the_time, time_in_a_list, time_in_a_closure, time_in_an_object]
+
+
+@pytest.mark.parametrize("step", DECIDING)
+def test_what_decides_something_stops_the_second_call(step):
+    tr = st.trace(Told(step), (X,))
+    tr(X)
+    with pytest.raises(st.errors.SideEffectError, match="right for one call"):
         tr(X)

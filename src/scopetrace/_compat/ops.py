@@ -376,15 +376,15 @@ def building() -> Iterator[None]:
     garbage collector is off: programs only grow, and it would visit them whole again and again, so that long ones cost
     more per op.
     """
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        in_main = threading.current_thread() is threading.main_thread()
-        with one_at_a_time, interrupts if in_main else contextlib.nullcontext():
+    in_main = threading.current_thread() is threading.main_thread()
+    with one_at_a_time, interrupts if in_main else contextlib.nullcontext():
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
             yield
-    finally:
-        if enabled:
-            gc.enable()
+        finally:
+            if enabled:
+                gc.enable()
 
 
 # Transforms ----------------------------------------------------------------------------------------------------------

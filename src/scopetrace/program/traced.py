@@ -74,7 +74,7 @@ from scopetrace.program.graph import FxLowering, call_position, forward_place, n
 from scopetrace.program.inline import inlined
 from scopetrace.program.regions import has_regions, without_regions
 from scopetrace.program.state import HeldTensors
-from scopetrace.record.code import catches_errors
+from scopetrace.record.uses import catches_errors
 
 Program = TypeVar("Program", bound=ProgramTape)
 

@@ -10,6 +10,7 @@ higher_order    torch.cond and its kind
 reads           what the forward reads beside its arguments
 effects         what it does that no op says: Python objects, draws, autograd's flags
 code            what its code says: functions that it may run, names that they read and write
+uses            what its source does with a name
 builder         the tape under construction, and which value of it each tensor is
 model           names of the traced model, and its state before the trace
 dynamic_shapes  sizes that may differ from call to call

@@ -45,9 +45,10 @@ from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, History, can_require_grad
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import Reach, functions_of, is_discarded, is_users, is_users_class, names_of, uses
+from scopetrace.record.code import Reach, functions_of, is_users, is_users_class, names_of
 from scopetrace.record.model import Change, Model, Words, holds_fake, same, short
 from scopetrace.record.regions import CHECKPOINT, Region
+from scopetrace.record.uses import kept_in, uses
 
 # Draws ---------------------------------------------------------------------------------------------------------------
 
@@ -329,7 +330,7 @@ def _side_effects(
     drawn = any(draw.name.startswith(("random.", "numpy.random.")) for draw in draws)
     changes = [change for change in changes if not (drawn and _is_process_state(change))]
     found = [_of_change(change, functions, calls, at) for change in changes]
-    return [*found, *map(_of_draw, draws)]
+    return [*found, *(_of_draw(draw, functions) for draw in draws)]
 
 
 def _is_process_state(change: Change) -> bool:
@@ -374,10 +375,11 @@ def _caller(code: types.CodeType | None, calls: list[Call]) -> Call:
     return next(found, calls[0]) if code is not None else calls[0]
 
 
-def _of_draw(draw: Draw) -> SideEffect:
+def _of_draw(draw: Draw, functions: list[types.FunctionType]) -> SideEffect:
     frames = walk_frames(draw.frames)
     called = draw.name.removesuffix("()").rpartition(".")[2]
-    baked_in = draw.baked_in and not (frames and is_discarded(*frames[-1], called))
+    kept = kept_in(*frames[-1], called) if draw.baked_in and frames else None
+    baked_in = draw.baked_in and (kept is None or any(uses(f, f".{key}").reads for key in kept for f in functions))
     return SideEffect(draw.name, "", short(draw.value), draw.module, user_line(frames), baked_in)
 
 

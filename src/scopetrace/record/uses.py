@@ -1,0 +1,253 @@
+"""What source text does with a name: writes it, reads it, or only shows its value to people.
+
+Data flow:
+    a function -> its source -> a syntax tree -> the nodes that stand for a variable, an attribute or a call
+    a node, and what is around it -> a write (`self.n += 1`, `self.hist.append(y)`, `self.stats["n"] = 1`)
+    or told (`log.info("%d", self.n)`, `if not self.warned: warnings.warn(...)`), or else a read
+
+A write reads too, and that does not count: `self.n += 1` and `self.n = self.n + 1` tell nobody what n was. Where there
+is no source, a name that the code has counts as read.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import types
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from scopetrace.record.code import names_of
+
+# Methods that change a container and return None, so that a call of them tells nothing.
+_MUTATORS = (
+    *("append", "extend", "insert", "remove", "clear", "sort", "reverse", "appendleft", "extendleft", "rotate"),
+    *("add", "discard", "update", "difference_update", "intersection_update", "symmetric_difference_update"),
+)
+
+Parents = tuple[ast.AST, ...]
+"""The nodes around a node, innermost first."""
+
+
+class Uses(NamedTuple):
+    """How a function uses a name."""
+
+    lines: list[int]
+    """The lines that write it."""
+    reads: bool
+    """Whether it reads it."""
+
+
+def uses(function: types.FunctionType, key: str, *, foreign_self: bool = False) -> Uses:
+    """How a function uses a variable `n`, a parameter `n=` or an attribute `.n`.
+
+    `foreign_self`: the function is a method of another class than that with the attribute, so that its `self.n` is
+    another one.
+    """
+    code, name = function.__code__, key.strip(".=")
+    if not _mentions(code, name):
+        return Uses([], False)
+    tree = _tree(code)
+    if tree is None:
+        return Uses([code.co_firstlineno], True)
+    own = code.co_varnames[0] if foreign_self and code.co_argcount else None
+    variable = key[:1] != "." and (key[-1:] == "=") == (name in code.co_varnames)
+    lines, reads = [], False
+    for node, parents in _walk(tree, ()):
+        if _is_use(node, name, variable, own):
+            if _is_write(node, parents) or _only_updates(node, parents):
+                lines.append(node.lineno)  # type: ignore[attr-defined]  # an expression
+            else:
+                reads = reads or not _Telling(code, tree, name).is_told(node, parents)
+    return Uses(lines, reads)
+
+
+def kept_in(code: types.CodeType, line: int, name: str) -> set[str] | None:
+    """The attributes that keep what calls of a function `name` in a line of code give, if it is only shown beside that.
+
+    None where it may decide something else.
+    """
+    tree = _tree(code)
+    telling = _Telling(code, tree, None)
+    found = (
+        [] if tree is None else [f for f in _walk(tree, ()) if isinstance(f[0], ast.Call) and _calls(f[0], line, name)]
+    )
+    return telling.kept if found and all(telling.is_told(*f) for f in found) else None
+
+
+class _Telling:
+    """What code shows to people, as a warning that is given once; what it does with a value that it only shows.
+
+    The value is that of a name `key`, which the code may write too, or for None a clock's, which it may keep.
+    """
+
+    def __init__(self, code: types.CodeType, tree: Any, key: str | None) -> None:
+        self._tree, self._key = tree, key
+        self._local = {*code.co_varnames, *code.co_cellvars}
+        self.kept: set[str] = set()
+        """The attributes in which it is kept."""
+
+    def is_told(self, node: ast.AST, parents: Parents) -> bool:
+        """Whether the value of an expression is only shown or kept."""
+        for parent, outer in zip(parents, (*parents[1:], None), strict=True):
+            if isinstance(parent, ast.If):
+                return node is parent.test and all(map(self._only_tells, (*parent.body, *parent.orelse)))
+            if isinstance(parent, ast.Assign):
+                return all(map(self._keeps, parent.targets))
+            if isinstance(parent, ast.Call) and not _converts(parent):
+                is_kept = _method(parent) in _MUTATORS and self._keeps(parent.func.value)  # type: ignore[attr-defined]
+                return isinstance(outer, ast.Expr) and (is_kept or self._tells(parent))
+            if not isinstance(parent, (*_PASSING, ast.Call)):
+                return isinstance(parent, ast.Expr)
+            node = parent
+        return False
+
+    def _keeps(self, target: ast.AST) -> bool:
+        while isinstance(target, ast.Subscript):
+            target = target.value
+        if isinstance(target, ast.Attribute) and self._key is None:
+            self.kept.add(target.attr)
+            return True
+        if not isinstance(target, ast.Name) or target.id not in self._local:
+            return False
+        loads = [f for f in _walk(self._tree, ()) if isinstance(f[0], ast.Name) and f[0].id == target.id]
+        self._local.discard(target.id)  # it is looked at once
+        return all(self.is_told(n, parents) for n, parents in loads if isinstance(n.ctx, ast.Load))  # type: ignore[attr-defined]
+
+    def _only_tells(self, statement: ast.stmt) -> bool:
+        """Whether a statement shows something, or writes the name `key` alone."""
+        if isinstance(statement, ast.If):
+            return all(map(self._only_tells, (*statement.body, *statement.orelse)))
+        if isinstance(statement, (ast.Assign, ast.AugAssign)):
+            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+            runs = any(isinstance(n, ast.Call) for n in ast.walk(statement))
+            return self._key is not None and not runs and all(_name_of(t) == self._key for t in targets)
+        call = statement.value if isinstance(statement, ast.Expr) else None
+        if not isinstance(call, ast.Call):
+            return isinstance(statement, ast.Pass)
+        writes = _method(call) in _MUTATORS and _name_of(call.func.value) == self._key  # type: ignore[attr-defined]
+        inside = [n for n in ast.walk(call) if isinstance(n, ast.Call) and n is not call]
+        return (writes or self._tells(call)) and all(map(_converts, inside))
+
+    def _tells(self, call: ast.Call) -> bool:
+        """Whether it is `print`, `warnings.warn`, a method of a logger; methods of the model do what they want."""
+        own = self._tree.args.args[0].arg if self._tree.args.args else ""
+        is_own = _name_of(getattr(call.func, "value", call)) == own
+        return _name_of(call.func) == "print" or (_method(call) in _TELLING and not is_own)
+
+
+def _method(call: ast.Call) -> str | None:
+    return getattr(call.func, "attr", None)
+
+
+def _name_of(node: ast.AST) -> str | None:
+    """The last name of `n`, `self.n`."""
+    return getattr(node, "attr", getattr(node, "id", None))
+
+
+def _converts(call: ast.Call) -> bool:
+    return _name_of(call.func) in _CONVERSIONS
+
+
+_TELLING = ("warn", "debug", "info", "warning", "error", "critical", "exception", "log")
+_CONVERSIONS = ("round", "float", "int", "str", "repr", "abs", "len", "tuple", "list", "format", "join", "size")
+_PASSING = (
+    *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.JoinedStr, ast.FormattedValue, ast.keyword, ast.Starred),
+    *(ast.Tuple, ast.List),
+)
+"""Expressions whose value is made of that of their parts."""
+
+
+def catches_errors(code: types.CodeType, line: int) -> bool:
+    """Whether a line of code is in the body of a `try` that catches something."""
+    tree = _tree(code)
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.Try) and n.handlers] if tree is not None else []
+    return any(n.body[0].lineno <= line <= (n.body[-1].end_lineno or 0) for n in found)
+
+
+def _calls(call: ast.Call, line: int, name: str) -> bool:
+    callee = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", None)
+    return call.lineno == line and callee == name
+
+
+def _mentions(code: types.CodeType, name: str) -> bool:
+    variables = (*code.co_varnames, *code.co_freevars, *code.co_cellvars)
+    if name in names_of(code).all or name in variables or name in code.co_consts:
+        return True
+    return any(_mentions(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
+
+
+# Syntax trees --------------------------------------------------------------------------------------------------------
+
+
+def _tree(code: types.CodeType) -> ast.AST | None:
+    """The syntax of a function; None where its source is not there, or is not that of the function."""
+    found = _functions(code.co_filename).get((code.co_firstlineno, code.co_name == "<lambda>"), [])
+    if len(found) > 1:  # lambdas of one line
+        places = {(line, column) for line, _, column, _ in code.co_positions() if column}
+        found = [n for n in found if any((e.lineno, e.col_offset) in places for e in _expressions(n))]
+    return found[0] if len(found) == 1 else None
+
+
+@functools.lru_cache(maxsize=8)
+def _functions(file: str) -> dict[tuple[int, bool], list[ast.AST]]:
+    """The functions of a file, by first line and whether they are lambdas."""
+    found: dict[tuple[int, bool], list[ast.AST]] = {}
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return found
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            found.setdefault((_first_line(node), isinstance(node, ast.Lambda)), []).append(node)
+    return found
+
+
+def _first_line(node: Any) -> int:
+    """The line at which Python says that a function begins: that of its first decorator."""
+    return int(min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))]))
+
+
+def _expressions(function: ast.AST) -> list[ast.expr]:
+    return [n for n in ast.walk(function) if isinstance(n, ast.expr)]
+
+
+def _walk(node: ast.AST, parents: Parents) -> Iterator[tuple[ast.AST, Parents]]:
+    yield node, parents
+    for child in ast.iter_child_nodes(node):
+        yield from _walk(child, (node, *parents))
+
+
+def _is_use(node: ast.AST, name: str, variable: bool, own: str | None) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr == name and not (own and isinstance(node.value, ast.Name) and node.value.id == own)
+    if isinstance(node, ast.Name):
+        return variable and node.id == name
+    return isinstance(node, ast.Constant) and node.value == name  # getattr(self, "n")
+
+
+def _is_write(node: ast.AST, parents: Parents) -> bool:
+    """Whether a use stands where it is bound, deleted or changed in place."""
+    for parent in parents:
+        if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
+            return True
+        if isinstance(parent, (ast.Attribute, ast.Subscript)) and parent.value is node:
+            node = parent
+        else:
+            changes = isinstance(parent, ast.Call) and parent.func is node
+            return changes and isinstance(node, ast.Attribute) and node.attr in _MUTATORS
+    return False
+
+
+def _only_updates(node: ast.AST, parents: Parents) -> bool:
+    """Whether a value goes nowhere but back to where it came from: `self.n = self.n + 1`."""
+    while parents and isinstance(parents[0], (ast.Attribute, ast.Subscript)):
+        node, parents = parents[0], parents[1:]
+    statement = next((p for p in parents if isinstance(p, ast.stmt)), None)
+    if not isinstance(statement, ast.Assign) or not isinstance(node, ast.expr):
+        return False
+    text, around = ast.unparse(node), parents[0]
+    if isinstance(node, ast.Constant) and isinstance(around, ast.Call) and _calls(around, node.lineno, "getattr"):
+        text = f"{ast.unparse(around.args[0])}.{node.value!s}"
+    return all(ast.unparse(target) == text for target in statement.targets)
