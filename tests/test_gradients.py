@@ -79,6 +79,11 @@ RIGHT = {
         ],
         ("b", "c"),
     ),
+    "what is read of an input after it changed its shape in place": (
+        "derived",
+        ["x.swapaxes_(0, -1)", "a = x.chunk(2, -1)[0]", "b = a * self.p[0]"],
+        ("b",),
+    ),
     "a gradient of the first input, kept, beside a result of vmap that is written": (
         "retained",
         ["a = torch.vmap(lambda t: t.sin() * 2)(x.logsumexp(-1))", "a[:2].neg_()"],
@@ -237,6 +242,11 @@ REFUSED = {
     "a gradient into memory of two inputs, one of which is detached": (
         "plain_and_detached",
         ["y[0] = self.p", "a = x * 2"],
+        ("a",),
+    ),
+    "an input that changes its shape under inference mode, beside one that shares its memory": (
+        "derived_base_and_view",
+        ["y[1::2].zero_()", ("torch.inference_mode()", "y.swapaxes_(0, -1)"), "a = x * 2"],
         ("a",),
     ),
     "data of inference mode": (

@@ -197,7 +197,7 @@ class FakeMaker:
         self, storage: torch.UntypedStorage, size: Any, stride: Any, offset: int, like: torch.Tensor
     ) -> torch.Tensor:
         """A fake in `storage`, of the meta device, with dtype, device and `requires_grad` of `like`."""
-        with without_dispatch(), _normal_tensors() if not is_inference_of(like) else _NOTHING, torch.no_grad():
+        with without_dispatch(), normal_tensors() if not is_inference_of(like) else _NOTHING, torch.no_grad():
             meta = torch.empty(0, dtype=like.dtype, device="meta").set_(storage, offset, size, stride)
             return self._wrap(meta, like.device, like.requires_grad)
 
@@ -215,7 +215,7 @@ class FakeMaker:
         symbolic = is_symbolic(base) or torch.SymInt in map(type, numbers)
         # as a meta tensor: kernels of other devices take no symbols
         as_meta = in_kernel_invocation_manager(self.mode) if symbolic else _NOTHING
-        with _normal_tensors() if not is_inference_of(base) else _NOTHING:
+        with normal_tensors() if not is_inference_of(base) else _NOTHING:
             with as_meta:
                 view = torch.as_strided(base, size, stride, offset)
             return self._wrap(view, device, requires_grad)
@@ -231,7 +231,7 @@ class FakeMaker:
             return base if meta is base else self._wrap(meta, base.device, requires_grad)
 
         grad = torch.is_grad_enabled()
-        with without_dispatch(), _normal_tensors() if not is_inference_of(base) else _NOTHING:
+        with without_dispatch(), normal_tensors() if not is_inference_of(base) else _NOTHING:
             with in_kernel_invocation_manager(self.mode):
                 out = func(base, *args)
             return fake(out) if isinstance(out, torch.Tensor) else type(out)(map(fake, out))
@@ -266,7 +266,7 @@ class FakeFactory(FakeMaker):
         """The fake of `real`: same metadata, same `requires_grad`, and a leaf of autograd if `real` is one."""
         found = self._fakes.get(id(real))
         if found is None:
-            with _normal_tensors():  # a tensor of the model is none of the block in which it is first used
+            with normal_tensors():  # a tensor of the model is none of the block in which it is first used
                 found = self._fakes[id(real)] = self._make(real)
             self._keep.append(real)
             self._real_of.setdefault(storage_id(found), real)
@@ -336,7 +336,7 @@ class FakeFactory(FakeMaker):
 _NOTHING = contextlib.nullcontext()
 
 
-def _normal_tensors() -> contextlib.AbstractContextManager[Any]:
+def normal_tensors() -> contextlib.AbstractContextManager[Any]:
     """Inside, tensors are made that are no inference tensors, as views of normal ones are in inference mode too."""
     if not _inference_mode():
         return _NOTHING

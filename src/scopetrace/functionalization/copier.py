@@ -113,7 +113,7 @@ class TapeCopier(abc.ABC):
         if aliases is None:
             return self.values[old]
         new = aliases.read(old, reader)
-        is_same = new.storage == old.storage and not aliases.version
+        is_same = new.storage == old.storage and not (aliases.version or aliases.reshaped)
         if not is_same and new.storage in self._outside and reader.grad and _requires_grad(reader):
             new = self.emitter.run(reader, _aten.clone.default, (new,), {})
         return new

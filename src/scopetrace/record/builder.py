@@ -24,6 +24,7 @@ from scopetrace._compat.tensors import (
     FakeTensor,
     is_conj_of,
     is_neg_of,
+    normal_tensors,
     offset_of,
     storage_id,
     stride_of,
@@ -450,7 +451,7 @@ class ValueTable:
         """
         offset, size, stride, dtype = layout
         changed = value.fake
-        with without_dispatch(), torch.no_grad():
+        with without_dispatch(), normal_tensors(), torch.no_grad():
             before = self._factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
         value.key = None
         for same in self.in_storage(value.storage):
