@@ -58,7 +58,9 @@ def __getattr__(name: str) -> type[ScopetraceError]:
     found = getattr(errors, name, None)
     if isinstance(found, type) and issubclass(found, ScopetraceError):
         return found
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    is_method = not name.startswith("_") and hasattr(Trace, name)
+    write = f": write st.trace(model, args).{name}" if is_method else ""
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}{write}")
 
 
 def __dir__() -> list[str]:

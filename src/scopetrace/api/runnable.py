@@ -103,6 +103,7 @@ _ELSEWHERE = {
     "forward": "tr(*args)",
     **dict.fromkeys(("parameters", "state_dict", "to", "cuda", "train", "eval"), "tr.to_module(), an nn.Module"),
     **dict.fromkeys(("modules", "children", "inputs", "outputs"), "tr.calls, of which the first is the model's own"),
+    **dict.fromkeys(("flops", "macs", "params", "num_parameters"), "tr.summary().rows[0]"),
     **dict.fromkeys(("export", "onnx"), "tr.to_onnx(path) or tr.to_exported_program()"),
 }
 

@@ -61,6 +61,8 @@ class Trace(Shown):
     """
 
     def __init__(self, program: TracedProgram) -> None:
+        if not isinstance(program, TracedProgram):
+            raise ArgumentTypeError("a Trace is made by st.trace(model, args) or st.load(path)")
         super().__init__(program)
         self._order: tuple[TracedProgram, ExecutionOrder] | None = None  # and the program that it is of
 
@@ -434,7 +436,11 @@ def diff(before: Shown, after: Shown) -> Diff:
 
 
 def save(traced: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a trace to a file; see `Trace.save`."""
+    """Write a trace to a file; see `Trace.save`. Raises ArgumentTypeError for what is no trace."""
+    if not isinstance(traced, Trace):
+        raise ArgumentTypeError(
+            f"save takes a trace, then a path, not {type(traced).__name__}: write st.save(tr, path)"
+        )
     traced.save(path)
 
 
@@ -513,7 +519,7 @@ def trace(
         raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
     if isinstance(model, type) or not callable(model):
         what = f"the class {model.__name__}: make one" if isinstance(model, type) else f"a {type(model).__name__}"
-        raise ArgumentTypeError(f"model must be a module, an instance of its class, or a function, and is {what}")
+        raise ArgumentTypeError(f"model must be a module or a function, and is {what}; write st.trace(model, args)")
     arguments, named = _arguments(args, kwargs)
     try:
         tape = record(

@@ -91,7 +91,8 @@ def _shape(text: str, name: str, shape: str) -> list[int]:
         if not size.isascii() or not size.isdigit():
             raise UsageError(
                 f"--input {text}: {size!r} is not a size; "
-                f"write sizes as in {name}=1x3x224x224 or {name}=1,3,224,224, and {name}=scalar for no dimensions"
+                f"write sizes as in {name}=1x3x224x224 or {name}=1,3,224,224, {name}=scalar for no dimensions, "
+                f"and a number as {name}=float:0.5 or {name}=int:3"
             )
     return [int(size) for size in sizes]
 

@@ -66,10 +66,12 @@ def plan(
 
 
 def _chosen(model: torch.nn.Module, classes: Classes) -> set[str]:
-    kinds = (classes,) if isinstance(classes, type) else tuple(classes)
+    kinds = (classes,) if isinstance(classes, (type, str)) else tuple(classes)
     for kind in kinds:
         if not isinstance(kind, type):
-            raise PlanError(f"classes= takes classes of modules, and {kind!r} is a {type(kind).__name__}")
+            raise PlanError(
+                f"classes= takes classes of modules, such as nn.Linear, and {kind!r} is a {type(kind).__name__}"
+            )
     for kind in kinds:
         if not any(isinstance(module, kind) for module in model.modules()):
             present = sorted({type(module).__name__ for module in model.modules()})
