@@ -735,3 +735,26 @@ def test_a_module_that_is_not_called_has_no_signature():
     model.forward = lambda x: model[0](x)
     ep = st.trace(model, (torch.ones(3),)).to_exported_program(preserve_module_call_signature=("0", "unused"))
     assert [e.fqn for e in ep.module_call_graph if e.signature] == ["", "0"]
+
+
+WRITES = {
+    "in place": lambda x: (x.add_(1), x * 2)[1],
+    "a part": lambda x: (x[0].mul_(2), x + 1)[1],
+    "that changes nothing": lambda x: (torch.ops.aten.dropout_(x, 0.5, False), x - 2)[1],
+    "of a result": lambda x: (x.copy_(y := x.sin()), y)[1],
+    "twice": lambda x: (x.add_(1), x.mul_(3), x.relu())[2],
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_inputs_that_change_are_unflattened_after_decompositions(name):
+    model = module_of(lambda self, x: self.inner(x).relu())
+    model.inner = module_of(lambda self, x: WRITES[name](x))
+    ep = st.trace(model, (torch.ones(2, 3),)).to_exported_program(preserve_module_call_signature=("inner",))
+    for program in (ep, ep.run_decompositions({})):
+        assert torch.ops.aten.copy.default not in [n.target for n in program.graph.nodes]
+        for run in (program.module(), torch.export.unflatten(program)):
+            given = torch.randn(2, 3)
+            expected = given.clone()
+            torch.testing.assert_close(run(given), model(expected))
+            torch.testing.assert_close(given, expected)

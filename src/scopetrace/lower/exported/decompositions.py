@@ -7,6 +7,7 @@ that is dropped (a cast to the same dtype), and for one whose last node is not i
 Data flow:
     program -> a copy with `aten.alias` behind each value that a signature names: an op that torch keeps as it is
     copy -> torch's run_decompositions -> the same without these ops, signatures naming what they took
+         -> without the copies into changed inputs, as torch has it for buffers
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from typing import Any
 import torch
 import torch.fx
 from torch.export import ExportedProgram
-from torch.export.graph_signature import TensorArgument
+from torch.export.graph_signature import OutputKind, TensorArgument
 
 from scopetrace._compat.export import guards_of, set_guards, without_guards
 from scopetrace._compat.ops import outside_modes
 from scopetrace.program.graph import node_value
 
-_ALIAS = torch.ops.aten.alias.default
+_ALIAS, _COPY = torch.ops.aten.alias.default, torch.ops.aten.copy.default
 
 
 class TracedExportedProgram(ExportedProgram):
@@ -42,6 +43,7 @@ class TracedExportedProgram(ExportedProgram):
                 done = program.run_decompositions(*args, **kwargs)
                 _remove_aliases(done, added)
                 found = _copied(done, TracedExportedProgram)
+        _remove_copies(found)
         set_guards(found, [*guards_of(done), *guards])
         return found
 
@@ -88,6 +90,21 @@ def _remove_aliases(program: ExportedProgram, added: set[str]) -> None:
             renamed[alias.name] = node.name
             alias.replace_all_uses_with(node)
             program.graph.erase_node(alias)
+    _rename(program, renamed)
+
+
+def _remove_copies(program: ExportedProgram) -> None:
+    """Let the new value of an input be what torch copies into it: `unflatten` fails at a copy that is in no module."""
+    renamed: dict[str, str] = {}
+    output = program.graph.output_node()
+    nodes: Any = output.args[0]
+    for spec, node in zip(program.graph_signature.output_specs, nodes, strict=True):
+        if spec.kind is OutputKind.USER_INPUT_MUTATION and node.target is _COPY:
+            value = node.args[1]
+            if value.op == "call_function" and output not in value.users:
+                renamed[node.name] = value.name
+                node.replace_all_uses_with(value)
+                program.graph.erase_node(node)
     _rename(program, renamed)
 
 
