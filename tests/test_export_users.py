@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -423,6 +424,15 @@ def test_a_tensor_bound_to_an_attribute_is_warned_of():
     tr = st.trace(Keeps(), (torch.ones(3),))
     with pytest.warns(st.errors.SideEffectWarning, match="The tensor attribute self.last was assigned during export"):
         tr.to_exported_program()
+
+
+def test_a_warning_may_show_a_tensor():
+    model = module_of(lambda self, x: (warnings.warn(f"got {x}", stacklevel=1), x + 1)[1])
+    with pytest.warns(UserWarning, match=r"got FakeTensor.*size=\(3,\)") as found:
+        tr = st.trace(model, (torch.ones(3),))
+    assert found[0].filename == __file__
+    for x in torch.zeros(3), torch.ones(3):
+        tr.check((x,))
 
 
 BANK = []

@@ -14,6 +14,7 @@ import inspect
 import sys
 import threading
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -434,6 +435,7 @@ def _report_values(replace: Replace, observer: Observer, mine: Mine) -> None:
 
     text, shown = _text_of_tensor(mine), torch.Tensor.__repr__
     replace(torch.Tensor, "__repr__", lambda self, **k: text(shown(self, **k)) if mine() else shown(self, **k))
+    replace(warnings, "warn", _warning_of_text(text))
     for name in ("__reduce_ex__", "__deepcopy__"):
         replace(torch.Tensor, name, _of_plain(getattr(torch.Tensor, name), observer, mine))
     replace(torch.Tensor, "numpy", numpy)
@@ -456,6 +458,16 @@ def _text_of_tensor(mine: Mine) -> type[str]:
 
     names = ("__len__", "__eq__", "__ne__", "__hash__", "__contains__", "__getitem__", "__iter__", "split", "find")
     return type("Text", (str,), {name: method(name) for name in names})
+
+
+def _warning_of_text(text: type[str]) -> Callable[..., None]:
+    """`warnings.warn`, which looks whether it has shown a text."""
+    outer = warnings.warn
+
+    def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **more: Any) -> None:
+        outer(str.__str__(message) if isinstance(message, text) else message, category, stacklevel + 1, *args, **more)
+
+    return warn
 
 
 def _of_plain(outer: Callable[..., Any], observer: Observer, mine: Mine) -> Callable[..., Any]:
