@@ -224,9 +224,14 @@ def left(before):
     """What is not as it was in the process: attributes, by name, and settings."""
     pairs = zip(before, tables(), strict=True)
     names = [name for then, now in pairs for name in then if name[:2] != "__" and now.get(name) is not then[name]]
-    modes = torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
-    on = gc.isenabled() and not torch.compiler.is_compiling() and modes == (0, 0)
-    return names if on and signal.getsignal(signal.SIGINT) is signal.default_int_handler else [*names, "settings"]
+    settings = {
+        "dispatch modes": not torch._C._len_torch_dispatch_stack(),
+        "function modes": not torch._C._len_torch_function_stack(),
+        "garbage collector": gc.isenabled(),
+        "compiling": not torch.compiler.is_compiling(),
+        "interrupts": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
+    }
+    return [*names, *(name for name, is_as_before in settings.items() if not is_as_before)]
 
 
 @pytest.mark.slow

@@ -67,6 +67,13 @@ def test_blocks_are_regions():
     _same(torch.export.load(file).module(), model, x)
 
 
+@pytest.mark.parametrize("name", ["mode_regions", "prefer_deferred_runtime_asserts_over_guards"])
+def test_flags_are_bools(name):
+    tr = st.trace(nn.ReLU(), (torch.ones(2),))
+    with pytest.raises(st.errors.ArgumentTypeError, match="True or False, not 'no_grad'"):
+        tr.to_exported_program(**{name: "no_grad"})
+
+
 def test_the_casts_are_ops_unless_asked_for():
     ep = st.trace(Mixed(), (torch.randn(4, 4),)).to_exported_program()
     assert not any(n.target is _hops.wrap_with_autocast for n in ep.graph.nodes)

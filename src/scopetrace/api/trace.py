@@ -32,7 +32,7 @@ from scopetrace.errors import (
     ScopetraceError,
     SideEffectWarning,
 )
-from scopetrace.ir.conditions import Specialization
+from scopetrace.ir.conditions import Specialization, Specializations
 from scopetrace.ir.reads import warn_of_numbers
 from scopetrace.ir.selection import Selection
 from scopetrace.ir.side_effects import SideEffect, refusal
@@ -240,12 +240,13 @@ class Trace(Shown):
         return self._order[1]
 
     @property
-    def specializations(self) -> list[Specialization]:
+    def specializations(self) -> Specializations:
         """What Python read during tracing and the trace is fixed to: a call in which it differs is refused.
 
         In this order: values that depend on data (`specialize=True`), numbers in objects among the arguments, such as a
         cache's `cumulative_length`, and what else the model's code read: facts of inputs (`x.stride(0)`), attributes,
-        globals, variables of enclosing functions, environment, state of torch.
+        globals, variables of enclosing functions, environment, state of torch. `print` shows those of equal layers in
+        one line.
         """
         tape = self._program.tape
         root, fqns = tape.root.path, {call.scope.path: call.fqn for call in tape.calls}
@@ -255,7 +256,7 @@ class Trace(Shown):
             for r in tape.reads
             if r.is_of_model
         ]
-        return [*tape.specializations, *numbers, *reads]
+        return Specializations([*tape.specializations, *numbers, *reads])
 
     @property
     def side_effects(self) -> list[SideEffect]:
@@ -296,21 +297,26 @@ class Trace(Shown):
                 subgraph, as in a program of torch.export (`wrap_with_set_grad_enabled`, `wrap_with_autocast`); else
                 the casts of autocast are ops, and blocks are subgraphs only where gradients could show them.
 
-        Raises ArgumentError for a pattern that matches no module call, ExportError for what else cannot be expressed:
-        changes of an input's shape or storage, changes of tensors that are neither parameters nor buffers, leaf
-        modules.
+        Raises ArgumentError for a pattern that matches no module call and flags that are no bools, ExportError for what
+        cannot be expressed: changes of an input's shape or storage, changes of tensors that are neither parameters nor
+        buffers, leaf modules.
 
         Warns where the program cannot check what a call of the trace does: FixedValueWarning for numbers in objects
         among the arguments, SideEffectWarning where it depends on Python state that forward writes, or forward leaves
         tensors in Python objects.
         """
+        deferred = prefer_deferred_runtime_asserts_over_guards
+        for flag in (mode_regions, deferred):
+            if not isinstance(flag, bool):
+                raise ArgumentTypeError(
+                    f"mode_regions= and prefer_deferred_runtime_asserts_over_guards= are True or False, not {flag!r}"
+                )
         self._warn_of_a_form("the ExportedProgram")
         for effect in self.side_effects:
             if effect.leaves_tensors and not effect.baked_in:
                 text = f"the ExportedProgram does not do what the forward did here: {effect}. Return the tensor"
                 warnings.warn(text, SideEffectWarning, stacklevel=2)
         program = self._program.without_argument_mutation().with_real_classes()
-        deferred = prefer_deferred_runtime_asserts_over_guards
         return to_exported_program(program, preserve_module_call_signature, deferred=deferred, modes=mode_regions)
 
     def _warn_of_a_form(self, what: str) -> None:

@@ -7,7 +7,10 @@ Data flow:
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import operator
+import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +21,7 @@ import torch
 from scopetrace._compat.shape_env import ANY_LOWER, DimSpec, WatchedShapeEnv, evaluated, inverse, ranges, solved
 from scopetrace._compat.symbols import all_hold, expression_text, to_expr
 from scopetrace.errors import DynamicShapeError, InputMismatchError
+from scopetrace.formatting import Printed, columns, short_repr
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,6 +279,19 @@ class Specialization:
     def __str__(self) -> str:
         at = f", at {self.source}" if self.source else ""
         return f"{self.expression} was {self.value} ({self.op}) in {self.module}{at}"
+
+
+class Specializations(list[Specialization], Printed):
+    """What a trace fixes. As text a line for each kind, name and value, with `*` for the numbers of layers."""
+
+    def __str__(self) -> str:
+        rows = [(s.op, re.sub(r"(?:(?<=\.)|^)\d+(?=\.)", "*", s.expression), short_repr(s.value)) for s in self]
+        counts = collections.Counter(sorted(rows, key=operator.itemgetter(0)))
+        lines = [(*row, f"in {count} places" if count > 1 else "") for row, count in counts.items()]
+        return columns(lines, widest=_WIDEST) if lines else "nothing is fixed"
+
+
+_WIDEST = 50
 
 
 def decided_by(found: Sequence[Specialization], message: str) -> Specialization | None:
