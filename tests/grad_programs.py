@@ -689,9 +689,9 @@ def seen(model: torch.nn.Module, args: tuple, versions: list[int], results: list
 
 
 def _takes_hooks(t: torch.Tensor) -> bool:
-    """Whether torch lets hooks act on the gradient of a tensor."""
+    """Whether torch lets hooks act on the gradient of a tensor. On a view whose base was written since it crashes."""
     try:
-        return not (t.is_leaf and t._is_view())
+        return not (t._is_view() and (t.is_leaf or t._version))
     except RuntimeError:  # a view made under no_grad whose base was written since
         return False
 
