@@ -29,6 +29,7 @@ from scopetrace.program.selection import Calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
 from scopetrace.view.boxes import boxes, outermost_boxes
 from scopetrace.view.diff import digest
+from scopetrace.view.memory import Memory
 from scopetrace.view.summary import Summary
 from scopetrace.view.text import refuse_unnamed, render
 
@@ -188,6 +189,20 @@ class Shown(Runnable):
         """
         with building():
             return Summary(self._shown, None if depth is None else _levels(depth))
+
+    def memory(self, depth: int | None = None) -> Memory:
+        """Which memory the program needs when, by module call: made, freed, saved for backward, and the peak, in bytes.
+
+        Of a traced training step that is forward and backward; of a forward alone, what an inference needs. It prints as
+        a table; `rows`, `timeline` and `to_dict()` have it as data. Tensors on the meta device count as any.
+
+        Args:
+            depth: how many levels of calls below the root have rows; None for all.
+
+        Raises ArgumentError for a depth that is no number of levels.
+        """
+        with building():
+            return Memory(self._shown, None if depth is None else _levels(depth))
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """The program as one HTML file, to be opened in a browser; written to `path` if one is given.

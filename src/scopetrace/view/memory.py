@@ -1,0 +1,213 @@
+"""Which memory a program needs when, and which module calls make, keep and free it.
+
+Data flow:
+    ops as they ran -> each storage: its bytes, the op that makes it, the last op that reads or writes it
+    storages -> bytes in use at each op -> the peak; by call: made, freed, kept for what follows, saved for backward
+
+A storage is freed after the op that uses it last, as eager frees what no variable and no saved tensor holds. Parameters,
+buffers and inputs are there before and after. What kernels take for themselves while they run is not counted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from scopetrace._compat.symbols import example
+from scopetrace.formatting import amount, columns, html_table
+from scopetrace.ir.scopes import source_of
+from scopetrace.ir.tape import Call, Op, Tape, Value
+from scopetrace.program.traced import TracedProgram
+
+
+@dataclasses.dataclass(frozen=True)
+class CallMemory:
+    """The memory of one module call, in bytes, with the calls inside it."""
+
+    fqn: str | None
+    """The module's name, as `ModuleCall.fqn`."""
+    type: str
+    """The name of its class."""
+    index: int
+    """0 for the first call of the module, 1 for its second."""
+    depth: int
+    """How many calls are around it."""
+    made: int
+    """What its ops make, in forward."""
+    freed: int
+    """How much of that is freed before it returns."""
+    saved: int
+    """How much of that its program's backward reads. 0 where the program has no backward."""
+    peak: int
+    """The most that is in use while it runs, forward or backward, that of other calls included."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Storage:
+    """Memory that the program makes."""
+
+    size: int
+    made: int
+    """The position of the op that makes it."""
+    used: int
+    """The position of the last op that uses it; that after the last op for results of the program."""
+    is_saved: bool
+    """Whether forward makes it and backward reads it."""
+
+
+class Memory:
+    """The memory of a program. Prints as a table of its module calls; in a notebook, as an HTML table.
+
+    Symbolic sizes count as those of the example.
+
+    Attributes:
+        rows: a CallMemory for each module call, outer before inner, in the order of execution.
+        peak_bytes: the most that is in use at one time, without parameters, buffers and inputs.
+        peak_op: the op that runs then, as `aten.linear.default`; empty for a program without ops.
+        peak_call: the name of the module whose call runs then.
+        peak_source: the line of the model's code that runs then.
+        saved_bytes: what forward makes and backward reads.
+        held_bytes: parameters, buffers, constants and inputs.
+        timeline: the bytes in use while each op runs, in the order of execution.
+    """
+
+    def __init__(self, program: TracedProgram, depth: int | None = None) -> None:
+        """`depth`: levels of calls below the root that have rows; None for all."""
+        tape = program.reported
+        self.held_bytes, storages = _storages(tape)
+        self.timeline = _timeline(len(tape.ops), storages)
+        self.peak_bytes = max(self.timeline, default=0)
+        self.saved_bytes = sum(s.size for s in storages if s.is_saved)
+        at = self.timeline.index(self.peak_bytes) if self.timeline else None
+        op = None if at is None else tape.ops[at]
+        call = None if op is None else _forward_call(op, tape)
+        self.peak_op = "" if op is None else str(op.target)
+        self.peak_call = "" if call is None else call.fqn or ""
+        self.peak_source = "" if op is None else source_of(op.frames) or ""
+        self.rows = list(self._rows(tape, storages, depth))
+
+    def _rows(self, tape: Tape, storages: list[_Storage], depth: int | None) -> Iterator[CallMemory]:
+        peaks = _peaks(tape, self.timeline)
+        for call in tape.calls:
+            level = len(list(call.ancestors())) - 1
+            if depth is not None and level > depth:
+                continue
+            own = [s for s in storages if call.start <= s.made < call.stop and _is_forward(tape.ops[s.made])]
+            yield CallMemory(
+                call.fqn,
+                call.scope.type_name,
+                call.index,
+                level,
+                sum(s.size for s in own),
+                sum(s.size for s in own if s.used < call.stop),
+                sum(s.size for s in own if s.is_saved),
+                peaks.get(call, 0),
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """The totals and rows as plain data, for JSON. Sizes are bytes."""
+        totals = {k: v for k, v in vars(self).items() if k not in ("rows", "timeline")}
+        return {**totals, "rows": [dataclasses.asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        return "\n".join([columns(self._table()), "", *self._notes()])
+
+    def __repr__(self) -> str:
+        return f"<Memory: peak {amount(self.peak_bytes, 'B')}, {len(self.rows)} calls>"
+
+    def _repr_html_(self) -> str:  # for notebooks
+        head, *rows = self._table()
+        return html_table(rows, head)
+
+    def _table(self) -> list[tuple[str, ...]]:
+        return [
+            ("module", "made", "freed", "saved", "peak"),
+            *(
+                ("  " * row.depth + _label(row), *(_cell(n) for n in (row.made, row.freed, row.saved, row.peak)))
+                for row in self.rows
+            ),
+        ]
+
+    def _notes(self) -> Iterator[str]:
+        where = f"in {self.peak_call}, " if self.peak_call else ""
+        yield f"peak {amount(self.peak_bytes, 'B')}, {where}{self.peak_op} at {self.peak_source}"
+        if self.saved_bytes:
+            yield f"{amount(self.saved_bytes, 'B')} saved for backward"
+        yield f"{amount(self.held_bytes, 'B')} of parameters, buffers and inputs besides"
+
+
+def _label(row: CallMemory) -> str:
+    index = f" call {row.index + 1}" if row.index else ""
+    return f"{row.type}[{row.fqn}]{index}" if row.fqn else row.type
+
+
+def _cell(size: int) -> str:
+    return amount(size, "B") if size else "-"
+
+
+def _is_forward(op: Op) -> bool:
+    return op.phase is None
+
+
+def _forward_call(op: Op, tape: Tape) -> Call | None:
+    """The call that an op belongs to: of an op of backward, that of the op of the forward."""
+    if op.phase is not None and op.phase.scope is not None:
+        return tape.calls[op.phase.call]
+    return op.call
+
+
+def _storages(tape: Tape) -> tuple[int, list[_Storage]]:
+    """The bytes that are there before the program, and what it makes."""
+    size: dict[int, int] = {}
+    made: dict[int, int] = {}
+    used: dict[int, int] = {}
+    saved: set[int] = set()
+    for i, op in enumerate(tape.ops):
+        for value in op.inputs():
+            used[value.storage] = i
+            if not _is_forward(op) and _is_forward(tape.ops[made.get(value.storage, 0)]):
+                saved.add(value.storage)
+        for value in op.values():
+            if value.storage not in size:
+                size[value.storage] = _bytes(value)
+                made[value.storage] = i
+            used[value.storage] = i
+    for output in (*tape.graph_outputs(), *(w.value for w in getattr(tape, "attribute_writes", ()))):
+        if isinstance(output, Value):
+            used[output.storage] = len(tape.ops)
+    held = {s for s, i in made.items() if tape.ops[i].kind in ("placeholder", "get_attr")}
+    own = [_Storage(size[s], made[s], used[s], s in saved) for s in size if s not in held]
+    return sum(size[s] for s in held), own
+
+
+def _bytes(value: Value) -> int:
+    """The bytes of a storage; of a sparse tensor those of its elements, as if it were dense."""
+    try:
+        return example(value.fake.untyped_storage().nbytes())
+    except (NotImplementedError, RuntimeError):
+        return example(value.fake.numel()) * value.fake.element_size()
+
+
+def _timeline(count: int, storages: list[_Storage]) -> list[int]:
+    """The bytes in use while each op runs: what it makes is there, and what it uses last is there still."""
+    changes = [0] * (count + 2)
+    for s in storages:
+        changes[s.made] += s.size
+        changes[min(s.used, count) + 1] -= s.size
+    found, now = [], 0
+    for change in changes[:count]:
+        now += change
+        found.append(now)
+    return found
+
+
+def _peaks(tape: Tape, timeline: list[int]) -> dict[Call, int]:
+    """The most in use while ops of each call run, those inside and those of backward included."""
+    found: dict[Call, int] = {}
+    for op, now in zip(tape.ops, timeline, strict=True):
+        call = _forward_call(op, tape)
+        while call is not None:
+            found[call] = max(found.get(call, 0), now)
+            call = call.parent
+    return found

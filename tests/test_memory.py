@@ -1,0 +1,183 @@
+"""`Trace.memory`: which call makes, keeps and frees which memory, and the peak, beside what eager needs."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import scopetrace as st
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x):
+        return x + self.out(self.fc(self.norm(x)).relu())
+
+
+def test_text():
+    model = nn.Sequential(nn.Linear(25, 25), nn.ReLU(), nn.Linear(25, 1))
+    with torch.no_grad():
+        memory = st.trace(model, (torch.ones(10, 25),)).memory()
+    assert str(memory).splitlines()[:4] == [
+        "module       made     freed    saved  peak",
+        "Sequential   2.04 kB  2.00 kB  -      2.00 kB",
+        "  Linear[0]  1.00 kB  -        -      1.00 kB",
+        "  ReLU[1]    1.00 kB  -        -      2.00 kB",
+    ]
+    assert repr(memory) == "<Memory: peak 2.00 kB, 4 calls>"
+
+
+def test_writes_in_place_make_no_memory():
+    """The graph has no op that writes; the memory is that of the ops as they ran."""
+
+    def f(x):
+        y = x * 2
+        return y.add_(1).relu_()
+
+    assert st.trace(f, (torch.ones(100),)).memory().peak_bytes == 400
+
+
+def test_what_backward_reads_is_saved_until_then():
+    weight = nn.Parameter(torch.ones(100))
+
+    def step(x):
+        (x.exp() * weight).sum().backward()
+
+    memory = st.trace(step, (torch.ones(100),)).memory()
+    assert memory.saved_bytes == 400  # the result of exp
+    assert memory.peak_bytes == 1204  # that, the product, and the sum; later the gradients
+
+
+def test_a_program_without_ops():
+    memory = st.trace(lambda x: x, (torch.ones(3),)).memory()
+    assert (memory.peak_bytes, memory.held_bytes, memory.peak_op) == (0, 12, "")
+
+
+def test_data_and_depth():
+    memory = st.trace(nn.Sequential(Block(4), Block(4)), (torch.ones(2, 4),)).memory(depth=1)
+    data = json.loads(json.dumps(memory.to_dict()))
+    assert [(row["fqn"], row["depth"]) for row in data["rows"]] == [("", 0), ("0", 1), ("1", 1)]
+    assert data["peak_bytes"] == max(memory.timeline)
+    assert "Block[1]" in memory._repr_html_()
+
+
+def test_a_model_on_the_meta_device():
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2**14, 2**14), nn.ReLU())
+        memory = st.trace(model, (torch.empty(2**14, 2**14),)).memory()
+    assert memory.peak_bytes == 2 * 2**30
+
+
+def test_sizes_that_are_dynamic_are_those_of_the_example():
+    tr = st.trace(nn.ReLU(), (torch.ones(7, 10),), dynamic_shapes=({0: torch.export.Dim("n")},))
+    assert tr.memory().peak_bytes == 280
+
+
+@pytest.mark.parametrize("depth", [-1, "two", 1.5])
+def test_a_depth_that_is_none(depth):
+    with pytest.raises(st.ArgumentError, match="depth"):
+        st.trace(nn.ReLU(), (torch.ones(1),)).memory(depth=depth)
+
+
+# Beside eager --------------------------------------------------------------------------------------------------------
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the storages that ops make, while somebody holds them."""
+
+    def __init__(self, held):
+        super().__init__()
+        self.held = {t.untyped_storage()._cdata for t in held}
+        self.alive, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self.held:
+                storage = t.untyped_storage()
+                self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
+        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
+        return out
+
+
+def saved_by_autograd(run, held):
+    """The bytes of the storages that `saved_tensors_hooks` see, but for those that are there before."""
+    seen = {}
+
+    def pack(t):
+        seen[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        kept = run()
+    del kept
+    return sum(size for key, size in seen.items() if key not in {t.untyped_storage()._cdata for t in held})
+
+
+class Convolutions(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2))
+        self.head = nn.Linear(8 * 49, 10)
+
+    def forward(self, x):
+        return self.head(self.conv(x).flatten(1))
+
+
+MODELS = {
+    "linear": (lambda: nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 10)), (16, 32)),
+    "blocks": (lambda: nn.Sequential(Block(32), Block(32), nn.Linear(32, 10)), (64, 32)),
+    "convolutions": (Convolutions, (4, 3, 16, 16)),
+    "attention": (lambda: nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True), (4, 16, 32)),
+    "recurrent": (lambda: nn.Sequential(nn.Embedding(10, 16), nn.GRU(16, 16, batch_first=True)), None),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_peak_and_saved_bytes_are_those_of_eager(name):
+    make, shape = MODELS[name]
+    model = make()
+    x = torch.randn(shape) if shape else torch.randint(0, 10, (4, 8))
+
+    def loss():
+        out = model(x)
+        out = out[0] if isinstance(out, tuple) else out
+        return out.flatten(1).logsumexp(1).sum()
+
+    def step():
+        loss().backward()
+
+    memory = st.trace(step, ()).memory()
+    held = [x, *model.parameters(), *model.buffers()]
+    scalars = 64  # such as the loss, and the ones that its gradient begins with
+    assert abs(memory.saved_bytes - saved_by_autograd(loss, held)) <= scalars
+    with Live(held) as live:
+        step()
+    assert memory.peak_bytes == pytest.approx(live.peak, rel=0.1)
+
+
+def test_the_calls_of_a_step():
+    model = nn.Sequential(Block(8), Block(8))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(x, y):
+        loss = F.mse_loss(model(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    rows = {row.fqn: row for row in st.trace(step, (torch.ones(4, 8), torch.ones(4, 8))).memory().rows}
+    assert rows["model.0"].saved == rows["model.1"].saved > 0
+    assert rows["model.0"].made >= rows["model.0"].saved + rows["model.0"].freed
+    assert rows["model"].peak <= rows[""].peak
