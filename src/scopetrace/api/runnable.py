@@ -193,8 +193,8 @@ class Shown(Runnable):
     def memory(self, depth: int | None = None) -> Memory:
         """Which memory the program needs when, by module call: made, freed, saved for backward, and the peak, in bytes.
 
-        Of a traced training step that is forward and backward; of a forward alone, what an inference needs. It prints as
-        a table; `rows`, `timeline` and `to_dict()` have it as data. Tensors on the meta device count as any.
+        Of a traced training step that is forward and backward; of a forward alone, what an inference needs. It prints
+        as a table; `rows`, `timeline` and `to_dict()` have it as data. Tensors on the meta device count as any.
 
         Args:
             depth: how many levels of calls below the root have rows; None for all.

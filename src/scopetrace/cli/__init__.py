@@ -14,6 +14,7 @@ from scopetrace.cli.completion import completion
 from scopetrace.cli.demo import demo
 from scopetrace.cli.diff import diff
 from scopetrace.cli.group import OneLineGroup
+from scopetrace.cli.memory import memory
 from scopetrace.cli.onnx import onnx
 from scopetrace.cli.order import order
 from scopetrace.cli.plan import plan
@@ -42,5 +43,5 @@ def main(ctx: click.Context) -> None:
         click.echo(ctx.get_help())
 
 
-for command in (demo, show, summary, view, diff, onnx, order, plan, completion):
+for command in (demo, show, summary, memory, view, diff, onnx, order, plan, completion):
     main.add_command(command)

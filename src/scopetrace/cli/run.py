@@ -24,6 +24,7 @@ from scopetrace.api.trace import Trace, load, trace
 from scopetrace.cli.dynamic import parse_dynamic
 from scopetrace.cli.group import ModelError, error_text, model_raised
 from scopetrace.cli.inputs import Forward, Input, nested, parse_input
+from scopetrace.cli.step import OPTIMIZERS, Step
 from scopetrace.cli.targets import default_inputs, load_model
 from scopetrace.errors import DynamicShapeError, ScopetraceError, TraceError, UsageError
 
@@ -61,6 +62,15 @@ _MODEL = (
     click.option(
         "--specialize", is_flag=True, help="Where the model branches on data, go the way of the example inputs."
     ),
+    click.option(
+        "--step", is_flag=True, help="Trace a training step: forward, the sum of its floats as loss, and backward."
+    ),
+    click.option("--loss", metavar="NAME", help="With --step: the loss is this item or attribute of the result."),
+    click.option(
+        "--optimizer",
+        type=click.Choice(sorted(OPTIMIZERS), case_sensitive=False),
+        help="With --step: an optimizer of torch.optim, which steps at the end.",
+    ),
 )
 
 
@@ -70,8 +80,12 @@ def takes_model(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def run(target: str, inputs: tuple[str, ...], dynamic: tuple[str, ...], **options: Any) -> None:
         given = [parse_input(text) for text in inputs]
-        modes = [options.pop(name) for name in ("meta", "train", "specialize")]
-        command(Asked(target, given, parse_dynamic(dynamic), *modes), **options)
+        meta, train, specialize, step = (options.pop(name) for name in ("meta", "train", "specialize", "step"))
+        after = Step(options.pop("loss"), options.pop("optimizer"))
+        if not step and after != Step():
+            raise UsageError("--loss and --optimizer are for training steps: add --step")
+        asked = Asked(target, given, parse_dynamic(dynamic), meta, train, specialize, after if step else None)
+        command(asked, **options)
 
     for add in reversed(_MODEL):
         run = add(run)
@@ -107,6 +121,7 @@ class Asked:
     meta: bool
     train: bool
     specialize: bool
+    step: Step | None = None
 
     def of(self, target: str) -> Asked:
         """The same inputs and options with another model."""
@@ -121,22 +136,24 @@ class Asked:
             return self._load()
         say(f"making {self.target}")
         with torch.device("meta") if self.meta else contextlib.nullcontext():
-            model = load_model(self.target).train(self.train)
+            model = load_model(self.target).train(self.train or self.step is not None)
         forward, inputs = Forward(model), nested(self.inputs) or default_inputs(model)
         args, kwargs = forward.bind(inputs)
         devices = {t.device for t in (*model.parameters(), *model.buffers())}
         if len(devices) == 1:
             args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(*devices), (args, kwargs))
+        grad = contextlib.nullcontext() if self.step is None else torch.enable_grad()
         try:
-            return trace(
-                model,
-                args,
-                kwargs,
-                dynamic_shapes=self.dynamic_shapes,
-                functional=functional,
-                specialize=self.specialize,
-                progress=lambda path, ops: say(f"tracing {path}, {ops:,} ops"),
-            )
+            with grad:
+                return trace(
+                    model if self.step is None else self.step.of(model),
+                    args,
+                    kwargs,
+                    dynamic_shapes=self.dynamic_shapes,
+                    functional=functional,
+                    specialize=self.specialize,
+                    progress=lambda path, ops: say(f"tracing {path}, {ops:,} ops"),
+                )
         except Exception as error:  # a model's own error may have any class
             explained = _explained(error, forward, inputs, type(model).__name__)
             if explained is None:
@@ -144,7 +161,7 @@ class Asked:
             raise explained from error
 
     def _load(self) -> Trace:
-        if self.inputs or self.dynamic_shapes or self.meta or self.train or self.specialize:
+        if self.inputs or self.dynamic_shapes or self.meta or self.train or self.specialize or self.step:
             raise UsageError(f"{self.target} is a saved trace, which has its inputs: leave out the options for them")
         if not Path(self.target).exists():
             raise UsageError(f"there is no file {self.target}; st.save(trace, path) writes one")

@@ -7,7 +7,7 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
-import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UsageError
 
-OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
     if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
@@ -28,16 +28,15 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 class Step:
     """What a training step does after the forward."""
 
-    loss: str | None
+    loss: str | None = None
     """The name of the loss in the model's result; None for `loss` where it has that, else the sum of its floats."""
-    optimizer: str | None
+    optimizer: str | None = None
     """A key of OPTIMIZERS; None for a step that only computes gradients."""
 
     def of(self, model: torch.nn.Module) -> Callable[..., Any]:
         """The step of a model, with the arguments of its forward; it returns the loss."""
         optimizer = None if self.optimizer is None else OPTIMIZERS[self.optimizer](model.parameters())
 
-        @functools.wraps(model.forward)
         def step(*args: Any, **kwargs: Any) -> torch.Tensor:
             loss = self._loss(model(*args, **kwargs))
             loss.backward()
@@ -46,6 +45,7 @@ class Step:
                 optimizer.zero_grad()
             return loss
 
+        step.__signature__ = inspect.signature(model.forward)  # type: ignore[attr-defined]
         return step
 
     def _loss(self, result: Any) -> torch.Tensor:

@@ -4,8 +4,8 @@ Data flow:
     ops as they ran -> each storage: its bytes, the op that makes it, the last op that reads or writes it
     storages -> bytes in use at each op -> the peak; by call: made, freed, kept for what follows, saved for backward
 
-A storage is freed after the op that uses it last, as eager frees what no variable and no saved tensor holds. Parameters,
-buffers and inputs are there before and after. What kernels take for themselves while they run is not counted.
+A storage is freed after the op that uses it last, as eager frees what no variable and no saved tensor holds.
+Parameters, buffers and inputs are there before and after. What kernels take for themselves is not counted.
 """
 
 from __future__ import annotations
@@ -64,9 +64,10 @@ class Memory:
     Attributes:
         rows: a CallMemory for each module call, outer before inner, in the order of execution.
         peak_bytes: the most that is in use at one time, without parameters, buffers and inputs.
-        peak_op: the op that runs then, as `aten.linear.default`; empty for a program without ops.
+        peak_op: the op that runs then, as `aten.linear.default`; empty where nothing is made.
         peak_call: the name of the module whose call runs then.
-        peak_source: the line of the model's code that runs then.
+        peak_phase: whether that is in `forward`, `backward` or `other` code, such as an optimizer's.
+        peak_source: the line of the model's code that runs then; empty outside of the forward.
         saved_bytes: what forward makes and backward reads.
         held_bytes: parameters, buffers, constants and inputs.
         timeline: the bytes in use while each op runs, in the order of execution.
@@ -79,12 +80,13 @@ class Memory:
         self.timeline = _timeline(len(tape.ops), storages)
         self.peak_bytes = max(self.timeline, default=0)
         self.saved_bytes = sum(s.size for s in storages if s.is_saved)
-        at = self.timeline.index(self.peak_bytes) if self.timeline else None
+        at = self.timeline.index(self.peak_bytes) if self.peak_bytes else None
         op = None if at is None else tape.ops[at]
         call = None if op is None else _forward_call(op, tape)
         self.peak_op = "" if op is None else str(op.target)
         self.peak_call = "" if call is None else call.fqn or ""
-        self.peak_source = "" if op is None else source_of(op.frames) or ""
+        self.peak_phase = "forward" if op is None or op.phase is None else op.phase.name
+        self.peak_source = source_of(op.frames) or "" if op is not None and op.phase is None else ""
         self.rows = list(self._rows(tape, storages, depth))
 
     def _rows(self, tape: Tape, storages: list[_Storage], depth: int | None) -> Iterator[CallMemory]:
@@ -130,8 +132,10 @@ class Memory:
         ]
 
     def _notes(self) -> Iterator[str]:
-        where = f"in {self.peak_call}, " if self.peak_call else ""
-        yield f"peak {amount(self.peak_bytes, 'B')}, {where}{self.peak_op} at {self.peak_source}"
+        of = f" of {self.peak_call}" if self.peak_call else ""
+        at = f" in the {self.peak_phase}{of}" if self.peak_phase != "other" else " after backward"
+        said = ", ".join(filter(None, (self.peak_op, self.peak_source)))
+        yield f"peak {amount(self.peak_bytes, 'B')}{at}: {said}" if said else "peak 0 B"
         if self.saved_bytes:
             yield f"{amount(self.saved_bytes, 'B')} saved for backward"
         yield f"{amount(self.held_bytes, 'B')} of parameters, buffers and inputs besides"
