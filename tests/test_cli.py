@@ -364,6 +364,9 @@ WRONG_OPTIONS = {
     ("--scope", "*/Conv*"): "no scope matches '*/Conv*'; paths are such as 'Sequential/Linear[0]' and ",
     ("--calls", "--json"): "write one of them",
     ("--colour",): "No such option",
+    ("--optimizer", "adam"): "--loss and --optimizer are for training steps: add --step",
+    ("--step", "--optimizer", "adma"): "'adma' is not one of 'adadelta'",
+    ("--step", "--loss", "logits"): "--loss logits: the model's result has no such tensor; it is a tensor",
 }
 
 
@@ -551,6 +554,21 @@ def test_a_summary():
     assert data["total"]["flops"] == 128
 
 
+def test_memory_of_an_inference_and_of_a_training_step():
+    out = run("memory", "cli_models:model", "-i", "x=2x4", "--depth", "1").stdout
+    assert out.splitlines()[0].split() == ["module", "made", "freed", "saved", "peak"]
+    data = json.loads(run("memory", "cli_models:model", "-i", "x=2x4", "--step", "--json").stdout)
+    assert data["rows"][1]["fqn"] == "model"
+    assert data["saved_bytes"] > 0
+
+
+def test_a_training_step():
+    out = output("model", "-i", "x=2x4", "--step", "--optimizer", "adamw", "--depth", "1")
+    assert out.splitlines()[1].startswith("step(x=%x: f32[2, 4], ids=None, scale=None)")
+    assert "  backward\n" in out
+    assert 'scope("AdamW.step")' in out
+
+
 def test_a_page_and_pictures_of_it(tmp_path, monkeypatch):
     opened = []
     monkeypatch.setattr("webbrowser.open", opened.append)
@@ -629,6 +647,7 @@ def test_help_has_examples(name):
 TEXTS = {
     "show": ["model"],
     "summary": ["total", "unused_parameters", "rows"],
+    "memory": ["peak_bytes", "saved_bytes", "rows"],
     "order": ["digest", "parameters", "calls", "steps"],
     "plan": ["groups", "forward_gathers", "backward_gathers", "simulations"],
     "diff": ["differences"],

@@ -55,8 +55,9 @@ class Step:
         if isinstance(found, torch.Tensor):
             return found.float().sum()
         if self.loss is not None:
-            has = ", ".join(result) if isinstance(result, dict) else type(result).__name__
-            raise UsageError(f"--loss {self.loss}: the model's result has no such tensor; it has {has}")
+            kind = "tensor" if isinstance(result, torch.Tensor) else type(result).__name__
+            has = f"it has {', '.join(result)}" if isinstance(result, dict) else f"it is a {kind}"
+            raise UsageError(f"--loss {self.loss}: the model's result has no such tensor; {has}")
         floats = [t for t in leaves(result, torch.Tensor) if t.is_floating_point() and t.requires_grad]
         if not floats:
             raise UsageError("--step: no result of the model is a float that requires grad; name one with --loss")

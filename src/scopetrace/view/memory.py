@@ -134,8 +134,7 @@ class Memory:
     def _notes(self) -> Iterator[str]:
         of = f" of {self.peak_call}" if self.peak_call else ""
         at = f" in the {self.peak_phase}{of}" if self.peak_phase != "other" else " after backward"
-        said = ", ".join(filter(None, (self.peak_op, self.peak_source)))
-        yield f"peak {amount(self.peak_bytes, 'B')}{at}: {said}" if said else "peak 0 B"
+        yield f"peak {amount(self.peak_bytes, 'B')}{at}: {self.peak_op}" if self.peak_op else "peak 0 B"
         if self.saved_bytes:
             yield f"{amount(self.saved_bytes, 'B')} saved for backward"
         yield f"{amount(self.held_bytes, 'B')} of parameters, buffers and inputs besides"
