@@ -96,6 +96,8 @@ def check_metadata(text: str) -> None:
     about = email.parser.Parser().parsestr(text)
     version = re.search(r'__version__ = "(.*)"', (ROOT / "src/scopetrace/__init__.py").read_text())
     require(version is not None and about["Version"] == version[1], f"the version is {about['Version']}")
+    changes = (ROOT / "CHANGELOG.md").read_text()
+    require(f"## [{about['Version']}] - " in changes, f"CHANGELOG.md has no version {about['Version']}")
     require(set(about.get_all("Provides-Extra", [])) == EXTRAS, f"the extras are {about.get_all('Provides-Extra')}")
     require(about["License-Expression"] == "BSD-3-Clause", "the license is missing")
     require("Typing :: Typed" in about.get_all("Classifier", []), "the classifiers are missing")
