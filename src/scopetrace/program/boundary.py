@@ -10,6 +10,7 @@ Data flow:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -45,6 +46,7 @@ from scopetrace.ir.reads import (
 from scopetrace.ir.tape import ProgramTape, Value, bind
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record import argument_names, more_keywords
+from scopetrace.record.uses import takes_by_key
 
 Forward = Callable[..., Any] | None
 """The function whose signature the arguments have; None where it is not known, as in a loaded trace."""
@@ -174,6 +176,9 @@ def _is_expanded(t: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(t.size(), t.stride(), strict=True))
 
 
+_DICTS = frozenset({dict, collections.OrderedDict})
+
+
 class Entered(list[Any]):
     """The tensors and numbers of a call, and the containers among its arguments that forward changes."""
 
@@ -192,6 +197,7 @@ class CallBoundary:
         self.forward = forward
         self.expected = ExpectedArguments(tape)
         self.more_keywords = more_keywords(forward, self.expected.kwargs)
+        self._takes_dicts = not _DICTS.isdisjoint(map(type, (*self.expected.args, *self.expected.kwargs.values())))
         self._count = len(tape.graph_outputs())
         self.outputs = without_values(tape.outputs)
         self.state = LiveState(tape, graph_module)
@@ -205,10 +211,13 @@ class CallBoundary:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
         if self.more_keywords:
             now = [name for name in kwargs if name in self.more_keywords]
-            if now != self.more_keywords and len(now) == len(self.more_keywords):
+            is_other = now != self.more_keywords and len(now) == len(self.more_keywords)
+            if is_other and not takes_by_key(self.forward, None):
                 order = f"{self.more_keywords} when traced and {now} now"
                 raise InputMismatchError(f"the order of **kwargs was {order}; pass them in that of the trace")
         args, kwargs = self.in_traced_form(args, kwargs)
+        if self._takes_dicts:
+            args, kwargs = self._in_order(args, kwargs)
         inputs = Entered(self._match(args, kwargs))
         self.check.run(CallInputs(args, kwargs, inputs), self._number(inputs))
         if self._writes_inputs and torch.is_grad_enabled():
@@ -245,6 +254,23 @@ class CallBoundary:
         for name in given.keys() - {*names, *expected.kwargs}:
             match(traced[name], given[name], ATensor, [], name, ANumber)
         return tuple([given[name] for name in names]), {name: given[name] for name in expected.kwargs}
+
+    def _in_order(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with dicts in the order and of the class of the trace, where forward takes entries by key."""
+        expected = self.expected
+        if len(args) != len(expected.args) or kwargs.keys() != expected.kwargs.keys():
+            return args, kwargs
+        positional = enumerate(zip(expected.args, args, strict=True))
+        by_name = {name: self._ordered(name, old, kwargs[name]) for name, old in expected.kwargs.items()}
+        return tuple([self._ordered(i, old, new) for i, (old, new) in positional]), by_name
+
+    def _ordered(self, place: int | str, old: Any, new: Any) -> Any:
+        if type(old) not in _DICTS or type(new) not in _DICTS or old.keys() != new.keys():
+            return new
+        if type(old) is type(new) and list(old) == list(new):
+            return new
+        name = argument_names(self.forward, len(self.expected.args))[place] if isinstance(place, int) else place
+        return type(old)((key, new[key]) for key in old) if takes_by_key(self.forward, name) else new
 
     def _match(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The tensors among the arguments, then the dynamic numbers: one value for each placeholder, in order."""

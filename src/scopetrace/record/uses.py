@@ -13,10 +13,13 @@ from __future__ import annotations
 
 import ast
 import functools
+import inspect
 import linecache
 import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+
+import torch
 
 from scopetrace.record.code import names_of
 
@@ -157,6 +160,38 @@ _PASSING = (
     *(ast.Tuple, ast.List),
 )
 """Expressions whose value is made of that of their parts."""
+
+
+def takes_by_key(forward: Any, name: str | None) -> bool:
+    """Whether a function, method or module takes entries of its dict `name` by constant keys, so that order is nothing.
+
+    None for `**kwargs`, whatever their name.
+    """
+    module = forward if isinstance(forward, torch.nn.Module) else getattr(forward, "__self__", None)
+    if isinstance(module, torch.nn.Module):
+        if vars(module)["_forward_pre_hooks"] or type(module).__call__ is not torch.nn.Module.__call__:
+            return False
+        forward = module.forward if forward is module else forward
+    code = getattr(forward, "__code__", None)
+    tree = None if code is None or {"locals", "eval"} & names_of(code).globals else _tree(code)
+    if code is None or tree is None:
+        return False
+    count = code.co_argcount + code.co_kwonlyargcount
+    if name is None and code.co_flags & inspect.CO_VARKEYWORDS:
+        name = code.co_varnames[count + bool(code.co_flags & inspect.CO_VARARGS)]
+    elif name not in code.co_varnames[:count]:
+        return False
+    found = [(n, p) for n, p in _walk(tree, ()) if isinstance(n, ast.Name) and n.id == name]
+    return all(_is_by_key(node, parents[0], parents[1]) for node, parents in found)
+
+
+def _is_by_key(node: ast.AST, around: Any, outer: ast.AST) -> bool:
+    """Whether `d`, in `around`, is that of `d["a"]`, `d.get("a")` or `"a" in d`."""
+    if isinstance(around, ast.Subscript) and isinstance(around.ctx, ast.Load):
+        return around.value is node and isinstance(around.slice, ast.Constant)
+    if isinstance(around, ast.Attribute):
+        return around.attr == "get" and isinstance(outer, ast.Call) and isinstance(outer.args[0], ast.Constant)
+    return isinstance(around, ast.Compare) and all(isinstance(op, (ast.In, ast.NotIn)) for op in around.ops)
 
 
 def catches_errors(code: types.CodeType, line: int) -> bool:
