@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import scopetrace as st
 
@@ -290,6 +291,57 @@ def test_an_optimizer_whose_first_step_is_another_is_refused():
 
     with pytest.raises(st.errors.UnsupportedOpError, match="SGD has no state yet"):
         st.trace(step, batches(1)[0])
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x * x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        return grad * 2 * x * weight, (grad * x * x).sum(0)
+
+
+class Applied(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc, self.weight = torch.nn.Linear(4, 4), torch.nn.Parameter(torch.randn(4))
+
+    def forward(self, x):
+        return Square.apply(self.fc(x), self.weight)
+
+
+class Checkpointed(torch.nn.Module):
+    def __init__(self, reentrant):
+        super().__init__()
+        self.first, self.block, self.reentrant = torch.nn.Linear(4, 4), Net(), reentrant
+
+    def forward(self, x):
+        return checkpoint(self.block, self.first(x), use_reentrant=self.reentrant)
+
+
+@pytest.mark.parametrize("model", [Applied(), Checkpointed(False), Checkpointed(True)], ids=["function", "new", "old"])
+def test_functions_and_checkpoints(model):
+    trace = run_beside_eager(step_of, model, [(torch.randn(5, 4),) for _ in range(3)])
+    assert all(call.backward_nodes for call in trace.calls if call.fqn in ("model", "model.block", "model.block.b"))
+
+
+def test_a_derivative_of_a_derivative():
+    def make(model):
+        def step(x):
+            x = x * 1
+            loss = model(x).square().sum()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + slope.square().sum()).backward()
+            return loss
+
+        return step
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+    run_beside_eager(make, model, [(torch.randn(5, 4, requires_grad=True),) for _ in range(3)])
 
 
 # Which forward each op of backward belongs to ------------------------------------------------------------------------

@@ -46,6 +46,7 @@ class GradientListener(Protocol):
         *,
         accumulates: bool,
         create_graph: bool,
+        keeps_graph: bool,
     ) -> Any:
         """The forward differentiates by `inputs`; with `accumulates`, into their `grad`, or that of all leaves.
 
@@ -89,6 +90,10 @@ class HookListener(Protocol):
     @property
     def gradients(self) -> GradientListener:
         """Who is told of the `grad` of tensors."""
+
+    @property
+    def differentiates(self) -> bool:
+        """Whether the forward may differentiate, so that checkpointed regions keep what their backward reads."""
 
     def mark(self) -> tuple[int, int]:
         """A mark of this place in the program."""
@@ -291,12 +296,12 @@ def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: 
         if mine() and (_is_users(self) or type(self).__module__ == torch.utils.checkpoint.__name__):
             marks[id(self)] = listener.mark()
             chosen[id(self)] = _context_fn(sys._getframe(1))
-        if id(self) not in marks or not _is_users(self):
+        if id(self) not in marks or not (_is_users(self) or listener.differentiates):
             enter(self)
 
     def __exit__(self: Any, *error: Any) -> None:
         mark = marks.pop(id(self), None)
-        if mark is None or not _is_users(self):
+        if mark is None or not (_is_users(self) or listener.differentiates):
             leave(self, *error)
         if mark is not None and error == (None, None, None):
             if _is_users(self):

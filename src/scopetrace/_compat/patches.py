@@ -52,6 +52,9 @@ class Observer(HookListener, Protocol):
     def on_custom_function(self, cls: type, args: Any) -> Any:
         """A `torch.autograd.Function` is applied. Returns what it gives, or NotImplemented to let torch apply it."""
 
+    def on_applied(self, t: torch.Tensor) -> torch.Tensor:
+        """Torch applies a `torch.autograd.Function` to a tensor. Returns what it gets in its place."""
+
     def on_reentrant(self, tensors: list[torch.Tensor]) -> None:
         """A reentrant checkpoint begins: its results require grad only if one of these does."""
 
@@ -268,8 +271,8 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
                 return outer(outputs, given, keep, create_graph, tuple(by), *args, **kw) if by else ()
 
             outputs, given = pytree.tree_map_only(torch.Tensor, observer.gradients.differentiated, (outputs, given))
-            found = differentiate, outputs, given, inputs
-            return observer.gradients.on_backward(*found, accumulates=accumulates, create_graph=create_graph)
+            how = {"accumulates": accumulates, "create_graph": create_graph, "keeps_graph": keep}
+            return observer.gradients.on_backward(differentiate, outputs, given, inputs, **how)
 
         return run
 
@@ -316,6 +319,7 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
                 found = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
                 if found is not NotImplemented:
                     return found
+                args, kwargs = pytree.tree_map_only(torch.Tensor, observer.on_applied, (args, kwargs))
         return outer.__get__(None, cls)(*args, **kwargs)
 
     for owner in (_SingleLevelFunction, torch.autograd.Function):

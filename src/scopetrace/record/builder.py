@@ -48,6 +48,8 @@ class Assumptions:
     """Whether torch runs every op, so that results have autograd's own history."""
     composites_apart: bool = False
     """Whether composite ops are recorded as their parts, so that the tensors that autograd saves in them are known."""
+    functions_apart: bool = False
+    """Whether torch applies each `torch.autograd.Function`, so that the backward of the forward runs its own."""
     object_types: frozenset[type] = frozenset()
     """The classes, unknown to pytree, whose instances hold tensors in their attributes."""
 
@@ -55,6 +57,7 @@ class Assumptions:
         return Assumptions(
             self.exact_autograd or other.exact_autograd,
             self.composites_apart or other.composites_apart,
+            self.functions_apart or other.functions_apart,
             self.object_types | other.object_types,
         )
 
@@ -95,9 +98,13 @@ class TapeBuilder:
         """The regions that have ended, in the order of their ends."""
         self.phase: Callable[[Any, Any], Phase | None] | None = None
         """Gives the phase of an op by its arguments and outputs; None while there is only a forward."""
-        self.made_nodes: list[tuple[int, Op]] = []
-        """The ops that made nodes of autograd's graph, and the number of the first one. Of a recording in which torch
-        runs every op."""
+        self.made_nodes: list[tuple[int, Op | Phase]] = []
+        """The ops that made nodes of autograd's graph, and the number of the first one; of a function of autograd, the
+        phase of its backward. Of a recording in which torch runs every op."""
+        self.differentiated: set[int] = set()
+        """The numbers of the nodes through which the forward itself has differentiated."""
+        self.functions_apart = False
+        """As in Assumptions."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
         self.op_frames: Frames | None = None

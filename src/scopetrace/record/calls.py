@@ -26,14 +26,14 @@ import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
-from scopetrace._compat.gradients import is_module_hook
+from scopetrace._compat.gradients import is_module_hook, next_sequence_number
 from scopetrace._compat.ops import eager, paused, unwrapped
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
-from scopetrace.ir.tape import Call, Value
+from scopetrace.ir.tape import Call, Phase, Value
 from scopetrace.ops.history import can_require_grad
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
 from scopetrace.record.gradients import GradientRecorder
@@ -216,6 +216,11 @@ class CallRecorder:
         """Records derivatives, and the `grad` of tensors."""
         return GradientRecorder(self._builder, self._values, self._reads, self._model)
 
+    @property
+    def differentiates(self) -> bool:
+        """As `HookListener.differentiates`."""
+        return self._builder.tape.exact_autograd
+
     def on_forward_ad(self) -> None:
         """The forward makes a tensor with a tangent, on which no op of a graph acts."""
         raise UnsupportedOpError(
@@ -229,7 +234,7 @@ class CallRecorder:
         """A function with a backward of its own is applied."""
         if is_module_hook(cls):
             self._refuse_hook("a backward hook of a module", "nn.Module.register_full_backward_hook")
-        tensors = [t for t in args if isinstance(t, torch.Tensor)]
+        tensors, call = [t for t in args if isinstance(t, torch.Tensor)], self._builder.call
         for t in tensors:
             self._reads.on_gradient(t)
         if not any(t.requires_grad for t in tensors):
@@ -238,8 +243,16 @@ class CallRecorder:
             if not self._builder.tape.exact_autograd:  # torch detaches a result that autograd takes for no view
                 raise Retrace("a torch.autograd.Function runs under no_grad", Assumptions(exact_autograd=True))
             return NotImplemented
+        if self._builder.functions_apart:
+            phase = Phase("backward", 0 if call is None else call.position, self._builder.state.current_scope)
+            self._builder.made_nodes.append((next_sequence_number(), phase))
+            return NotImplemented
         with paused():
             return self._ops.apply_function(cls, args)
+
+    def on_applied(self, t: torch.Tensor) -> torch.Tensor:
+        """Torch applies a function: where the forward differentiates, to the fake tensors of parameters."""
+        return self.gradients.differentiated(t) if self._builder.functions_apart else t
 
     def on_reentrant(self, tensors: list[torch.Tensor]) -> None:
         """A reentrant checkpoint begins."""

@@ -21,6 +21,7 @@ import collections
 import contextlib
 import datetime
 import functools
+import itertools
 import os
 import random
 import secrets
@@ -29,12 +30,13 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from scopetrace._compat.gradients import sequence_number
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.tensors import base_of, is_view, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
@@ -389,14 +391,29 @@ def _of_draw(draw: Draw, functions: list[types.FunctionType]) -> SideEffect:
 _KEPT, _MADE = 1, 2
 
 
-def refuse_lost_gradients(tape: RecordedTape, results: Iterable[Value], examples: Mapping[Value, torch.Tensor]) -> None:
+def refuse_lost_gradients(
+    tape: RecordedTape,
+    results: Iterable[Value],
+    examples: Mapping[Value, torch.Tensor],
+    differentiated: Container[int] | None,
+) -> None:
     """Raise UnsupportedOpError where a tensor requires grad only by `requires_grad_()` or the like in the forward.
 
-    That is one of the results, an input, or a tensor of the model. `examples` are the inputs as they were given.
+    That is one of the results, an input, or a tensor of the model. `examples` are the inputs as they were given, and
+    `differentiated` the numbers of the nodes through which the forward itself has differentiated once and for all,
+    None where torch applied no function of autograd itself.
     """
     late = [v for op in tape.ops for v in op.values() if not v.requires_grad and requires_grad_of(v.fake)]
     plain = (v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake))
-    unseen = next((v for v in plain if isinstance(v.fake.grad_fn, BackwardCFunction)), None)
+    functions = (v for v in plain if isinstance(v.fake.grad_fn, BackwardCFunction))
+    unseen = next((v for v in functions if sequence_number(v.fake.grad_fn) not in (differentiated or ())), None)
+    if unseen is not None and differentiated is not None:
+        raise UnsupportedOpError(
+            "the forward differentiates, and has autograd_function_apply of tensors that require grad, through which "
+            "gradients may go to a result too",
+            **_place(unseen.op),
+            hint="trace the forward alone, without torch.autograd.grad in it",
+        )
     if unseen is not None:
         raise UnsupportedOpError(
             "a torch.autograd.Function is called by an `apply` that was bound before the trace, which torch 2.15 and "
@@ -489,7 +506,8 @@ def refuse_recomputed(tape: RecordedTape, regions: Iterable[Region]) -> None:
             continue
         made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _aliases(v, op)}
         read = {v.storage for op in ops for v in op.inputs()} - made
-        for op in tape.ops[region.start :]:
+        before_backward = itertools.takewhile(lambda op: op.phase is None, tape.ops[region.start :])
+        for op in before_backward:
             if any(v.storage in read for v in op.writes):
                 raise UnsupportedOpError(
                     "a checkpointed region (torch.utils.checkpoint) reads a tensor that it or a later op writes, so "

@@ -80,6 +80,7 @@ class GradientRecorder:
         *,
         accumulates: bool,
         create_graph: bool,
+        keeps_graph: bool,
     ) -> Any:
         """The forward differentiates `outputs`, with `given` as their gradients.
 
@@ -98,7 +99,7 @@ class GradientRecorder:
         self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(hooks_of, tuple(known)))
         for p, t in params:
             give_hooks(p, t)
-        with self._phases.backward(outputs, list(given)):
+        with self._phases.backward(outputs, list(given), keeps_graph=keeps_graph):
             found = run(by)
         if not accumulates:
             return found
@@ -261,6 +262,8 @@ class GradientRecorder:
         if not self._tape.exact_autograd:
             raise Retrace("the forward differentiates", Assumptions(exact_autograd=True))
         op = self._builder.opaque_to_autograd
+        if op == "autograd_function_apply" and not self._builder.functions_apart:
+            raise Retrace("the forward differentiates a function", Assumptions(functions_apart=True))
         if op is not None:
             hint = "trace the forward alone, without torch.autograd.grad in it"
             self._refuse(f"the forward differentiates, and has {op} of tensors that require grad", hint, op)

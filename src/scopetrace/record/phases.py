@@ -36,14 +36,18 @@ class PhaseRecorder:
         """The number of the node that ended last, and by the id of each gradient that it gave, where that goes to."""
 
     @contextlib.contextmanager
-    def backward(self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None]) -> Iterator[None]:
-        """Inside, torch differentiates `outputs`."""
+    def backward(
+        self, outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor | None], *, keeps_graph: bool
+    ) -> Iterator[None]:
+        """Inside, torch differentiates `outputs`; with `keeps_graph`, what led to them may be differentiated again."""
         ops, own = self._builder.tape.ops, {self._values.value_of(t).op for t in given if t is not None}
         for i in range(max(0, len(ops) - len(given)), len(ops)):
             if ops[i] in own and ops[i].target is torch.ops.aten.ones_like.default:
                 ops[i] = ops[i].replace(phase=self._of_op(ops[i].tensor(0).op))
                 ops[i].result.op = ops[i]
-        handles = [node.register_hook(self._on_end(node)) for node in nodes_of(outputs)]
+        nodes = nodes_of(outputs)
+        self._builder.differentiated.update(map(sequence_number, () if keeps_graph else nodes))
+        handles = [node.register_hook(self._on_end(node)) for node in nodes]
         before, self._builder.phase = self._builder.phase, self._of_running_node
         try:
             yield
@@ -101,4 +105,5 @@ class PhaseRecorder:
             return self.of_value(self._values.value_of(unwrapped(leaf)))
         made = self._builder.made_nodes
         i = bisect.bisect_right(made, sequence_number(node), key=operator.itemgetter(0)) - 1
-        return self._of_op(made[i][1] if i >= 0 else self._builder.tape.ops[-1])
+        found = made[i][1] if i >= 0 else self._builder.tape.ops[-1]
+        return found if isinstance(found, Phase) else self._of_op(found)

@@ -204,6 +204,7 @@ class Recording:
             grad=torch.is_grad_enabled(),
         )
         self.builder = TapeBuilder(self.tape)
+        self.builder.functions_apart = assumptions.functions_apart
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.reads = ReadRecorder(self.builder, self.values, model)
@@ -271,7 +272,7 @@ class Recording:
             dataclasses.replace(n, changes=new.get(n.name) != n.value) for n in found if n.name not in dynamic
         ]
         self._refuse(forward, others)
-        if self.builder.regions:
+        if self.builder.regions and not self.builder.differentiated:  # their backward may be a part of the program
             keep_regions(tape, self.builder.regions)
         if checks_enabled():
             verify(tape, "recording")
@@ -329,7 +330,8 @@ class Recording:
             raise self.builder.deferred[0]
         results = leaves(tape.outputs, Value)
         refuse_tags(tape, results)
-        refuse_lost_gradients(tape, results, self.values.examples)
+        differentiated = self.builder.differentiated if self.builder.functions_apart else None
+        refuse_lost_gradients(tape, results, self.values.examples, differentiated)
         refuse_recomputed(tape, self.builder.regions)
         refuse_detached_inputs(tape, self.values.examples)
         if tape.sizes is not None:
