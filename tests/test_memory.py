@@ -179,3 +179,71 @@ def test_the_calls_of_a_step():
     assert rows["model.0"].saved == rows["model.1"].saved > 0
     assert rows["model.0"].made >= rows["model.0"].saved + rows["model.0"].freed
     assert rows["model"].peak <= rows[""].peak
+
+
+# Checkpoints ---------------------------------------------------------------------------------------------------------
+
+
+def peak_of(model, x):
+    def step():
+        model(x).logsumexp(1).sum().backward()
+
+    with Live([x, *model.parameters()]) as live:
+        step()
+    model.zero_grad()
+    return live.peak
+
+
+def blocks(count=6):
+    return nn.Sequential(nn.Linear(32, 32), *(Block(32) for _ in range(count)), nn.Linear(32, 10))
+
+
+@pytest.mark.parametrize("share", [0.9, 0.75, 0.6])
+def test_a_plan_s_peak_is_that_of_eager_with_its_checkpoints(share):
+    model, x = blocks(), torch.randn(256, 32)
+
+    def step():
+        model(x).logsumexp(1).sum().backward()
+
+    tr = st.trace(step, ())
+    before = tr.memory().peak_bytes
+    plan = tr.checkpoint_plan(int(before * share))
+    assert plan.peak_bytes_before == before == pytest.approx(peak_of(model, x), rel=0.1)
+    assert plan.peak_bytes <= before * share
+    wanted = [p.clone() for p in model.state_dict().values()]
+    plan.apply(model)
+    assert peak_of(model, x) == pytest.approx(plan.peak_bytes, rel=0.1)
+    assert all(map(torch.equal, model.state_dict().values(), wanted))
+    assert list(model.state_dict())[2] == "1.norm.weight"
+
+
+def test_a_step_that_fits_needs_no_checkpoints():
+    model, x = blocks(1), torch.randn(4, 32)
+    plan = st.trace(lambda x: model(x).sum().backward(), (x,)).checkpoint_plan(10**9)
+    assert (plan.fqns, plan.flops) == ((), 0)
+
+
+def test_text_of_a_plan():
+    model = nn.Sequential(Block(32), Block(32))
+    tr = st.trace(lambda x: model(x).sum().backward(), (torch.randn(256, 32),))
+    assert str(tr.checkpoint_plan(550_000)) == ("peak 643 kB -> 478 kB, 4.19 MFLOP computed twice\n  model.0")
+
+
+def test_budgets_that_are_not_reached():
+    model = blocks(2)
+    tr = st.trace(lambda x: model(x).sum().backward(), (torch.randn(8, 32),))
+    with pytest.raises(st.ArgumentError, match="checkpoints bring the peak down to [0-9]+ bytes only"):
+        tr.checkpoint_plan(10)
+
+
+def test_a_forward_has_no_plan():
+    with pytest.raises(st.ArgumentError, match="trace a function that calls backward"):
+        st.trace(nn.ReLU(), (torch.ones(1),)).checkpoint_plan(10)
+
+
+def test_a_plan_of_another_model():
+    model, x = blocks(4), torch.randn(256, 32)
+    tr = st.trace(lambda x: model(x).sum().backward(), (x,))
+    plan = tr.checkpoint_plan(int(tr.memory().peak_bytes * 0.9))
+    with pytest.raises(st.ArgumentError, match="is no module of this model"):
+        plan.apply(blocks(2))

@@ -66,6 +66,7 @@ NAMES = {
     "torch.autograd.graph": "_engine_run_backward",
     "torch.compiler": "_is_compiling_flag _is_exporting_flag",
     "torch.fx._symbolic_trace": "is_fx_tracing",
+    "torch.distributed.algorithms._checkpoint.checkpoint_wrapper": "apply_activation_checkpointing",
     "torch.export._unlift": "GuardsFn",
     "torch.export.dynamic_shapes": "_DerivedDim _DimHint _DimHintType _IntWrapper",
     "torch.export.dynamic_shapes:_DimHintType": "AUTO STATIC",

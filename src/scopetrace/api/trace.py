@@ -19,6 +19,7 @@ import torch
 import torch.export
 import torch.fx
 
+from scopetrace.api.checkpoints import CheckpointPlan, checkpoint_plan
 from scopetrace.api.compiled import CompiledTrace, compile_program
 from scopetrace.api.module import to_module
 from scopetrace.api.runnable import Shown, program_of
@@ -156,6 +157,21 @@ class Trace(Shown):
         """
         targets = functions if isinstance(functions, (list, tuple)) else (functions,)
         return compile_program(self._program, targets, backend, mode, options, progress)
+
+    def checkpoint_plan(self, budget_bytes: int) -> CheckpointPlan:
+        """Which module calls to checkpoint, so that a traced training step needs at most `budget_bytes` at one time.
+
+        What a checkpointed call saves for backward is freed, and computed again in backward. Calls are chosen one by
+        one, at each peak the one that frees most bytes for a FLOP computed twice. `CheckpointPlan.apply(model)` wraps
+        the modules in torch's CheckpointWrapper.
+
+        Args:
+            budget_bytes: the limit for `Memory.peak_bytes`, besides parameters, buffers and inputs.
+
+        Raises ArgumentError for a trace without a backward, and for a budget that checkpoints do not reach; it says
+        how far they get.
+        """
+        return checkpoint_plan(self._program, budget_bytes)
 
     def to_onnx(
         self,

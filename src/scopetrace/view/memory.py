@@ -11,7 +11,8 @@ Parameters, buffers and inputs are there before and after. What kernels take for
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from scopetrace._compat.symbols import example
@@ -44,16 +45,19 @@ class CallMemory:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Storage:
+class Storage:
     """Memory that the program makes."""
 
     size: int
+    """In bytes."""
     made: int
     """The position of the op that makes it."""
     used: int
     """The position of the last op that uses it; that after the last op for results of the program."""
-    is_saved: bool
-    """Whether forward makes it and backward reads it."""
+    forward_used: int
+    """The position of the last op of the forward that uses it."""
+    backward_used: int | None
+    """Where forward makes it and backward reads it, the position of the first op of backward that does."""
 
 
 class Memory:
@@ -76,26 +80,27 @@ class Memory:
     def __init__(self, program: TracedProgram, depth: int | None = None) -> None:
         """`depth`: levels of calls below the root that have rows; None for all."""
         tape = program.reported
-        self.held_bytes, storages = _storages(tape)
-        self.timeline = _timeline(len(tape.ops), storages)
+        self.held_bytes, found = storages_of(tape)
+        storages = list(found.values())
+        self.timeline = timeline_of(len(tape.ops), ((s.size, s.made, s.used) for s in storages))
         self.peak_bytes = max(self.timeline, default=0)
-        self.saved_bytes = sum(s.size for s in storages if s.is_saved)
+        self.saved_bytes = sum(s.size for s in storages if s.backward_used is not None)
         at = self.timeline.index(self.peak_bytes) if self.peak_bytes else None
         op = None if at is None else tape.ops[at]
-        call = None if op is None else _forward_call(op, tape)
+        call = None if op is None else forward_call(op, tape)
         self.peak_op = "" if op is None else str(op.target)
         self.peak_call = "" if call is None else call.fqn or ""
         self.peak_phase = "forward" if op is None or op.phase is None else op.phase.name
         self.peak_source = source_of(op.frames) or "" if op is not None and op.phase is None else ""
         self.rows = list(self._rows(tape, storages, depth))
 
-    def _rows(self, tape: Tape, storages: list[_Storage], depth: int | None) -> Iterator[CallMemory]:
+    def _rows(self, tape: Tape, storages: list[Storage], depth: int | None) -> Iterator[CallMemory]:
         peaks = _peaks(tape, self.timeline)
         for call in tape.calls:
             level = len(list(call.ancestors())) - 1
             if depth is not None and level > depth:
                 continue
-            own = [s for s in storages if call.start <= s.made < call.stop and _is_forward(tape.ops[s.made])]
+            own = [s for s in storages if call.start <= s.made < call.stop and is_forward(tape.ops[s.made])]
             yield CallMemory(
                 call.fqn,
                 call.scope.type_name,
@@ -103,7 +108,7 @@ class Memory:
                 level,
                 sum(s.size for s in own),
                 sum(s.size for s in own if s.used < call.stop),
-                sum(s.size for s in own if s.is_saved),
+                sum(s.size for s in own if s.backward_used is not None),
                 peaks.get(call, 0),
             )
 
@@ -149,38 +154,43 @@ def _cell(size: int) -> str:
     return amount(size, "B") if size else "-"
 
 
-def _is_forward(op: Op) -> bool:
+def is_forward(op: Op) -> bool:
+    """Whether it belongs to a forward, neither to a backward nor to what comes after it."""
     return op.phase is None
 
 
-def _forward_call(op: Op, tape: Tape) -> Call | None:
+def forward_call(op: Op, tape: Tape) -> Call | None:
     """The call that an op belongs to: of an op of backward, that of the op of the forward."""
     if op.phase is not None and op.phase.scope is not None:
         return tape.calls[op.phase.call]
     return op.call
 
 
-def _storages(tape: Tape) -> tuple[int, list[_Storage]]:
-    """The bytes that are there before the program, and what it makes."""
+def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
+    """The bytes that are there before the program, and what it makes, by `Value.storage`."""
     size: dict[int, int] = {}
     made: dict[int, int] = {}
     used: dict[int, int] = {}
-    saved: set[int] = set()
+    forward: dict[int, int] = {}
+    backward: dict[int, int] = {}
     for i, op in enumerate(tape.ops):
         for value in op.inputs():
-            used[value.storage] = i
-            if not _is_forward(op) and _is_forward(tape.ops[made.get(value.storage, 0)]):
-                saved.add(value.storage)
+            if not is_forward(op) and is_forward(tape.ops[made.get(value.storage, 0)]):
+                backward.setdefault(value.storage, i)
         for value in op.values():
             if value.storage not in size:
-                size[value.storage] = _bytes(value)
-                made[value.storage] = i
+                size[value.storage], made[value.storage] = _bytes(value), i
+        for value in (*op.inputs(), *op.values()):
             used[value.storage] = i
+            if is_forward(op):
+                forward[value.storage] = i
     for output in (*tape.graph_outputs(), *(w.value for w in getattr(tape, "attribute_writes", ()))):
         if isinstance(output, Value):
             used[output.storage] = len(tape.ops)
     held = {s for s, i in made.items() if tape.ops[i].kind in ("placeholder", "get_attr")}
-    own = [_Storage(size[s], made[s], used[s], s in saved) for s in size if s not in held]
+    own = {
+        s: Storage(size[s], made[s], used[s], forward.get(s, made[s]), backward.get(s)) for s in size if s not in held
+    }
     return sum(size[s] for s in held), own
 
 
@@ -192,24 +202,23 @@ def _bytes(value: Value) -> int:
         return example(value.fake.numel()) * value.fake.element_size()
 
 
-def _timeline(count: int, storages: list[_Storage]) -> list[int]:
-    """The bytes in use while each op runs: what it makes is there, and what it uses last is there still."""
+def timeline_of(count: int, intervals: Iterable[tuple[int, int, int]]) -> list[int]:
+    """The bytes in use while each of `count` ops runs.
+
+    `intervals`: bytes, the position of the op that makes them, and that of the last one that uses them.
+    """
     changes = [0] * (count + 2)
-    for s in storages:
-        changes[s.made] += s.size
-        changes[min(s.used, count) + 1] -= s.size
-    found, now = [], 0
-    for change in changes[:count]:
-        now += change
-        found.append(now)
-    return found
+    for size, made, used in intervals:
+        changes[made] += size
+        changes[min(used, count) + 1] -= size
+    return list(itertools.accumulate(changes[:count]))
 
 
 def _peaks(tape: Tape, timeline: list[int]) -> dict[Call, int]:
     """The most in use while ops of each call run, those inside and those of backward included."""
     found: dict[Call, int] = {}
     for op, now in zip(tape.ops, timeline, strict=True):
-        call = _forward_call(op, tape)
+        call = forward_call(op, tape)
         while call is not None:
             found[call] = max(found.get(call, 0), now)
             call = call.parent
