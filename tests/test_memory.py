@@ -232,7 +232,7 @@ def test_text_of_a_plan():
 def test_budgets_that_are_not_reached():
     model = blocks(2)
     tr = st.trace(lambda x: model(x).sum().backward(), (torch.randn(8, 32),))
-    with pytest.raises(st.ArgumentError, match="checkpoints bring the peak down to [0-9]+ bytes only"):
+    with pytest.raises(st.ArgumentError, match="checkpoints bring the peak down to"):
         tr.checkpoint_plan(10)
 
 
