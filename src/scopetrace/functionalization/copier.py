@@ -104,10 +104,10 @@ class TapeCopier(abc.ABC):
         return self.values[old] if aliases is None else aliases.read(old, reader)
 
     def operand(self, old: Value, reader: Op) -> Value:
-        """As `read`, for an op: a copy of memory that autograd may keep for it, and that the write-back changes.
+        """As `read`, for an operand: a copy where autograd may keep memory from outside, which the write-back changes.
 
-        Eager keeps the memory of `old`, which was written before. Where the value is that of memory not written yet,
-        as of a part that the writes did not touch, the write-back comes after.
+        In eager the write came before the op: what it left alone, as a part of `old` or the source of a copy, stays.
+        Memory that was not written so far is written after the op in eager too, where a backward pass raises as well.
         """
         aliases = self.sets.get(old.storage)
         if aliases is None:
