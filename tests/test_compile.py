@@ -216,6 +216,23 @@ def test_sizes_that_are_dynamic(backend):
                 assert_same(compiled(given), model(given))
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_stride_that_is_dynamic_where_no_size_is(backend):
+    class Part(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x):
+            return self.layers[1](self.layers[0](x[:, :8]))
+
+    model = Part()
+    compiled = st.trace(model, (torch.randn(3, 9),), dynamic_shapes=({1: Dim("width", min=9)},)).compile(backend)
+    for width in (9, 12, 30):
+        x = torch.randn(3, width)
+        assert_same(compiled(x), model(x))
+
+
 def test_a_size_of_zero():
     model = nn.Sequential(Block(), Block())
     compiled = st.trace(model, (torch.ones(4, 8),), dynamic_shapes=({0: Dim("n")},)).compile("aot_eager")

@@ -119,8 +119,8 @@ class ExampleInputs:
         self._factory = FakeFactory()
         self._known: dict[Any, tuple[Any, Any]] = {}  # symbol and SymInt, by size of the trace
         self._places: list[tuple[int, int | None]] = []  # operand and dimension, of each size
-        self._strides: list[tuple[int, int, Any]] = []  # operand, dimension, expression of those that are symbolic
         self._static_strides = [_static_strides(x) for x in examples]
+        self._strides: list[tuple[int, int, Any]] = []  # operand, dimension, expression; of the other operands
         self.are_known = all(map(_is_known, examples))
         self._fakes = [self._fake(i, x) for i, x in enumerate(examples)] if self.are_known else []
         self._checked: tuple[int, Callable[..., bool]] | None = None
@@ -142,7 +142,7 @@ class ExampleInputs:
         for x, strides in zip(operands, self._static_strides, strict=True):
             if strides and x.stride() != strides:
                 return None
-        if not self._places:
+        if not self._places and not self._strides:
             return []
         guards = self._factory.shape_env.guards
         if self._checked is None or self._checked[0] != len(guards):
@@ -169,7 +169,8 @@ class ExampleInputs:
         like = torch.empty_strided(*hints, device="meta")
         with without_dispatch(), torch.no_grad():
             strides = symbolic_strides(like, sizes)
-            self._strides += [(i, dim, to_expr(n)) for dim, n in enumerate(strides) if type(n) is not int]
+            if not self._static_strides[i]:
+                self._strides += [(i, dim, to_expr(n)) for dim, n in enumerate(strides)]
             return self._factory.fresh(sizes, strides, example.dtype, example.device, False)
 
     def _size(self, i: int, dim: int | None, n: Any) -> Any:
