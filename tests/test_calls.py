@@ -255,6 +255,10 @@ def test_functions_methods_and_partials_are_callables_too():
     partial = st.trace(functools.partial(run, times=1), (x,))
     torch.testing.assert_close(partial(x), run(x))
     assert partial.scope.path == "run"
+    layer = nn.Bilinear(3, 3, 2)
+    of_module = st.trace(functools.partial(layer, input2=torch.ones(2, 3)), (torch.ones(2, 3),))
+    torch.testing.assert_close(of_module(torch.ones(2, 3)), layer(torch.ones(2, 3), torch.ones(2, 3)))
+    assert [call.fqn for call in of_module.calls[1:]] == ["func"]
 
 
 def test_a_bound_method_has_the_names_of_its_module():

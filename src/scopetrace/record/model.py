@@ -277,7 +277,9 @@ def _modules_around(fn: Any) -> list[tuple[str, torch.nn.Module]]:
         fn = fn.func
     fn = getattr(fn, "__wrapped__", fn)
     code = getattr(fn, "__code__", None)
-    if code is None:
+    if isinstance(fn, torch.nn.Module):
+        found.append(("func", fn))
+    elif code is None:
         found += getattr(fn, "__dict__", {}).items()
     else:
         found += [(name, content_of(cell)) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False)]
