@@ -270,7 +270,7 @@ def _reported(hop: HigherOrderOperator) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def dispatching_to(mode: PreDispatchMode, *others: Any) -> Iterator[None]:
-    """Enter the modes `others` and, above them, `mode`, with `short_way` in place.
+    """Enter the modes `others` and, above them, `mode`, which works once, with `short_way` in place.
 
     The mode of an outer trace in this thread is off inside.
     """
@@ -279,6 +279,7 @@ def dispatching_to(mode: PreDispatchMode, *others: Any) -> Iterator[None]:
         for entered in (*others, enable_python_dispatcher(), mode):
             stack.enter_context(entered)
         yield
+    del mode.on_op, mode.on_higher_order  # of a recorder that has the mode: all that it has is freed without a cycle
 
 
 @contextlib.contextmanager

@@ -437,9 +437,10 @@ def _report_values(replace: Replace, observer: Observer, mine: Mine) -> None:
         found = observer.on_number(self) if mine() and self.dim() == 0 else NotImplemented
         return to_text(self, spec) if found is NotImplemented else format(found, spec)
 
-    text, shown = _text_of_tensor(mine), torch.Tensor.__repr__
-    replace(torch.Tensor, "__repr__", lambda self, **k: text(shown(self, **k)) if mine() else shown(self, **k))
-    replace(warnings, "warn", _warning_of_text(text))
+    shown = torch.Tensor.__repr__
+    replace(torch.Tensor, "__repr__", lambda self, **k: _Text(shown(self, **k)) if mine() else shown(self, **k))
+    replace(_Text, "mine", staticmethod(mine))
+    replace(warnings, "warn", _warning_of_text())
     for name in ("__reduce_ex__", "__deepcopy__"):
         replace(torch.Tensor, name, _of_plain(getattr(torch.Tensor, name), observer, mine))
     replace(torch.Tensor, "numpy", numpy)
@@ -449,27 +450,31 @@ def _report_values(replace: Replace, observer: Observer, mine: Mine) -> None:
             replace(cls, name, _of_the_number(getattr(cls, name), observer, mine))
 
 
-def _text_of_tensor(mine: Mine) -> type[str]:
-    """A class of text that may be shown; the model's code may not look into it, since it has no data."""
+class _Text(str):
+    """The text of a tensor, which may be shown; the model's code may not look into it, since it has no data."""
 
-    def method(name: str) -> Callable[..., Any]:
-        def read(self: str, *args: Any) -> Any:
-            if mine() and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_MODEL):
-                raise RuntimeError("the text of a tensor in a trace doesn't have data")
-            return getattr(str, name)(self, *args)
-
-        return read
-
-    names = ("__len__", "__eq__", "__ne__", "__hash__", "__contains__", "__getitem__", "__iter__", "split", "find")
-    return type("Text", (str,), {name: method(name) for name in names})
+    mine: Mine = staticmethod(bool)
 
 
-def _warning_of_text(text: type[str]) -> Callable[..., None]:
+def _not_looked_into(name: str) -> Callable[..., Any]:
+    def read(self: str, *args: Any) -> Any:
+        if _Text.mine() and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_MODEL):
+            raise RuntimeError("the text of a tensor in a trace doesn't have data")
+        return getattr(str, name)(self, *args)
+
+    return read
+
+
+for _name in ("__len__", "__eq__", "__ne__", "__hash__", "__contains__", "__getitem__", "__iter__", "split", "find"):
+    setattr(_Text, _name, _not_looked_into(_name))
+
+
+def _warning_of_text() -> Callable[..., None]:
     """`warnings.warn`, which looks whether it has shown a text."""
     outer = warnings.warn
 
     def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **more: Any) -> None:
-        outer(str.__str__(message) if isinstance(message, text) else message, category, stacklevel + 1, *args, **more)
+        outer(str.__str__(message) if isinstance(message, _Text) else message, category, stacklevel + 1, *args, **more)
 
     return warn
 

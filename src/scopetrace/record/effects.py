@@ -48,7 +48,7 @@ from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, History, can_require_grad
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_users, is_users_class, names_of
-from scopetrace.record.model import Change, Model, Words, holds_fake, same, short
+from scopetrace.record.model import Change, Model, Snapshot, Words, holds_fake, same, short
 from scopetrace.record.regions import CHECKPOINT, Region
 from scopetrace.record.uses import kept_in, uses
 
@@ -186,7 +186,7 @@ class EffectWatch:
         self._values = values
         self._draws = Draws(builder)
         self._snapshot = model.snapshot
-        self.reach = Reach(self._add_outside)
+        self.reach = Reach(functools.partial(_add_outside, self._snapshot))
         for name, argument in arguments:
             for path, leaf in leaves_with_path(argument, name, object_types):
                 self._snapshot.add(path, f"{name}=", leaf)
@@ -206,11 +206,6 @@ class EffectWatch:
         self._bindings = [(t, name, t.get(name, MISSING)) for t, name in self.reach.globals.values()]
         self._cells = [(name, cell, content_of(cell)) for name, cell in self.reach.cells.values()]
         self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes | self.reach.bases]
-
-    def _add_outside(self, name: str, key: str, x: Any) -> None:
-        self._snapshot.outside = True
-        self._snapshot.add(name, key, x)
-        self._snapshot.outside = False
 
     def _follow(self, fn: Any) -> None:
         """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
@@ -312,6 +307,12 @@ class EffectWatch:
             if is_random(op.target) or any(v.storage in differs for v in op.inputs()):
                 differs |= {v.storage for v in op.values()}
         return value.storage not in differs
+
+
+def _add_outside(snapshot: Snapshot, name: str, key: str, x: Any) -> None:
+    snapshot.outside = True
+    snapshot.add(name, key, x)
+    snapshot.outside = False
 
 
 def _bind(put: Callable[[str, Any], None], remove: Callable[[str], None], name: str, value: Any) -> None:
