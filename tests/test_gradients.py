@@ -249,6 +249,11 @@ REFUSED = {
         ["y[1::2].zero_()", ("torch.inference_mode()", "y.swapaxes_(0, -1)"), "a = x * 2"],
         ("a",),
     ),
+    "data that is a view of the tensor's own memory": (
+        "plain",
+        ["a = x * 2", "a.data = a.data.t()", "b = a + 1"],
+        ("b",),
+    ),
     "data of inference mode": (
         "two_leaves",
         [("torch.inference_mode()", "y.data = x.detach().clone()"), "a = y.sigmoid_()"],
@@ -712,6 +717,19 @@ def test_a_factory_s_leaf_ties_the_trace_to_inputs_that_require_grad(use, traced
     steps = ["a = torch.ones_like(x, requires_grad=True)", f"b = {use}"]
     kind, why = kind_of("leaf", *steps, returned=("b",), traced=traced)
     assert kind not in ("wrong", "fails"), why
+
+
+def test_data_of_another_dtype_and_size_for_a_tensor_that_was_written():
+    def forward(x):
+        a = torch.cat([x, x])
+        a.scatter_add_(0, torch.zeros(1, 4, dtype=torch.long), a.clone())
+        total = a.sum(0)
+        a.data = torch.arange(5)
+        return total, a + 1
+
+    x = torch.arange(12.0).view(3, 4)
+    for expected, actual in zip(forward(x), st.trace(forward, (x,))(x), strict=True):
+        assert expected.dtype == actual.dtype and torch.equal(expected, actual)
 
 
 def test_a_function_that_returns_a_view_is_no_write():

@@ -451,6 +451,12 @@ class ValueTable:
         """Before some tensors get other memory in place: no new tensor may get the storage that their values have."""
         self._keep += [t.untyped_storage() for t in tensors if t.layout is torch.strided]
 
+    def leave_memory(self, t: torch.Tensor) -> None:
+        """Before `t.data = new`, of a tensor made in the trace: its value keeps the memory, sizes and dtype it has."""
+        self.keep_memory([t])
+        self.freeze(self.value_of(t), layout_of(t))
+        del self.by_id[id(t)]
+
     def freeze(self, value: Value, layout: tuple[Any, ...]) -> None:
         """After an op gave the tensor of `value` another shape in place: the value keeps what it was before.
 

@@ -390,7 +390,9 @@ class CallRecorder:
             self._reads.on_fact(t, "requires_grad", (), requires_grad_of(t))
             if requires_grad_of(t):
                 self._refuse_flag("sets `.data` of a tensor that it made and that requires grad", "data")
-            values.keep_memory([t])
+            if values.value_of(t).storage == values.value_of(new).storage and not values.are_one_view(t, new):
+                self._refuse_flag("sets `.data` of a tensor that it made to a view of its own memory", "data")
+            values.leave_memory(t)
             return False
         if self.paused or (t.dtype, t.device, t.layout) != (new.dtype, new.device, new.layout):
             raise UnsupportedOpError(
