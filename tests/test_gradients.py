@@ -48,6 +48,16 @@ RIGHT = {
         ["a = torch.empty_like(y).copy_(y)", ("torch.no_grad()", "b = a[1:]"), "c = b[1:]"],
         ("c",),
     ),
+    "a view made under no_grad, beside its base, whose strides are others in the graph": (
+        "transposed",
+        [
+            "torch.add(torch.arange(24).view(6, 4), 1, out=x.detach())",
+            "a = x.flip(0)[1::2]",
+            ("torch.no_grad()", "b = a[..., 1:]"),
+            "c = b[1:]",
+        ],
+        ("b", "a", "c"),
+    ),
     "a view made under no_grad, whose strides are others in the graph": (
         "transposed",
         ["x.mul_(x[0].clone())", "a = x.index_put((torch.tensor([0, 1]),), x[:2])", ("torch.no_grad()", "b = a[1:]")],

@@ -172,7 +172,11 @@ class _Builder:
             size, stride = tuple(leaf.fake.size()), tuple(leaf.fake.stride())
             detached = owner.fake.requires_grad and not leaf.fake.requires_grad
             first = [ViewStep(_aten.detach.default, (), {}, None)] if detached else []
-            return ViewOf(self._plain(owner, owner), (*first, StridedStep(size, stride, leaf.offset - owner.offset)))
+            mode = None
+            if is_cut(leaf):  # a leaf, or made of one
+                mode, first = leaf.op.grad, [ViewStep(_aten.alias.default, (), {}, None, grad=False)]
+            step = StridedStep(size, stride, leaf.offset - owner.offset, mode)
+            return ViewOf(self._plain(owner, owner), (*first, step))
         outside = [r for r in aliases.roots if r in self.outside]
         if outside:
             root, steps = self._chain(aliases, leaf)
