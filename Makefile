@@ -18,7 +18,7 @@ ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format zoo dynamic orders zoo-onnx exported bench bench-view clients docs pictures release-check ci clean
+.PHONY: help env demo test test-all lint format zoo dynamic steps orders zoo-onnx exported bench bench-view clients docs pictures release-check ci clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -59,6 +59,9 @@ zoo: $(STAMP) ## Trace real models and compare with torch.export
 
 dynamic: $(STAMP) ## Trace real models with dynamic sizes, run them at others, and compare with torch.export
 	$(BIN)/python -m benchmarks.dynamic $(ARGS)
+
+steps: $(STAMP) ## Trace training steps of real models, and compare gradients and memory with eager
+	$(BIN)/python -m benchmarks.steps $(ARGS)
 
 exported: $(STAMP) ## Make ExportedPrograms of real models and compare with torch.export
 	$(BIN)/python -m benchmarks.exported $(ARGS)

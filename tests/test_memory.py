@@ -6,11 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 import scopetrace as st
+from benchmarks.steps import LiveStorages, saved_by_autograd
 
 
 class Block(nn.Module):
@@ -91,39 +89,6 @@ def test_a_depth_that_is_none(depth):
 # Beside eager --------------------------------------------------------------------------------------------------------
 
 
-class Live(TorchDispatchMode):
-    """Counts the bytes of the storages that ops make, while somebody holds them."""
-
-    def __init__(self, held):
-        super().__init__()
-        self.held = {t.untyped_storage()._cdata for t in held}
-        self.alive, self.peak = {}, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.alive = {key: found for key, found in self.alive.items() if not found[0].expired()}
-        for t in tree_leaves(out):
-            if isinstance(t, torch.Tensor) and t.untyped_storage()._cdata not in self.held:
-                storage = t.untyped_storage()
-                self.alive.setdefault(storage._cdata, (StorageWeakRef(storage), storage.nbytes()))
-        self.peak = max(self.peak, sum(size for _, size in self.alive.values()))
-        return out
-
-
-def saved_by_autograd(run, held):
-    """The bytes of the storages that `saved_tensors_hooks` see, but for those that are there before."""
-    seen = {}
-
-    def pack(t):
-        seen[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        kept = run()
-    del kept
-    return sum(size for key, size in seen.items() if key not in {t.untyped_storage()._cdata for t in held})
-
-
 class Convolutions(nn.Module):
     def __init__(self):
         super().__init__()
@@ -159,7 +124,7 @@ def test_peak_and_saved_bytes_are_those_of_eager(name):
     held = [x, *model.parameters(), *model.buffers()]
     scalars = 64  # such as the loss, and the ones that its gradient begins with
     assert abs(memory.saved_bytes - saved_by_autograd(loss, held)) <= scalars
-    with Live(held) as live:
+    with LiveStorages(held) as live:
         step()
     assert memory.peak_bytes == pytest.approx(live.peak, rel=0.1)
 
@@ -188,7 +153,7 @@ def peak_of(model, x):
     def step():
         model(x).logsumexp(1).sum().backward()
 
-    with Live([x, *model.parameters()]) as live:
+    with LiveStorages([x, *model.parameters()]) as live:
         step()
     model.zero_grad()
     return live.peak
