@@ -238,7 +238,7 @@ def is_registered(kind: type) -> bool:
 def is_plain_object(x: Any) -> bool:
     """Whether `x` is no container and consists of its attributes alone, so that they suffice to make it again."""
     kind: Any = type(x)
-    if not hasattr(x, "__dict__") or isinstance(x, (torch.Tensor, OpaqueContainer, *_NOT_PLAIN)):
+    if not hasattr(x, "__dict__") or isinstance(x, (torch.Tensor, OpaqueContainer, *_NUMBERS, *_NOT_PLAIN)):
         return False
     if _pytree_node(kind) is not None or dataclasses.is_dataclass(kind):
         return False
