@@ -22,6 +22,14 @@ from scopetrace.ir.tape import Call, Op, Tape, Value
 Q = torch.randn(3, 2, 4)
 
 
+@pytest.fixture(autouse=True)
+def interrupts():
+    """As Python has them; a shell begins what runs in the background with interrupts ignored."""
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 class Attention(nn.MultiheadAttention):
     def forward(self, q):
         return super().forward(q, q, q)
