@@ -518,3 +518,62 @@ FOLDED = """\
           %view_2: f32[4] = aten.view(%sum_3, [4])
           %t_10: f32[4, 4] = aten.t(%t_9)
   torch._C._set_grad_enabled(True)"""
+
+
+# What goes to a result too -------------------------------------------------------------------------------------------
+
+
+class FirstRow(torch.autograd.Function):
+    """Its result is a view."""
+
+    @staticmethod
+    def forward(ctx, t):
+        ctx.size = t.shape
+        return t[0]
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient.expand(ctx.size)
+
+
+def test_a_function_of_autograd_that_leads_to_a_result_too_is_refused():
+    def forward(x):
+        row = FirstRow.apply(x)
+        (slope,) = torch.autograd.grad((x * x).sum() * row.sum().detach(), x)
+        return row * slope[0].sum()
+
+    with pytest.raises(st.errors.UnsupportedOpError, match="through which gradients may go to a result too"):
+        st.trace(forward, (torch.ones(2, 3, requires_grad=True),))
+
+
+def test_a_function_of_autograd_beside_the_path_that_is_differentiated_is_refused():
+    """The engine does not run its backward, so that a later one may."""
+    weight = torch.nn.Parameter(torch.ones(3))
+
+    def forward(x):
+        row = FirstRow.apply(x)
+        (slope,) = torch.autograd.grad((weight.sin() * row).sum(), weight)
+        return row * slope
+
+    with pytest.raises(st.errors.UnsupportedOpError, match="through which gradients may go to a result too"):
+        st.trace(forward, (torch.ones(2, 3, requires_grad=True),))
+
+
+def test_the_grad_of_an_input_that_was_written():
+    def forward(x):
+        x -= 3
+        return x * (2 if x.grad is None else 3)
+
+    tr = st.trace(forward, (torch.ones(2),))
+    assert tr(torch.ones(2)).tolist() == [-4, -4]
+
+
+def test_hooks_on_what_an_op_saves_that_returns_nothing():
+    def forward(x):
+        y = x.clone()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t * 2):
+            torch._foreach_mul_([y], [torch.arange(2.0)])
+        return y
+
+    with pytest.raises(st.errors.UnsupportedOpError, match="hooks on what autograd saves"):
+        st.trace(forward, (torch.ones(2, requires_grad=True),))

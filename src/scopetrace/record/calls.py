@@ -332,7 +332,8 @@ class CallRecorder:
     def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
         """The forward leaves `saved_tensors_hooks`, which act on the ops that autograd records."""
         ops = self._builder.tape.ops[mark[0] :]
-        if any(op.grad and op.kind == "call_function" and v.fake.requires_grad for op in ops for v in op.values()):
+        seen = (v for op in ops if op.grad and op.kind == "call_function" for v in (*op.values(), *op.writes))
+        if any(v.fake.requires_grad for v in seen):
             self._refuse_hook("hooks on what autograd saves for backward", "saved_tensors_hooks")
         for v in [v for op in ops for v in op.values() if can_require_grad(v)][:1]:
             self._reads.on_gradient(v.fake)

@@ -405,8 +405,11 @@ def refuse_lost_gradients(
     None where torch applied no function of autograd itself.
     """
     late = [v for op in tape.ops for v in op.values() if not v.requires_grad and requires_grad_of(v.fake)]
-    plain = (v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake))
-    functions = (v for v in plain if isinstance(v.fake.grad_fn, BackwardCFunction))
+    given = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
+    if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
+        quiet = [op for op in tape.ops if op.kind == "call_function" and not op.grad and not op.writes]
+        given = [v for op in quiet for v in op.values() if requires_grad_of(v.fake)]
+    functions = (v for v in given if isinstance(v.fake.grad_fn, BackwardCFunction))
     unseen = next((v for v in functions if sequence_number(v.fake.grad_fn) not in (differentiated or ())), None)
     if unseen is not None and differentiated is not None:
         raise UnsupportedOpError(

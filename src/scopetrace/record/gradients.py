@@ -120,6 +120,7 @@ class GradientRecorder:
         value = self._values.by_id.get(id(t))
         if value is None or value.fake is not t:
             return t
+        value = self._first(value)
         example = self._values.examples.get(value)
         return value.real if value.real is not None else t if example is None else example
 
@@ -177,12 +178,19 @@ class GradientRecorder:
         return True
 
     def _of(self, t: torch.Tensor) -> _Gradient:
-        value = self._values.value_of(t)
+        value = self._first(self._values.value_of(t))
         found = self._gradients.get(id(value.fake))
         if found is None:
             tensor = t if value.real is None else value.real
             found = self._gradients[id(value.fake)] = _Gradient(tensor, value)
         return found
+
+    def _first(self, value: Value) -> Value:
+        """What a tensor from outside was before the forward wrote it in place."""
+        if value.op.kind != "call_function":
+            return value
+        outside = (*self._tape.inputs, *(v for _, v in self._tape.attribute_reads()))
+        return next((v for v in outside if v.fake is value.fake), value)
 
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""

@@ -45,9 +45,7 @@ class PhaseRecorder:
             if ops[i] in own and ops[i].target is torch.ops.aten.ones_like.default:
                 ops[i] = ops[i].replace(phase=self._of_op(ops[i].tensor(0).op))
                 ops[i].result.op = ops[i]
-        nodes = nodes_of(outputs)
-        self._builder.differentiated.update(map(sequence_number, () if keeps_graph else nodes))
-        handles = [node.register_hook(self._on_end(node)) for node in nodes]
+        handles = [node.register_hook(self._on_end(node, keeps_graph=keeps_graph)) for node in nodes_of(outputs)]
         before, self._builder.phase = self._builder.phase, self._of_running_node
         try:
             yield
@@ -81,10 +79,12 @@ class PhaseRecorder:
         inside = call is None or call.module is not None
         return None if inside or any(v.requires_grad for v in flat(outputs) if isinstance(v, Value)) else OTHER
 
-    def _on_end(self, node: Any) -> Any:
+    def _on_end(self, node: Any, *, keeps_graph: bool) -> Any:
         number, after = sequence_number(node), node.next_functions
 
         def ended(found: Any, _: Any) -> None:
+            if not keeps_graph:
+                self._builder.differentiated.add(number)
             pairs = zip(found, after, strict=True)
             self._ended = number, {id(t): target for t, (target, _) in pairs if isinstance(t, torch.Tensor)}
 
