@@ -805,3 +805,15 @@ def test_one_op_in_two_modes():
 
     x = torch.ones(2, 3, requires_grad=True)
     assert torch.equal(st.trace(run, (x,))(x), run(x))
+
+
+def test_detaching_in_place_what_a_view_made_under_no_grad_is_of():
+    def forward(x):
+        y = x * 2
+        with torch.no_grad():
+            view = y[0]
+        y.detach_()
+        return view
+
+    with pytest.raises(st.errors.UnsupportedOpError, match="detach_\\(\\) of a tensor of which a result is a view"):
+        st.trace(forward, (torch.ones(2, 3, requires_grad=True),))

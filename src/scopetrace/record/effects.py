@@ -404,6 +404,15 @@ def refuse_lost_gradients(
     `differentiated` the numbers of the nodes through which the forward itself has differentiated once and for all,
     None where torch applied no function of autograd itself.
     """
+    results = list(results)
+    detached = {op.tensor(0).storage: op for op in tape.ops if op.target is torch.ops.aten.detach_.default}
+    for value in results:
+        if value.storage in detached and value.requires_grad and not requires_grad_of(value.fake):
+            raise UnsupportedOpError(
+                "detach_() of a tensor of which a result is a view that was made under no_grad",
+                **_place(detached[value.storage]),
+                hint="write y = y.detach()",
+            )
     late = [v for op in tape.ops for v in op.values() if not v.requires_grad and requires_grad_of(v.fake)]
     given = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
