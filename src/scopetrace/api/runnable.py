@@ -145,8 +145,10 @@ class Shown(Runnable):
 
         `other` is a step of an optimizer, and what a function does between `backward()` and that, as clipping does. The
         scope of a node of `backward` is that of the op of the forward that it belongs to; its module call has it among
-        `ModuleCall.backward_nodes`.
+        `ModuleCall.backward_nodes`. Raises ArgumentTypeError for what is no `torch.fx.Node`.
         """
+        if not isinstance(node, torch.fx.Node):
+            raise ArgumentTypeError(f"phase_of takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}")
         return phase_of(node)
 
     @property

@@ -418,7 +418,7 @@ def refuse_lost_gradients(
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
         quiet = [op for op in tape.ops if op.kind == "call_function" and not op.grad and not op.writes]
         given = [v for op in quiet for v in op.values() if requires_grad_of(v.fake)]
-    functions = (v for v in given if isinstance(v.fake.grad_fn, BackwardCFunction))
+    functions = (v for v in given if isinstance(_grad_fn(v), BackwardCFunction))
     unseen = next((v for v in functions if sequence_number(v.fake.grad_fn) not in (differentiated or ())), None)
     if unseen is not None and differentiated is not None:
         raise UnsupportedOpError(
@@ -450,6 +450,14 @@ def refuse_lost_gradients(
                 hint="give the tensor as an argument that requires grad, or make it a parameter of the model; "
                 "or return x.detach(); or trace under torch.no_grad()",
             )
+
+
+def _grad_fn(v: Value) -> Any:
+    """The node that made a tensor; None of a view made under no_grad and written since, for which torch raises."""
+    try:
+        return v.fake.grad_fn
+    except RuntimeError:
+        return None
 
 
 def _is_leaf(v: Value, examples: Mapping[Value, torch.Tensor]) -> bool:

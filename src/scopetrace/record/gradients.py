@@ -30,7 +30,7 @@ from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model
-from scopetrace.record.optimizers import new_state, settings_of, tensors_of
+from scopetrace.record.optimizers import new_state, setting_of, settings_of, tensors_of
 from scopetrace.record.phases import OTHER, PhaseRecorder
 from scopetrace.record.reads import ReadRecorder
 
@@ -242,7 +242,10 @@ class GradientRecorder:
     def on_step(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer begins a step: its ops have a scope of their own. A call is compared with its settings."""
         name = type(optimizer).__name__
-        self._reads.note_once(f"{name}.param_groups", settings_of(optimizer), Asked(settings_of, (optimizer,)))
+        self._reads.note_once(f"the settings of {name}", settings_of(optimizer), Asked(settings_of, (optimizer,)))
+        for i, key in settings_of(optimizer):
+            setting, place = setting_of(optimizer, i, key), Asked(setting_of, (optimizer, i, key))
+            self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
         params = [p for group in optimizer.param_groups for p in group["params"] if self.get(p) is not None]
         with eager():
             made = new_state(optimizer, params)

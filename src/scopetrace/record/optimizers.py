@@ -18,9 +18,15 @@ _BEGIN_WITH_ZEROS = ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "R
 """The classes of torch.optim whose first step does with a state of zeros what it does without one."""
 
 
-def settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each group of parameters, such as the learning rate."""
-    return [{key: group[key] for key in sorted(group) if key != "params"} for group in optimizer.param_groups]
+def settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
+    """The settings of each group of parameters, such as `(0, "lr")`."""
+    groups = enumerate(optimizer.param_groups)
+    return [(i, key) for i, group in groups for key in sorted(group) if key != "params"]
+
+
+def setting_of(optimizer: torch.optim.Optimizer, i: int, key: str) -> Any:
+    """One setting; None where there is none any more."""
+    return optimizer.param_groups[i].get(key) if i < len(optimizer.param_groups) else None
 
 
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[int]:
