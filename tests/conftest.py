@@ -73,6 +73,7 @@ def process_state():
                 module._global_module_registration_hooks,
             )
         ],
+        "stance of torch.compile": torch._dynamo.eval_frame._stance,
         "error on a nested trace": torch._dynamo.config.error_on_nested_fx_trace,
         "working directory": Path.cwd(),
     }

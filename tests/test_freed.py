@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 import scopetrace as st
+from scopetrace._compat.ops import building
 from scopetrace.ir.tape import Call, Op, Tape, Value
 
 Q = torch.randn(3, 2, 4)
@@ -237,6 +238,7 @@ def left(before):
         "function modes": not torch._C._len_torch_function_stack(),
         "garbage collector": gc.isenabled(),
         "compiling": not torch.compiler.is_compiling(),
+        "stance of torch.compile": torch._dynamo.eval_frame._stance.stance == "default",
         "interrupts": signal.getsignal(signal.SIGINT) is signal.default_int_handler,
     }
     return [*names, *(name for name, is_as_before in settings.items() if not is_as_before)]
@@ -309,3 +311,42 @@ def test_interrupts_at_any_time(count, monkeypatch):
         signal.signal(signal.SIGALRM, handler)
     assert interrupted > count / 10
     assert alive() == before
+
+
+def test_interrupts_at_each_line_of_what_keeps_them():
+    """Whenever the first arrives, the next trace keeps the second one until it has put everything back."""
+    lines = 0
+
+    def run_interrupted_at(at):
+        nonlocal lines
+        lines = 0
+
+        def interrupt(frame, event, _):
+            nonlocal lines
+            if "_Interrupts" not in frame.f_code.co_qualname:
+                return None
+            if event == "line":
+                lines += 1
+                if lines == at:
+                    signal.raise_signal(signal.SIGINT)
+            return interrupt
+
+        sys.settrace(interrupt)
+        try:
+            with building():
+                pass
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(None)
+
+    run_interrupted_at(None)
+    assert lines > 8
+    for at in range(1, lines + 1):
+        run_interrupted_at(at)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        after = []
+        with pytest.raises(KeyboardInterrupt), building():
+            signal.raise_signal(signal.SIGINT)
+            after.append("kept")
+        assert after == ["kept"], at

@@ -331,20 +331,26 @@ one_at_a_time = threading.RLock()
 
 
 class _Interrupts:
-    """Keeps an interrupt (Ctrl-C) that arrives inside until `act`, or the end. A second one acts at once."""
+    """Keeps an interrupt (Ctrl-C) that arrives inside until `act`, or the end. A second one acts at once.
+
+    One may arrive at any line here: what each line leaves is right by itself.
+    """
 
     def __init__(self) -> None:
         self.pending = False
-        self._handlers: list[Any] = []
-        """What handles interrupts outside; the outermost is first."""
+        self._depth = 0
+        self._outside: Any = None
+        """What handles interrupts outside."""
 
     def __enter__(self) -> None:
-        self._handlers.append(signal.getsignal(signal.SIGINT))
-        if callable(self._handlers[-1]):
-            signal.signal(signal.SIGINT, self._on_signal)
+        if self._depth == 0:
+            self.pending, self._outside = False, signal.getsignal(signal.SIGINT)
+            if callable(self._outside):
+                signal.signal(signal.SIGINT, self._on_signal)
+        self._depth += 1
 
     def _on_signal(self, *_: Any) -> None:
-        if self.pending:
+        if self.pending and self._depth:
             self.act()
         self.pending = True
 
@@ -352,17 +358,15 @@ class _Interrupts:
         """Do what an interrupt does outside, in the main thread: raise KeyboardInterrupt, as a rule."""
         if threading.current_thread() is threading.main_thread():
             self.pending = False
-            self._handlers[0](signal.SIGINT, sys._getframe())
+            self._outside(signal.SIGINT, sys._getframe())
 
     def __exit__(self, *_: object) -> None:
-        outside = self._handlers[-1]
-        if callable(outside):
-            signal.signal(signal.SIGINT, outside)
-        try:
-            if self.pending and len(self._handlers) == 1:
+        self._depth -= 1
+        if self._depth == 0:
+            if callable(self._outside):
+                signal.signal(signal.SIGINT, self._outside)
+            if self.pending:
                 self.act()
-        finally:
-            self._handlers.pop()
 
 
 interrupts = _Interrupts()
