@@ -12,39 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import scopetrace as st
-
-
-class Net(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.norm, self.b = torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 3)
-
-    def forward(self, x):
-        return self.b(self.norm(self.a(x)).relu())
-
-
-def batches(count=3):
-    torch.manual_seed(1)
-    return [(torch.randn(5, 4), torch.randint(0, 3, (5,))) for _ in range(count)]
-
-
-def equal(a, b):
-    return (a is None) == (b is None) and (a is None or (torch.equal(a, b) and a.stride() == b.stride()))
-
-
-def run_beside_eager(make, model=None, given=None, equal=equal):
-    """`make(model)` is a step. Its trace is called several times, beside the same of a copy in eager."""
-    model = Net() if model is None else model
-    twin, given = copy.deepcopy(model), batches() if given is None else given
-    step, eager = make(model), make(twin)
-    trace = st.trace(step, given[0])
-    for args in given:
-        assert equal(trace(*args), eager(*args))
-        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
-            assert equal(p, q), name
-            assert equal(p.grad, q.grad), f"{name}.grad"
-        assert all(map(equal, model.buffers(), twin.buffers()))
-    return trace
+from tests.steps import Net, batches, equal, run_beside_eager, step_of
 
 
 def test_gradients_accumulate_whatever_was_there():
@@ -414,15 +382,6 @@ def owners_in(trace):
         own = [n for n in call.backward_nodes if n not in inner and n.target not in NOT_IN_ENGINE]
         found += [(str(n.target), (name, 0 if name == "" else call.index)) for n in own]
     return collections.Counter(found)
-
-
-def step_of(model):
-    def step(x):
-        loss = model(x).square().mean()
-        loss.backward()
-        return loss
-
-    return step
 
 
 def test_every_op_of_backward_has_the_call_of_its_forward():

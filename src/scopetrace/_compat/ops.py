@@ -411,8 +411,8 @@ without_transforms: Any = torch._C._DisableFuncTorch
 """A context in which tensors are made and read as outside of functorch transforms."""
 
 
-class _BelowTransforms(TorchDispatchMode):
-    """Sees the ops that functorch transforms turn an op into, on plain tensors."""
+class BelowAutograd(TorchDispatchMode):
+    """Sees the ops that autograd and functorch transforms turn an op into, on plain tensors."""
 
     def __init__(self, on_op: OnOp) -> None:
         super().__init__()
@@ -424,7 +424,7 @@ class _BelowTransforms(TorchDispatchMode):
 
 def through_transform(on_op: OnOp, func: OpOverload, args: Any, kwargs: Any) -> Any:
     """Apply the running functorch transforms to `func`; `on_op` gets the ops that come out below them."""
-    with _BelowTransforms(on_op):
+    with BelowAutograd(on_op):
         return func(*args, **kwargs)
 
 

@@ -25,6 +25,7 @@ import torch.fx
 
 from scopetrace._compat.gradients import next_sequence_number
 from scopetrace._compat.ops import (
+    BelowAutograd,
     PreDispatchMode,
     autocast_dtype,
     autocast_enabled,
@@ -464,12 +465,27 @@ class OpRecorder:
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])
         compared = facts.is_custom and self._factory.mode.propagate_real_tensors
+        copies = self._exact and facts.written and _requires_grad(args, kwargs)
         with (
             self._builder.run_by_torch(facts.func),
             self._factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
             self.data.real_tensors(call.inputs) if compared else contextlib.nullcontext(),
+            self._copies_for_backward(call) if copies else contextlib.nullcontext(),
         ):
             return run_op(self._factory.mode, facts.func, args, kwargs)
+
+    def _copies_for_backward(self, call: OpCall) -> contextlib.AbstractContextManager[Any]:
+        """Inside, autograd may copy what the op is about to write, since backward reads it: an op of its own."""
+        written = {id(v.fake): (v, _version(v.fake)) for v in call.written(call.facts.written)}
+
+        def on_op(func: Any, args: Any, kwargs: Any) -> Any:
+            out = func(*args, **kwargs)
+            value, version = written.get(id(args[0]), (None, 0)) if func is _aten.clone.default else (None, 0)
+            if value is not None and version == _version(value.fake):
+                self.values.append_op(func, (value,), out)
+            return out
+
+        return BelowAutograd(on_op)
 
     def _changes_only_values(self, call: OpCall, t: torch.Tensor, key: Any) -> bool:
         """Whether an op in place changes nothing of the fake tensor `t`, its target, but the version counter."""

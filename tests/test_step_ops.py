@@ -1,0 +1,110 @@
+"""Ops of training steps whose backward reads what an op writes over or makes inside: in place, and recurrent layers."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import scopetrace as st
+from tests.steps import run_beside_eager
+
+VIEWS = {
+    "whole": lambda y: y,
+    "row": lambda y: y[0],
+    "columns": lambda y: y[:, 1:],
+    "steps": lambda y: y[::2],
+    "flat": lambda y: y.view(-1),
+    "diagonal": lambda y: y.diagonal(),
+}
+
+
+def like(v):
+    return torch.linspace(0.5, 1.5, v.numel()).view(v.shape)
+
+
+WRITES = {
+    "div_": lambda v, w: v.div_(like(v) * w),
+    "mul_": lambda v, w: v.mul_(w),
+    "mul_ by what it writes": lambda v, w: v.mul_(v.clone().sin()),
+    "sigmoid_": lambda v, w: v.mul_(w).sigmoid_(),
+    "sin_": lambda v, w: v.sin_(),
+    "square_": lambda v, w: v.square_(),
+    "pow_": lambda v, w: v.abs_().add_(1).pow_(w),
+    "silu": lambda v, w: F.silu(v, inplace=True),
+    "relu": lambda v, w: F.relu(v.mul_(w), inplace=True),
+    "mish": lambda v, w: F.mish(v, inplace=True),
+    "dropout": lambda v, w: F.dropout(v, 0.5, inplace=True),
+    "rrelu": lambda v, w: F.rrelu(v, training=True, inplace=True),
+    "cumprod_": lambda v, w: v.cumprod_(0),
+    "lerp_": lambda v, w: v.lerp_(like(v), w),
+    "addcdiv_": lambda v, w: v.addcdiv_(like(v), like(v) * w),
+    "atan2_": lambda v, w: v.atan2_(w),
+    "copy_": lambda v, w: v.copy_(like(v) * w),
+    "masked_fill_": lambda v, w: v.masked_fill_(v > 0, 0.3),
+    "an item": lambda v, w: v.__setitem__(0, w),
+    "_foreach_mul_": lambda v, w: torch._foreach_mul_([v], [w]),
+}
+
+
+def optimized(loss_of):
+    """A step of SGD on `loss_of(model, x)`."""
+
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x):
+            loss = loss_of(model, x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    return make
+
+
+PLACES = [*((write, "whole") for write in WRITES), *zip(WRITES, itertools.cycle([*VIEWS][1:]), strict=False)]
+
+
+@pytest.mark.parametrize(("write", "view"), PLACES)
+def test_backward_of_ops_in_place(write, view):
+    def loss(model, x):
+        y = model(x)
+        before = y + 2
+        WRITES[write](VIEWS[view](y), model.bias.sum() + 2)
+        return y.sin().sum() + before.sum()
+
+    torch.manual_seed(0)
+    run_beside_eager(optimized(loss), torch.nn.Linear(4, 4), [(torch.rand(4, 4),) for _ in range(2)])
+
+
+def test_the_copy_that_backward_reads_is_an_op_of_the_forward():
+    model = torch.nn.Linear(4, 4)
+
+    def step(x):
+        y = model(x)
+        y.sin_().sum().backward()
+
+    trace = st.trace(step, (torch.rand(4, 4),))
+    lines = [line.strip() for line in str(trace).splitlines() if "clone" in line]
+    assert lines == ["%clone: f32[4, 4] = aten.clone(%linear)", "%cos: f32[4, 4] = aten.cos(%clone)"]
+
+
+RECURRENT = {
+    "LSTM": lambda: torch.nn.LSTM(4, 3, num_layers=2, bidirectional=True),
+    "GRU": lambda: torch.nn.GRU(4, 3, num_layers=2, batch_first=True),
+    "RNN": lambda: torch.nn.RNN(4, 3, nonlinearity="relu"),
+    "LSTMCell": lambda: torch.nn.LSTMCell(4, 3),
+    "GRUCell": lambda: torch.nn.GRUCell(4, 3),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_recurrent_layers(name):
+    torch.manual_seed(0)
+    size = (5, 4) if "Cell" in name else (5, 2, 4)
+    loss = optimized(lambda model, x: next(t for t in model(x) if isinstance(t, torch.Tensor)).sin().sum())
+    trace = run_beside_eager(loss, RECURRENT[name](), [(torch.rand(size),) for _ in range(3)])
+    assert trace.call("model").backward_nodes
