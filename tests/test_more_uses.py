@@ -397,3 +397,98 @@ def test_the_order_of_entries_that_are_taken_by_key():
     model.register_forward_pre_hook(lambda module, args: None)
     tr = st.trace(model, (X, {"scale": X * 2, "mask": X * 3}), {"shift": X * 4})
     refused(tr, "pass the same structure", x, {"mask": X, "scale": X}, shift=X, error=st.errors.InputMismatchError)
+
+
+# What forward registers ----------------------------------------------------------------------------------------------
+
+
+def tables(model):
+    """Where a model has its tensors, and which of them are saved."""
+    own = {name for name, x in vars(model).items() if isinstance(x, torch.Tensor)}
+    return own, list(model._buffers), model._non_persistent_buffers_set, list(model.state_dict())
+
+
+def registered(self, x):
+    if not hasattr(self, "table"):
+        self.register_buffer("table", torch.ones(4) * 2)
+    return x * self.table
+
+
+def registered_apart(self, x):
+    if self.table is None:
+        self.register_buffer("table", torch.ones(4) * 2, persistent=False)
+    return x * self.table
+
+
+@pytest.mark.parametrize("how", ["the trace", "a file", "a module", "a copy"])
+@pytest.mark.parametrize("forward", [registered, registered_apart])
+def test_a_buffer_that_the_first_call_registers(forward, how, tmp_path):
+    eager, model = net(forward), net(forward)
+    for m in (eager, model) if forward is registered_apart else ():
+        m.register_buffer("table", None)
+    before = tables(model)
+    tr = st.trace(model, (X,))
+    assert tables(model) == before
+    if how == "a file":
+        st.save(tr, tmp_path / "a.st")
+    run = {"the trace": lambda: tr, "a module": tr.to_module, "a copy": lambda: copy.deepcopy(tr)}
+    run = st.load(tmp_path / "a.st") if how == "a file" else run[how]()
+    for x in (X, 2 * X, 3 * X):
+        assert torch.equal(run(x), eager(x))
+    if how == "the trace":
+        assert tables(model) == tables(eager)
+
+
+def test_a_buffer_of_other_data_in_each_call_is_refused_where_forward_asks_for_it():
+    tr = st.trace(net(lambda s, x: s.register_buffer("seen", x * 2) or x), (X,))
+    (effect,) = tr.side_effects
+    assert effect.source.startswith(__file__)
+    tr(X)
+    refused(tr, "self.seen was missing", error=st.errors.SideEffectError)
+
+
+def test_a_parameter_that_forward_makes_under_no_grad():
+    with torch.no_grad(), pytest.raises(st.errors.UnsupportedOpError, match=r"one run before st\.trace") as error:
+        st.trace(net(lambda s, x: setattr(s, "p", nn.Parameter(x.sum(0))) or x), (X,))
+    assert "trace under" not in str(error.value)
+
+
+# Small questions -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda x: x * (2 if x.__class__ is torch.Tensor else 3),
+        lambda x: x * len(getattr(x, "__class__").__name__),  # noqa: B009
+        lambda x: x * (2 if isinstance(x[0] + 1, x.__class__) else 3),
+    ],
+)
+def test_the_class_of_a_tensor_by_its_attribute(f):
+    assert torch.equal(st.trace(f, (X,))(X), f(X))
+
+
+def test_a_dict_that_a_hook_fills_by_its_method():
+    found = {}
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_forward_hook(lambda module, args, out: found.__setitem__("out", out))
+    tr = st.trace(model, (X,))
+    assert [(e.name, e.baked_in) for e in tr.side_effects] == [("closure found['out']", False)]
+    assert torch.equal(tr(X), model(X)) and torch.equal(tr(2 * X), model(2 * X))
+
+
+def test_arguments_by_name_or_by_position_beside_more_keywords():
+    def forward(self, x, mask=None, **more):
+        return self.fc(x) * (1 if mask is None else mask) * more.get("scale", 1)
+
+    model, scale = net(forward), X * 3
+    for args, kwargs in [((X, X * 2), {"scale": scale}), ((X,), {"scale": scale, "mask": X * 2})]:
+        tr = st.trace(model, args, kwargs)
+        for args, kwargs in [
+            ((X, X), {"scale": X}),
+            ((), {"mask": X, "scale": X, "x": X}),
+            ((X,), {"mask": X, "scale": X}),
+        ]:
+            assert torch.equal(tr(*args, **kwargs), model(*args, **kwargs))
+        refused(tr, "positional", X, X, error=st.errors.InputMismatchError)
+        refused(tr, "more", X, X, scale=X, other=1, error=st.errors.InputMismatchError)

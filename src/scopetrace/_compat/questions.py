@@ -15,7 +15,7 @@ import logging
 import operator
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Set
 from types import FrameType
 from typing import Any, Protocol
 
@@ -182,7 +182,7 @@ class Listener(Protocol):
         """A block under `torch.autocast` begins or ends."""
 
 
-def report_questions(replace: Replace, listener: Listener, mine: Mine, tags: Iterable[str]) -> None:
+def report_questions(replace: Replace, listener: Listener, mine: Mine, tags: Set[str]) -> None:
     """Replace what answers questions by functions that tell `listener`, too.
 
     `tags` are attributes that the forward may ask of tensors, and that users set on these.
@@ -211,6 +211,8 @@ def report_questions(replace: Replace, listener: Listener, mine: Mine, tags: Ite
     for name in {name for name in tags if not hasattr(torch.Tensor, name)}:
         replace(torch.Tensor, name, _tag(name, listener, mine))
     _report_classes(replace, listener, mine)
+    if "__class__" in tags:
+        replace(FakeTensor, "__getattribute__", _with_class_of_users)
     _report_environment(replace, listener, mine)
     _report_members(replace, listener, mine)
     _report_loggers(replace, listener, mine)
@@ -317,6 +319,13 @@ class _Type(type):
 
 class TypeForUsers(type, metaclass=_Type):
     """Stands for `type` in the files of users while a forward runs."""
+
+
+def _with_class_of_users(self: FakeTensor, name: str) -> Any:
+    """The `__getattribute__` of fake tensors for code that asks for `x.__class__`."""
+    if name == "__class__" and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_MODEL):
+        return _Type.class_of(self)
+    return object.__getattribute__(self, name)
 
 
 def _report_environment(replace: Replace, listener: Listener, mine: Mine) -> None:

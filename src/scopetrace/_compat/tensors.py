@@ -135,9 +135,14 @@ def buffers_of(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def unsaved_buffers_of(module: torch.nn.Module) -> set[str]:
+    """The names of the module's own buffers that are not in its state dict, as the set that the module reads."""
+    return module._non_persistent_buffers_set
+
+
 def persistent_buffers_of(module: torch.nn.Module) -> list[str]:
     """The names of the module's own buffers that are in its state dict."""
-    return [name for name in module._buffers.keys() if name not in module._non_persistent_buffers_set]  # noqa: SIM118
+    return [name for name in module._buffers.keys() if name not in unsaved_buffers_of(module)]  # noqa: SIM118
 
 
 # Making fake tensors -------------------------------------------------------------------------------------------------

@@ -360,6 +360,8 @@ class AttributeWrite:
     """The tensor whose `grad` it is; None for an attribute of a module."""
     adds: bool = False
     """Whether a call adds the value to the gradient that is there, as `backward()` does, in place of binding it."""
+    buffer: bool | None = None
+    """Of a buffer, whether it is in the state dict; None for other attributes."""
 
     @property
     def path(self) -> str:

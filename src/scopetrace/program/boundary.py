@@ -23,7 +23,14 @@ import torch
 from scopetrace._compat.ops import one_at_a_time
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
-from scopetrace._compat.tensors import buffers_of, is_symbolic, parameters_of, passes_its_class, storage_id
+from scopetrace._compat.tensors import (
+    buffers_of,
+    is_symbolic,
+    parameters_of,
+    passes_its_class,
+    storage_id,
+    unsaved_buffers_of,
+)
 from scopetrace.containers.structure import Returned, apply_effects, effect_targets, instantiate, map_structure, match
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
@@ -246,8 +253,9 @@ class CallBoundary:
         expected = self.expected
         if self.forward is None or (len(args) == len(expected.args) and set(kwargs) == set(expected.kwargs)):
             return args, kwargs
-        given = bind(self.forward, args, kwargs)
-        traced = bind(self.forward, tuple(expected.args), expected.kwargs)
+        more = expected.kwargs.keys() & set(self.more_keywords)
+        given = bind(self.forward, args, kwargs) | {name: kwargs[name] for name in more & kwargs.keys()}
+        traced = bind(self.forward, tuple(expected.args), expected.kwargs) | {n: expected.kwargs[n] for n in more}
         names = argument_names(self.forward, len(expected.args))
         if given.keys() != traced.keys() or not {*names, *expected.kwargs} <= given.keys():
             return args, kwargs
@@ -421,7 +429,9 @@ class LiveState:
         for of in self._cleared:
             outside(of).grad = None
         for (write, module), tensor in zip(self._writes, results, strict=True):
-            if write.of is None:
+            if write.buffer is not None:
+                _bind_buffer(module, write.name, tensor, in_state_dict=write.buffer)
+            elif write.of is None:
                 _bind(module, write.name, tensor)
             else:
                 _give_gradient(outside(write.of), tensor, adds=write.adds)
@@ -501,6 +511,13 @@ def _bind(module: torch.nn.Module, name: str, tensor: torch.Tensor) -> None:
             table[name] = tensor  # type: ignore[assignment]
             return
     module.__dict__[name] = tensor
+
+
+def _bind_buffer(module: torch.nn.Module, name: str, tensor: torch.Tensor, *, in_state_dict: bool) -> None:
+    """Bind a buffer, which may be new: the forward registered it."""
+    buffers_of(module)[name] = tensor
+    unsaved = unsaved_buffers_of(module)
+    (unsaved.discard if in_state_dict else unsaved.add)(name)
 
 
 @contextlib.contextmanager

@@ -284,7 +284,8 @@ class EffectWatch:
             if names and change.attribute and isinstance(change.new, torch.Tensor):
                 value = self._values.bound_value(change.new)
             if names and value is not None:
-                self._tape.attribute_writes.append(AttributeWrite(change.holder, names[0], change.attribute, value))
+                write = AttributeWrite(change.holder, names[0], change.attribute, value, buffer=change.buffer)
+                self._tape.attribute_writes.append(write)
                 read = overwritten.get((id(change.holder), change.attribute))
                 if read is not None and not self._is_same_in_each_call(change.new):  # the next call reads this tensor
                     old, new = short(change.old), short(change.new)
@@ -447,8 +448,9 @@ def refuse_lost_gradients(
                 "the forward itself makes a tensor require grad (requires_grad_(), requires_grad=True, nn.Parameter), "
                 "and a result depends on it, which a graph of ops does not have",
                 **_place(value.op),
-                hint="give the tensor as an argument that requires grad, or make it a parameter of the model; "
-                "or return x.detach(); or trace under torch.no_grad()",
+                hint="give the tensor as an argument that requires grad, or make it a parameter of the model, as by "
+                "one run before st.trace; or return x.detach()"
+                + ("; or trace under torch.no_grad()" if tape.grad else ""),
             )
 
 

@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
-from scopetrace._compat.tensors import FakeTensor
+from scopetrace._compat.tensors import FakeTensor, unsaved_buffers_of
 from scopetrace.ir.reads import MISSING, Missing, content_of, value_of
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.record.code import ATOMS, MEMO, is_users_class, methods_of
@@ -196,7 +196,7 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("contents", "fqn", "live", "module", "name", "tables")
+    __slots__ = ("contents", "fqn", "live", "module", "name", "tables", "unsaved")
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
@@ -204,6 +204,7 @@ class SavedModule:
         self.name = name
         self.live = attribute_tables(module)
         self.tables = [table.copy() for table in self.live]
+        self.unsaved = unsaved_buffers_of(module).copy() if len(self.live) > 1 else set()
         own = module.__dict__
         self.contents = {k: own[k] for k in own_names(tuple(own)) if type(own[k]) not in ATOMS}
         """The attributes of its own that hold something."""
@@ -235,6 +236,8 @@ class SavedModule:
                 found += self._changes(table, old)
                 table.clear()
                 table.update(old)
+        if len(self.live) > 1:
+            _restore_set(unsaved_buffers_of(self.module), self.unsaved)
         return found
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
@@ -244,7 +247,9 @@ class SavedModule:
             if name in BOOKKEEPING or (compiles and name[0] == "_") or same(before, now):
                 continue
             if isinstance(now, torch.Tensor) or not is_memo(self.module, name, before):
-                yield Change(f"{self.name}.{name}", f".{name}", before, now, self.module, name)
+                found = Change(f"{self.name}.{name}", f".{name}", before, now, self.module, name)
+                is_buffer = table is not self.live[0] and table is self.live[2]
+                yield found._replace(buffer=name not in unsaved_buffers_of(self.module)) if is_buffer else found
 
 
 def attribute_tables(owner: Any) -> list[dict[str, Any]]:
@@ -330,6 +335,8 @@ class Change(NamedTuple):
     """Whether it is the state of a random generator."""
     is_memo: bool = False
     """Whether it is a tensor that each call would compute again, to the same values."""
+    buffer: bool | None = None
+    """Of a buffer that is new or another one, whether it is in the state dict."""
 
 
 class Saved(NamedTuple):

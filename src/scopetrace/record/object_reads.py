@@ -60,6 +60,10 @@ _BOOKKEEPING = BOOKKEEPING | {"forward"}
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, whose attributes can be set
 _PLAIN_OR_CONTAINER = frozenset({bool, int, float, str, type(None), torch.dtype, tuple, list, dict, set})
 
+_module: Any = torch.nn.Module
+_REGISTERING = [f.__code__ for f in (_module.register_buffer, _module.register_parameter, _module.add_module)]
+"""They ask whether there is an attribute of the name that they are given."""
+
 Noted = tuple[Frames, Scope]
 """Where something was read."""
 
@@ -154,6 +158,8 @@ class ObjectReads:
         if isinstance(owner, torch.nn.Module):
             if _is_layer(type(owner)) and not is_users(asker.f_code.co_filename):
                 return
+            if asker.f_code in _REGISTERING and asker.f_back is not None:
+                asker = asker.f_back
             tables = attribute_tables(owner)
             place = next((InTable(t, name) for t in tables if name in t), InTables(tuple(tables), name))
         else:

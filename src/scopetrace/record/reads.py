@@ -70,7 +70,7 @@ class ReadRecorder:
                 stack.callback(table.pop, "type", None)
                 table["type"] = questions.TypeForUsers
             own = [f.__code__ for f in reach.functions if not f.__code__.co_filename.startswith(PACKAGES)]
-            asked = {name for code in own for name in names_of(code).asked}
+            asked = {name for code in own for name in (*names_of(code).asked, *names_of(code).all & {"__class__"})}
             questions.report_questions(stack.enter_context(replacing()), self, mine, asked | tags & reach.names)
             yield
             self._note_hidden_blocks()

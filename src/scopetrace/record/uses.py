@@ -26,7 +26,15 @@ from scopetrace.record.code import names_of
 # Methods that change a container and return None, so that a call of them tells nothing.
 _MUTATORS = (
     *("append", "extend", "insert", "remove", "clear", "sort", "reverse", "appendleft", "extendleft", "rotate"),
-    *("add", "discard", "update", "difference_update", "intersection_update", "symmetric_difference_update"),
+    *(
+        "__setitem__",
+        "add",
+        "discard",
+        "update",
+        "difference_update",
+        "intersection_update",
+        "symmetric_difference_update",
+    ),
 )
 
 Parents = tuple[ast.AST, ...]
