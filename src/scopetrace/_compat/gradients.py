@@ -31,7 +31,9 @@ from scopetrace._compat.tensors import storage_id
 _saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
 _TAKES_GRADIENTS = prefixes(TORCH_DIRECTORY, "optim/", "nn/utils/clip_grad.py")
-_HANGS_HOOKS = prefixes(TORCH_DIRECTORY, "autograd/graph.py", "nn/modules/module.py")
+_MODULES = prefixes(TORCH_DIRECTORY, "nn/modules/module.py")
+_TAKES_NODES = (*_MODULES, *prefixes(TORCH_DIRECTORY, "autograd/graph.py"))
+_HOOK_ON_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__
 
 
 class GradientListener(Protocol):
@@ -78,8 +80,8 @@ class HookListener(Protocol):
     def on_graph(self, t: torch.Tensor) -> None:
         """The forward reads `grad_fn` or `is_leaf`: it wants autograd's history of `t`."""
 
-    def on_grad_fn(self) -> None:
-        """The forward gets a node of autograd's graph."""
+    def on_grad_fn(self, t: torch.Tensor, *, to_hook: bool) -> None:
+        """The forward gets the node of autograd's graph that made `t`; with `to_hook`, torch does, for a hook there."""
 
     def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
         """The forward sets `requires_grad` of a tensor."""
@@ -179,6 +181,11 @@ sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 """The number of a node."""
 
 
+def node_number(t: torch.Tensor) -> int:
+    """The number of the node that made a tensor; -1 for a leaf."""
+    return -1 if t.grad_fn is None else sequence_number(t.grad_fn)
+
+
 def _is_leaf_view(t: torch.Tensor) -> bool:
     return t.is_leaf and t._base is not None and t._base.requires_grad
 
@@ -220,8 +227,11 @@ def _history(name: str, listener: HookListener, mine: Mine) -> property:
         if asked and self.requires_grad:
             listener.on_graph(self)
         found = own.__get__(self)
-        if asked and name == "grad_fn" and found is not None and _takes_graph(file):
-            listener.on_grad_fn()
+        if asked and name == "grad_fn" and found is not None:
+            codes = sys._getframe(2).f_code, sys._getframe(3).f_code
+            to_hook = file.startswith(_MODULES) or _HOOK_ON_SEVERAL in codes
+            if file.startswith(_TAKES_NODES) or not file.startswith(NOT_THE_MODEL):
+                listener.on_grad_fn(self, to_hook=to_hook)
         return found
 
     return property(get, getattr(own, "__set__", None))
@@ -279,11 +289,6 @@ def _report_gradients(replace: Replace, listener: HookListener, mine: Mine) -> N
     replace(torch.Tensor, "grad", property(get_grad, set_grad, grad.__delete__))
     replace(module, "zero_grad", zero_grad(module.zero_grad, module.parameters))
     replace(optimizer, "zero_grad", zero_grad(optimizer.zero_grad, of_groups))
-
-
-def _takes_graph(file: str) -> bool:
-    """Whether the code in a file that reads `grad_fn` may hang hooks there."""
-    return file.startswith(_HANGS_HOOKS) or not file.startswith(NOT_THE_MODEL)
 
 
 def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:

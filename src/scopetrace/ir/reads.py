@@ -459,6 +459,13 @@ class ModuleTables:
         self._have_none = [table.keys().isdisjoint for table in own]
         self._forwards = [(table, table["forward"]) for table in own if "forward" in table]
 
+    def restore(self) -> None:
+        """Make the tables what they were, so that hooks which a forward has made are gone."""
+        for now, then in zip(self._now, self._then, strict=True):
+            if now != then:
+                now.clear()
+                now.update(then)
+
     def changes(self) -> Iterator[TableChange]:
         """The tables that are not what they were."""
         if self._now != self._then:

@@ -103,6 +103,8 @@ class TapeBuilder:
         phase of its backward. Of a recording in which torch runs every op."""
         self.differentiated: set[int] = set()
         """The numbers of the nodes through which the forward itself has differentiated."""
+        self.hooked: dict[int, UnsupportedOpError] = {}
+        """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
         self.functions_apart = False
         """As in Assumptions."""
         self.autocast: Autocast | None = None

@@ -26,7 +26,7 @@ import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
-from scopetrace._compat.gradients import is_module_hook, next_sequence_number
+from scopetrace._compat.gradients import is_module_hook, next_sequence_number, node_number
 from scopetrace._compat.ops import eager, paused, unwrapped
 from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of, version_of
 from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
@@ -232,8 +232,9 @@ class CallRecorder:
 
     def on_custom_function(self, cls: type, args: Any) -> Any:
         """A function with a backward of its own is applied."""
-        if is_module_hook(cls):
-            self._refuse_hook("a backward hook of a module", "nn.Module.register_full_backward_hook")
+        if is_module_hook(cls) and torch.is_grad_enabled() and any(requires_grad_of(t) for t in args):
+            number = next_sequence_number()
+            self._on_hook("a backward hook of a module", "nn.Module.register_full_backward_hook", number)
         tensors, call = [t for t in args if isinstance(t, torch.Tensor)], self._builder.call
         for t in tensors:
             self._reads.on_gradient(t)
@@ -265,17 +266,31 @@ class CallRecorder:
         A leaf from outside keeps its gradient anyway. A view made in inference mode requires grad where its base does.
         """
         required = t.requires_grad or any(v.requires_grad for v in self._values.sharing(t))
-        if required and not (method == "retain_grad" and self._values.is_outside(t) and t.is_leaf):
-            self._refuse_hook("a hook on the gradient of a tensor", f"Tensor.{method}")
+        outside = self._values.is_outside(t)
+        if required and not (method == "retain_grad" and outside and t.is_leaf):
+            self._on_hook("a hook on the gradient of a tensor", f"Tensor.{method}", None if outside else node_number(t))
 
     def on_graph(self, t: torch.Tensor) -> None:
         """The forward asks for the history of a tensor, which results that were made from metadata do not have."""
         if not self._builder.tape.exact_autograd and not self._values.is_outside(t):
             raise Retrace("the forward reads autograd's history of a tensor", Assumptions(exact_autograd=True))
 
-    def on_grad_fn(self) -> None:
-        """The forward gets a node of autograd's graph, on which it may hang hooks."""
-        self._refuse_hook("a node of autograd's graph", "Tensor.grad_fn")
+    def on_grad_fn(self, t: torch.Tensor, *, to_hook: bool) -> None:
+        """The forward gets a node of autograd's graph, from where it may go on to others; torch hangs a hook there."""
+        outside = not to_hook or self._values.is_outside(t)
+        self._on_hook("a node of autograd's graph", "Tensor.grad_fn", None if outside else node_number(t))
+
+    def _on_hook(self, what: str, op: str, number: int | None) -> None:
+        """The forward makes a hook on a node of autograd's graph; `number` is None for one that it has not made.
+
+        It is part of the program where the forward itself differentiates through the node.
+        """
+        error = self._hook_error(what, op)
+        if number is None:
+            raise error
+        if not (self._builder.tape.exact_autograd and self._builder.functions_apart):
+            raise Retrace("the forward makes a hook", Assumptions(exact_autograd=True, functions_apart=True))
+        self._builder.hooked[number] = error
 
     def on_requires_grad(self, t: torch.Tensor, required: bool) -> None:
         """The forward sets `requires_grad`. An input that did not require grad may: its gradients stay inside."""
@@ -334,13 +349,13 @@ class CallRecorder:
         ops = self._builder.tape.ops[mark[0] :]
         seen = (v for op in ops if op.grad and op.kind == "call_function" for v in (*op.values(), *op.writes))
         if any(v.fake.requires_grad for v in seen):
-            self._refuse_hook("hooks on what autograd saves for backward", "saved_tensors_hooks")
+            raise self._hook_error("hooks on what autograd saves for backward", "saved_tensors_hooks")
         for v in [v for op in ops for v in op.values() if can_require_grad(v)][:1]:
             self._reads.on_gradient(v.fake)
 
-    def _refuse_hook(self, problem: str, op: str) -> None:
-        raise UnsupportedOpError(
-            f"the forward makes or uses {problem}, which a graph of ops does not have",
+    def _hook_error(self, what: str, op: str) -> UnsupportedOpError:
+        return UnsupportedOpError(
+            f"the forward makes or uses {what}, which a graph of ops does not have",
             op=op,
             **self._builder.where(),
             hint="trace under torch.no_grad(); or make hooks outside of the forward, on parameters and inputs, which "

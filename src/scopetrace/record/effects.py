@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from scopetrace._compat.gradients import sequence_number
+from scopetrace._compat.gradients import node_number, nodes_of, sequence_number
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.tensors import base_of, is_view, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
@@ -452,6 +452,26 @@ def refuse_lost_gradients(
                 "one run before st.trace; or return x.detach()"
                 + ("; or trace under torch.no_grad()" if tape.grad else ""),
             )
+
+
+def refuse_lost_hooks(
+    tape: RecordedTape,
+    results: Iterable[Value],
+    hooked: Mapping[int, UnsupportedOpError],
+    differentiated: Container[int],
+) -> None:
+    """Raise UnsupportedOpError where a backward from outside would run a hook that the forward has made.
+
+    Those are on the nodes of `hooked`, by their numbers; through those of `differentiated` the forward itself has
+    differentiated once and for all. A result whose `grad` the forward keeps is refused too.
+    """
+    if hooked:
+        bound = [w.value for w in tape.attribute_writes]
+        found = [v.fake for v in (*results, *bound) if requires_grad_of(v.fake)]
+        numbers = [n for n in map(sequence_number, nodes_of(found)) if n not in differentiated]
+        for number in [*numbers, *(node_number(t) for t in found if t.retains_grad)]:
+            if number in hooked:
+                raise hooked[number]
 
 
 def _grad_fn(v: Value) -> Any:

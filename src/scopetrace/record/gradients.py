@@ -129,6 +129,7 @@ class GradientRecorder:
         outside = self._outside(t)
         if outside is t:
             t.grad = gradient if t.grad is None else t.grad + gradient
+            run_after_accumulation(t)
             return
         entry = self._of(t)
         with torch.set_grad_enabled(create_graph):

@@ -80,6 +80,7 @@ from scopetrace.record.effects import (
     inputs_made_leaves,
     refuse_detached_inputs,
     refuse_lost_gradients,
+    refuse_lost_hooks,
     refuse_recomputed,
     refuse_tags,
     settings_left,
@@ -250,6 +251,7 @@ class Recording:
             fakes = self._run_forward(fn, effects, reads)
         except Retrace:
             effects.restore(outside=True)
+            tape.module_tables.restore()
             raise
         finally:
             changes = effects.restore()
@@ -330,6 +332,7 @@ class Recording:
             raise self.builder.deferred[0]
         results = leaves(tape.outputs, Value)
         refuse_tags(tape, results)
+        refuse_lost_hooks(tape, results, self.builder.hooked, self.builder.differentiated)
         differentiated = self.builder.differentiated if self.builder.functions_apart else None
         refuse_lost_gradients(tape, results, self.values.examples, differentiated)
         refuse_recomputed(tape, self.builder.regions)

@@ -1,0 +1,158 @@
+"""Hooks that a training step makes, or that its modules have: they run as part of its program, as in eager."""
+
+import pytest
+import torch
+from torch.autograd import graph
+
+import scopetrace as st
+from tests.steps import Net, run_beside_eager
+
+
+def threefold(gradient):
+    return gradient * 3
+
+
+def of_module(module, before, after):
+    return tuple(None if g is None else g * 3 for g in before)
+
+
+def before_module(module, after):
+    return tuple(g * 3 for g in after)
+
+
+def double_gradient(t):
+    t.grad.mul_(2)
+
+
+def on_a_result(model, x):
+    y = model.a(x)
+    y.register_hook(threefold)
+    model.b(y.relu()).sum().backward()
+
+
+def around_a_write(model, x):
+    y = model.a(x)
+    y.register_hook(lambda gradient: gradient.mul_(2))
+    y.mul_(2)
+    y.register_hook(lambda gradient: gradient / gradient.norm())
+    model.b(y.relu()).sum().backward()
+
+
+def keeping_a_gradient(model, x):
+    y = model.a(x)
+    y.retain_grad()
+    model.b(y.relu()).sum().backward()
+    model.a.bias.grad += y.grad.norm()
+
+
+def on_several(model, x):
+    seen = []
+    y = model.a(x)
+    z = y * 2
+    graph.register_multi_grad_hook((y, z), lambda found: seen.append(sum(g.sum() for g in found)))
+    model.b(z.relu()).sum().backward()
+    model.a.bias.grad += seen[0]
+
+
+def after_accumulation(model, x):
+    y = x.clone().requires_grad_()
+    y.register_hook(threefold)
+    y.register_post_accumulate_grad_hook(double_gradient)
+    model(y).sum().backward()
+    model.a.bias.grad += y.grad.sum()
+
+
+def of_a_derivative(model, x):
+    y = model.a(x)
+    y.register_hook(lambda gradient: gradient * y)
+    slopes = torch.autograd.grad(model.b(y.sin()).sum(), model.a.weight, create_graph=True)
+    slopes[0].square().sum().backward()
+
+
+def on_a_module(register, hook):
+    def run(model, x):
+        handle = getattr(model.b, register)(hook)
+        model(x).sum().backward()
+        handle.remove()
+
+    return run
+
+
+HOOKS = {
+    "on a result": on_a_result,
+    "around a write": around_a_write,
+    "retain_grad": keeping_a_gradient,
+    "on several tensors": on_several,
+    "on a leaf that the step makes": after_accumulation,
+    "of a derivative": of_a_derivative,
+    "full backward hook": on_a_module("register_full_backward_hook", of_module),
+    "full backward pre-hook": on_a_module("register_full_backward_pre_hook", before_module),
+    "backward hook": on_a_module("register_backward_hook", of_module),
+    "forward hook": on_a_module("register_forward_hook", lambda module, args, out: out * 2),
+}
+
+
+def stepping(run):
+    def make(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+        def step(x):
+            optimizer.zero_grad()
+            run(model, x)
+            optimizer.step()
+
+        return step
+
+    return make
+
+
+def inputs(count=3):
+    torch.manual_seed(1)
+    return [(torch.randn(5, 4),) for _ in range(count)]
+
+
+@pytest.mark.parametrize("name", HOOKS)
+def test_hooks_of_a_step(name):
+    torch.manual_seed(0)
+    run_beside_eager(stepping(HOOKS[name]), Net(), inputs())
+
+
+def test_hooks_that_modules_have_before_the_step():
+    torch.manual_seed(0)
+    model = Net()
+    model.a.register_full_backward_hook(of_module)
+    model.b.register_full_backward_pre_hook(before_module)
+    model.norm.register_full_backward_hook(of_module)
+    trace = run_beside_eager(stepping(lambda model, x: model(x * model.b.bias.sum()).sum().backward()), model, inputs())
+    scaled = [n for n in trace.call("model.norm").backward_nodes if n.target is torch.ops.aten.mul.Tensor]
+    assert any(n.args[1] == 3 for n in scaled)  # a hook's ops belong to the call of its module
+    trace.lint()
+
+
+def differentiated_again(model, x):
+    y = model.a(x)
+    y.register_hook(threefold)
+    loss = y.sum()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+def with_a_gradient(model, x):
+    y = model.a(x)
+    y.retain_grad()
+    y.sum().backward()
+    return y
+
+
+def on_a_parameter(model, x):
+    model.a.weight.register_hook(threefold)
+    model(x).sum().backward()
+
+
+@pytest.mark.parametrize("run", [differentiated_again, with_a_gradient, on_a_parameter])
+def test_hooks_that_act_after_the_step_are_refused(run):
+    model = Net()
+    with pytest.raises(st.errors.UnsupportedOpError, match="the forward makes or uses a hook") as error:
+        st.trace(lambda x: run(model, x), inputs()[0])
+    model.a.weight._backward_hooks = None
+    assert "test_step_hooks.py" in error.value.source
