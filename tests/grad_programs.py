@@ -667,15 +667,17 @@ def observe(run: Callable, model: torch.nn.Module, given: tuple, without: bool) 
     try:
         with torch.set_grad_enabled(not without):
             results = run(*args)
-        found = seen(model, args, versions, results)
+        found = seen(model, leaves, args, versions, results)
         return found | ({} if without else gradients([*leaves, *parameters], args, results))
     except Exception as error:
         return error
 
 
-def seen(model: torch.nn.Module, args: tuple, versions: list[int], results: list[torch.Tensor]) -> dict:
-    """Values, metadata and shared memory of arguments, results and state."""
-    tensors = [*args, *results, *model.parameters(), *model.buffers()]
+def seen(
+    model: torch.nn.Module, leaves: list[torch.Tensor], args: tuple, versions: list[int], results: list[torch.Tensor]
+) -> dict:
+    """Values, metadata and shared memory of arguments, what they were made of, results and state."""
+    tensors = [*args, *results, *leaves, *model.parameters(), *model.buffers()]
     return {
         "values": [t.detach().clone() for t in tensors],
         "identity": [[u is t for u in tensors].index(True) for t in tensors],

@@ -234,6 +234,35 @@ RIGHT = {
         ["self.b = self.p * x", "a = self.b[1:]", "self.b.t_()"],
         ("self.b", "a"),
     ),
+    "an input that is written and gets other memory, which is written too": (
+        "plain",
+        ["x.mul_(2)", "x.data = x.detach() * 3", "x.neg_()"],
+        ("x.view_as(x)",),
+    ),
+    "an input that two others share memory with, written before it gets other memory": (
+        "plain_and_detached",
+        ["x.mul_(2)", "x.data = x.detach() * 3", "y.add_(1)"],
+        ("x", "y"),
+    ),
+    "dropout in eval mode under no_grad of what a copy has strides of its own": (
+        "derived",
+        ["x.copy_(x[:1].clone())", ("torch.no_grad()", "a = torch.dropout(x, 0.5, False)")],
+        ("a",),
+    ),
+    "no cast under inference mode, then a write to a part": (
+        "transposed",
+        [
+            "a = x.sin()",
+            ("torch.inference_mode()", "b = a.to(a.dtype)"),
+            ("torch.inference_mode()", "b[1:].zero_()"),
+        ],
+        ("a",),
+    ),
+    "an input that retains its gradient, written before it changes its shape": (
+        "retained",
+        ["x.mul_(2)", "x.squeeze_()"],
+        ("x.mT",),
+    ),
     "a leaf beside a write to the memory that it was detached from": (
         "leaf",
         ["a = (x * 2).detach().requires_grad_()", "b = torch.autograd.grad((a**2).sum(), a)[0]", "x.detach().mul_(2)"],
@@ -346,6 +375,16 @@ REFUSED = {
     "a result that changes its shape and is written under no_grad": (
         "leaf",
         ["a = self.halve_(x.cumsum(0))", ("torch.no_grad()", "a.squeeze_()"), ("torch.no_grad()", "b = a.mul_(2)")],
+        ("b",),
+    ),
+    "an input that is a view, is written and gets other memory": (
+        "derived_view",
+        ["x[1:].mul_(2)", "x.data = x.detach() * 5", "a = x * 2"],
+        ("a",),
+    ),
+    "an input that gets other memory before a view of it is written": (
+        "derived",
+        ["a = x[1:]", "x.data = x.detach() * 5", "a.mul_(2)", "b = x * 2"],
         ("b",),
     ),
     "a view under no_grad of what was written over": (
@@ -740,6 +779,21 @@ def test_data_of_another_dtype_and_size_for_a_tensor_that_was_written():
     x = torch.arange(12.0).view(3, 4)
     for expected, actual in zip(forward(x), st.trace(forward, (x,))(x), strict=True):
         assert expected.dtype == actual.dtype and torch.equal(expected, actual)
+
+
+@pytest.mark.parametrize(
+    ("write", "kind"),
+    [
+        ("a.copy_(self.p)", "refused at the call"),
+        ("a.normal_()", "refused at the call"),
+        ("a.copy_(x.sin())", "right"),
+        ("torch.empty_like(a).copy_(self.p)", "right"),
+        ("torch.nn.functional.dropout(a, 0.5, inplace=True)", "right"),
+    ],
+)
+def test_a_trace_without_gradients_where_the_gradient_of_what_is_written_over_is_zero(write, kind):
+    found = kind_of("leaf", "a = x * 2", write, returned=("a",), traced="a call under no_grad")
+    assert found == (kind, "")
 
 
 def test_a_function_that_returns_a_view_is_no_write():

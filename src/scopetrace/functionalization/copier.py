@@ -370,7 +370,8 @@ class TapeCopier(abc.ABC):
         def in_order(leaf: Any) -> Any:
             return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if type(leaf) is Value else leaf
 
-        return map_argument(in_order if is_random(op.target) else now, x)
+        draws = is_random(op.target) and not _returns_operand(op)
+        return map_argument(in_order if draws else now, x)
 
     def define(self, op: Op, old: Any, new: Any) -> None:
         """Bind what an op made: views in alias sets get their `ViewMeta`, new tensors are roots."""
@@ -383,6 +384,8 @@ class TapeCopier(abc.ABC):
             parent = _parent(op, a)
             if parent is not None and op.kind == "call_function":
                 aliases.link(a, self._view_meta(op, parent, a, a.slot if several else None))
+                if a.fake is parent.fake:  # it has the value that it had
+                    continue
             aliases.define(a, b)
 
     def _view_meta(self, op: Op, parent: Value, value: Value, slot: int | None) -> ViewMeta:
@@ -428,6 +431,12 @@ def _parent(op: Op, value: Value) -> Value | None:
     """The input whose storage a result is in: the very tensor if it is one, else the first."""
     inside = [v for v in op.inputs() if v.storage == value.storage]
     return next((v for v in inside if v.fake is value.fake), inside[0] if inside else None)
+
+
+def _returns_operand(op: Op) -> bool:
+    """Whether an op that writes nothing gives one of its operands, as dropout does in eval mode."""
+    out = op.outputs
+    return isinstance(out, Value) and not op.writes and any(v.fake is out.fake for v in op.inputs())
 
 
 def _view_meta(op: Op, parent: Value, value: Value, slot: int | None) -> ViewMeta:

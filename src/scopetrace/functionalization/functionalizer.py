@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import auto_functionalized, building, is_op, is_random, schema_of
+from scopetrace._compat.ops import auto_functionalized, building, is_op, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import dense_order
 from scopetrace.containers.structure import leaves, map_structure
@@ -37,7 +37,7 @@ from scopetrace.ops.functional_variants import (
     is_metadata_only,
     undeclared_variant,
 )
-from scopetrace.ops.history import History, is_cut
+from scopetrace.ops.history import History, covers, is_cut
 from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
 
 _aten = torch.ops.aten
@@ -79,7 +79,7 @@ class Functionalizer(TapeCopier):
 
         Eager has zeros there, and not None.
         """
-        seen = (op for op in self.old.ops if op.grad and op.tracked and _covers(op))
+        seen = (op for op in self.old.ops if op.grad and op.tracked and covers(op))
         if not any(v.fake.requires_grad for op in seen for v in op.writes):
             return lambda v: self.read(v, reader)
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
@@ -378,6 +378,11 @@ class Functionalizer(TapeCopier):
             raise refusal(
                 "a tensor that requires grad gets memory that is written, that a result shares, or of another size", op
             )
+        real = left.same(before).real
+        is_leaf = real is not None and real.is_leaf
+        written = (v.storage for o in self.old.ops if o.target is not op.target for v in o.writes)
+        if loses_gradient and self.grad and not is_leaf and before.storage in written:
+            raise refusal("a tensor that requires grad gets other memory, and the first one is written", op)
         now = self.read(before, op)
         left.reshaped[left.same(before)] = (after, op)
         if aliases is not None:
@@ -436,21 +441,6 @@ _KEEPS_NOTHING = frozenset(
 _WITHOUT_DERIVATIVE = frozenset({"normal_", "bernoulli_", "uniform_"})
 """Ops in place whose functional variants have no derivative, or none of complex numbers. That of what they overwrite is
 zero."""
-
-_COVERING = frozenset(
-    {
-        *("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"),
-        *("eq_", "ne_", "lt_", "le_", "gt_", "ge_"),  # the gradient of both operands is zero
-    }
-)
-
-
-def _covers(op: Op) -> bool:
-    """Whether an op writes what does not depend on the value that it overwrites."""
-    if not op.writes or not is_op(op.target):
-        return bool(op.writes)
-    schema = schema_of(op.target)
-    return schema.op_name in _COVERING or is_random(op.target) or any(a.is_out for a in schema.arguments)
 
 
 def _is_logical(op: Op) -> bool:

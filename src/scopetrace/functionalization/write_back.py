@@ -82,15 +82,24 @@ class _Builder:
             if value.storage not in self.sets or id(last.fake) in done:
                 continue
             done.add(id(last.fake))
-            found += [self._change(target, value, op, after) for op, after in self._changes(value)]
-            aliases = self.sets.get(last.storage)
-            if aliases is not None and aliases.version and last.storage == value.storage:
-                new = self.read(last)
-                mode = self._mode_of_writes(aliases, new)
-                if mode is False and new.op.target is OVERWRITE:
-                    new = new.op.tensor(1)  # no gradient goes through the copy
-                found.append(CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, last))), mode))
+            changes = self._changes(value)
+            changed = [self._change(target, value, op, after) for op, after in changes]
+            if any(_resizes(op) for op, _ in changes):
+                found += [*changed, *self._copies_into(target, last)]
+            else:  # who else has its first memory sees what was written there
+                found += [*self._copies_into(target, value), *changed]
         return found
+
+    def _copies_into(self, target: Target, value: Value) -> list[CopyInto]:
+        """What was written to the memory of a value, if anything was."""
+        aliases = self.sets[value.storage]
+        if not aliases.version:
+            return []
+        new = self.read(value)
+        mode = self._mode_of_writes(aliases, new)
+        if mode is False and new.op.target is OVERWRITE:
+            new = new.op.tensor(1)  # no gradient goes through the copy
+        return [CopyInto(target, self._give(new, copy=int(self._is_overwritten(new, value))), mode)]
 
     def _change(self, target: Target, value: Value, op: Op, after: Value) -> ChangeShape | SetTo:
         if op.target is _aten.set_.source_Tensor:
@@ -99,7 +108,7 @@ class _Builder:
             return SetTo(target, self._source(op.tensor(1)))
         if after.fake.requires_grad and self._mode(op) is False:
             raise refusal("a tensor from outside that requires grad changes its shape in place under no_grad", op)
-        if schema_of(op.target).name.startswith("aten::resize"):
+        if _resizes(op):
             sizes = self._numbers(list(after.fake.size()))
             return ChangeShape(target, ViewStep(_aten.resize_.default, (sizes,), {}, None, self._mode(op)))
         assert is_op(op.target)
@@ -184,6 +193,8 @@ class _Builder:
         if self._alone[leaf.storage] == 1:
             return self._alone_in_memory(leaf)
         root, steps = self._chain(aliases, leaf)
+        if root in self.outside:  # it got this memory
+            return _view_of(self.outside[root], steps)
         return ViewOf(self._plain(root, self.read(root)), steps)
 
     def _alone_in_memory(self, leaf: Value) -> Source:
@@ -255,6 +266,10 @@ class _Builder:
         if index == len(self.returned):
             self.returned.append(value)
         return FromGraph(index, stride, copy)
+
+
+def _resizes(op: Op) -> bool:
+    return schema_of(op.target).name.startswith("aten::resize")
 
 
 def _view_of(base: Target, steps: tuple[ViewStep | StridedStep, ...]) -> ViewOf:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.ops import is_op, is_random, schema_of
 from scopetrace.ir.tape import Op, Value
 
 
@@ -64,11 +65,40 @@ DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 """Ops whose result autograd takes for a tensor of its own."""
 
 
+_COVERING = frozenset(
+    {
+        *("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"),
+        *("eq_", "ne_", "lt_", "le_", "gt_", "ge_"),  # the gradient of both operands is zero
+    }
+)
+
+
+def covers(op: Op) -> bool:
+    """Whether an op writes what does not depend on the value that it overwrites."""
+    if not op.writes or not is_op(op.target):
+        return bool(op.writes)
+    schema = schema_of(op.target)
+    draws = is_random(op.target) and not any(part in schema.op_name for part in ("dropout", "rrelu"))
+    return schema.op_name in _COVERING or draws or any(a.is_out for a in schema.arguments)
+
+
+def is_factory(op: Op) -> bool:
+    """Whether an op only takes sizes, dtype and device of its argument."""
+    name = schema_of(op.target).op_name if is_op(op.target) else ""
+    return name.endswith("_like") or name.startswith("new_")
+
+
 class History:
     """The bits of the values of some ops."""
 
     def __init__(
-        self, ops: Iterable[Op], leaves: Mapping[Value, int], of_modules: int = 0, *, assumed: bool = False
+        self,
+        ops: Iterable[Op],
+        leaves: Mapping[Value, int],
+        of_modules: int = 0,
+        *,
+        assumed: bool = False,
+        forgets: bool = False,
     ) -> None:
         """Go along the ops.
 
@@ -77,8 +107,10 @@ class History:
             leaves: the bits of each leaf.
             of_modules: the bits of what a leaf module makes, which has parameters of its own.
             assumed: whether all leaves count as if they required grad.
+            forgets: whether a tensor that is written over as a whole has nothing of what it had before, for which
+                eager has gradients of zero.
         """
-        self._assumed = assumed
+        self._assumed, self._forgets = assumed, forgets
         self._family: dict[Value, Value] = {}  # of views that of their base
         self._bits: dict[Value, int] = {}  # of the first of each family
         for op in ops:
@@ -101,8 +133,11 @@ class History:
             base = _base(v, inputs)
             if base is not None:
                 self._family[v] = self._family.get(base, base)
-        if not (op.grad or self._assumed) or op.target in DETACHED:
+        if not (op.grad or self._assumed) or op.target in DETACHED or is_factory(op):
             return
+        for v in op.writes if self._forgets and covers(op) else ():
+            base = self._family.get(v, v)
+            self._bits.pop(base if base.fake is v.fake else v, None)
         bits = of_modules if op.kind == "call_module" else 0
         for v in inputs[:1] if op.target is OVERWRITE else inputs:
             bits |= self.of(v)
