@@ -71,6 +71,61 @@ def test_equal_layers_are_compiled_once():
     assert [(p.name, p.calls) for p in compiled.pieces] == [("between", 1), ("Block_0", 3), ("between", 1)]
 
 
+class Between(nn.Module):
+    """Blocks, and between them modules that are called often and do next to nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.acts = nn.ModuleList(nn.Sequential(nn.ReLU(), nn.Dropout(), nn.Identity()) for _ in range(2))
+        self.flat = nn.ModuleList(nn.Flatten(0, 1) for _ in range(2))
+
+    def forward(self, x):
+        for block, act, flat in zip(self.blocks, self.acts, self.flat, strict=True):
+            x = flat(act(block(x)).unsqueeze(0))
+        return x, self.acts[0][2](x)
+
+
+@pytest.mark.parametrize(
+    ("functions", "given"),
+    [
+        ("layers", ["Block_0", "between", "between"]),
+        (nn.ReLU, ["between", "ReLU_0", "between", "between"]),
+    ],
+)
+def test_functions_of_one_op_are_compiled_with_what_is_around_them(functions, given):
+    backend = Counting()
+    model = Between().eval()
+    x = torch.randn(3, 8)
+    compiled = st.trace(model, (x,)).compile(backend, functions=functions)
+    assert backend.given == given
+    found, wanted = compiled(x), model(x)
+    assert_same(found, wanted)
+    assert found[0] is found[1]
+    assert_same(gradients(found[0], model), gradients(wanted[0], model))
+
+
+def test_sizes_of_a_function_of_one_op():
+    """The calls are of one function with two sizes, each in a stretch of its own."""
+
+    class Sizes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.acts = nn.ModuleList(nn.ReLU() for _ in range(2))
+            self.blocks = nn.ModuleList(Block() for _ in range(2))
+
+        def forward(self, x, y):
+            x, y = (act(z) for act, z in zip(self.acts, (x, y), strict=True))
+            return self.blocks[0](x), self.blocks[1](y)
+
+    model = Sizes()
+    shapes = {0: Dim("n")}, {0: Dim("m")}
+    compiled = st.trace(model, (torch.randn(3, 8), torch.randn(5, 8)), dynamic_shapes=shapes).compile("aot_eager")
+    for n, m in ((3, 5), (4, 4), (7, 2)):
+        given = torch.randn(n, 8), torch.randn(m, 8)
+        assert_same(compiled(*given), model(*given))
+
+
 def test_text():
     compiled = st.trace(Net(), (TOKENS,)).compile("eager")
     assert repr(compiled) == "<CompiledTrace of Net by eager: 5 calls of 3 pieces, Block_0 ×3>"

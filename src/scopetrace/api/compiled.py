@@ -16,7 +16,7 @@ import torch
 from scopetrace._compat.compilers import backend_for
 from scopetrace.errors import ArgumentError
 from scopetrace.lower.compiled import Piece, Pieces
-from scopetrace.program.outlined import OutlinedTrace, OutlineTarget, outline_calls
+from scopetrace.program.outlined import OUTERMOST, OutlinedTrace, OutlineTarget, outline_calls
 from scopetrace.program.traced import TracedProgram
 
 
@@ -45,7 +45,7 @@ class CompiledTrace:
 
         Raises InputMismatchError and SideEffectError as `Trace.__call__`, CompileError where the backend fails.
         """
-        return self._program.run(self._pieces.run, *args, **kwargs)
+        return self._program.run_compiled(self._pieces.run, *args, **kwargs)
 
     def __repr__(self) -> str:
         shared = [p for p in self.pieces if p.calls > 1]
@@ -69,7 +69,7 @@ def compile_program(
         said = textwrap.shorten(str(error), 160, placeholder=" …")
         raise ArgumentError(f"torch.compile does not take this backend, mode or options: {said}") from error
     outlined = outline_calls(program, targets)
-    pieces = Pieces(outlined.graph_module, compiler)
+    pieces = Pieces(outlined.graph_module, compiler, outlined.boundary.state.table_of, OUTERMOST in targets)
     with torch.set_grad_enabled(program.tape.grad):
         for i, piece in enumerate(pieces.distinct):
             if progress is not None:

@@ -164,14 +164,18 @@ class InSlot:
 
 @dataclasses.dataclass(frozen=True)
 class OfFunctions:
-    """What makes functions: of each its code, its default arguments and those of keywords."""
+    """What makes functions: of each its code, the number of default arguments, these, and those of keywords."""
 
     functions: tuple[types.FunctionType, ...]
     kind, stays = "code", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
-        return [(f.__code__, f.__defaults__, f.__kwdefaults__ and f.__kwdefaults__.copy()) for f in self.functions]
+        return [_made_of(f.__code__, f.__defaults__ or (), f.__kwdefaults__ or {}) for f in self.functions]
+
+
+def _made_of(code: types.CodeType, defaults: tuple[Any, ...], of_keywords: dict[str, Any]) -> tuple[Any, ...]:
+    return code, len(defaults), *defaults, *of_keywords, *of_keywords.values()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -354,7 +358,9 @@ def value_of(variable: contextvars.ContextVar[Any]) -> Any:
         return MISSING
 
 
-_WITHOUT_CONTENT = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, type})
+_WITHOUT_CONTENT = frozenset(
+    {bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size, type, types.CodeType, types.FunctionType}
+)
 _CONTENTS: dict[type, Callable[[Any], Any]] = {
     bytearray: bytes,
     array.array: lambda x: (x.typecode, x.tobytes()),
@@ -379,7 +385,7 @@ def same(then: Any, now: Any) -> bool:
     if kind is not type(now):
         return False
     if kind in (list, tuple):
-        return len(then) == len(now) and all(map(same, then, now))
+        return len(then) == len(now) and (all(map(operator.is_, then, now)) or all(map(same, then, now)))
     if kind is dict:
         return list(then) == list(now) and all(map(same, then.values(), now.values()))
     if isinstance(then, float) and then != then:

@@ -11,8 +11,9 @@ own, and autograd sees one op for each call of a piece, so that gradients cross 
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -52,13 +53,15 @@ class Piece:
         self.forms: dict[frozenset[int], Callable[..., Any]] = {}
         self._inputs = ExampleInputs(examples)
         self._backend = backend
+        self._tensors = [i for i, x in enumerate(examples) if isinstance(x, torch.Tensor)]
         self._followed: set[int] = set()
-        self._form_of: dict[frozenset[int], Callable[..., Any]] = {}
+        self._form_of: dict[tuple[bool, ...], Callable[..., Any]] = {}
+        """By which of the tensors among the operands require gradients."""
 
     def add_call(self, operands: Sequence[Any]) -> None:
         """Count a call of the program, which has these operands in the trace."""
         self.calls += 1
-        self._followed |= _followed(operands)
+        self._followed |= {i for i in self._tensors if operands[i].requires_grad}
 
     def compile(self) -> None:
         """Compile the form for all calls that the program has. Raises CompileError."""
@@ -69,8 +72,11 @@ class Piece:
         sizes = self._inputs.sizes_of(operands)
         if sizes is None:
             return self.body(*operands)
-        followed = frozenset(_followed(operands)) if torch.is_grad_enabled() else frozenset()
-        return (self._form_of.get(followed) or self._form(followed))(*sizes, *operands)
+        require = tuple([operands[i].requires_grad for i in self._tensors]) if torch.is_grad_enabled() else ()
+        form = self._form_of.get(require)
+        if form is None:
+            form = self._form_of[require] = self._form(frozenset(itertools.compress(self._tensors, require)))
+        return form(*sizes, *operands)
 
     def _form(self, followed: frozenset[int]) -> Callable[..., Any]:
         """A form with gradients for these operands at least, whose other gradients autograd drops."""
@@ -78,8 +84,7 @@ class Piece:
             found = [form for known, form in self.forms.items() if known and followed and known >= followed]
             if followed not in self.forms and not found:
                 self.forms[followed] = self._compile(followed)
-            self._form_of[followed] = self.forms.get(followed) or found[0]
-        return self._form_of[followed]
+            return self.forms.get(followed) or found[0]
 
     def _compile(self, followed: frozenset[int]) -> Callable[..., Any]:
         graph = torch.fx.Graph()
@@ -97,11 +102,6 @@ class Piece:
                 f"the backend failed on {self.name}, called {self.calls}×: {type(error).__name__}: {error}",
                 hint="leave it out with functions=, or compile with another backend",
             ) from error
-
-
-def _followed(operands: Sequence[Any]) -> set[int]:
-    """The positions of the operands that require gradients."""
-    return {i for i, x in enumerate(operands) if isinstance(x, torch.Tensor) and x.requires_grad}
 
 
 class ExampleInputs:
@@ -197,21 +197,47 @@ def _static_strides(example: Any) -> tuple[int, ...]:
     return tuple(example.stride()) if all(type(n) is int for n in example.stride()) else ()
 
 
-class Pieces:
-    """The pieces of a program, and the graph that calls them.
+Table = tuple[dict[str, Any], str]
+"""Where a tensor is held: a dict, and the key in it."""
 
-    Attributes:
-        run: what the graph does, on the tensors that the GraphModule holds when it is called.
+
+class Pieces:
+    """The pieces of a program, and the function that calls them.
+
+    Args:
+        graph_module: the program, with calls of functions.
+        backend: what compiles a piece.
+        table_of: where the tensor behind a `get_attr` target is held; None for targets that are no tensors.
+        inlines_single_ops: whether calls of functions of at most one op are part of what is between the other calls.
     """
 
-    def __init__(self, graph_module: torch.fx.GraphModule, backend: Backend) -> None:
+    def __init__(
+        self,
+        graph_module: torch.fx.GraphModule,
+        backend: Backend,
+        table_of: Callable[[str], Table | None],
+        inlines_single_ops: bool,
+    ) -> None:
         self._graph_module, self._backend = graph_module, backend
         self._known: dict[Any, Piece] = {}
         self._graph = torch.fx.Graph()
         self._now: dict[torch.fx.Node, torch.fx.Node] = {}
-        for nodes in _runs(graph_module.graph):
+        self._held: list[Table] = []
+        graph = _without_single_ops(graph_module) if inlines_single_ops else graph_module.graph
+        for node in graph.find_nodes(op="placeholder"):
+            self._now[node] = self._graph.node_copy(node)
+        for node in graph.find_nodes(op="get_attr"):
+            table = table_of(str(node.target))
+            if table is not None:
+                self._now[node] = self._graph.placeholder(node.name)
+                self._held.append(table)
+        for nodes in _runs(graph, self._now):
             self._add(nodes)
-        self.run = method_of(self._graph, graph_module)
+        self._call_pieces = method_of(self._graph, graph_module)
+
+    def run(self, *inputs: Any) -> Any:
+        """What the graph does, on the tensors that are held now."""
+        return self._call_pieces(*inputs, *[table[name] for table, name in self._held])
 
     @property
     def distinct(self) -> tuple[Piece, ...]:
@@ -257,20 +283,52 @@ def _kind(example: Any) -> Any:
     return *shape, example.dtype, example.device
 
 
-def _runs(graph: torch.fx.Graph) -> Iterator[list[torch.fx.Node]]:
-    """The nodes in order: alone calls, and nodes that stay as they are; together those to be compiled between them."""
+def _without_single_ops(graph_module: torch.fx.GraphModule) -> torch.fx.Graph:
+    """The graph with the bodies of functions that have at most one op, beside views, in place of their calls."""
+    graph = torch.fx.Graph()
+    now: dict[torch.fx.Node, Any] = {}
+    for node in graph_module.graph.nodes:
+        body = getattr(graph_module, node.args[0].target).graph if node.target is _CALL else None
+        if body is not None and _is_single_op(body):
+            operands = torch.fx.node.map_arg(node.args[2:], now.__getitem__)
+            now[node] = graph.graph_copy(body, dict(zip(body.find_nodes(op="placeholder"), operands, strict=True)))
+        elif isinstance(now.get(node.args[0]) if node.target is operator.getitem else None, (tuple, list)):
+            now[node] = now[node.args[0]][node.args[1]]
+            now[node].meta["val"] = node.meta["val"]  # that of the body may have the sizes of another call
+        else:
+            now[node] = graph.node_copy(node, now.__getitem__)
+    return graph
+
+
+def _is_single_op(body: torch.fx.Graph) -> bool:
+    inner = [node for node in body.nodes if node.op not in ("placeholder", "output")]
+    return sum(map(_computes, inner)) < 2 and all(map(_is_compiled, inner))
+
+
+def _computes(node: torch.fx.Node) -> bool:
+    """Whether a node is an op that is no view, nor a dropout that drops nothing."""
+    drops_nothing = node.target is torch.ops.aten.dropout.default and not node.args[2]
+    return isinstance(node.target, OpOverload) and not node.target.is_view and not drops_nothing
+
+
+def _runs(graph: torch.fx.Graph, given: Container[torch.fx.Node]) -> Iterator[list[torch.fx.Node]]:
+    """The nodes that are not given, in order: alone calls, and nodes that stay as they are; the others together."""
     between: dict[torch.fx.Node, None] = {}
     for node in graph.nodes:
-        if node.op == "get_attr" and all(user.target is _CALL and user.args[0] is node for user in node.users):
-            continue  # the body of a call
+        if node in given or (node.op == "get_attr" and all(_is_call_of(node, user) for user in node.users)):
+            continue
         waits = not between.keys().isdisjoint(node.all_input_nodes)
         if _is_compiled(node) or (waits and _is_number(node)):
             between[node] = None
             continue
-        if between and (waits or not (_is_number(node) or node.op in ("placeholder", "get_attr"))):
+        if between and (waits or not (_is_number(node) or node.op == "get_attr")):
             yield list(between)
             between = {}
         yield [node]
+
+
+def _is_call_of(body: torch.fx.Node, node: torch.fx.Node) -> bool:
+    return node.target is _CALL and node.args[0] is body
 
 
 def _is_compiled(node: torch.fx.Node) -> bool:

@@ -420,6 +420,12 @@ class LiveState:
         found = None if place is None else _look_up(*place)
         return self._attributes[name] if found is None else found
 
+    def table_of(self, name: str) -> tuple[dict[str, Any], str] | None:
+        """Where the GraphModule has the tensor behind a `get_attr` target: a table and a key; else None."""
+        place = self._places.get(name)
+        table = None if place is None else _table_of(*place)
+        return None if place is None or table is None else (table, place[1])
+
     def write(self, results: Iterator[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         """Assign the tensors that forward assigned to attributes of the model's modules, and the gradients."""
 

@@ -100,8 +100,14 @@ class OutlinedTrace(TracedProgram):
         """As a call of `source`, with the graph of this program, or another one in its place."""
         if self.current.tape.edited:
             return super().run(self._run_inlined if graph is self.graph_module else graph, *args, **kwargs)
+        return self.run_compiled(self._run_graph if graph is self.graph_module else graph, *args, **kwargs)
+
+    def run_compiled(self, run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """As `run`, with a function that does what the graph did when this program was made."""
+        if self.tape.edited:
+            return super().run(run, *args, **kwargs)
         self.boundary.state.refresh()
-        return self.source.run(self._run_graph if graph is self.graph_module else graph, *args, **kwargs)
+        return self.source.run(run, *args, **kwargs)
 
     def _run_inlined(self, *inputs: Any) -> Any:
         return _Inlining(self.graph_module).run(*inputs)
