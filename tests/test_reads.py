@@ -200,7 +200,82 @@ def factor():
     return SCALE
 
 
+@contextlib.contextmanager
+def given_in_a_block():
+    yield SCALE
+
+
+class Scaling:
+    def __init__(self):
+        self.first = SCALE
+
+    def __enter__(self):
+        return SCALE
+
+    def __exit__(self, *args):
+        pass
+
+    def __mul__(self, other):
+        return other * SCALE
+
+    def __float__(self):
+        return float(SCALE)
+
+    def __bool__(self):
+        return SCALE == 2
+
+    @classmethod
+    def made(cls):
+        return cls()
+
+    def scale(self):
+        return SCALE
+
+
+class ScalingLayer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.k = SCALE
+
+    def forward(self, x):
+        return x * self.k
+
+
+class ScalingFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * SCALE
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * SCALE
+
+
+def in_block(manager):
+    def forward(x):
+        with manager() as k:
+            return x * k
+
+    return forward
+
+
+FUNCTIONS, OBJECTS = {"k": lambda: SCALE}, [Scaling()]
+
 GLOBALS = {
+    "context_manager": (in_block(given_in_a_block), lambda: set_global("SCALE", 3.0)),
+    "class_of_blocks": (in_block(Scaling), lambda: set_global("SCALE", 3.0)),
+    "new_object": (lambda x: x * Scaling().first, lambda: set_global("SCALE", 3.0)),
+    "product": (lambda x: Scaling() * x, lambda: set_global("SCALE", 3.0)),
+    "number": (lambda x: x * float(Scaling()), lambda: set_global("SCALE", 3.0)),
+    "truth": (lambda x: x * 2 if Scaling() else x, lambda: set_global("SCALE", 3.0)),
+    "class_method": (lambda x: x * Scaling.made().first, lambda: set_global("SCALE", 3.0)),
+    "new_layer": (lambda x: ScalingLayer()(x), lambda: set_global("SCALE", 3.0)),
+    "autograd_function": (lambda x: ScalingFunction.apply(x), lambda: set_global("SCALE", 3.0)),
+    "function_in_dict": (lambda x: x * FUNCTIONS["k"](), lambda: set_global("SCALE", 3.0)),
+    "object_in_list": (lambda x: x * OBJECTS[0].scale(), lambda: set_global("SCALE", 3.0)),
+    "by_computed_name": (lambda x: x * getattr(OBJECTS[0], "scale")(), lambda: set_global("SCALE", 3.0)),  # noqa: B009
+    "globals()": (lambda x: x * globals()["SCALE"], lambda: set_global("SCALE", 3.0)),
+    "eval": (lambda x: x * eval("SCALE * 1"), lambda: set_global("SCALE", 3.0)),
     "global": (lambda x: x * SCALE, lambda: set_global("SCALE", 3.0)),
     "in_helper": (lambda x: scaled(x), lambda: set_global("SCALE", 3.0)),
     "in_helper_without_ops": (lambda x: scaling(x), lambda: set_global("SCALE", 3.0)),

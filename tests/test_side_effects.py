@@ -670,7 +670,40 @@ def time_in_an_object(self, x):
     return x * found.start
 
 
-@pytest.mark.parametrize("step", [warns_once, warns_for_each, logs_sometimes, keeps_times])
+class Timer:
+    """Keeps times in all the ways that people write."""
+
+    def __init__(self):
+        self.total, self.times, self.sums, self.last = 0.0, {}, {}, 0.0
+
+    def __enter__(self):
+        self.start = time.perf_counter()
+        return self
+
+    def __exit__(self, *args):
+        self.total += time.perf_counter() - self.start
+        self.times.setdefault("step", []).append(time.perf_counter() - self.start)
+        end = time.perf_counter()
+        took = end - self.start
+        self.sums["step"] = self.sums.get("step", 0.0) + took
+        self.last = took
+
+
+def has_a_timer(self, x):
+    with TIMER:
+        return x * 2
+
+
+def reads_a_timer(self, x):
+    with TIMER:
+        y = x * 2
+    return y * (2 if TIMER.last > 100 else 1)
+
+
+TIMER = Timer()
+
+
+@pytest.mark.parametrize("step", [warns_once, warns_for_each, logs_sometimes, keeps_times, has_a_timer])
 def test_what_is_only_shown_stops_no_call(step):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -681,7 +714,7 @@ def test_what_is_only_shown_stops_no_call(step):
 
 
 DECIDING = [decides, decides_else, writes_another, calls_its_own, through_a_variable]
-DECIDING += [reads_the_time, time_in_a_list, time_in_a_closure, time_in_an_object]
+DECIDING += [reads_a_timer, reads_the_time, time_in_a_list, time_in_a_closure, time_in_an_object]
 
 
 @pytest.mark.parametrize("step", DECIDING)

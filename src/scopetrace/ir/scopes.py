@@ -276,7 +276,7 @@ _MACHINERY = (
     *prefixes(
         TORCH_DIRECTORY,
         *("_ops.py", "_compile.py", "_higher_order_ops/", "_library/utils.py"),
-        *("_dynamo/eval_frame.py", "nn/modules/module.py"),
+        *("_dynamo/eval_frame.py", "nn/modules/module.py", "__init__.py", "fx/experimental/", "_subclasses/"),
     ),
 )
 

@@ -224,8 +224,11 @@ class WriteBack(Printed):
             else:
                 value = resolver.get(update.value)
                 if value.size() != target.size():  # copy_ would repeat it
-                    problem = f"{update}: the edited graph gives {list(value.size())} for {list(target.size())}"
-                    raise EditError(problem, hint="keep the sizes of what is written back; or trace another model")
+                    raise EditError(
+                        f"{update}: the graph gives {list(value.size())} for {list(target.size())}",
+                        hint="run a model that sizes its buffers at the first call, as observers of quantization do, "
+                        "once before st.trace; in an edited graph, keep the sizes of what is written back",
+                    )
                 with _grad_mode(update.grad):
                     _ = target.grad_fn  # brings up to date what autograd knows of a view whose base was written
                     once = _once(target.stride())

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dis
 import enum
 import functools
+import re
 import sys
 import types
 import weakref
@@ -37,7 +38,21 @@ _OPERATORS = frozenset(
         *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__next__", "__len__"),
     }
 )
-"""Methods that run without being named, and forward; those of arithmetic and comparison are taken to write nothing."""
+"""Methods that run without being named, and forward."""
+
+_MORE_OPERATORS = re.findall(
+    r"\w+",
+    "missing bool int float index hash eq ne lt le gt ge neg pos abs invert add radd iadd sub rsub isub mul rmul imul "
+    "truediv rtruediv itruediv floordiv rfloordiv mod rmod pow rpow matmul rmatmul and rand or ror xor rxor",
+)
+_OF_OBJECTS = _OPERATORS | {f"__{name}__" for name in _MORE_OPERATORS}
+"""Those of classes of no installed library, where arithmetic may read anything too."""
+
+_OF_NAMED_CLASSES = _OF_OBJECTS - {"forward"} | {"__new__", "__init__", "__post_init__"}
+"""Those of a class that a function names, since it may make objects of it."""
+
+_OF_AUTOGRAD = frozenset({"forward", "backward", "setup_context"})
+"""Those that `apply` runs of a `torch.autograd.Function`."""
 
 _LIBRARIES = frozenset(sys.stdlib_module_names) - {"types"} | {"torch", "torchgen", "sympy", "numpy", "scopetrace"}
 
@@ -108,9 +123,11 @@ def _read_names(code: types.CodeType) -> Names:
         elif raw[i] == _IS and before not in _CONSTANTS:  # x is y, but not x is None
             reads.add("id")
         before = raw[i] or before  # 0: room for the interpreter
-    if "globals" in reads:  # globals()["N"] = 1
-        binds |= {c for c in code.co_consts if isinstance(c, str)}
-    asks = bool({"getattr", "hasattr"} & reads)
+    if not reads.isdisjoint(_BY_TEXT):
+        words = {word for c in code.co_consts if isinstance(c, str) for word in re.findall(r"\w+", c)}
+        binds |= words
+        reads |= words
+    asks = not _ASKING.isdisjoint(code.co_names)
     strings = frozenset(c for c in code.co_consts if asks and isinstance(c, str) and c.isidentifier())
     own = Names(strings, frozenset(code.co_names) | reads, frozenset(reads), frozenset(binds), frozenset(attributes))
     inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
@@ -120,6 +137,9 @@ def _read_names(code: types.CodeType) -> Names:
 MEMO = type(functools.cache(len))
 """The class of functions under `functools.cache`."""
 
+_ASKING = frozenset({"getattr", "hasattr", "attrgetter", "methodcaller"})
+_BY_TEXT = ("globals", "eval", "exec")
+"""Functions by which code names globals in strings: `globals()["N"] = 1`."""
 _IS = dis.opmap["IS_OP"]
 _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in name or "SMALL_INT" in name)
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
@@ -187,8 +207,9 @@ class Reach:
             if not is_users_class(base):
                 continue
             self.classes[base] = None
+            operators = _OPERATORS if _is_installed(base) else _OF_OBJECTS
             for name, member in vars(base).items():
-                if name in self.names or name in _OPERATORS:
+                if name in self.names or name in operators:
                     self._add_member(base, name, member)
                 else:
                     self._members.setdefault(name, []).append((base, member))
@@ -200,9 +221,14 @@ class Reach:
             self._visit(f"{base.__name__}.{name}", f".{name}", member)
 
     def _add_function(self, function: types.FunctionType) -> None:
-        if id(function) in self._seen or not is_users(function.__code__.co_filename):
+        if id(function) in self._seen:
             return
         self._seen.add(id(function))
+        if not is_users(function.__code__.co_filename):
+            inner = function.__dict__.get("__wrapped__")  # contextlib's around a generator
+            if inner is not None and not _is_installed(inner):
+                self.add(inner)
+            return
         self.functions.append(function)
         self._pending.append(function)
         if len(self._pending) > 1:
@@ -217,9 +243,9 @@ class Reach:
         for name in names.bound_globals:
             self.globals[id(table), name] = table, name
         self.asked |= names.asked
-        if not names.all.isdisjoint(("vars", "__dict__")) and not code.co_filename.startswith(PACKAGES):
+        if not names.all.isdisjoint(("vars", "__dict__")) and not _is_installed(function):
             self.takes_dicts = True
-        for name in names.all - self.names:
+        for name in (names.all if _is_installed(function) else names.all | names.asked) - self.names:
             self.names.add(name)
             for base, member in self._members.pop(name, ()):
                 self._add_member(base, name, member)
@@ -263,7 +289,7 @@ class Reach:
     def _look_into_module(self, inside: dict[str, Any], names: Names, follow: bool) -> None:
         for name in names.bound_attributes:
             self.globals[id(inside), name] = inside, name
-        for name in names.all & inside.keys() if follow else ():
+        for name in (names.all | names.asked) & inside.keys() if follow else ():
             if (id(inside), name) not in self.looked_up:
                 self._look_up(inside, name, None)
 
@@ -272,9 +298,24 @@ class Reach:
         if names is None or not is_users_class(kind) or issubclass(kind, enum.Enum):
             return
         self.bases.setdefault(kind)
+        wanted = names.all if _is_installed(kind) else names.all | _OF_NAMED_CLASSES
+        if issubclass(kind, torch.autograd.Function):
+            wanted |= _OF_AUTOGRAD
+        if type(kind) is not type:
+            self.add_class(type(kind))
         for base in kind.__mro__:
-            for name in names.all & vars(base).keys() if is_users_class(base) else ():
+            for name in wanted & vars(base).keys() if is_users_class(base) else ():
                 self._add_member(base, name, vars(base)[name])
+
+
+def _is_installed(x: Any) -> bool:
+    """Whether a function or class belongs to an installed library, which is taken to change nothing that it reads."""
+    return _is_package(x.__module__)
+
+
+@functools.cache
+def _is_package(name: str) -> bool:
+    return str(getattr(sys.modules.get(name), "__file__", None)).startswith(PACKAGES)
 
 
 def _defaults(function: types.FunctionType) -> list[tuple[str, Any]]:
@@ -293,6 +334,10 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
     def visit(name: str, key: str, x: Any) -> None:
         ran.add(x)
         ran.add_class(type(x))
+        for item in (x.values() if type(x) is dict else x) if type(x) in (dict, list, tuple) else ():
+            ran.add_class(type(item))
+            if type(item) is types.FunctionType and not _is_installed(item):
+                ran.add(item)
 
     ran = Reach(visit)
     ran.add(fn)
@@ -301,9 +346,7 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
         ran.add_class(kind)
     objects = [x for x in values if type(x) not in ATOMS]
     for found in (*functions_of(reach, tape), *objects):
-        ran.add(found)
-    for kind in set(map(type, objects)):
-        ran.add_class(kind)
+        visit("", "", found)
     return ran
 
 

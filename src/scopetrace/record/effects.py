@@ -51,7 +51,7 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_users, is_users_class, names_of
 from scopetrace.record.model import Change, Model, Snapshot, Words, holds_fake, same, short
 from scopetrace.record.regions import CHECKPOINT, Region
-from scopetrace.record.uses import kept_in, uses
+from scopetrace.record.uses import are_only_shown, kept_in, uses
 
 # Draws ---------------------------------------------------------------------------------------------------------------
 
@@ -384,7 +384,7 @@ def _of_draw(draw: Draw, functions: list[types.FunctionType]) -> SideEffect:
     frames = walk_frames(draw.frames)
     called = draw.name.removesuffix("()").rpartition(".")[2]
     kept = kept_in(*frames[-1], called) if draw.baked_in and frames else None
-    baked_in = draw.baked_in and (kept is None or any(uses(f, f".{key}").reads for key in kept for f in functions))
+    baked_in = draw.baked_in and (kept is None or not are_only_shown(kept, functions))
     return SideEffect(draw.name, "", short(draw.value), draw.module, user_line(frames), baked_in)
 
 

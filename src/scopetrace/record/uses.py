@@ -16,7 +16,7 @@ import functools
 import inspect
 import linecache
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -87,6 +87,25 @@ def kept_in(code: types.CodeType, line: int, name: str) -> set[str] | None:
     return telling.kept if found and all(telling.is_told(*f) for f in found) else None
 
 
+def are_only_shown(names: set[str], functions: Sequence[types.FunctionType]) -> bool:
+    """Whether the values of attributes are only shown, or kept in attributes of which that is true."""
+    pending, seen = set(names), set[str]()
+    while pending:
+        seen.add(name := pending.pop())
+        for code in [f.__code__ for f in functions if _mentions(f.__code__, name)]:
+            tree = _tree(code)
+            telling = _Telling(code, tree, None)
+            for node, parents in _walk(tree, ()) if tree is not None else ():
+                if not _is_use(node, name, False, None) or _is_write(node, parents) or _only_updates(node, parents):
+                    continue
+                if not telling.is_told(node, parents):
+                    return False
+            if tree is None:
+                return False
+            pending |= telling.kept - seen
+    return True
+
+
 class _Telling:
     """What code shows to people, as a warning that is given once; what it does with a value that it only shows.
 
@@ -104,8 +123,8 @@ class _Telling:
         for parent, outer in zip(parents, (*parents[1:], None), strict=True):
             if isinstance(parent, ast.If):
                 return node is parent.test and all(map(self._only_tells, (*parent.body, *parent.orelse)))
-            if isinstance(parent, ast.Assign):
-                return all(map(self._keeps, parent.targets))
+            if isinstance(parent, (ast.Assign, ast.AugAssign)):
+                return all(map(self._keeps, _targets(parent)))
             if isinstance(parent, ast.Call) and not _converts(parent):
                 is_kept = _method(parent) in _MUTATORS and self._keeps(parent.func.value)  # type: ignore[attr-defined]
                 return isinstance(outer, ast.Expr) and (is_kept or self._tells(parent))
@@ -115,8 +134,8 @@ class _Telling:
         return False
 
     def _keeps(self, target: ast.AST) -> bool:
-        while isinstance(target, ast.Subscript):
-            target = target.value
+        while isinstance(target, ast.Subscript) or _is_entry(target):
+            target = target.value if isinstance(target, ast.Subscript) else target.func.value  # type: ignore[attr-defined]
         if isinstance(target, ast.Attribute) and self._key is None:
             self.kept.add(target.attr)
             return True
@@ -131,9 +150,8 @@ class _Telling:
         if isinstance(statement, ast.If):
             return all(map(self._only_tells, (*statement.body, *statement.orelse)))
         if isinstance(statement, (ast.Assign, ast.AugAssign)):
-            targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
             runs = any(isinstance(n, ast.Call) for n in ast.walk(statement))
-            return self._key is not None and not runs and all(_name_of(t) == self._key for t in targets)
+            return self._key is not None and not runs and all(_name_of(t) == self._key for t in _targets(statement))
         call = statement.value if isinstance(statement, ast.Expr) else None
         if not isinstance(call, ast.Call):
             return isinstance(statement, ast.Pass)
@@ -150,6 +168,15 @@ class _Telling:
 
 def _method(call: ast.Call) -> str | None:
     return getattr(call.func, "attr", None)
+
+
+def _targets(statement: ast.Assign | ast.AugAssign) -> list[ast.expr]:
+    return statement.targets if isinstance(statement, ast.Assign) else [statement.target]
+
+
+def _is_entry(node: ast.AST) -> bool:
+    """Whether it gives an entry of a dict, which it may make: `d.setdefault("a", [])`."""
+    return isinstance(node, ast.Call) and _method(node) == "setdefault"
 
 
 def _name_of(node: ast.AST) -> str | None:
@@ -275,8 +302,12 @@ def _is_write(node: ast.AST, parents: Parents) -> bool:
     for parent in parents:
         if not isinstance(getattr(node, "ctx", ast.Load()), ast.Load):
             return True
-        if isinstance(parent, (ast.Attribute, ast.Subscript)) and parent.value is node:
+        if (isinstance(parent, (ast.Attribute, ast.Subscript)) and parent.value is node) or (
+            _is_entry(parent) and parent.func is node  # type: ignore[attr-defined]  # a call
+        ):
             node = parent
+        elif isinstance(parent, ast.Expr):
+            return isinstance(node, ast.Call)  # setdefault alone
         else:
             changes = isinstance(parent, ast.Call) and parent.func is node
             return changes and isinstance(node, ast.Attribute) and node.attr in _MUTATORS
@@ -293,4 +324,6 @@ def _only_updates(node: ast.AST, parents: Parents) -> bool:
     text, around = ast.unparse(node), parents[0]
     if isinstance(node, ast.Constant) and isinstance(around, ast.Call) and _calls(around, node.lineno, "getattr"):
         text = f"{ast.unparse(around.args[0])}.{node.value!s}"
+    elif isinstance(around, ast.Call) and _method(around) == "get" and around.args:  # d[k] = d.get(k, 0) + 1
+        text = f"{text.removesuffix('.get')}[{ast.unparse(around.args[0])}]"
     return all(ast.unparse(target) == text for target in statement.targets)
