@@ -132,6 +132,12 @@ def settings() -> dict[str, Any]:
     return {**found, "torch.autocast": autocast_state()}
 
 
+def function_modes() -> int:
+    """How many modes of torch functions are active, such as `with torch.device("cuda")`."""
+    found: int = torch._C._len_torch_function_stack()
+    return found
+
+
 def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
     """What a tensor answers to a question of METHODS or PROPERTIES; of `grad_fn`, whether there is one.
 

@@ -35,6 +35,7 @@ from scopetrace.errors import (
 )
 from scopetrace.ir.conditions import Specialization, Specializations
 from scopetrace.ir.reads import warn_of_numbers
+from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.selection import Selection
 from scopetrace.ir.side_effects import SideEffect, refusal
 from scopetrace.lower.exported.constraints import explain
@@ -284,6 +285,14 @@ class Trace(Shown):
         return list(self._program.tape.side_effects)
 
     @property
+    def reuse(self) -> Reuse | None:
+        """Which module calls `st.trace(..., reuse=True)` copied, and why others ran. None for any other trace.
+
+        Its text: `32 LlamaDecoderLayer: 1 traced, 31 replayed`. A loaded trace does not have it.
+        """
+        return self._program.tape.reuse
+
+    @property
     def range_constraints(self) -> dict[Any, Any]:
         """By sympy symbol of a dynamic size, the `ValueRanges` that a call may have; as ExportedProgram has it."""
         sizes = self._program.tape.sizes
@@ -491,6 +500,7 @@ def trace(
     specialize: bool = False,
     side_effects: Literal["warn", "refuse"] | None = None,
     progress: Progress | None = None,
+    reuse: bool = False,
     leaves: Selection | None = None,
 ) -> Trace:
     """Trace a module, or any callable, into a graph that knows its modules.
@@ -519,6 +529,8 @@ def trace(
             depends on it. "warn": a SideEffectWarning here, and at such a call in place of the error. "refuse":
             SideEffectError here.
         progress: called with (scope path, number of ops so far) at each module call.
+        reuse: whether a module call that is equal to one before may be copied from it in place of running the module;
+            what came of it is in `Trace.reuse`. The trace is the same.
         leaves: the earlier name of `leaf_modules`.
 
     Raises:
@@ -552,6 +564,7 @@ def trace(
             leaf_modules=() if leaf_modules is None else leaf_modules,
             specialize=specialize,
             progress=progress,
+            reuse=reuse,
         )
     except DynamicShapeError as misfit:
         explain(misfit, model, arguments, named, dynamic_shapes)

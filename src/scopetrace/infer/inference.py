@@ -188,6 +188,11 @@ class Inference:
     def _with_key(self, meta: OutputMeta | Identity, made: torch.Tensor) -> OutputMeta | Identity:
         return meta if isinstance(meta, Identity) else meta._replace(key=self.key_of(made))
 
+    def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+        """What the cache has of an op, which it then has for all ops of equal metadata."""
+        key = self.key_of_call(func, args, kwargs) if may_infer(func) else None
+        return None if key is None else self._outputs.get(key)
+
     def learn(self, key: Any, inputs: list[Value], out: Any) -> None:
         """Keep what torch gave, where its metadata follows from that of the inputs alone."""
         outputs = _outputs_of(self, inputs, out)

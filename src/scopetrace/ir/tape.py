@@ -29,6 +29,7 @@ from scopetrace.containers.structure import Returned, leaves, map_structure
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read
 from scopetrace.ir.registered import Registered
+from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.side_effects import SideEffect
@@ -502,6 +503,8 @@ class ProgramTape(Tape):
     """Whether a call warns, rather than raises, where the program is right for one call only."""
     registered: Registered = dataclasses.field(default_factory=Registered)
     """The model's modules and parameters with all their names."""
+    reuse: Reuse | None = None
+    """Which module calls repeat others; None where all of them ran."""
     edited: bool = False
     """Whether it was read from a graph that a user or a pass changed, so that the recorded program is another one."""
     write_back: WriteBack | None = None

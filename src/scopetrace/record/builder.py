@@ -52,6 +52,8 @@ class Assumptions:
     """Whether torch applies each `torch.autograd.Function`, so that the backward of the forward runs its own."""
     object_types: frozenset[type] = frozenset()
     """The classes, unknown to pytree, whose instances hold tensors in their attributes."""
+    records_all: bool = False
+    """Whether each module call runs, though the user allows that equal ones do not."""
 
     def __or__(self, other: Assumptions) -> Assumptions:
         return Assumptions(
@@ -59,6 +61,7 @@ class Assumptions:
             self.composites_apart or other.composites_apart,
             self.functions_apart or other.functions_apart,
             self.object_types | other.object_types,
+            self.records_all or other.records_all,
         )
 
 
@@ -142,6 +145,10 @@ class TapeBuilder:
     def frames(self) -> Frames:
         """The Python frames of what runs now, up to those of the traced callable."""
         return capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__)
+
+    def is_plain(self) -> bool:
+        """Whether ops get no more than scope, call and frames: none of them comes from a node, or has annotations."""
+        return self._origin is None and self.running is None and "custom" not in traceback.current_meta
 
     def mark(self) -> tuple[int, int]:
         """The number of ops and of calls so far."""
@@ -536,7 +543,8 @@ class Templates:
         self._object_types = object_types
         self._is_plain: dict[type, bool] = {}
         self._noted: dict[int, Any] = {}  # by id, those in the template that is being made
-        self._calls: list[Call] = []  # those whose templates have some
+        self.unsettled: list[Call] = []
+        """The calls whose templates have some."""
         self._knows_all = notes_objects
 
     def of(self, x: Any) -> Any:
@@ -547,7 +555,7 @@ class Templates:
         """The templates that were made last are those of `call`."""
         if self._noted:
             self._noted.clear()
-            self._calls.append(call)
+            self.unsettled.append(call)
 
     def settle(self, kinds: Collection[type]) -> bool:
         """Open the noted objects of `kinds`, and keep the others as leaves. False where not all is known of them."""
@@ -558,7 +566,7 @@ class Templates:
         def opened(x: Any) -> Any:
             return map_structure(settled, x, _Noted)
 
-        for call in self._calls:
+        for call in self.unsettled:
             call.args, call.kwargs, call.outputs = map(opened, (call.args, call.kwargs, call.outputs))
         return self._knows_all
 

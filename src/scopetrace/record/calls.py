@@ -115,14 +115,16 @@ class CallRecorder:
             raise UnsupportedOpError(problem, op=type(module).__qualname__, **self._builder.where(), hint=hint)
 
     def _place(self, module: torch.nn.Module) -> tuple[str | None, Scope]:
-        """The name of a module in the model, and its scope, named as in the module around it."""
-        parent = self._builder.call
+        return self.place(module, self._builder.call, self._builder.state.current_scope)
+
+    def place(self, module: torch.nn.Module, parent: Call | None, around: Scope) -> tuple[str | None, Scope]:
+        """The name of a module in the model, and its scope inside `around`, named as in the module around it."""
         while parent is not None and parent.fqn is None:
             parent = parent.parent
         inside = (parent.fqn if parent is not None else "") or ""
         fqn = self._model.module_name(module, inside)
         name = (fqn or "").removeprefix(inside + ".") if inside else fqn or ""
-        return fqn, self._builder.state.current_scope.child(name, type(module).__name__)
+        return fqn, around.child(name, type(module).__name__)
 
     def _open(self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any) -> Call:
         builder = self._builder
@@ -139,16 +141,16 @@ class CallRecorder:
             kwargs={name: template(a) for name, a in kwargs.items()},
             start=len(builder.tape.ops),
             frames=builder.frames() if builder.call is not None else (),
-            attributes=_plain_attributes(module) if module is not None else {},
+            attributes=plain_attributes(module) if module is not None else {},
             position=next(self._positions),
-            module_type=self._class_of(module) if module is not None else None,
+            module_type=self.class_of(module) if module is not None else None,
             replaced=self._model.replaced(module) if module is not None else (),
         )
         self.templates.belong_to(call)
         builder.tape.calls.append(call)
         return call
 
-    def _class_of(self, module: torch.nn.Module) -> type:
+    def class_of(self, module: torch.nn.Module) -> type:
         """The class of a module. `torch.nn.utils.parametrize` makes one for each module: equal ones count as one."""
         own = type(module)
         if own.__module__ != parametrize.__name__ or not parametrize.is_parametrized(module):
@@ -459,7 +461,7 @@ _OTHERS = (torch.Tensor, torch.nn.Module, Value)
 _PLAIN = frozenset({bool, int, float, str, tuple})  # the classes of most attributes: isinstance takes longer
 
 
-def _plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
+def plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
     """The attributes that are neither tensors, modules nor nn.Module's own bookkeeping."""
     own = module.__dict__
     return {

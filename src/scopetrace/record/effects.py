@@ -225,6 +225,11 @@ class EffectWatch:
             for kind in classes:
                 reach.add_class(kind)
 
+    @property
+    def draws(self) -> list[Draw]:
+        """Those noted so far."""
+        return self._draws.found
+
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Inside, draws are noted."""
         return self._draws.observing(self.reach)

@@ -232,7 +232,7 @@ class SavedModule:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
         found: list[Change] = []
         for table, old in zip(self.live, self.tables, strict=True):
-            if (table or old) and not _same_dicts(table, old):
+            if (table or old) and not same_tables(table, old):
                 found += self._changes(table, old)
                 table.clear()
                 table.update(old)
@@ -525,7 +525,7 @@ def _kind_of(kind: Any) -> Kind | None:
     if not is_users_class(kind):
         return None
     if _slots(kind):
-        return _ATTRIBUTES._replace(copy=_attributes_and_slots)
+        return _ATTRIBUTES._replace(copy=attributes_and_slots)
     return _ATTRIBUTES if kind.__dictoffset__ else None
 
 
@@ -534,7 +534,8 @@ def _slots(kind: type) -> list[str]:
     return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
 
 
-def _attributes_and_slots(x: Any) -> dict[str, Any]:
+def attributes_and_slots(x: Any) -> dict[str, Any]:
+    """The attributes that an object itself has."""
     found = dict(getattr(x, "__dict__", ()))
     for name in _slots(type(x)):
         with contextlib.suppress(AttributeError):
@@ -543,7 +544,7 @@ def _attributes_and_slots(x: Any) -> dict[str, Any]:
 
 
 def _restore_attributes(x: Any, before: dict[str, Any]) -> None:
-    now = _attributes_and_slots(x)
+    now = attributes_and_slots(x)
     plain: Any = threading.local if isinstance(x, threading.local) else object  # not by methods of the class
     for name in now.keys() - before.keys():
         plain.__delattr__(x, name)
@@ -585,7 +586,8 @@ def _same_items(now: Any, before: Any) -> bool:
     return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
-def _same_dicts(now: dict[Any, Any], before: dict[Any, Any]) -> bool:
+def same_tables(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
+    """Whether two tables have the same keys in the same order, with the same objects."""
     return _same_items(now, before) and all(map(operator.is_, now.values(), before.values()))
 
 
@@ -617,7 +619,7 @@ def holds_iterator(x: Any, depth: int = 3) -> bool:
 
 
 _STATES = Words("in one state"), Words("in another")
-_ATTRIBUTES = Kind(lambda x: dict(x.__dict__), _restore_attributes, _same_dicts, ".")
+_ATTRIBUTES = Kind(lambda x: dict(x.__dict__), _restore_attributes, same_tables, ".")
 _GENERATOR = functools.partial(Kind, words=_STATES, is_draw=True)
 _LIST = Kind(lambda x: list(_base_of(x).__iter__(x)), _restore_list, _same_items)
 _WITH_ATTRIBUTES = (
@@ -630,7 +632,7 @@ _WITH_ATTRIBUTES = (
 _BUILTIN: dict[type, Kind] = {
     list: _LIST,
     collections.deque: _LIST,
-    dict: Kind(lambda x: dict(_base_of(x).items(x)), _restore_dict, _same_dicts, "[]"),
+    dict: Kind(lambda x: dict(_base_of(x).items(x)), _restore_dict, same_tables, "[]"),
     set: Kind(lambda x: set(set.__iter__(x)), _restore_set, operator.eq),
     weakref.ref: Kind(lambda x: [x()], lambda *_: None, _same_items),
     weakref.ProxyType: Kind(lambda x: [x.__init__.__self__], lambda *_: None, _same_items),

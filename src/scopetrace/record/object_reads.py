@@ -18,7 +18,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -146,26 +146,25 @@ class ObjectReads:
                 found = ask(owner, name)
             finally:
                 if found is None and name not in _BOOKKEEPING and name[:2] != "__" and mine():
-                    self._note_unfound(owner, name, sys._getframe(1))
+                    asker = _asker(owner, sys._getframe(1))
+                    if asker is not None:
+                        self.note_unfound(owner, name, noted_at(self._builder, asker))
             if isinstance(found, torch.Tensor):
                 self._members[id(found)] = found
             return found
 
         return __getattr__
 
-    def _note_unfound(self, owner: Any, name: str, asker: types.FrameType) -> None:
+    def note_unfound(self, owner: Any, name: str, noted: Noted) -> None:
+        """Note that a module or object does not have a name."""
         place: Any
         if isinstance(owner, torch.nn.Module):
-            if _is_layer(type(owner)) and not is_users(asker.f_code.co_filename):
-                return
-            if asker.f_code in _REGISTERING and asker.f_back is not None:
-                asker = asker.f_back
             tables = attribute_tables(owner)
             place = next((InTable(t, name) for t in tables if name in t), InTables(tuple(tables), name))
         else:
             own = getattr(owner, "__dict__", None)
             place = InSlot(owner, name) if own is None else InTable(own, name)
-        self._unfound.setdefault((id(owner), name), (owner, place, noted_at(self._builder, asker)))
+        self._unfound.setdefault((id(owner), name), (owner, place, noted))
 
     def _reporting_dicts(self, ask: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
         """The `__getattribute__` of a class, which tells of users' code that asks for a `__dict__`, as `vars` does."""
@@ -198,6 +197,26 @@ class ObjectReads:
             base, below = class_attribute(cls, name)
             if name[:2] != "__" and not hasattr(type(below), "__set__"):
                 watched[name] = Watched(self._builder, cls, name, base, below)
+
+    # ---------------------------------------------------------------- calls that repeat others
+
+    def may_have_read(self, owner: Any, key: str) -> bool:
+        """Whether the forward may have read an attribute of a module or object so far."""
+        watched = self._watched.get(type(owner), {}).get(key)
+        return watched is None or id(owner) in watched.first or id(owner) in self._dicts
+
+    def unfound(self, owners: Iterable[Any]) -> list[tuple[Any, str, Noted]]:
+        """The names that these modules and objects did not have, each with where it was asked for."""
+        ids = set(map(id, owners))
+        return [(owner, name, noted) for (key, name), (owner, _, noted) in self._unfound.items() if key in ids]
+
+    def repeat(self, pairs: Iterable[tuple[Any, Any]], place: Callable[[Noted], Noted]) -> None:
+        """Note of the second of each pair what was read of the first one, at the `place` that stands for that."""
+        for old, new in pairs:
+            for watched in self._watched.get(type(old), {}).values():
+                known = watched.first.get(id(old))
+                if known is not None and id(new) not in watched.first:
+                    watched.first[id(new)] = new, known[1] and place(known[1])
 
     # ---------------------------------------------------------------- after the forward
 
@@ -405,6 +424,16 @@ class Watched:
                 setattr(self.cls, self.key, self.value)
             else:
                 delattr(self.cls, self.key)
+
+
+def _asker(owner: Any, asker: types.FrameType) -> types.FrameType | None:
+    """The frame that asks for an attribute; None for one of torch's own, of its layers."""
+    if isinstance(owner, torch.nn.Module):
+        if _is_layer(type(owner)) and not is_users(asker.f_code.co_filename):
+            return None
+        if asker.f_code in _REGISTERING and asker.f_back is not None:
+            return asker.f_back
+    return asker
 
 
 def _no_attribute(owner: Any, name: str) -> Any:

@@ -144,7 +144,7 @@ class OpRecorder:
         self._builder = builder
         self._by_id = values.by_id
         self._factory = factory
-        self._inference = inference
+        self.inference = inference
         self._exact = builder.tape.exact_autograd
         self._composites_apart = composites_apart
         self._run_graph = run_graph
@@ -152,6 +152,8 @@ class OpRecorder:
         self._specialize = specialize
         self._pending: dict[int, Pending] = {}  # by storage: the collective under way that will write there
         self._at_end = contextlib.ExitStack()
+        self.answers = 0
+        """How often Python asked for the data of a tensor."""
 
     @functools.cached_property
     def data(self) -> DataReader:
@@ -187,7 +189,7 @@ class OpRecorder:
                 return self._on_op_in_transform(func, args, kwargs)
             if autocast_enabled():
                 return self._on_op_under_autocast(func, args, kwargs)
-            return self._record(func, args, kwargs)
+            return self.record(func, args, kwargs)
         finally:
             builder.op_frames = outer
 
@@ -195,7 +197,7 @@ class OpRecorder:
         self._expect_exact()
         args, kwargs = map_argument(self._differentiable, (args, kwargs))
         start, first = len(self._builder.tape.ops), next_sequence_number()
-        out = through_transform(self._record, func, args, kwargs)
+        out = through_transform(self.record, func, args, kwargs)
         if next_sequence_number() > first and len(self._builder.tape.ops) > start:
             made = first, self._builder.tape.ops[start]
             bisect.insort(self._builder.made_nodes, made, key=operator.itemgetter(0))
@@ -207,12 +209,12 @@ class OpRecorder:
         device = next((t.device.type for t in _tensors((args, kwargs))), "cpu")
         dtype = autocast_dtype(device)
         if dtype is None:
-            return self._record(func, args, kwargs)
+            return self.record(func, args, kwargs)
         rule, casts = autocast_rule(func, device)
         before, self._builder.autocast = self._builder.autocast, Autocast(device, dtype, casts)
         try:
             if rule is None:
-                return self._record(func, args, kwargs)
+                return self.record(func, args, kwargs)
             return self.recorded(lambda: rule(*args, **kwargs))
         finally:
             self._builder.autocast = before
@@ -276,7 +278,8 @@ class OpRecorder:
 
     # ---------------------------------------------------------------- the path of an op
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Put an op on the tape. Returns what it gives to the model."""
         facts = self._facts.get(id(func))
         if facts is None:
             facts = self._facts[id(func)] = OpFacts(func)
@@ -297,12 +300,13 @@ class OpRecorder:
                 return answer
         if self._exact and (_grad_enabled() or any(requires_grad_of(v.fake) for v in call.inputs)):
             return self._run(call, None)
-        key = self._inference.key_of_call(func, call.args, call.kwargs)
+        key = self.inference.key_of_call(func, call.args, call.kwargs)
         found = None if key is None else self._inferred(call, key)
         return self._run(call, key) if found is None else self._append_inferred(call, *found)
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
+        self.answers += 1
         func = call.facts.func
         answer = self.data.answer(func, call.args, call.kwargs)
         if answer is NotImplemented and func is _aten.is_nonzero.default and call.given[0][0].numel() == 1:
@@ -378,7 +382,7 @@ class OpRecorder:
             return None
         if facts.may_write_undeclared and undeclared_writes(facts.func, call.args, call.kwargs):
             return None
-        return self._inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
+        return self.inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
 
     def _append_inferred(self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor]) -> Any:
         """Put the op on the tape with results that were made without running it."""
@@ -443,7 +447,7 @@ class OpRecorder:
         unbacked = self._factory.unbacked_bindings(out)
         if not written and unbacked is None:
             if key is not None and facts.inferable:
-                self._inference.learn(key, call.inputs, out)
+                self.inference.learn(key, call.inputs, out)
             if out is not None and not _tensors(out):
                 return out  # a question about metadata, answered
         given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
@@ -496,7 +500,7 @@ class OpRecorder:
         target = call.args[0]
         if any(v.storage == target.storage and v is not target for v in call.inputs):
             return False  # they may overlap
-        return self._inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs) is not None
+        return self.inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs) is not None
 
     def _note_squeeze(self, t: torch.Tensor, dims: tuple[Any, ...]) -> None:
         """Calls with size 1 would lose a dimension here."""

@@ -91,6 +91,7 @@ from scopetrace.record.object_reads import ObjectReads, Watched
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import keep_regions
+from scopetrace.record.reuse import CallRecorderWithReuse, ReadRecorderWithReuse
 
 T = TypeVar("T")
 
@@ -104,6 +105,7 @@ def record(
     leaf_modules: Any = (),
     specialize: bool = False,
     progress: Progress | None = None,
+    reuse: bool = False,
 ) -> RecordedTape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError.
 
@@ -121,7 +123,7 @@ def record(
         _refuse_lazy(model)
         root = root_scope(model.root) if knows_origins(model.root) else scopes.Scope("", model.type_name)
         recording = Recording(
-            model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress
+            model, root, assumptions, leaf_modules=leaf_modules, specialize=specialize, progress=progress, reuse=reuse
         )
         return recording.run(fn, model.forward, args, kwargs, dynamic_shapes)
 
@@ -189,6 +191,7 @@ class Recording:
         specialize: bool = False,
         progress: Progress | None = None,
         run_graph: RunGraph = _run_nodes,
+        reuse: bool = False,
     ) -> None:
         """`run_graph` runs a GraphModule that is the body of a higher-order op."""
         self.model = model
@@ -208,7 +211,8 @@ class Recording:
         self.builder.functions_apart = assumptions.functions_apart
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
-        self.reads = ReadRecorder(self.builder, self.values, model)
+        self._reuses = reuse and not assumptions.records_all
+        self.reads = (ReadRecorderWithReuse if self._reuses else ReadRecorder)(self.builder, self.values, model)
         self.ops = OpRecorder(
             self.builder,
             self.values,
@@ -295,7 +299,10 @@ class Recording:
             return fn(*fakes[0], **fakes[1])
 
         rules = object_types, self._leaves, self._progress
-        calls = CallRecorder(self.builder, self.values, self.ops, self.reads, self.model, *rules)
+        parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
+        calls = (
+            CallRecorder(*parts) if not self._reuses else CallRecorderWithReuse(*parts, effects, reads, self.factory)
+        )
         with effects.watching(), scopes.activate(self.builder.state):
             with (
                 self._errors_explained(),

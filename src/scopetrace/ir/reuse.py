@@ -1,0 +1,48 @@
+"""What `reuse=True` recorded once and repeated: data for a report, and its text."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+
+
+@dataclasses.dataclass(eq=False)
+class NotShared:
+    """A call that was recorded though its class was recorded before."""
+
+    module: str
+    """The scope path of the call."""
+    type_name: str
+    reason: str
+    """Why it may do something else: `window_size differs: 128, 4096`."""
+
+
+@dataclasses.dataclass(eq=False)
+class Reuse:
+    """Which module calls of a trace ran, and which repeat the ops of an equal call.
+
+    Only calls that might repeat count: of modules with submodules or of the user's classes, of which the model has
+    several that look alike, or which were called before; and not those inside of a repeated call.
+    """
+
+    traced: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """By class name, the calls that ran."""
+    replayed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    """By class name, the calls whose ops are a copy."""
+    not_shared: list[NotShared] = dataclasses.field(default_factory=list)
+    """The calls that ran because they differ from those before, in order."""
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.traced[name] + self.replayed[name]} {name}: {self.traced[name]} traced, "
+            f"{self.replayed[name]} replayed"
+            for name in dict.fromkeys((*self.replayed, *self.traced))
+            if self.traced[name] + self.replayed[name] > 1
+        ]
+        reasons: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
+        for each in self.not_shared:
+            reasons[each.type_name, each.reason].append(each.module)
+        for (_, reason), modules in reasons.items():
+            more = f" and {len(modules) - 1} more" if len(modules) > 1 else ""
+            lines.append(f"  {modules[0]}{more}: {reason}")
+        return "\n".join(lines) or "no module call repeats another"

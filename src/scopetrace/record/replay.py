@@ -1,0 +1,303 @@
+"""The ops, values and calls of one module call again, at the end of the tape, with the tensors of another call.
+
+Data flow:
+    ops of the Original, in order -> values of this call in place of its values
+    an op whose result follows from metadata -> the result made from that, and a new Op, without dispatcher or Python
+    any other op, such as one that writes -> recorded as if Python had called it, on the tensors of this call
+    an attribute that the Original was the first to read -> that of the other module, unless it is on the tape already
+    calls inside, and what was read -> the same of the other module's modules, with its scopes and frames
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+
+from scopetrace._compat.ops import eager, is_collective, is_op
+from scopetrace._compat.tensors import FakeMaker, storage_id, without_dispatch
+from scopetrace.containers.structure import instantiate, leaves, map_structure
+from scopetrace.infer.rules import Identity, Outputs
+from scopetrace.ir.scopes import Frames, Scope
+from scopetrace.ir.tape import Call, Op, Value, map_argument
+from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.object_reads import Noted, ObjectReads
+from scopetrace.record.ops import OpRecorder
+from scopetrace.record.pairs import Differs, Pairs
+
+_aten = torch.ops.aten
+_LITERAL = _aten.lift_fresh_copy.default
+"""The op of `torch.tensor([...])`."""
+_ALIASES = (_aten.detach.default, _aten.as_strided.default)
+"""What aliases that Python made are recorded as, for which no op was called."""
+
+
+@dataclasses.dataclass(eq=False)
+class Original:
+    """A recorded call that others may repeat."""
+
+    call: Call
+    ops: list[Op]
+    calls: list[Call]
+    """Those inside, in order."""
+    inputs: list[Value]
+    """The tensors among its arguments."""
+    asked: list[Value]
+    """The tensors whose layout it asked for."""
+    contiguous: list[tuple[Value, int, Frames]]
+    """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
+    outside: list[Value] = dataclasses.field(default_factory=list)
+    """The parameters, buffers and constants that it reads and that were on the tape before."""
+    literals: set[Op] = dataclasses.field(default_factory=set)
+    """The attributes that are constants written in the code."""
+    outputs: list[Outputs | None] = dataclasses.field(default_factory=list)
+    """For each op, what its results are; None for one that is recorded anew."""
+
+    def problem(self, owners: Any) -> str:
+        """Why the call cannot be repeated; empty where it can. `owners` has the names of the model's own tensors."""
+        literals = {op.inputs()[0].op for op in self.ops if op.target is _LITERAL}
+        for op in self.ops:
+            is_call = op.kind == "call_function" and is_op(op.target) and not is_collective(op.target)
+            if op.kind == "get_attr":
+                if op.name not in owners:
+                    if op not in literals:
+                        return "it makes a constant"
+                    self.literals.add(op)
+                if any(v.storage == op.result.storage for v in self.inputs):
+                    return "it takes a view of a tensor of its own"
+            elif not is_call or op.target in _ALIASES or op.unbacked or op.meta or op.phase:
+                return f"it has the op {op.target}"
+        if any(c.raised is not None or c.leaf or c.replaced for c in (self.call, *self.calls)):
+            return "a call in it raised an error, or is a leaf"
+        known = {v for op in self.ops for v in op.values()}.union(self.inputs)
+        templates = [(c.args, c.kwargs, c.outputs) for c in (self.call, *self.calls)]
+        used = [*(v for op in self.ops for v in op.inputs()), *leaves(templates, Value), *self.asked]
+        self.outside = [v for v in dict.fromkeys(used) if v not in known]
+        if any(v.op.kind != "get_attr" for v in self.outside):
+            return "it reads a tensor that is none of its arguments"
+        return ""
+
+
+class CallOpener(Protocol):
+    """Puts calls on the tape."""
+
+    def open_copy(self, call: Call, module: Any, place: tuple[Call, Scope], given: Any, frames: Frames) -> Call:
+        """A call of `module` inside of a repetition, as `call` is inside of the original.
+
+        `place` is the call and the scope around it, and `given` the templates of its arguments.
+        """
+
+
+@dataclasses.dataclass(eq=False)
+class Tools:
+    """What a repetition works with: the parts of the recording."""
+
+    builder: TapeBuilder
+    values: ValueTable
+    ops: OpRecorder
+    maker: FakeMaker
+    object_reads: ObjectReads
+    members: dict[int, torch.Tensor]
+    contiguous: list[tuple[Value, int, Frames]]
+    calls: CallOpener
+
+
+class Replay:
+    """One repetition: `call` is to be what the call of the original was."""
+
+    def __init__(self, original: Original, call: Call, pairs: Pairs, tensors: list[torch.Tensor], tools: Tools) -> None:
+        """`tensors` are those among the arguments. Raises Differs where the tape has not what the call begins with."""
+        self._original, self._call, self._pairs, self._tools = original, call, pairs, tools
+        self._builder, self._values = tools.builder, tools.values
+        inputs = [self._values.value_of(t) for t in tensors]
+        self._given = dict(zip(reversed(inputs), reversed(tensors), strict=True))
+        self._now = dict(zip(original.inputs, inputs, strict=True))
+        for v in original.outside:
+            self._now[v] = self._known(v)
+        self._refuse_other_memory(inputs)
+        taken = self._builder.tape.inputs
+        if any(v in taken or self._now.get(v) in taken for v in original.asked):
+            raise Differs("the layout of an input of the model is asked for")
+        self._scopes = {id(original.call.scope): call.scope}
+        self._frames = {id(original.call.frames): call.frames}
+        self._starts: list[int] = []
+
+    def _known(self, v: Value) -> Value:
+        """The value of the tensor that stands for one that was on the tape before the original."""
+        known = self._values.by_id
+        found = known.get(id(self._pairs.partner(v.real)))
+        if found is None or known.get(id(v.real)) is not v:
+            raise Differs("it is the first to use one of its tensors")
+        return found
+
+    def _refuse_other_memory(self, inputs: list[Value]) -> None:
+        before, now = ([v.storage for v in values] for values in (self._now, self._now.values()))
+        if list(map(before.index, before)) != list(map(now.index, now)):
+            raise Differs("its tensors share memory otherwise")
+        given = {v.storage for v in inputs}
+        for op in self._original.ops:
+            known = self._values.by_id.get(id(self._pairs.partner(op.result.real))) if op.kind == "get_attr" else None
+            if known is not None and known.storage in given:
+                raise Differs("it takes a view of a tensor of its own")
+
+    # ---------------------------------------------------------------- what stands for what
+
+    def _frames_of(self, old: Frames) -> Frames:
+        found = self._frames.get(id(old))
+        if found is None:
+            found = old if not old or isinstance(old, str) else (self._frames.get(id(old[0]), old[0]), old[1])
+            self._frames[id(old)] = found
+        return found
+
+    def _scope_of(self, old: Scope) -> Scope:
+        found = self._scopes.get(id(old))
+        if found is None:
+            parent = old.parent and self._scope_of(old.parent)
+            found = old if parent is old.parent or parent is None else parent.child(old.name, old.type_name)
+            self._scopes[id(old)] = found
+        return found
+
+    def _noted(self, noted: Noted) -> Noted:
+        return self._frames_of(noted[0]), self._scope_of(noted[1])
+
+    def _template(self, x: Any) -> Any:
+        return map_structure(self._now.__getitem__, x, Value, (), self._pairs.partner)
+
+    def _argument(self, x: Any) -> Any:
+        kind = type(x)
+        if kind is Value:
+            return self._now[x]
+        if kind is list or kind is tuple:
+            return kind([self._argument(item) for item in x])
+        return x
+
+    def _tensor(self, v: Value) -> torch.Tensor:
+        """What Python has for a value."""
+        if v in self._given:
+            return self._given[v]
+        return v.real if v.real is not None and self._values.by_id.get(id(v.real)) is v else v.fake
+
+    # ---------------------------------------------------------------- the calls
+
+    def run(self) -> Any:
+        """Put everything on the tape. Returns what the module would."""
+        original, tools = self._original, self._tools
+        if not original.outputs:
+            original.outputs = [self._outputs_of(op) for op in original.ops]
+        outer, self._builder.op_frames = self._builder.op_frames, None
+        try:
+            self._repeat_inside(original.call, self._call)
+        finally:
+            self._builder.op_frames = outer
+        self._starts.append(len(self._builder.tape.ops))
+        for v, position, frames in original.contiguous:
+            start = self._starts[position - original.call.start]
+            tools.contiguous.append((self._now[v], start, self._frames_of(frames)))
+        tools.object_reads.repeat(self._pairs.owners, self._noted)
+        for owner, name, noted in tools.object_reads.unfound([a for a, _ in self._pairs.owners]):
+            tools.object_reads.note_unfound(self._pairs.partner(owner), name, self._noted(noted))
+        for a, b in self._pairs.tensors:
+            if id(a) in tools.members:
+                tools.members[id(b)] = b
+        self._call.outputs = self._template(original.call.outputs)
+        return instantiate(self._tensor, self._call.outputs, Value)
+
+    def _outputs_of(self, op: Op) -> Outputs | None:
+        if op.kind != "call_function" or op.writes or not is_op(op.target):
+            return None
+        return self._tools.ops.inference.known(op.target, op.args, op.kwargs)
+
+    def _repeat_inside(self, old: Call, new: Call) -> None:
+        """The ops and calls in a call."""
+        position = old.start
+        for inner in self._original.calls:
+            if inner.parent is old:
+                self._repeat_ops(position, inner.start, new)
+                self._repeat_call(inner, new)
+                position = inner.stop
+        self._repeat_ops(position, old.stop, new)
+
+    def _repeat_call(self, old: Call, parent: Call) -> None:
+        builder, same = self._builder, self._values.same
+        around = old.scope.parent
+        assert around is not None
+        module = None if old.module is None else self._pairs.partner(old.module)
+        given, frames = self._template((old.args, old.kwargs)), self._frames_of(old.frames)
+        new = self._tools.calls.open_copy(old, module, (parent, self._scope_of(around)), given, frames)
+        self._scopes[id(old.scope)], self._frames[id(old.frames)] = new.scope, frames
+        begin = len(same)
+        builder.in_call(new, lambda: self._repeat_inside(old, new))
+        new.outputs = self._template(old.outputs)
+        if len(same) > begin:
+            self._values.leave(begin, new.outputs)
+
+    # ---------------------------------------------------------------- the ops
+
+    def _repeat_ops(self, start: int, stop: int, call: Call) -> None:
+        first, ops = self._original.call.start, self._builder.tape.ops
+        for i in range(start - first, stop - first):
+            op, outputs = self._original.ops[i], self._original.outputs[i]
+            self._starts.append(len(ops))
+            scope, frames = self._scope_of(op.scope), self._frames_of(op.frames)
+            if outputs is not None:
+                self._copy(op, outputs, (scope, call, frames))
+                continue
+            mark = self._builder.state.enter_module(scope)
+            self._builder.op_frames, self._builder.autocast = frames, op.autocast
+            try:
+                if op.kind == "get_attr":
+                    self._read(op)
+                else:
+                    self._record(op)
+            finally:
+                self._builder.op_frames = self._builder.autocast = None
+                self._builder.state.leave_module(mark, raising=False)
+
+    def _copy(self, op: Op, outputs: Outputs, place: tuple[Scope, Call, Frames]) -> None:
+        """An op whose results follow from the metadata of its inputs."""
+        args = self._argument(op.args)
+        kwargs = {name: self._argument(x) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
+        inputs = [self._now[v] for v in op.inputs()]
+        fakes = [v.fake for v in inputs]
+        with without_dispatch():
+            tensors = [meta.make(self._tools.maker, fakes) for meta in outputs.tensors]
+        made = []
+        for slot, (meta, fake) in enumerate(zip(outputs.tensors, tensors, strict=True)):
+            if isinstance(meta, Identity):
+                value = self._values.new_same(fake, slot, inputs[meta.input])
+                value.autograd_placeholder = inputs[meta.input].autograd_placeholder
+            else:
+                value = self._values.new(fake, slot, storage_id(fake), meta.key)
+                value.autograd_placeholder = meta.requires_grad
+            made.append(value)
+        self._now.update(zip(op.values(), made, strict=True))
+        given = made[0] if outputs.container is None else outputs.container(made)
+        new = Op(op.kind, op.target, args, kwargs, given, *place, op.grad, autocast=op.autocast)
+        self._builder.tape.ops.append(new)
+
+    def _read(self, op: Op) -> None:
+        """An attribute that the original was the first to read."""
+        real = op.result.real
+        assert real is not None
+        if op in self._original.literals:
+            with eager():
+                real = real.clone()
+        self._now[op.result] = self._values.value_of(self._pairs.partner(real))
+
+    def _record(self, op: Op) -> None:
+        """Any other op."""
+        ops = self._builder.tape.ops
+        inputs, start = [self._now[v] for v in op.inputs()], len(ops)
+        args, kwargs = map_argument(
+            lambda x: self._tensor(self._now[x]) if type(x) is Value else x, (op.args, op.kwargs)
+        )
+        self._tools.ops.record(op.target, args, kwargs)
+        new = ops[-1]
+        made = list(zip(op.values(), new.values(), strict=False))
+        same = (
+            len(ops) == start + 1 and new.target is op.target and list(map(id, new.inputs())) == list(map(id, inputs))
+        )
+        if not same or len(new.writes) != len(op.writes) or len(made) != len(op.values()):
+            raise Retrace("an op does something else when it is repeated", Assumptions(records_all=True))
+        self._now.update(made)

@@ -1,0 +1,532 @@
+"""`reuse=True`: a module call that is equal to one before is not run; its ops are copied.
+
+Data flow:
+    a call of a module that may repeat -> recorded as ever, and kept as an Original where nothing but ops happened in it
+    a later call -> its arguments, the state of Python and its module compared with an Original's -> a Match, or why not
+    a Match -> `replay.Replay`: the ops, values and calls of the Original again, with the tensors of this call
+
+What a call may do is decided by the code of its class, which both have, and by what that reads: attributes (`pairs`),
+arguments, and all else, which must be as it was when the forward began (`State`) at the begin and end of the Original
+and at the begin of its repetition. A call that did anything beside ops that a copy would not do is never an Original:
+see `CallRecorderWithReuse._marks`. Where this file does not know, the call runs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import logging
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from scopetrace._compat.questions import function_modes, hooks_of_all_modules, settings
+from scopetrace._compat.symbols import has_unbacked, to_expr
+from scopetrace._compat.tensors import FakeMaker, FakeTensor, tags_of
+from scopetrace.containers.structure import instantiate, leaves, open_container
+from scopetrace.ir.reads import MISSING, content_of
+from scopetrace.ir.reuse import NotShared, Reuse
+from scopetrace.ir.scopes import Frames, Scope
+from scopetrace.ir.selection import Target
+from scopetrace.ir.tape import Call, Value
+from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.calls import CallRecorder, Progress, plain_attributes
+from scopetrace.record.code import ATOMS
+from scopetrace.record.effects import EffectWatch
+from scopetrace.record.model import Model, Saved, Snapshot, same_tables
+from scopetrace.record.object_reads import ObjectReads
+from scopetrace.record.ops import OpRecorder
+from scopetrace.record.pairs import Differs, Pairs, Watch
+from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.replay import Original, Replay, Tools
+
+_FEW = 4
+"""So many originals of a class are compared with a call, so many calls of it are kept in vain, and so often may the
+state of Python objects be another one, before it is given up."""
+
+
+class ReadRecorderWithReuse(ReadRecorder):
+    """Notes also what a copy of the ops would have to note again, or cannot."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.asked: list[Value] = []
+        """The tensors whose layout the forward asked for."""
+        self.unshared = 0
+        """How often the forward asked for what a copy would have to ask again."""
+
+    def on_fact(self, t: torch.Tensor, name: str, args: tuple[Any, ...], answer: Any) -> None:
+        """As the base's."""
+        value = self._values.by_id.get(id(t))
+        if name in _LAYOUT and value is not None:
+            self.asked.append(value)
+        elif name not in _LAYOUT:
+            self.unshared += 1
+        super().on_fact(t, name, args, answer)
+
+    def on_gradient(self, t: torch.Tensor) -> None:
+        """As the base's."""
+        self.unshared += 1
+        super().on_gradient(t)
+
+    def on_requires_grad(self, t: torch.Tensor) -> None:
+        """As the base's."""
+        self.unshared += 1
+        super().on_requires_grad(t)
+
+    def on_question(self, name: str, ask: Callable[..., Any], args: tuple[Any, ...], answer: Any) -> None:
+        """As the base's."""
+        self.unshared += not isinstance(args[0], logging.Logger)
+        super().on_question(name, ask, args, answer)
+
+    def on_grad_mode(self, enabled: bool) -> None:
+        """As the base's."""
+        self.unshared += 1
+        super().on_grad_mode(enabled)
+
+    def on_autocast(self, entered: bool) -> None:
+        """As the base's."""
+        self.unshared += 1
+        super().on_autocast(entered)
+
+    @property
+    def contiguous(self) -> list[tuple[Value, int, Frames]]:
+        """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
+        return self._contiguous
+
+
+_LAYOUT = frozenset({"stride", "is_contiguous", "storage_offset", "contiguous", "is_conj", "is_neg", "is_inference"})
+
+
+class State:
+    """What the forward may read and write beside arguments, tensors and its modules, as it is now.
+
+    `objects` are the contents of what code reaches, by id; `watch` knows what may be shared by calls.
+    """
+
+    def __init__(self, effects: EffectWatch, model: Model, objects: dict[int, Saved]) -> None:
+        reach = effects.reach
+        self.watch = Watch(objects)
+        self._effects, self._model = effects, model
+        self._objects = objects
+        self._bindings = [(table, name, table.get(name, MISSING)) for table, name in reach.globals.values()]
+        self._cells = [(name, cell, content_of(cell)) for name, cell in reach.cells.values()]
+        self._classes = [(kind, dict(vars(kind))) for kind in reach.classes | reach.bases]
+        self._modules = {id(saved.module): saved for saved in model.saved_modules}
+        self._outside = [saved.module for saved in model.saved_modules if model.is_outside(saved.module)]
+        self._modes = function_modes()
+
+    def is_unchanged(self, *, draws: bool = True) -> bool:
+        """Whether all is as it was; with `draws`, random generators too."""
+        return (
+            function_modes() == self._modes
+            and all(
+                saved.kind.unchanged(saved.kind.copy(saved.owner), saved.before)
+                for saved in self._objects.values()
+                if draws or not saved.kind.is_draw
+            )
+            and all(table.get(name, MISSING) is old for table, name, old in self._bindings)
+            and all(content_of(cell) is old for _, cell, old in self._cells)
+            and all(same_tables(vars(kind), old) for kind, old in self._classes)
+            and all(map(self.is_same, self._outside))
+        )
+
+    def is_same(self, module: torch.nn.Module) -> bool:
+        """Whether a module has the attributes, parameters, buffers and submodules that it had before the forward."""
+        saved = self._modules.get(id(module))
+        return saved is not None and all(map(same_tables, saved.live, saved.tables))
+
+    def tells_modules_apart(self) -> bool:
+        """Whether code may find modules of the model, or what cannot be watched, without being given them."""
+        found = [x for _, _, x in self._effects.reach.looked_up.values()] + [x for _, _, x in self._cells]
+        found += [x for _, _, x in self._bindings] + [s.owner for s in self._objects.values() if s.outside]
+        return any(self.watch.problem(x) for x in found if x is not MISSING)
+
+    def renewed(self) -> State:
+        """The state of now."""
+        more = Snapshot()
+        more.outside = True
+        now = {key: s._replace(before=s.kind.copy(s.owner)) for key, s in self._objects.items()}
+        for key, saved in self._objects.items():
+            if not saved.kind.unchanged(now[key].before, saved.before):
+                more.add(saved.name, saved.key, now[key].before)
+        for table, name, _ in self._bindings:
+            more.add(name, name, table.get(name))
+        for name, cell, _ in self._cells:
+            more.add(name, name, content_of(cell))
+        return State(self._effects, self._model, {**more.saved, **now})
+
+
+@dataclasses.dataclass(eq=False)
+class Arguments:
+    """What a call is given: equal keys, equal structure and metadata."""
+
+    key: list[Any]
+    tensors: list[torch.Tensor]
+    values: list[Value]
+    modules: list[torch.nn.Module]
+
+
+class _Described:
+    """Describes the arguments of one call. Raises Differs for what cannot be compared."""
+
+    def __init__(self, calls: CallRecorderWithReuse) -> None:
+        self._calls = calls
+        self.found = Arguments([], [], [], [])
+        self._numbers: dict[Any, int] = {}
+        self._keep: list[Any] = []
+
+    def _number(self, x: Any) -> int:
+        return self._numbers.setdefault(x, len(self._numbers))
+
+    def add(self, x: Any) -> None:
+        """Append what `x` is."""
+        key, kind = self.found.key, type(x)
+        key.append(kind)
+        if isinstance(x, torch.Tensor):
+            self._add_tensor(x)
+        elif kind in (list, tuple, dict) or (kind is torch.Size and torch.SymInt in map(type, x)):
+            self._add_container(x, kind)
+        elif kind is torch.SymInt and not has_unbacked(to_expr(x)):
+            key.append(to_expr(x))
+        elif kind in ATOMS or isinstance(x, enum.Enum):
+            key.append(repr(x) if kind in (float, complex) else x)
+        elif isinstance(x, torch.nn.Module):
+            self.found.modules.append(x)
+        elif self._calls.is_fixed(x):
+            key.append(id(x))
+        else:
+            raise Differs(f"it takes a {kind.__name__}, which is not compared")
+
+    def _add_container(self, x: Any, kind: type) -> None:
+        if kind in (list, dict):
+            self._keep.append(x)
+            self.found.key.append(self._number(("object", id(x))))
+        if kind is dict:
+            if not ATOMS.issuperset(map(type, x)):
+                raise Differs("it takes a dict with keys that are not compared")
+            self.found.key += map(repr, x)
+        self.found.key.append(len(x))
+        for item in x.values() if kind is dict else x:
+            self.add(item)
+
+    def _add_tensor(self, t: torch.Tensor) -> None:
+        value, metadata = self._calls.metadata_of(t)
+        is_fake = isinstance(t, FakeTensor)
+        if metadata is None or tags_of(t) or not (is_fake or value.real is t):
+            raise Differs("it takes a tensor whose metadata is not compared")
+        same = ("tensor", id(t)), ("value", value), ("memory", value.storage)
+        self.found.key += [metadata, value.autograd_placeholder, is_fake, *map(self._number, same)]
+        self.found.tensors.append(t)
+        self.found.values.append(value)
+
+
+class CallRecorderWithReuse(CallRecorder):
+    """Records the calls that are not equal to one before, and copies the others."""
+
+    def __init__(
+        self,
+        builder: TapeBuilder,
+        values: ValueTable,
+        ops: OpRecorder,
+        reads: ReadRecorder,
+        model: Model,
+        object_types: frozenset[type],
+        leaves: list[Target],
+        progress: Progress | None,
+        effects: EffectWatch,
+        object_reads: ObjectReads,
+        maker: FakeMaker,
+    ) -> None:
+        """The first arguments are those of the base."""
+        super().__init__(builder, values, ops, reads, model, object_types, leaves, progress)
+        assert isinstance(reads, ReadRecorderWithReuse)
+        self.unshared = 0
+        """How often the forward did what is no op, and what a copy of its ops would not do."""
+        self._asked = reads
+        self._effects = effects
+        self._object_reads = object_reads
+        self._tools = Tools(builder, values, ops, maker, object_reads, reads.members, reads.contiguous, self)
+        self._originals: dict[type, list[_Kept]] = {}
+        self._failures: dict[type, int] = {}
+        self._renewals = 0
+        self._report = self._builder.tape.reuse = Reuse()
+
+    def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As the base's."""
+        self._state = State(self._effects, self._model, self._model.snapshot.saved)
+        self._alike = _alike(self._model.root) if self._is_possible() else None
+        return super().run_root(fn, args, kwargs)
+
+    def _is_possible(self) -> bool:
+        """Whether any call may be replayed: what code finds without the module tells nothing of which module it is."""
+        builder, reach = self._builder, self._effects.reach
+        if (
+            builder.tape.exact_autograd
+            or self._leaves
+            or self._model.root is None
+            or any(hooks_of_all_modules().values())
+        ):
+            return False
+        return not any("id" in f.__code__.co_names for f in reach.functions) and not self._state.tells_modules_apart()
+
+    # ---------------------------------------------------------------- calls
+
+    def run(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """As the base's; a call that is equal to one before does not run."""
+        module, name = call.module, type(call.module).__name__
+        if call.parent is None or module is None or not self._may_repeat(call, module):
+            return super().run(call, entered, run, args, kwargs)
+        found = self._kept_or_replay(call, module, args[1:], kwargs)
+        if isinstance(found, Replay):
+            self._report.replayed[name] += 1
+            return self._replayed(call, found)
+        self._report.traced[name] += 1
+        if found is None:
+            return super().run(call, entered, run, args, kwargs)
+        out = super().run(call, entered, run, args, kwargs)
+        problem = self._problem(found, out, args[1:], kwargs)
+        if problem:
+            self._failures[type(module)] = self._failures.get(type(module), 0) + 1
+            self._note(call, problem)
+        else:
+            self._originals.setdefault(type(module), []).insert(0, found)
+        return out
+
+    def _may_repeat(self, call: Call, module: torch.nn.Module) -> bool:
+        if self._alike is None or (id(module) not in self._alike and call.index == 0) or call.replaced:
+            return False
+        return is_worth_it(module) and self._builder.is_plain()
+
+    def _note(self, call: Call, reason: str) -> None:
+        self._report.not_shared.append(NotShared(call.scope.path, type(call.module).__name__, reason))
+
+    def _kept_or_replay(self, call: Call, module: torch.nn.Module, args: Any, kwargs: Any) -> _Kept | Replay | None:
+        """How the call repeats an original; else what is kept of it while it runs, None where it cannot be one."""
+        reason = ""
+        try:
+            given = self._arguments(args, kwargs)
+            for kept in self._originals.get(type(module), [])[:_FEW]:
+                try:
+                    return self._replay(kept, call, module, given)
+                except Differs as unlike:
+                    reason = reason or str(unlike)
+        except Differs as unknown:
+            given, reason = None, str(unknown)
+        if reason:
+            self._note(call, reason)
+        if given is None or self._failures.get(type(module), 0) >= _FEW:
+            return None
+        if not self._state.is_unchanged():
+            self._renew()
+        if self._alike is None or not all(map(self._state.is_same, module.modules())):
+            return None
+        return _Kept(
+            call, given, self._state, settings(), self._marks(), len(self._asked.asked), len(self._asked.contiguous)
+        )
+
+    def _renew(self) -> None:
+        """Begin anew with the state of now; where that changes all the time, give up."""
+        self._state, self._renewals = self._state.renewed(), self._renewals + 1
+        if self._renewals > _FEW or self._state.tells_modules_apart():
+            self._alike = None
+
+    def _arguments(self, args: Any, kwargs: Any) -> Arguments:
+        described = _Described(self)
+        described.add(tuple(args))
+        described.add(dict(kwargs))
+        return described.found
+
+    def is_fixed(self, x: Any) -> bool:
+        """Whether an object was there before the forward, and what it holds is watched."""
+        if isinstance(x, types.FunctionType):
+            return not x.__closure__ and not self._state.watch.problem(x)
+        return isinstance(x, type) or (self._state.watch.has_attributes(x) and not self._state.watch.problem(x))
+
+    def metadata_of(self, t: torch.Tensor) -> tuple[Value, int | None]:
+        """The value of a tensor among the arguments of a call, and its key in `infer`."""
+        value = self._values.value_of(t)
+        return value, self._ops.inference.key_of(value.fake)
+
+    # ---------------------------------------------------------------- originals
+
+    def _marks(self) -> dict[str, Any]:
+        """What must be the same before and after an original, by what to say of it."""
+        builder, ops = self._builder, self._ops
+        return {
+            "it has a checkpointed region": len(builder.regions),
+            "it catches an error": len(builder.deferred),
+            "it takes an object that may hold tensors": len(self.templates.unsettled),
+            "it draws, or asks for files or the time": len(self._effects.draws),
+            "Python reads data in it": (ops.answers, len(builder.tape.specializations)),
+            "it makes a tensor that requires grad": len(self._values.factory_leaves),
+            "it asks autograd, or for all parameters, or switches a mode": self._asked.unshared,
+            "it does what is no op with a tensor": self.unshared,
+            "it differentiates": "gradients" in self.__dict__,
+        }
+
+    def _is_clean(self, module: torch.nn.Module, *, draws: bool = True) -> bool:
+        return self._state.is_unchanged(draws=draws) and all(map(self._state.is_same, module.modules()))
+
+    def _problem(self, kept: _Kept, out: Any, args: Any, kwargs: Any) -> str:
+        """Why a call that has ended cannot be repeated; empty where it can."""
+        call, tape, now = kept.call, self._builder.tape, self._marks()
+        assert call.module is not None
+        changed = next((text for text, before in kept.marks.items() if now[text] != before), "")
+        if changed:
+            return changed
+        if settings() != kept.settings:
+            return "it changes a setting of torch"
+        if not self._is_clean(call.module):
+            return "it writes to Python objects"
+        asked, contiguous = self._asked.asked[kept.asked :], self._asked.contiguous[kept.contiguous :]
+        ops, calls = tape.ops[call.start : call.stop], tape.calls[call.position + 1 :]
+        kept.original = Original(call, ops, calls, kept.given.values, asked, contiguous)
+        return kept.original.problem(tape.owners) or self._problem_of_result(kept, out, args, kwargs)
+
+    def _problem_of_result(self, kept: _Kept, out: Any, args: Any, kwargs: Any) -> str:
+        try:
+            if self._arguments(args, kwargs).key != kept.given.key:
+                return "it changes its arguments"
+        except Differs:
+            return "it changes its arguments"
+        held = set(map(id, _mutable((args, kwargs)))) | self._model.snapshot.saved.keys()
+        if any(id(x) in held for x in _mutable(out)):
+            return "it returns a container that it was given"
+        if not _is_copy(instantiate(lambda v: v.fake, kept.call.outputs, Value), out):
+            return "its result cannot be made again"
+        if any(tags_of(t) for t in leaves(out, torch.Tensor)):
+            return "it sets attributes of tensors"
+        return ""
+
+    # ---------------------------------------------------------------- repetitions
+
+    def _replay(self, kept: _Kept, call: Call, module: torch.nn.Module, given: Arguments) -> Replay:
+        """How `call` repeats an original. Raises Differs."""
+        original = kept.original
+        assert original is not None and original.call.module is not None
+        if original.call.direct != call.direct:
+            raise Differs("forward is called directly in one of them")
+        if kept.given.key != given.key:
+            raise Differs("the arguments differ")
+        if kept.settings != settings():
+            raise Differs("a setting of torch differs")
+        if kept.state is not self._state or not self._is_clean(module, draws=False):
+            raise Differs("the state of Python objects has changed")
+        pairs = Pairs(self._object_reads.may_have_read, self._state.watch)
+        pairs.module("", original.call.module, module)
+        for a, b in zip(kept.given.modules, given.modules, strict=True):
+            pairs.module("an argument", a, b)
+        for t, u in zip(kept.given.tensors, given.tensors, strict=True):
+            if not isinstance(t, FakeTensor):
+                pairs.tensor("an argument", t, u)
+        for x in (x for pair in pairs.owners for x in pair if isinstance(x, torch.nn.Module)):
+            if not self._state.is_same(x):
+                raise Differs("an attribute of a module has changed")
+        return Replay(original, call, pairs, given.tensors, self._tools)
+
+    def _replayed(self, call: Call, replay: Replay) -> Any:
+        """The result of a call whose ops are copied."""
+        same = len(self._values.same)
+        self._ops.mode.switch(False)
+        try:
+            out = self._builder.in_call(call, replay.run)
+        finally:
+            self._ops.mode.switch(True)
+        if len(self._values.same) > same:
+            self._values.leave(same, call.outputs)
+        return out
+
+    def open_copy(self, call: Call, module: Any, place: tuple[Call, Scope], given: Any, frames: Frames) -> Call:
+        """As `CallOpener.open_copy`."""
+        fqn, scope = self.place(module, *place)
+        index = self._counts.get(id(module), 0)
+        self._counts[id(module)] = index + 1
+        args, kwargs = given
+        where = {"fqn": fqn, "scope": scope, "parent": place[0], "frames": frames, "position": next(self._positions)}
+        taken = {"args": args, "kwargs": kwargs, "start": len(self._builder.tape.ops), "index": index}
+        own = {"attributes": plain_attributes(module), "module_type": self.class_of(module)}
+        new = call.replace(module=module, **where, **taken, **own)
+        self._builder.tape.calls.append(new)
+        if self._progress is not None:
+            self._progress(str(scope), new.start)
+        return new
+
+
+@dataclasses.dataclass(eq=False)
+class _Kept:
+    """A call that may become an original, with what was so when it began."""
+
+    call: Call
+    given: Arguments
+    state: State
+    settings: dict[str, Any]
+    marks: dict[str, Any]
+    asked: int
+    contiguous: int
+    original: Original | None = None
+
+
+def _alike(root: torch.nn.Module | None) -> set[int]:
+    """The ids of the modules that look like another one: of its class, with such submodules and parameters."""
+    numbers: dict[Any, int] = {}
+    groups: dict[int, list[int]] = {}
+    known: dict[int, int] = {}
+
+    def number(module: torch.nn.Module) -> int:
+        if id(module) not in known:
+            known[id(module)] = -1  # of one that is inside of itself
+            children = tuple((name, number(m)) for name, m in module.__dict__["_modules"].items() if m is not None)
+            shapes = tuple(p.shape for p in module.__dict__["_parameters"].values() if p is not None)
+            known[id(module)] = found = numbers.setdefault((type(module), children, shapes), len(numbers))
+            groups.setdefault(found, []).append(id(module))
+        return known[id(module)]
+
+    if root is not None and not isinstance(root, torch.jit.ScriptModule):
+        number(root)
+    return {key for group in groups.values() if len(group) > 1 for key in group}
+
+
+def is_worth_it(module: torch.nn.Module) -> bool:
+    """Whether a call of a module may have several ops: one of torch's layers without submodules has one or two."""
+    return bool(module.__dict__["_modules"]) or not type(module).__module__.startswith("torch.nn.modules.")
+
+
+def _mutable(x: Any) -> Iterator[Any]:
+    """The containers in a value that can change."""
+    children = open_container(x)
+    if children is not None and type(x) is not tuple:
+        yield x
+    for _, item in children or ():
+        yield from _mutable(item)
+
+
+def _is_copy(made: Any, x: Any) -> bool:
+    """Whether `made` is what `x` is, with other tensors."""
+    if isinstance(x, torch.Tensor):
+        return isinstance(made, torch.Tensor)
+    inside, wanted = open_container(made), open_container(x)
+    if inside is None or wanted is None:
+        return made is x and (type(x) in ATOMS or isinstance(x, torch.SymInt | enum.Enum))
+    same = type(made) is type(x) and [key for key, _ in inside] == [key for key, _ in wanted]
+    return same and all(_is_copy(a, b) for (_, a), (_, b) in zip(inside, wanted, strict=True))
+
+
+def _not_an_op(name: str) -> Callable[..., Any]:
+    original = getattr(CallRecorder, name)
+
+    def method(self: CallRecorderWithReuse, *args: Any, **kwargs: Any) -> Any:
+        self.unshared += 1
+        return original(self, *args, **kwargs)
+
+    return method
+
+
+for _name in (
+    *("on_custom_function", "on_applied", "on_reentrant", "on_hook", "on_graph", "on_grad_fn", "on_requires_grad"),
+    *("on_detach", "on_recomputed", "on_nested_region", "mark", "on_storage_resize", "on_data", "on_set_data"),
+    *("on_number", "on_numpy"),
+):
+    setattr(CallRecorderWithReuse, _name, _not_an_op(_name))

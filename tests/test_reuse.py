@@ -1,0 +1,124 @@
+"""`st.trace(..., reuse=True)`: equal module calls are copied, and the trace is the same as without."""
+
+import pytest
+import reuse_programs
+import torch
+from torch import nn
+
+import scopetrace as st
+from scopetrace.api.runnable import program_of
+
+
+class Layer(nn.Module):
+    """A layer that may read its index."""
+
+    def __init__(self, index, reads_index=False):
+        super().__init__()
+        self.index, self.reads_index = index, reads_index
+        self.eps = 1e-5
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+
+    def forward(self, x):
+        """Run it."""
+        return self.inner(x) * self.eps + (self.index if self.reads_index else 0)
+
+
+class Net(nn.Module):
+    """Layers in a row."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x):
+        """Run it."""
+        x = x + 1
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def tape_of(trace):
+    """The tape behind a trace."""
+    return program_of(trace).tape
+
+
+def compared(model, *args, **options):
+    """A trace with reuse, of which it is checked that it is the trace without."""
+    with torch.no_grad():
+        plain, repeated = (st.trace(model, args, reuse=reuse, **options) for reuse in (False, True))
+        assert plain.reuse is None
+        assert not reuse_programs.differences(tape_of(plain), tape_of(repeated))
+        assert str(plain) == str(repeated)
+        assert plain.graph_module.code == repeated.graph_module.code
+        assert torch.equal(model(*args), repeated(*args))
+    return repeated
+
+
+def test_report():
+    model = Net(*(Layer(i) for i in range(4)))
+    assert str(compared(model, torch.ones(2, 4)).reuse) == "4 Layer: 1 traced, 3 replayed"
+    model.layers[2].eps = 0.1
+    assert (
+        str(compared(model, torch.ones(2, 4)).reuse)
+        == """\
+4 Layer: 2 traced, 2 replayed
+2 Sequential: 1 traced, 1 replayed
+  Net/Layer[layers.2]: eps differs: 1e-05, 0.1"""
+    )
+    alone = st.trace(Net(Layer(0)), (torch.ones(2, 4),), reuse=True)
+    assert str(alone.reuse) == "no module call repeats another"
+
+
+def test_what_is_read_decides():
+    unread = Net(*(Layer(i) for i in range(3)))
+    assert compared(unread, torch.ones(2, 4)).reuse.replayed == {"Layer": 2}
+    read = Net(*(Layer(i, reads_index=True) for i in range(3)))
+    report = compared(read, torch.ones(2, 4)).reuse
+    assert (report.replayed, [each.reason for each in report.not_shared][:1]) == (
+        {"Sequential": 2},
+        ["index differs: 0, 1"],
+    )
+
+
+def test_a_repeated_layer_is_checked_at_a_call():
+    model = Net(*(Layer(i) for i in range(3)))
+    trace = compared(model, torch.ones(2, 4))
+    model.layers[2].eps = 0.5
+    with pytest.raises(st.InputMismatchError, match=r"layers.2.eps"):
+        trace(torch.ones(2, 4))
+
+
+def test_loops_and_nested_repetitions():
+    shared = Layer(0)
+    model = Net(Net(shared, shared), Net(shared, shared), Net(shared, shared))
+    assert str(compared(model, torch.ones(2, 4)).reuse) == "3 Net: 1 traced, 2 replayed"
+
+
+def test_dynamic_sizes():
+    trace = compared(
+        Net(*(Layer(i) for i in range(3))), torch.ones(2, 4), dynamic_shapes={"x": {0: torch.export.Dim("n")}}
+    )
+    assert trace.reuse.replayed == {"Layer": 2}
+    assert trace(torch.ones(5, 4)).shape == (5, 4)
+
+
+DYNAMIC = {"dynamic_shapes": {"x": {0: torch.export.Dim("n")}}}
+
+
+@pytest.mark.parametrize(
+    ("programs", "options"),
+    [
+        pytest.param(range(15), {}, id="few"),
+        pytest.param(range(15, 19), DYNAMIC, id="few-dynamic"),
+        pytest.param(range(1000, 4000), {}, id="many", marks=pytest.mark.slow),
+        pytest.param(range(4000, 4500), DYNAMIC, id="many-dynamic", marks=pytest.mark.slow),
+    ],
+)
+def test_random_programs(programs, options):
+    repeated = 0
+    for seed in programs:
+        found, count = reuse_programs.disagreement(seed, **options)
+        assert not found, (seed, found[:2])
+        repeated += count > 0
+    assert repeated > len(programs) // 4
