@@ -2,10 +2,12 @@
 
     python -m benchmarks.steps                        # all models of the zoo (--zoo FOLDER), one process
     python -m benchmarks.steps --only 'hf:*bert*' --joint
+    python -m benchmarks.steps --every 23 --adamw 3   # three steps of AdamW
     python -m benchmarks.steps --report-only          # print the last table again
 
 Columns:
-    ours      whether loss, gradients of all parameters and buffers of a call of the trace equal eager's
+    ours      whether loss, gradients of all parameters and floating inputs, buffers and the state of the random number
+              generator after a call of the trace equal eager's; with --adamw N, the parameters too, after N calls
     s         seconds of processor time of the trace
     backward  ops of backward, and how many of them have a module call of the forward
     saved     bytes that `Trace.memory` says are saved, over those that `saved_tensors_hooks` sees in eager
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks import checks, each_model, report
 from benchmarks.models import import_scopetrace
@@ -91,44 +93,81 @@ def _tensors(x: Any) -> list[torch.Tensor]:
     return [t for item in items if isinstance(item, (torch.Tensor, dict, list, tuple)) for t in _tensors(item)]
 
 
-def check(st: Any, build: each_model.Build, joint: bool) -> Row:
-    """One model, traced once, called once, beside another instance in eager."""
-    (model, args, kwargs), (twin, *_) = build(), build()
-    model.train()
-    twin.train()
+def trainable(build: each_model.Build) -> each_model.Build:
+    """The same model for training, with floating inputs that require grad; a batch of two where one is too few."""
 
-    def step() -> torch.Tensor:
-        loss = loss_of(model(*args, **kwargs))
+    def made(copies: int) -> tuple[torch.nn.Module, Any, Any]:
+        model, args, kwargs = build()
+        repeat = lambda t: torch.cat([t] * copies).requires_grad_(t.is_floating_point())  # noqa: E731
+        return model.train(), *tree_map_only(torch.Tensor, repeat, (args, kwargs))
+
+    model, args, kwargs = made(1)
+    try:
+        model(*args, **kwargs)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        return lambda: made(2)
+    return lambda: made(1)
+
+
+class Twin:
+    """A model and a function that trains it for one step."""
+
+    def __init__(self, build: each_model.Build, adamw: bool) -> None:
+        self.model, self.args, self.kwargs = build()
+        self.given = [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
+        self.optimizer = torch.optim.AdamW(self.model.parameters()) if adamw else None
+
+    def step(self) -> torch.Tensor:
+        """Forward, backward and a step of the optimizer, if there is one."""
+        loss = self.loss()
         loss.backward()
+        if self.optimizer is not None:
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         return loss
 
+    def loss(self) -> torch.Tensor:
+        """The forward and its loss."""
+        return loss_of(self.model(*self.args, **self.kwargs))
+
+    def after(self, step: Callable[[], torch.Tensor], times: int) -> list[Any]:
+        """The losses of steps from one seed, and what they leave behind."""
+        torch.manual_seed(1)
+        losses = [step().detach() for _ in range(times)]
+        grads = [t.grad for t in [*self.model.parameters(), *self.given]]
+        return [torch.get_rng_state(), losses, grads, [*self.held()]]
+
+    def held(self) -> list[torch.Tensor]:
+        """Parameters, buffers and inputs."""
+        return [t.detach() for t in [*self.model.parameters(), *self.model.buffers(), *self.given]]
+
+
+def check(st: Any, build: each_model.Build, *, joint: bool, adamw: int) -> Row:
+    """One model, traced once, called once, beside another instance in eager."""
+    build = trainable(build)
+    ours, eager = Twin(build, bool(adamw)), Twin(build, bool(adamw))
     start = time.process_time()
-    tr = st.trace(step)
+    tr = st.trace(ours.step)
     row: Row = {"seconds": time.process_time() - start}
-    torch.manual_seed(1)
-    found = tr()
-    torch.manual_seed(1)
-    wanted = loss_of(twin(*args, **kwargs))
-    wanted.backward()
-    row["error"] = checks.same_result([found.detach(), *_state(model)], [wanted.detach(), *_state(twin)])
+    times = adamw or 1
+    row["error"] = checks.same_result(ours.after(tr, times), eager.after(eager.step, times))
     row["ok"] = row["error"] is None
     nodes = [n for n in tr.graph_module.graph.nodes if tr.phase_of(n) == "backward"]
     row["backward"], row["with_call"] = len(nodes), len({*nodes} & {*tr.calls[0].backward_nodes})
-    given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
-    held = [*twin.parameters(), *twin.buffers(), *given]
-    memory, saved = tr.memory(), saved_by_autograd(lambda: loss_of(twin(*args, **kwargs)), held)
-    row["saved"] = memory.saved_bytes / saved if saved else None
-    twin.zero_grad()
-    with LiveStorages(held) as live:
-        loss_of(twin(*args, **kwargs)).backward()
-    row["peak"] = memory.peak_bytes / live.peak
+    if not adamw:
+        held = eager.held()
+        memory, saved = tr.memory(), saved_by_autograd(eager.loss, held)
+        row["saved"] = memory.saved_bytes / saved if saved else None
+        for t in [*eager.model.parameters(), *eager.given]:
+            t.grad = None
+        with LiveStorages(held) as live:
+            eager.step()
+        row["peak"] = memory.peak_bytes / live.peak
     if joint:
         row["joint"] = joint_seconds(build)
     return row
-
-
-def _state(model: torch.nn.Module) -> list[Any]:
-    return [*(p.grad for p in model.parameters()), *model.buffers()]
 
 
 def joint_seconds(build: each_model.Build) -> float | None:
@@ -139,7 +178,7 @@ def joint_seconds(build: each_model.Build) -> float | None:
     start = time.process_time()
     try:
         with contextlib.ExitStack() as stack:
-            aot_export_joint_with_descriptors(stack, model.train(), args, kwargs)
+            aot_export_joint_with_descriptors(stack, model, args, kwargs)
     except Exception:
         return None
     return time.process_time() - start
@@ -181,13 +220,14 @@ def main(argv: list[str] | None = None) -> int:
     """Check the models; the exit code is 1 if one is wrong, not if one is refused."""
     parser = each_model.parser(__doc__, "steps.jsonl")
     parser.add_argument("--joint", action="store_true", help="the column of aot_export_joint_with_descriptors")
+    parser.add_argument("--adamw", type=int, default=0, metavar="N", help="N calls of a step with AdamW")
     parser.add_argument("--limit", type=int, default=300, help="seconds for a model")
     options = parser.parse_args(argv)
     st = import_scopetrace()
 
     def limited(name: str, build: each_model.Build) -> Row:
         with each_model.time_limit(options.limit):
-            return check(st, build, options.joint)
+            return check(st, build, joint=options.joint, adamw=options.adamw)
 
     rows = each_model.run(options, limited, line, report_rows)
     return int(any("ok" in row and not row["ok"] for row in rows))

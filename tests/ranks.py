@@ -132,6 +132,79 @@ class Branches(nn.Module):
         return self.head(torch.cond(x.sum() < 1e9, self.a, self.b, (x,)))
 
 
+class Blocks(nn.Module):
+    """Four linear blocks between embedding and head; `run` says how they run."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(32, 16), nn.Linear(16, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.run = run
+
+    def forward(self, ids):
+        return self.head(self.run(*self.blocks, self.embed(ids)))
+
+
+class Block(nn.Module):
+    """Gives its result, and one that is ready before its second layer runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down, self.skip = SwiGLU(16), nn.Linear(16, 16), nn.Identity()
+
+    def forward(self, x):
+        early = self.up(x)
+        return x + self.down(torch.relu(early)), early
+
+
+def parallel(a, b, c, d, x):
+    left, right = a(x)[0], b(x)[0]
+    return d(c(left)[0] * right)[0]
+
+
+def without_gradient(a, b, c, d, x):
+    """The second block's result is detached, the third's is not used, and the fourth runs under no_grad."""
+    y = a(x)[0]
+    c(y)
+    with torch.no_grad():
+        z = d(y)[0]
+    return y + b(y)[0].detach() + z
+
+
+def two_results(a, b, c, d, x):
+    early = []
+    for block in (a, b, c, d):
+        x, other = block(x)
+        early.append(other)
+    return x + sum(early)
+
+
+def early_result(a, b, c, d, x):
+    for block in (a, b, c, d):
+        x = block(x)[1]
+    return x
+
+
+def together(a, b, c, d, x):
+    def run(x):
+        return c(b(a(x)[0])[0])[0]
+
+    return d(torch.utils.checkpoint.checkpoint(run, x, use_reentrant=False))[0]
+
+
+def apart(a, b, c, d, x):
+    for block in (a, b, c, d):
+        x = torch.utils.checkpoint.checkpoint(lambda x, block=block: block(x)[0], x, use_reentrant=False)
+    return x
+
+
+def called_twice(a, b, c, d, x):
+    """The second call of the first block has no part in the result."""
+    y = c(b(a(x)[0])[0])[0]
+    a(y)
+    return d(y)[0]
+
+
 MODELS = {
     "llama": (Llama, dict(classes=Layer)),
     "llama, two ahead": (Llama, dict(classes=Layer, prefetch=2)),
@@ -147,6 +220,25 @@ MODELS = {
     "swapped": (Swapped, dict(classes=nn.Linear)),
     "branches": (Branches, dict(target_bytes=2200)),
 }
+STEPS = {
+    "llama": MODELS["llama, two ahead"],
+    "llama, by bytes": MODELS["llama, by bytes"],
+    "called twice": MODELS["called twice"],
+    "nested": MODELS["nested"],
+    "tied": MODELS["tied"],
+    **{
+        f"{run.__name__}, {what}": (lambda run=run: Blocks(run), options)
+        for run in (parallel, without_gradient, two_results, early_result, together, apart, called_twice)
+        for what, options in {
+            "blocks": dict(classes=Block, prefetch=2),
+            "nested": dict(classes=(Block, SwiGLU)),
+            "layers": dict(classes=(SwiGLU, nn.Linear), prefetch=2),
+            "without prefetch": dict(classes=(Block, SwiGLU), prefetch=0),
+        }.items()
+    },
+}
+"""What is planned from a trace of a training step."""
+MODELS |= {f"step of {name}": found for name, found in STEPS.items()}
 
 
 def loss_of(model, ids):
@@ -171,6 +263,20 @@ def gathers_noted(into):
         engine.FSDPParamGroup.unshard = issue
 
 
+def order_of(make, is_step):
+    """The order of a forward on the meta device, or of a training step."""
+
+    def step(ids):
+        loss = loss_of(traced, ids)
+        loss.backward()
+        return loss
+
+    with torch.device("meta"):
+        traced = make()
+        args = (torch.empty(2, 9 if is_step else 8, dtype=torch.int64),)
+    return st.trace(step if is_step else traced, args).order
+
+
 def traced_again(model, ids):
     """What a trace of a sharded model says."""
     try:
@@ -187,11 +293,7 @@ def train(name, mesh):
     alone = copy.deepcopy(model)
     ids = torch.randint(32, (3, 4, 9))
     mine = ids.chunk(2, dim=1)[dist.get_rank()]
-    with torch.device("meta"):
-        traced = make()
-    plan = st.distributed.plan(
-        model, st.trace(traced, (torch.empty(2, 8, dtype=torch.int64, device="meta"),)).order, **options
-    )
+    plan = st.distributed.plan(model, order_of(make, is_step=name.startswith("step of")), **options)
     plan.apply(mesh)
     optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (model, alone)]
     result = {"loss": 0.0, "grad": 0.0, "gathers": [], "traced": traced_again(model, mine[0][:, :-1])}

@@ -19,7 +19,25 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import scopetrace as st
 from tests.nets import Net, weight
-from tests.ranks import MODELS, Borrowed, Branches, Given, Head, Layer, Llama, Swapped, SwiGLU
+from tests.ranks import (
+    MODELS,
+    Block,
+    Blocks,
+    Borrowed,
+    Branches,
+    Given,
+    Head,
+    Layer,
+    Llama,
+    Swapped,
+    SwiGLU,
+    called_twice,
+    early_result,
+    parallel,
+    together,
+    two_results,
+    without_gradient,
+)
 
 F = nn.functional
 IDS = torch.zeros(2, 8, dtype=torch.int64)
@@ -501,6 +519,147 @@ def test_a_simulation_by_hand():
     assert [t.nbytes for t in result.transfers] == [256] * 3
 
 
+# Training steps, on paper --------------------------------------------------------------------------------------------
+
+
+def step_of(model, loss=lambda y: y.sum(), times=1):
+    def step(x):
+        for _ in range(times):
+            found = loss(model(x))
+            found.backward()
+        return found
+
+    return step
+
+
+class Passed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, note, x):
+        ctx.note = note
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.note()
+        return None, gradient
+
+
+def noted_in_eager(model, loss, x):
+    """What hooks on results, and functions at arguments, see in a backward: (kind, module)."""
+    seen = []
+
+    def enter(name, args):
+        return tuple(Passed.apply(lambda: seen.append(("arguments", name)), a) if a.requires_grad else a for a in args)
+
+    def leave(name, out):
+        for t in out if isinstance(out, tuple) else (out,):
+            if t.requires_grad:
+                t.register_hook(lambda _: seen.append(("result", name)))
+
+    hooks = []
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(lambda _, args, name=name: enter(name, args)))
+        hooks.append(module.register_forward_hook(lambda _, args, out, name=name: leave(name, out)))
+    loss(model(x)).backward()
+    for hook in hooks:
+        hook.remove()
+    return seen
+
+
+def passes_on(a, b, c, d, x):
+    """A module gives its argument back."""
+    return c.skip(d(a.skip(b(a(x)[0])[1]))[0])
+
+
+RUNS = (parallel, without_gradient, two_results, early_result, called_twice, passes_on)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+def test_the_steps_of_a_backward_are_those_of_eager(run):
+    model, ids = Blocks(run), torch.zeros(1, 3, dtype=torch.int64)
+    order = st.distributed.plan(model, st.trace(step_of(model), (ids,)).order, classes=nn.Linear).order
+    found = [(step.kind, order.calls[step.call].fqn) for step in order.backwards[0]]
+    assert found == noted_in_eager(model, torch.sum, ids)
+
+
+def test_a_checkpointed_region_runs_again_before_its_first_gradient_that_needs_it():
+    model, ids = Blocks(together), torch.zeros(1, 3, dtype=torch.int64)
+    order = st.trace(step_of(model), (ids,)).order
+    found = [(step.kind, order.calls[step.call].fqn) for step in order.backwards[0]]
+    again = [i for i, (kind, _) in enumerate(found) if kind == "again"]
+    assert again == list(range(again[0], again[0] + 18))  # three blocks of six modules
+    assert found[again[0] - 1] == ("result", "model.blocks.2.down")
+    assert found[again[-1] + 1] == ("arguments", "model.blocks.2.down")
+
+
+def test_what_backward_does_not_reach_is_not_gathered_in_it():
+    model, ids = Blocks(without_gradient), torch.zeros(1, 3, dtype=torch.int64)
+    order = st.trace(step_of(model), (ids,)).order
+    found = st.distributed.plan(model, order, classes=Block)
+    assert [group[0] for group in found.backward_gathers] == ["head", "blocks.0", "embed"]
+    assert [group.backward_prefetch for group in found.groups if group.modules == ("head",)] == [(("blocks.0",),)]
+    mirrored = st.distributed.plan(model, st.trace(model, (ids,)).order, classes=Block)
+    assert len(mirrored.backward_gathers) == 6
+    assert found.forward_gathers == mirrored.forward_gathers
+
+
+def test_the_flops_of_a_step_are_those_of_its_ops():
+    model = Llama()
+    step = step_of(model)
+    tr = st.trace(step, (IDS,))
+    found = st.distributed.plan(model, tr.order, classes=Layer)
+    result = st.distributed.simulate(found, tr, ranks=4, bandwidth=1e6, flops=1e8)
+    with FlopCounterMode(display=False) as counter:
+        step(IDS)
+    assert result.compute * 1e8 == pytest.approx(counter.get_total_flops())
+    link = [(t.kind, t.group) for t in result.transfers]
+    assert [g for kind, g in link if kind == "all-gather"] == found.forward_gathers + found.backward_gathers
+    assert [g for kind, g in link if kind == "reduce-scatter"] == found.backward_gathers
+
+
+def last_unused(a, b, c, d, x):
+    y = a(x)[0]
+    b(y)
+    return d(c(y)[0])[0]
+
+
+def uses_head(model):
+    return lambda y: (y @ model.head.weight).sum()
+
+
+CANNOT_PLAN = {
+    "twice": (
+        lambda model: step_of(model, times=2),
+        dict(classes=Block),
+        "calls a Blocks like this one 2 times: trace one with one call",
+    ),
+    "two backwards": (
+        lambda model: step_of(model, lambda y: (y.sum().backward(retain_graph=True), y.mean())[1]),
+        dict(classes=Block),
+        "differentiates 2 times: trace one with one backward",
+    ),
+    "outside": (
+        lambda model: step_of(model, uses_head(model)),
+        dict(classes=Block),
+        "head.weight is used outside of the call of model, where it is not gathered: use it inside",
+    ),
+    "not the last": (
+        step_of,
+        dict(target_bytes=20_000),
+        "backward goes through blocks.0 and not through the last of its group embed, blocks.0, blocks.1",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "options", "message"), CANNOT_PLAN.values(), ids=CANNOT_PLAN)
+def test_steps_of_which_no_plan_can_be_made(make, options, message):
+    model = Blocks(last_unused)
+    order = st.trace(make(model), (torch.zeros(1, 3, dtype=torch.int64),)).order
+    with pytest.raises(st.PlanError) as error:
+        st.distributed.plan(model, order, **options)
+    assert message in str(error.value)
+
+
 # Two ranks -----------------------------------------------------------------------------------------------------------
 
 
@@ -511,6 +670,8 @@ def torchrun(job):
 
 
 IN_TEST_ALL = ("llama", "llama, two ahead", "llama, without prefetch", "tied, by bytes", "called twice", "branches")
+IN_TEST = ("step of together, layers", "step of without_gradient, nested")
+IN_TEST_ALL += tuple(name for name in MODELS if name.startswith("step of") and name not in IN_TEST)
 """The models that `make test` leaves out: what is in them is in others too, but for torch.cond, which compiles long."""
 TRAINED = [pytest.param(name, marks=pytest.mark.slow if name in IN_TEST_ALL else ()) for name in MODELS]
 

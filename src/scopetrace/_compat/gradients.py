@@ -348,6 +348,11 @@ def saved_in_storage(results: list[torch.Tensor], storage: int) -> bool:
     return False
 
 
+def has_saved_tensors(node: Any) -> bool:
+    """Whether a node of autograd's graph has saved tensors."""
+    return any(True for _ in _saved_by(node))
+
+
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:
     """The tensors that a node of autograd has saved, which its attributes `_saved_...` show."""
     for name in dir(node):

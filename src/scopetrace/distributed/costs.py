@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,9 +108,3 @@ def _count(op: Op) -> int:
     with torch.no_grad(), mode, FlopCounterMode(display=False, custom_mapping=_MORE) as counter:
         op.target(*args, **kwargs)
     return int(counter.get_total_flops())
-
-
-def call_flops(tape: ProgramTape) -> dict[int, tuple[int, int]]:
-    """By position of a call, the FLOPs of all ops before its begin, and before its end."""
-    before = [0, *itertools.accumulate(op_flops(tape))]
-    return {call.position: (before[call.start], before[call.stop]) for call in tape.calls}

@@ -17,9 +17,17 @@ import torch
 
 from scopetrace.distributed.agreement import check_groups, check_order
 from scopetrace.distributed.groups import ROOT, Group, Grouping, contains, disjoint, first_call
-from scopetrace.distributed.schedule import Schedule, backward_gathers, forward_schedule
+from scopetrace.distributed.schedule import (
+    BackwardEvent,
+    BackwardSchedule,
+    Pass,
+    Schedule,
+    backward_events,
+    forward_schedule,
+)
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, amount, columns
+from scopetrace.ir.registered import Registered
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.record.model import Model
 
@@ -72,14 +80,25 @@ class Plan(Printed):
         return forward_schedule(self.order, self._grouping, {g.modules: g.forward_prefetch for g in self.groups})
 
     @functools.cached_property
+    def passes(self) -> list[Pass]:
+        """The forward passes of groups with parameters, in the order in which they end."""
+        holding = {g.modules for g in self.groups if g.params}
+        return [p for p in self.schedule.passes if p.group in holding]
+
+    @functools.cached_property
+    def backward_events(self) -> list[BackwardEvent]:
+        """What the hooks of FSDP2 see in a backward, in order."""
+        return backward_events(self.order, self._grouping, self.passes)
+
+    @functools.cached_property
     def gathers(self) -> tuple[list[tuple[Group, int]], list[tuple[Group, int]]]:
         """The all-gathers of a forward and its backward, in order: (group, step of the order that issues it).
 
-        Groups without parameters are left out.
+        Groups without parameters are left out. For backward it is `BackwardEvent.at` in place of the step.
         """
         holding = {g.modules for g in self.groups if g.params}
-        passes = [p for p in self.schedule.passes if p.group in holding]
-        backward = backward_gathers(passes, {g.modules: g.backward_prefetch for g in self.groups})
+        lists = ({g.modules: g.prefetch[i] for g in self.groups} for i in range(2))
+        backward = BackwardSchedule(self.backward_events, self.passes, *lists).gathers
         return [(g, at) for g, at in self.schedule.gathers if g in holding], backward
 
     @property
@@ -147,7 +166,7 @@ class Plan(Printed):
         rows = [("group", "modules", "parameters", "bytes", "forward prefetch", "backward prefetch")]
         for i, group in enumerate(self.groups):
             ahead, back = (" ".join(numbers[g] for g in found) or "-" for found in group.prefetch)
-            rows.append((str(i), _names(group.modules), str(len(group.params)), amount(group.nbytes, "B"), ahead, back))
+            rows.append((str(i), _text(group.modules), str(len(group.params)), amount(group.nbytes, "B"), ahead, back))
         gathers = (("forward", self.forward_gathers), ("backward", self.backward_gathers))
         lines = [f"all-gathers, {when}: {' '.join(numbers[g] for g in found) or 'none'}" for when, found in gathers]
         return "\n".join([columns(rows), "", *lines])
@@ -156,9 +175,49 @@ class Plan(Printed):
         return f"<Plan for {type(self.model).__name__}: {len(self.groups)} groups>"
 
 
-def _names(group: Group) -> str:
+def _text(group: Group) -> str:
     names = [name or "(root)" for name in group]
     return ", ".join(names if len(names) <= 4 else [*names[:2], f"… {len(names) - 3} more", names[-1]])
+
+
+def order_of(model: torch.nn.Module, order: ExecutionOrder) -> ExecutionOrder:
+    """The order of a model alone, where a function was traced that calls it, as a training step does.
+
+    Raises PlanError for a function that calls it several times or uses its parameters itself, and for several
+    backwards.
+    """
+    number = call_of(model, order)
+    if number:
+        _refuse_use_outside(order, number)
+        order = order.of_call(number)
+    if len(order.backwards) > 1:
+        raise PlanError(f"the traced function differentiates {len(order.backwards)} times: trace one with one backward")
+    return order
+
+
+def call_of(model: torch.nn.Module, order: ExecutionOrder) -> int:
+    """The index of the one call of a model; 0 where the model itself was traced, or another one. Raises PlanError."""
+    names = _names(Model(model).registered())
+    kind = type(model).__name__
+    found = [i for i, call in enumerate(order.calls) if call.fqn and call.type_name == kind]
+    found = [i for i in found if _names(order.registered.within(order.calls[i].fqn or "")) == names]
+    if len(found) > 1:
+        raise PlanError(f"the traced function calls a {kind} like this one {len(found)} times: trace one with one call")
+    return found[0] if found and _names(order.registered) != names else 0
+
+
+def _names(registered: Registered) -> list[list[tuple[str, ...]]]:
+    return [[x.names for x in found.values()] for found in (registered.modules, registered.params)]
+
+
+def _refuse_use_outside(order: ExecutionOrder, number: int) -> None:
+    fqn = order.calls[number].fqn or ""
+    own = order.registered.inside(fqn)
+    inside = range(number, number + len(order.of_call(number).calls))
+    for step in order.steps:
+        used = [name for name in step.params if name in own]
+        if used and step.call not in inside:
+            raise PlanError(f"{used[0]} is used outside of the call of {fqn}, where it is not gathered: use it inside")
 
 
 def refuse_sharded(model: torch.nn.Module) -> None:

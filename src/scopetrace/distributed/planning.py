@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch.utils import _pytree as pytree
 
 from scopetrace.distributed.groups import ROOT, Group, Grouping, by_bytes, by_classes, first_call, without_ties
-from scopetrace.distributed.plan import Plan, ShardGroup, refuse_another_model, refuse_sharded
-from scopetrace.distributed.schedule import forward_schedule
+from scopetrace.distributed.plan import Plan, ShardGroup, order_of, refuse_another_model, refuse_sharded
+from scopetrace.distributed.schedule import Pass, backward_events, forward_schedule
 from scopetrace.errors import PlanError
 from scopetrace.order.execution import ExecutionOrder
 
@@ -32,7 +33,8 @@ def plan(
 
     Args:
         model: the model, not sharded yet; on the meta device too.
-        order: `trace(model, …).order`, of a forward as in training.
+        order: `trace(model, …).order`, of a forward as in training; or that of a training step, a function that calls
+            the model and `backward()`, whose real backward takes the place of the forward in reverse.
         target_bytes: make groups of about this many bytes of parameters, of modules that run one after the other.
         classes: one or several module classes: make a group of each of their modules, and groups of the modules that
             run between these (embeddings, norms, heads).
@@ -40,7 +42,8 @@ def plan(
         ignored_params: as for `fully_shard`: parameters that are not sharded, and whose gradients are not reduced.
 
     Raises PlanError for a plan that would fail when it runs: another model's order, classes without modules or without
-    a forward, parameters that FSDP2 cannot shard, or that the forward changes in place.
+    a forward, parameters that FSDP2 cannot shard, or that the forward changes in place; a training step that calls the
+    model or `backward()` several times, or a group of which backward does not go through the last module.
     """
     if not isinstance(order, ExecutionOrder):
         raise PlanError(f"order must be the order of a trace, trace(model, ...).order, not {type(order).__name__}")
@@ -53,7 +56,7 @@ def plan(
     refuse_sharded(model)
     ids = {id(p) for p in ignored_params}
     ignored = tuple(name for name, p in model.named_parameters() if id(p) in ids)
-    order = order.without(ignored)
+    order = order_of(model, order).without(ignored)
     refuse_another_model(model, order, ignored, "the order is of another model: trace this one")
     _refuse_params(model, order)
     if target_bytes is not None:
@@ -145,11 +148,16 @@ def _groups(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, p
     params = _payload(model, grouping)
     schedule = forward_schedule(order, grouping, {})
     by_start = [p.group for p in sorted(schedule.passes, key=lambda p: p.start) if params[p.group] or p.group == ROOT]
-    by_end = [p.group for p in reversed(schedule.passes) if params[p.group] or p.group == ROOT]
-    forward, backward = (followers(sequence, prefetch) for sequence in (by_start, by_end))
+    begun = [e for e in backward_events(order, grouping, schedule.passes) if e.kind == "result"]
+    _refuse_ungathered(order, grouping, [p for i, p in enumerate(schedule.passes) if all(e.number != i for e in begun)])
+    begun = [e for i, e in enumerate(begun) if i == 0 or e.number != begun[i - 1].number]
+    by_gradient = [e.group for e in begun if params[e.group] or e.group == ROOT]
+    forward, backward = (followers(sequence, prefetch) for sequence in (by_start, by_gradient))
     # FSDP2 goes through the list at each gradient of a result. Those of the root's may come early and late: in between,
     # what it gathered was used and freed, and would be gathered again for nothing.
-    backward.pop(ROOT, None)
+    numbers = collections.Counter(e.number for e in begun)
+    for group in {ROOT, *(e.group for e in begun if numbers[e.number] > 1)}:
+        backward.pop(group, None)
     used = order.param_forward_order
     return tuple(
         ShardGroup(
@@ -162,6 +170,20 @@ def _groups(model: torch.nn.Module, order: ExecutionOrder, grouping: Grouping, p
         )
         for group in dict.fromkeys([ROOT, *by_start, *grouping.groups])
     )
+
+
+def _refuse_ungathered(order: ExecutionOrder, grouping: Grouping, passes: Sequence[Pass]) -> None:
+    """Raise PlanError where backward goes through a module in one of these passes, whose group it does not gather."""
+    group_of = grouping.group_of()
+    begins = {step.call: at for at, step in enumerate(order.steps) if step.kind == "call"}
+    for call in (step.call for steps in order.backwards for step in steps if step.kind == "result"):
+        module = order.registered.module(order.calls[call].fqn)
+        for p in passes:
+            if p.group == group_of.get(module) != ROOT and p.start <= begins[call] <= p.stop:
+                raise PlanError(
+                    f"backward goes through {module} and not through the last of its group {', '.join(p.group)}, at "
+                    "whose results FSDP2 gathers it: give other classes= or target_bytes=, with groups that end there"
+                )
 
 
 def followers(sequence: Sequence[Group], count: int) -> dict[Group, tuple[Group, ...]]:

@@ -122,37 +122,90 @@ class _Forward:
             self.schedule.missing = group, next(g for g in reversed(self.open) if g in self.ready)
 
 
-def backward_gathers(passes: Sequence[Pass], prefetch: Prefetch) -> list[tuple[Group, int]]:
-    """The all-gathers of the backward in order, each with the step of the forward that it belongs to.
+class BackwardEvent(NamedTuple):
+    """What FSDP2's hooks see in a backward."""
 
-    `passes` are those of groups with parameters. A group without a prefetch list prefetches the group that ended before
-    it in forward, which is FSDP2's default.
+    kind: str
+    """As `GradientStep.kind`: `result` and `arguments` of a pass, or `again` for a module that runs again."""
+    group: Group
+    number: int
+    """The number of the pass; of `again`, -1."""
+    at: int
+    """The step of the forward that it mirrors; in a backward that was traced, the ops of the trace before it."""
+
+
+def backward_events(order: ExecutionOrder, grouping: Grouping, passes: Sequence[Pass]) -> list[BackwardEvent]:
+    """The events of a backward in order: that of a traced training step, else the forward passes in reverse."""
+    if not order.backwards:
+        ends = [(p.stop, "result", i) for i, p in enumerate(passes)]
+        mirrored = sorted([*ends, *((p.start, "arguments", i) for i, p in enumerate(passes))], key=_latest_first)
+        return [BackwardEvent(kind, passes[i].group, i, at) for at, kind, i in mirrored]
+    group_of = grouping.group_of()
+    begins = {step.call: at for at, step in enumerate(order.steps) if step.kind == "call"}
+    returns = {step.call: at for at, step in enumerate(order.steps) if step.kind == "return"}
+    running = {p.group for p in passes}
+    events: list[BackwardEvent] = []
+    for kind, call, at in order.backwards[0]:
+        if kind == "again":
+            group = group_of.get(order.registered.module(order.calls[call].fqn))
+            events += [BackwardEvent(kind, group, -1, at)] if group in running else []
+            continue
+        hooked = [p.start == begins[call] if kind == "arguments" else p.stop == returns[call] for p in passes]
+        events += [BackwardEvent(kind, passes[i].group, i, at) for i, is_hooked in enumerate(hooked) if is_hooked]
+    return events
+
+
+def _latest_first(event: tuple[int, str, int]) -> tuple[int, bool, int]:
+    at, kind, number = event
+    return -at, kind != "result", -number
+
+
+class BackwardSchedule:
+    """What FSDP2 does in one backward.
+
+    Attributes:
+        gathers: the all-gathers in order, each with the `BackwardEvent.at` that issues it.
     """
-    found: list[tuple[Group, int]] = []
-    gathered = {ROOT}
-    active: set[Group] = set()
 
-    def gather(group: Group, at: int) -> None:
-        if group not in gathered:
-            gathered.add(group)
-            found.append((group, at))
+    def __init__(
+        self, events: Sequence[BackwardEvent], passes: Sequence[Pass], forward: Prefetch, backward: Prefetch
+    ) -> None:
+        """Simulate the backward of some passes, those of groups with parameters.
 
-    for at, is_end, number in backward_events(passes):
-        group = passes[number].group
-        if not is_end:
-            active.discard(group)
-            if group != ROOT:
-                gathered.discard(group)
-        elif group not in active:
-            active.add(group)
-            gather(group, at)
-            default = [passes[number - 1].group] if number else []
-            for other in prefetch.get(group) or default:
-                gather(other, at)
-    return found
+        A group without a backward prefetch list prefetches the group whose forward pass ended before its own, which is
+        FSDP2's default.
+        """
+        self.gathers: list[tuple[Group, int]] = []
+        self._prefetch = backward
+        self._passes = passes
+        self._gathered = {ROOT}
+        self._active: set[Group] = set()
+        self._begun: set[Group] = set()
+        self._left: dict[Group, list[int]] = {}
+        for number, p in enumerate(passes):
+            self._left.setdefault(p.group, []).append(number)
+        for event in events:
+            if event.kind == "result":
+                self._begin(event)
+            elif event.kind == "again":
+                ahead = () if event.group in self._begun else forward.get(event.group, ())
+                self._gather((event.group, *ahead), event.at)
+            else:
+                self._active.discard(event.group)
+                self._gathered -= {event.group} - {ROOT}
 
+    def _begin(self, event: BackwardEvent) -> None:
+        group = event.group
+        ahead = self._prefetch.get(group, ())
+        if not ahead and group not in self._active and self._left[group]:
+            before = self._left[group].pop() - 1
+            ahead = (self._passes[before].group,) if before >= 0 else ()
+        self._active.add(group)
+        self._begun.add(group)
+        self._gather((group, *ahead), event.at)
 
-def backward_events(passes: Sequence[Pass]) -> list[tuple[int, bool, int]]:
-    """(step, whether the forward pass ended there, number of the pass), in the order of the backward."""
-    ends = [(p.stop, True, i) for i, p in enumerate(passes)]
-    return sorted([*ends, *((p.start, False, i) for i, p in enumerate(passes))], reverse=True)
+    def _gather(self, groups: Iterable[Group], at: int) -> None:
+        for group in groups:
+            if group not in self._gathered:
+                self._gathered.add(group)
+                self.gathers.append((group, at))

@@ -1,7 +1,8 @@
 """An estimate of a plan's cost on many ranks: memory of a rank, and communication that computation does not hide.
 
 Data flow:
-    trace -> FLOPs up to each step of the order: the times of a forward; a backward takes twice as long
+    trace -> FLOPs up to each step of the order: the times of a forward; a backward takes twice as long, or as long as
+    its ops where it was traced
     plan -> the steps at which all-gathers are issued and needed, and parameters are freed
     both -> one link that transfers one group after the other, one processor that waits for what it needs
 
@@ -14,19 +15,19 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import torch
 
 from scopetrace.api.runnable import program_of
 from scopetrace.api.trace import Trace
-from scopetrace.distributed.costs import call_flops, op_results
+from scopetrace.distributed.costs import op_flops, op_results
 from scopetrace.distributed.groups import ROOT, Group
-from scopetrace.distributed.plan import Plan, ShardGroup
-from scopetrace.distributed.schedule import backward_events
+from scopetrace.distributed.plan import Plan, ShardGroup, call_of, order_of
 from scopetrace.errors import PlanError
 from scopetrace.formatting import Printed, amount, columns, duration
+from scopetrace.ir.tape import ProgramTape
 
 
 class Transfer(NamedTuple):
@@ -111,7 +112,8 @@ def simulate(
 
     Raises PlanError for a plan of another order, or sizes that are not positive.
     """
-    if (difference := tr.order.without(plan.ignored).first_difference(plan.order)) is not None:
+    order = order_of(plan.model, tr.order).without(plan.ignored)
+    if (difference := order.first_difference(plan.order)) is not None:
         raise PlanError(f"the plan is of another order: {difference}")
     for name, number in (("ranks", ranks), ("bandwidth", bandwidth), ("flops", flops)):
         if number <= 0:
@@ -121,10 +123,10 @@ def simulate(
         group: sum(ranks * rows * width * (param_dtype or own).itemsize for rows, width, own in found)
         for group, found in shards.items()
     }
-    before = _step_flops(tr, plan)
+    before, before_event, total = _flops(tr, plan)
     rank = _Rank(flops, bandwidth * ranks / max(ranks - 1, 1), latency, sizes)
     forward = _run_forward(plan, rank, before)
-    backward = _run_backward(plan, rank, before)
+    backward = _run_backward(plan, rank, before_event, total)
     params = [plan.order.registered.params[name] for group in plan.groups for name in group.params]
     exact = sum(torch.Size(p.shape).numel() * (param_dtype or p.dtype).itemsize for p in params)
     padding = 1 - exact / max(sum(sizes.values()), 1)
@@ -154,8 +156,13 @@ def _memory(
         "optimizer": sum(rows * width * optimizer_bytes for rows, width, _ in shards),
         "gathered parameters, at most": _peak(plan, sizes),
         "gradients of a group, at most": max(sizes.values(), default=0),
-        "results of ops, without recomputation": sum(op_results(program_of(tr).tape)),
+        "results of ops, without recomputation": _results(program_of(tr).tape),
     }
+
+
+def _results(tape: ProgramTape) -> int:
+    made = zip(tape.ops, op_results(tape), strict=True)
+    return sum(size for op, size in made if op.phase is None)
 
 
 def _peak(plan: Plan, sizes: Mapping[Group, int]) -> int:
@@ -168,18 +175,24 @@ def _peak(plan: Plan, sizes: Mapping[Group, int]) -> int:
 # ---------------------------------------------------------------- time
 
 
-def _step_flops(tr: Trace, plan: Plan) -> list[int]:
-    """For each step of the order, the FLOPs of all ops before it."""
-    at_call = call_flops(program_of(tr).tape)
-    positions = [call.position for call in tr.calls]
+def _flops(tr: Trace, plan: Plan) -> tuple[list[int], Callable[[int], int], int]:
+    """For each step of the order, the FLOPs of all ops before it; those before a `BackwardEvent.at`; and all."""
+    program = program_of(tr)
+    tape = program.recorded if plan.order.backwards else program.tape
+    at_op = [0, *itertools.accumulate(op_flops(tape))]
+    first = call_of(plan.model, tr.order)
+    calls = [tape.calls[call.position] for call in tr.calls[first:]]
     found: list[int] = []
     for step in plan.order.steps:
         known = found[-1] if found else 0
-        if step.kind != "use" and step.call < len(positions):
-            before, after = at_call.get(positions[step.call], (known, known))
-            known = max(known, before if step.kind == "call" else after)
+        if step.kind != "use" and step.call < len(calls):
+            call = calls[step.call]
+            known = max(known, at_op[call.start if step.kind == "call" else call.stop])
         found.append(known)
-    return found
+    if not plan.order.backwards:
+        return found, lambda at: 3 * found[-1] - 2 * found[at], 3 * found[-1]
+    ends = [i for i, op in enumerate(tape.ops, 1) if op.phase is not None and op.phase.name == "backward"]
+    return found, at_op.__getitem__, at_op[ends[-1]]
 
 
 @dataclasses.dataclass
@@ -210,6 +223,11 @@ class _Rank:
         self.now += waited
         return waited
 
+    def reduce(self, group: Group) -> None:
+        """Queue the reduction of a group's gradients, and free its parameters."""
+        self.send("reduce-scatter", group)
+        self.arrives.pop(group, None)
+
     def send(self, kind: str, group: Group) -> None:
         """Queue a collective."""
         start = max(self.free, self.now)
@@ -231,20 +249,23 @@ def _run_forward(plan: Plan, rank: _Rank, before: list[int]) -> float:
     return exposed
 
 
-def _run_backward(plan: Plan, rank: _Rank, before: list[int]) -> float:
-    """As `_run_forward`, at two FLOPs for each of the forward."""
+def _run_backward(plan: Plan, rank: _Rank, before: Callable[[int], int], total: int) -> float:
     issued: dict[int, list[Group]] = {}
     for group, at in plan.gathers[1]:
         issued.setdefault(at, []).append(group)
     exposed = 0.0
-    for at, is_end, number in backward_events(plan.schedule.passes):
-        group = plan.schedule.passes[number].group
-        rank.compute_to(3 * before[-1] - 2 * before[at])
-        if is_end:
-            for other in issued.pop(at, ()):
-                rank.send("all-gather", other)
-            exposed += rank.wait_until(rank.arrives.get(group, 0.0))
-        elif rank.sizes[group]:
-            rank.send("reduce-scatter", group)
-            rank.arrives.pop(group)
+    begun: dict[Group, None] = {}
+    for event in plan.backward_events:
+        rank.compute_to(before(event.at))
+        for other in issued.pop(event.at, ()):
+            rank.send("all-gather", other)
+        if event.kind == "arguments":
+            begun.pop(event.group, None)
+            rank.reduce(event.group)
+        else:
+            exposed += rank.wait_until(rank.arrives.get(event.group, 0.0))
+            begun[event.group] = None
+    rank.compute_to(total)
+    for group in begun:
+        rank.reduce(group)
     return exposed + rank.wait_until(rank.free)

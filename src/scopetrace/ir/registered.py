@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 
@@ -36,6 +36,13 @@ class RegisteredModule:
     """Whether its class has a forward, which `nn.ModuleList` has not."""
 
 
+def inside(names: Iterable[str], module: str) -> Iterator[str]:
+    """Those of some names that are of a module or inside it, from there: `""` for the module itself."""
+    for name in names:
+        if name == module or not module or name.startswith(f"{module}."):
+            yield name.removeprefix(module).removeprefix("." if module else "")
+
+
 @dataclasses.dataclass(frozen=True)
 class Registered:
     """All modules and parameters by the first of their names."""
@@ -62,6 +69,15 @@ class Registered:
     def without(self, names: Collection[str]) -> Registered:
         """The same without some parameters, given by their first names."""
         return Registered(self.modules, {name: param for name, param in self.params.items() if name not in names})
+
+    def within(self, module: str) -> Registered:
+        """Those of a module and inside it, by names from there."""
+        modules = ((tuple(inside(m.names, module)), m) for m in self.modules.values())
+        params = ((tuple(inside(p.names, module)), p) for p in self.params.values())
+        return Registered(
+            {names[0]: dataclasses.replace(m, names=names) for names, m in modules if names},
+            {names[0]: dataclasses.replace(p, names=names) for names, p in params if names},
+        )
 
     @functools.cached_property
     def _inside(self) -> dict[str, dict[str, None]]:

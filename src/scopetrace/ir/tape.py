@@ -127,6 +127,17 @@ class Phase:
     """Of `backward`, the scope of that op."""
 
 
+class BackwardNode(NamedTuple):
+    """A node of autograd's graph that ran in a backward."""
+
+    op: Op
+    """The op of the forward that made it."""
+    stop: int
+    """The number of ops on the tape when it had run."""
+    has_saved: bool
+    """Whether it has saved tensors, so that it makes a checkpointed region run again. False outside of such regions."""
+
+
 @dataclasses.dataclass(eq=False, frozen=True, init=False)
 class Op:
     """One step of the program. It does not change.
@@ -532,6 +543,10 @@ class RecordedTape(ProgramTape):
 
     exact_autograd: bool = False
     """Whether autograd saw every op while it was recorded, because the forward itself differentiates."""
+    backwards: list[list[BackwardNode]] = dataclasses.field(default_factory=list)
+    """For each time that the forward differentiates, the nodes of autograd's graph that ran, in order."""
+    checkpointed: list[range] = dataclasses.field(default_factory=list)
+    """The positions of the ops of regions under `torch.utils.checkpoint`, where the forward differentiates."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -13,11 +13,11 @@ import functools
 import hashlib
 import itertools
 import json
-from collections.abc import Collection, Hashable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from typing import NamedTuple
 
 from scopetrace.formatting import Printed, columns
-from scopetrace.ir.registered import Registered
+from scopetrace.ir.registered import Registered, inside
 
 
 class ParamUsageInfo(NamedTuple):
@@ -81,6 +81,18 @@ class Step(NamedTuple):
     params: tuple[str, ...] = ()
 
 
+class GradientStep(NamedTuple):
+    """One thing that happens to a module call while the forward differentiates."""
+
+    kind: str
+    """`result`: the gradient of one of its results is known. `arguments`: those of its arguments are.
+    `again`: it runs again, in a region under `torch.utils.checkpoint`."""
+    call: int
+    """Index into `ExecutionOrder.calls`."""
+    ops: int
+    """How many ops of the traced program run before it."""
+
+
 @dataclasses.dataclass(frozen=True)
 class OrderDifference:
     """The first step in which two orders differ."""
@@ -108,6 +120,8 @@ class ExecutionOrder(Printed):
     """The model's modules and parameters in the order of registration, with all their names and sizes."""
     written_params: tuple[str, ...] = dataclasses.field(default=(), compare=False)
     """The parameters that the forward changes in place."""
+    backwards: tuple[tuple[GradientStep, ...], ...] = dataclasses.field(default=(), compare=False)
+    """For each `backward()` of a training step, what happens in it, in order."""
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -237,7 +251,43 @@ class ExecutionOrder(Printed):
             )
             for c in self.calls
         ]
-        return ExecutionOrder(tuple(calls), self.registered.without(params), rest(self.written_params))
+        registered = self.registered.without(params)
+        return dataclasses.replace(
+            self, calls=tuple(calls), registered=registered, written_params=rest(self.written_params)
+        )
+
+    def of_call(self, number: int) -> ExecutionOrder:
+        """The order in `calls[number]` alone, by names from its module, whose parameters alone count."""
+        prefix = self.calls[number].fqn or ""
+        registered = self.registered
+        inner = [c.parent is not None and c.parent >= number for c in self.calls[number + 1 :]]
+        stop = number + 1 + (inner.index(False) if False in inner else len(inner))
+
+        def names(found: Iterable[str]) -> tuple[str, ...]:
+            own = (next(inside(registered.params[name].names, prefix), None) for name in found)
+            return tuple(name for name in own if name is not None)
+
+        def module(fqn: str | None) -> str | None:
+            first = registered.module(fqn)
+            return fqn if first is None else next(inside(registered.modules[first].names, prefix), None)
+
+        def step(found: tuple[str, ...] | int) -> tuple[str, ...] | int:
+            return found - number if isinstance(found, int) else names(found)
+
+        calls = [
+            dataclasses.replace(
+                c,
+                fqn=module(c.fqn),
+                parent=None if i == 0 or c.parent is None else c.parent - number,
+                steps=tuple(s for s in map(step, c.steps) if s != ()),
+                given=names(c.given),
+                replaced=names(c.replaced),
+            )
+            for i, c in enumerate(self.calls[number:stop])
+        ]
+        own = ([s for s in steps if number <= s.call < stop] for steps in self.backwards)
+        backwards = tuple(tuple(s._replace(call=s.call - number) for s in steps) for steps in own if steps)
+        return ExecutionOrder(tuple(calls), registered.within(prefix), names(self.written_params), backwards)
 
     # ---------------------------------------------------------------- comparison
 
@@ -308,11 +358,13 @@ class OrderBuilder:
             self.steps[call.parent].append(number)
         return number
 
-    def order(self, written_params: tuple[str, ...] = ()) -> ExecutionOrder:
+    def order(
+        self, written_params: tuple[str, ...] = (), backwards: tuple[tuple[GradientStep, ...], ...] = ()
+    ) -> ExecutionOrder:
         """The order of all calls and steps so far."""
         calls = zip(self.calls, self.steps, strict=True)
         usages = tuple(dataclasses.replace(call, steps=tuple(steps)) for call, steps in calls)
-        return ExecutionOrder(usages, self.registered, written_params)
+        return ExecutionOrder(usages, self.registered, written_params, backwards)
 
 
 def steps_text(order: ExecutionOrder) -> str:

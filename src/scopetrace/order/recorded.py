@@ -9,17 +9,18 @@ from scopetrace.containers.structure import leaves
 from scopetrace.ir.registered import Registered
 from scopetrace.ir.tape import Call, Op, ProgramTape, Tape, Value, values_in
 from scopetrace.ops.higher_order import FORMS
+from scopetrace.order.backward import gradient_steps
 from scopetrace.order.execution import CallUsage, ExecutionOrder, OrderBuilder
 
 
 def execution_order(tape: ProgramTape) -> ExecutionOrder:
-    """The execution order of a RecordedTape, mutations included."""
+    """The execution order of a RecordedTape, mutations included. Of a training step, that of its forward."""
     reader, params = _Reader(tape.registered, _writers(tape)), _Params()
     reader.read(tape, params)
     reader.use(tape.calls[0], [v for v in leaves(tape.outputs, Value) if v in params.names], params)
-    changed = {v.storage for part in tape.walk() for op in part.ops for v in op.writes}
+    changed = {v.storage for part in tape.walk() for op in part.ops if op.phase is None for v in op.writes}
     written = dict.fromkeys(name for value, name in params.names.items() if value.storage in changed)
-    return reader.building.order(tuple(written))
+    return reader.building.order(tuple(written), gradient_steps(tape, reader.numbers))
 
 
 def _writers(tape: ProgramTape) -> set[Call]:
@@ -57,7 +58,8 @@ class _Reader:
         self.registered = registered
         self.building = OrderBuilder(registered)
         self._writers = writers
-        self._latest: dict[Call, int] = {}  # a body of two ops is walked twice, with the same calls
+        self.numbers: dict[Call, int] = {}
+        """The index of each call; of one in a body of two ops, which is walked twice, the last."""
         self._used: list[str] = []
         self._bodies = 0  # how many bodies the walk is inside of
 
@@ -72,7 +74,7 @@ class _Reader:
             self._begin(call, params)
 
     def _begin(self, call: Call, params: _Params) -> None:
-        parent = None if call.parent is None else self._latest[call.parent]
+        parent = None if call.parent is None else self.numbers[call.parent]
         given = [params.names[v] for v in values_in((call.args, call.kwargs)) if v in params.names]
         replaced = map(self.registered.param, call.replaced)
         usage = CallUsage(
@@ -88,7 +90,7 @@ class _Reader:
             writes_input=call in self._writers,
         )
         key = id(call.module) if call.fqn is None else self.registered.module(call.fqn)
-        self._latest[call] = self.building.begin(key, usage)
+        self.numbers[call] = self.building.begin(key, usage)
 
     def _op(self, op: Op, params: _Params) -> None:
         if op.kind == "get_attr":
@@ -97,7 +99,7 @@ class _Reader:
                 params.add(op.result, name)
         elif op.bodies():
             self._higher_order(op, params)
-        elif op.kind != "placeholder":
+        elif op.kind != "placeholder" and op.phase is None:
             own = self.registered.inside(op.name) if op.kind == "call_module" else []
             self.use(op.call, op.inputs(), params, own)
 
@@ -108,7 +110,7 @@ class _Reader:
         """
         if call is None:
             return
-        steps = self.building.steps[self._latest[call]]
+        steps = self.building.steps[self.numbers[call]]
         before = steps[-1] if steps and isinstance(steps[-1], tuple) else ()
         found = [name for v in values for name in params.of(v) if v in params.names or name not in before]
         used = tuple(dict.fromkeys([*found, *also]))

@@ -4,6 +4,7 @@ Data flow:
     an op makes nodes of autograd's graph -> their sequence numbers, from the first one on, are those of the op
     torch differentiates -> the node that runs says the op by its number -> `Phase`: call and scope of that op
     a sum of gradients that meet -> the op that made the tensor whose gradient it is
+    the nodes that ran, in order -> `RecordedTape.backwards`
     an op of an optimizer, or between backward and optimizer -> `Phase("other")`
 """
 
@@ -17,9 +18,9 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.gradients import current_node, nodes_of, sequence_number
+from scopetrace._compat.gradients import current_node, has_saved_tensors, nodes_of, sequence_number
 from scopetrace._compat.ops import unwrapped
-from scopetrace.ir.tape import Op, Phase, Value, flat
+from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, flat
 from scopetrace.record.builder import TapeBuilder, ValueTable
 
 OTHER = Phase("other")
@@ -45,6 +46,7 @@ class PhaseRecorder:
             if ops[i] in own and ops[i].target is torch.ops.aten.ones_like.default:
                 ops[i] = ops[i].replace(phase=self._of_op(ops[i].tensor(0).op))
                 ops[i].result.op = ops[i]
+        self._builder.tape.backwards.append([])
         handles = [node.register_hook(self._on_end(node, keeps_graph=keeps_graph)) for node in nodes_of(outputs)]
         before, self._builder.phase = self._builder.phase, self._of_running_node
         try:
@@ -80,11 +82,15 @@ class PhaseRecorder:
         return None if inside or any(v.requires_grad for v in flat(outputs) if isinstance(v, Value)) else OTHER
 
     def _on_end(self, node: Any, *, keeps_graph: bool) -> Any:
-        number, after = sequence_number(node), node.next_functions
+        number, after, tape = sequence_number(node), node.next_functions, self._builder.tape
+        op = None if hasattr(node, "variable") else self._maker_of(number)
+        has_saved = bool(self._builder.regions) and has_saved_tensors(node)
 
         def ended(found: Any, _: Any) -> None:
             if not keeps_graph:
                 self._builder.differentiated.add(number)
+            if isinstance(op, Op):
+                tape.backwards[-1].append(BackwardNode(op, len(tape.ops), has_saved))
             pairs = zip(found, after, strict=True)
             self._ended = number, {id(t): target for t, (target, _) in pairs if isinstance(t, torch.Tensor)}
 
@@ -103,7 +109,11 @@ class PhaseRecorder:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             return self.of_value(self._values.value_of(unwrapped(leaf)))
+        found = self._maker_of(sequence_number(node))
+        return found if isinstance(found, Phase) else self._of_op(found or self._builder.tape.ops[-1])
+
+    def _maker_of(self, number: int) -> Op | Phase | None:
+        """What made a node."""
         made = self._builder.made_nodes
-        i = bisect.bisect_right(made, sequence_number(node), key=operator.itemgetter(0)) - 1
-        found = made[i][1] if i >= 0 else self._builder.tape.ops[-1]
-        return found if isinstance(found, Phase) else self._of_op(found)
+        i = bisect.bisect_right(made, number, key=operator.itemgetter(0)) - 1
+        return made[i][1] if i >= 0 else None

@@ -90,7 +90,7 @@ from scopetrace.record.model import Model, holds_iterator
 from scopetrace.record.object_reads import ObjectReads, Watched
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.regions import keep_regions
+from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.reuse import CallRecorderWithReuse, ReadRecorderWithReuse
 
 T = TypeVar("T")
@@ -280,6 +280,8 @@ class Recording:
         self._refuse(forward, others)
         if self.builder.regions and not self.builder.differentiated:  # their backward may be a part of the program
             keep_regions(tape, self.builder.regions)
+        if tape.backwards:
+            tape.checkpointed = [range(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
         return tape

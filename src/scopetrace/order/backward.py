@@ -1,0 +1,84 @@
+"""What happens to the module calls of a training step while it differentiates.
+
+Data flow:
+    nodes of autograd's graph that ran, in order, each with the op of the forward that made it
+    -> the gradient of a call's result is known when the node of the op that made it begins
+    -> those of its arguments are known when the last node of its ops that read them has run
+    -> a checkpointed region runs again before the first of its nodes that has saved tensors
+"""
+
+from __future__ import annotations
+
+import bisect
+import operator
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from scopetrace.containers.structure import leaves
+from scopetrace.ir.tape import BackwardNode, Call, ProgramTape, RecordedTape, Value
+from scopetrace.order.execution import GradientStep
+
+
+def gradient_steps(tape: ProgramTape, numbers: Mapping[Call, int]) -> tuple[tuple[GradientStep, ...], ...]:
+    """For each backward of a RecordedTape what happens in it, in order; `numbers` are the indices of the calls."""
+    if not isinstance(tape, RecordedTape) or not tape.backwards:
+        return ()
+    position = {value: i for i, op in enumerate(tape.ops) for value in op.values()}
+    return tuple(_Backward(tape, nodes, position).steps(numbers) for nodes in tape.backwards)
+
+
+class _At(NamedTuple):
+    """When something happens."""
+
+    node: int
+    """The number of the node before which it happens."""
+    rank: int
+    """First what is at the arguments of calls, then at results, then regions that run again."""
+    order: tuple[int, int]
+    """Arguments: the call that began last first. Results: the call that ended first, as hooks on one tensor run."""
+
+
+class _Backward:
+    """One backward. Ops of the forward are given by their positions."""
+
+    def __init__(self, tape: RecordedTape, nodes: list[BackwardNode], position: Mapping[Value, int]) -> None:
+        self._tape = tape
+        self._nodes = nodes
+        self._position = position
+        self._made = [max((position[v] for v in node.op.values() if v in position), default=-1) for node in nodes]
+        self._last = {at: n for n, at in enumerate(self._made)}
+        self._reached = sorted(self._last)
+        self._first = {at: n for n, at in reversed([*enumerate(self._made)])}
+
+    def steps(self, numbers: Mapping[Call, int]) -> tuple[GradientStep, ...]:
+        """What happens, in order."""
+        found = [(at, kind, call) for call in self._tape.calls for at, kind in self._of_call(call)]
+        found += [(at, "again", call) for region in self._tape.checkpointed for at, call in self._again(region)]
+        found.sort(key=operator.itemgetter(0))
+        return tuple(GradientStep(kind, numbers[call], self._ops_before(at.node)) for at, kind, call in found)
+
+    def _ops_before(self, node: int) -> int:
+        if node:
+            return self._nodes[node - 1].stop
+        return next((i for i, op in enumerate(self._tape.ops) if op.phase is not None), len(self._tape.ops))
+
+    def _of_call(self, call: Call) -> Iterator[tuple[_At, str]]:
+        given = {v for v in leaves((call.args, call.kwargs), Value) if v.requires_grad}
+        first, stop = (bisect.bisect_left(self._reached, i) for i in (call.start, call.stop))
+        own = [(self._last[i], self._tape.ops[i]) for i in self._reached[first:stop]]
+        passed = 1 + max(n for n, _ in own) if any(not given.isdisjoint(op.inputs()) for _, op in own) else None
+        for v in dict.fromkeys(leaves(call.outputs, Value)):
+            node = self._first.get(self._position[v])
+            if node is not None and v in given:  # an argument that is given back
+                passed = node if passed is None else passed
+                yield _At(passed, 0, (-call.position, 0)), "result"
+            elif node is not None and v.requires_grad:
+                yield _At(node, 1, (call.stop, -len(list(call.ancestors())))), "result"
+        if passed is not None:
+            yield _At(passed, 0, (-call.position, 1)), "arguments"
+
+    def _again(self, region: range) -> Iterator[tuple[_At, Call]]:
+        first = next((n for n, node in enumerate(self._nodes) if node.has_saved and self._made[n] in region), None)
+        for call in self._tape.calls:
+            if first is not None and call.start in region and call.stop <= region.stop:
+                yield _At(first, 2, (call.position, 0)), call
