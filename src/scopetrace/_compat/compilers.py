@@ -25,3 +25,10 @@ def backend_for(backend: str | Callable[..., Any], mode: str | None, options: di
     if backend == "inductor":
         return torch._TorchCompileInductorWrapper(mode, options, None)
     return torch._TorchCompileWrapper(backend, mode, options, None)
+
+
+def default_partition() -> Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]:
+    """torch's partitioner of that name, which imports its compiler."""
+    from functorch.compile import default_partition as found  # type: ignore[import-untyped]
+
+    return found

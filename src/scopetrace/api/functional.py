@@ -20,6 +20,8 @@ from scopetrace._compat.tensors import storage_id
 from scopetrace.api.runnable import Runnable, program_of
 from scopetrace.errors import ArgumentError, ArgumentTypeError
 from scopetrace.lower.scatters import Form, lower_scatters
+from scopetrace.lower.split import Partition, SplitProgram, split_backward
+from scopetrace.program.graph import NodeState, node_value
 from scopetrace.program.traced import TracedProgram
 from scopetrace.torch_level import aten_tapes, torch_level_tapes
 from scopetrace.torch_level.names import name_torch_functions
@@ -95,12 +97,15 @@ def functional_backend(
     level: Level = "aten",
     lower_scatter: Form | None = None,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
+    backward_compiler: Compiler | None = None,
+    partition_fn: Partition | None = None,
 ) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Callable[..., Any]]:
     """A backend for `torch.compile` whose `compiler` gets only graphs without mutation.
 
     `torch.compile(model, backend=functional_backend(compiler))`. Parameters and buffers that Dynamo lifts are inputs of
     the graph. Write-backs into inputs, parameters and buffers happen outside of it. The backend can also be the
-    `fw_compiler` of `aot_autograd`; without that, autograd differentiates what `compiler` returns.
+    `fw_compiler` and `bw_compiler` of `aot_autograd`. Without that and without a `backward_compiler`, autograd
+    differentiates what `compiler` returns.
 
     The compiler runs at the first call, and again for inputs of other sizes, dtypes, strides or shared memory, or with
     autograd on or off: each graph has static sizes, also under `dynamic=True`.
@@ -111,14 +116,29 @@ def functional_backend(
         level: as for `functionalize`.
         lower_scatter: as for `functionalize`.
         decompositions: as for `functionalize`.
+        backward_compiler: called, where something requires grad, with the graph of the backward at its first run; then
+            `compiler` gets the graph of the forward that goes with it. Nodes of both have scopes in `node.meta`, as in
+            `Trace.split_backward`. At ATen level only.
+        partition_fn: as for `Trace.split_backward`.
 
     Raises ArgumentError as `functionalize`, whose other errors come out of the first call of the compiled model.
     """
     _check_options(level, lower_scatter, decompositions)
     options: Any = {"level": level, "lower_scatter": lower_scatter, "decompositions": decompositions}
 
+    if level != "aten" and backward_compiler is not None:
+        raise ArgumentError('backward_compiler= takes graphs of ATen ops: give it with level="aten"')
+
+    def split(program: TracedProgram) -> SplitProgram:
+        found = split_backward(program, partition_fn, decompositions)
+        if lower_scatter is not None:
+            for graph in (found.forward, found.backward):
+                lower_scatters(graph, lower_scatter, program.tape.fake_mode)
+        return found
+
     def backend(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return _Compiled(gm, functools.partial(functionalize, **options), compiler)
+        make = functools.partial(functionalize, **options)
+        return _Compiled(gm, make, compiler, None if backward_compiler is None else (split, backward_compiler))
 
     return backend
 
@@ -135,8 +155,14 @@ def _check_options(level: Level, lower_scatter: Form | None, decompositions: Any
 class _Compiled:
     """A subgraph of a compiled model, with a compiled program for each kind of inputs seen so far."""
 
-    def __init__(self, gm: torch.fx.GraphModule, make: Callable[..., Functionalized], compiler: Compiler) -> None:
-        self._gm, self._make, self._compiler = gm, make, compiler
+    def __init__(
+        self,
+        gm: torch.fx.GraphModule,
+        make: Callable[..., Functionalized],
+        compiler: Compiler,
+        backward: tuple[Callable[[TracedProgram], SplitProgram], Compiler] | None,
+    ) -> None:
+        self._gm, self._make, self._compiler, self._backward = gm, make, compiler, backward
         self._programs: dict[Any, tuple[Functionalized, Callable[..., Any]]] = {}
         self._numbers = _numbers(gm)
         self._uses_absolute_offset = False  # whether an op addresses an input from the start of its storage
@@ -155,7 +181,30 @@ class _Compiled:
         made = self._make(_with_numbers(self._gm, numbers) if numbers else self._gm, args)
         program = program_of(made)
         self._uses_absolute_offset |= any(v.storage in program.tape.uses_absolute_offset for v in program.tape.inputs)
-        return made, self._compiler(made.graph_module, program.boundary.enter(args, {}))
+        inputs = program.boundary.enter(args, {})
+        if self._backward is None or not torch.is_grad_enabled() or not any(map(_requires_grad, program.lowering.made)):
+            return made, self._compiler(made.graph_module, inputs)
+        split, backward_compiler = self._backward
+        parts = split(program)
+        forward = self._compiler(parts.forward, parts.inputs_of_forward(inputs))
+        return made, parts.run_by(forward, _AtFirstRun(parts.backward, backward_compiler))
+
+
+class _AtFirstRun:
+    """A graph that is compiled when it is first run, for the inputs that it then gets."""
+
+    def __init__(self, graph_module: torch.fx.GraphModule, compiler: Compiler) -> None:
+        self._graph_module, self._compiler = graph_module, compiler
+        self._compiled: Callable[..., Any] | None = None
+
+    def __call__(self, *args: Any) -> Any:
+        if self._compiled is None:
+            self._compiled = self._compiler(self._graph_module, list(args))
+        return self._compiled(*args)
+
+
+def _requires_grad(node: NodeState) -> bool:
+    return node.op in ("placeholder", "get_attr") and getattr(node_value(node.node), "requires_grad", False)
 
 
 def _numbers(gm: torch.fx.GraphModule) -> list[int]:

@@ -41,6 +41,7 @@ from scopetrace.ir.side_effects import SideEffect, refusal
 from scopetrace.lower.exported.constraints import explain
 from scopetrace.lower.exported.program import to_exported_program
 from scopetrace.lower.onnx import CallAttributes, Names, Targets, WeightNames, require_packages
+from scopetrace.lower.split import Partition, SplitProgram, split_backward
 from scopetrace.order.execution import ExecutionOrder
 from scopetrace.order.recorded import execution_order
 from scopetrace.program.check import compare_with_model
@@ -158,6 +159,23 @@ class Trace(Shown):
         """
         targets = functions if isinstance(functions, (list, tuple)) else (functions,)
         return compile_program(self._program, targets, backend, mode, options, progress)
+
+    def split_backward(self, partition_fn: Partition | None = None) -> SplitProgram:
+        """The program as two graphs, forward and backward, with the tensors that backward keeps of the forward.
+
+        Of a forward, `backward` gives the gradients of the parameters and inputs that require grad from those of the
+        results. Of a training step, it is all that comes from the first `backward()` on, the optimizer included. Nodes
+        of both graphs have scope and call in `node.meta`; `scope_of` and `phase_of` of this trace take them.
+
+        Args:
+            partition_fn: chooses what is kept: `functorch.compile.default_partition` (None is that), which keeps what
+                eager keeps, `min_cut_rematerialization_partition`, which computes cheap ops again, or another function
+                that torch's `aot_function` takes.
+
+        Raises ModeError for a trace in which nothing requires grad, DynamicShapeError for one with dynamic sizes,
+        UnsupportedOpError for ops that have no derivative in a graph, such as `autograd_function_apply`.
+        """
+        return split_backward(self._program, partition_fn)
 
     def checkpoint_plan(self, budget_bytes: int) -> CheckpointPlan:
         """Which module calls to checkpoint, so that a traced training step needs at most `budget_bytes` at one time.

@@ -514,7 +514,7 @@ def _no_leaf(pattern: str, names: list[str]) -> LeafPatternError:
 # Graphs whose nodes know their modules -------------------------------------------------------------------------------
 
 
-_KEPT = ("custom", "nn_module_stack")
+_KEPT = ("custom", "nn_module_stack", "fwd_nn_module_stack")
 
 
 class NodeRunner(torch.fx.Interpreter):
@@ -572,8 +572,11 @@ def scope_of_node(node: torch.fx.Node, root: Scope) -> Scope:
 
 
 def _module_stack(node: torch.fx.Node) -> list[tuple[str, str]]:
-    """(fqn, class name), outermost first. Dynamo writes `L['self'].layers[0]`, torch.export `layers.0`."""
-    found: dict[str, Any] = node.meta.get("nn_module_stack") or {}
+    """(fqn, class name), outermost first; of a node of backward, those of its forward.
+
+    Dynamo writes `L['self'].layers[0]`, torch.export `layers.0`.
+    """
+    found: dict[str, Any] = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}
     return [(_fqn(path), _class_name(kind)) for path, kind in found.values()]
 
 

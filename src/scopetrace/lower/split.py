@@ -1,0 +1,352 @@
+"""A program as two graphs, forward and backward, with the tensors that backward keeps of the forward between them.
+
+Data flow:
+    graph of a forward -> its nodes run again, with a tangent for each result that requires grad -> joint graph
+    graph of a training step, which has its backward -> joint graph as it is
+    parameters and other state of the joint graph -> inputs; the node of the forward behind each node -> node.meta
+    joint graph -> a partitioner of torch -> forward, backward
+
+A joint graph takes `primals` (state, then the inputs of the program) and `tangents`, as those of AOTAutograd do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.fx
+from torch.autograd.function import once_differentiable
+
+from scopetrace._compat.compilers import default_partition
+from scopetrace._compat.graph_module import look_up, set_grad_enabled
+from scopetrace._compat.symbols import Symbolic
+from scopetrace._compat.tensors import FakeFactory, is_symbolic
+from scopetrace.errors import DynamicShapeError, ModeError, StateMismatchError
+from scopetrace.ir.scopes import scope
+from scopetrace.ir.tape import Phase
+from scopetrace.lower.result_nodes import ResultNodes, write_back_of
+from scopetrace.program.graph import (
+    call_position,
+    forward_place,
+    node_value,
+    phase_of,
+    scope_path,
+    set_node_value,
+    set_place,
+)
+from scopetrace.program.traced import Saved, TracedProgram, functional_tape
+from scopetrace.record import record
+
+Partition = Callable[..., tuple[torch.fx.GraphModule, torch.fx.GraphModule]]
+"""As `functorch.compile.default_partition`."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SplitProgram:
+    """A program as a forward and a backward graph. A call runs the forward, and its results have the backward."""
+
+    forward: torch.fx.GraphModule
+    """Takes `primals`; returns `results` values, then those that the backward takes."""
+    backward: torch.fx.GraphModule
+    """Takes what the forward has saved, then a tangent for each result that requires grad; returns gradients. Of a
+    training step it takes no tangents, and returns all that is computed from the gradients."""
+    primals: tuple[str, ...]
+    """What the forward takes: the names of parameters, buffers and constants in the model, then those of inputs."""
+    results: int
+    """How many values of the forward are results and new values of what the program writes."""
+    gradients: tuple[str, ...]
+    """Of which of `primals` the backward returns the gradients, in order; none of a training step."""
+    saved: tuple[Saved, ...]
+    """What the forward keeps for the backward: its node, shape and bytes."""
+    _program: TracedProgram
+    _places: tuple[int, ...]
+    """Of each value that the backward takes from the forward, the position among those that the forward returns."""
+    _order: tuple[int, ...]
+    """Of each output of the program's graph, the position among the results, and after these those of a step's
+    backward."""
+    _differentiable: tuple[int, ...]
+    """The positions of the results that have a tangent."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a call of the trace. Gradients of its results come from `backward`."""
+        return self._program.run(self.run_by(self.forward, self.backward), *args, **kwargs)
+
+    def run_by(self, forward: Callable[..., Any], backward: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of the inputs of the program's graph, which runs compiled forms of both graphs."""
+
+        def run(*inputs: Any) -> list[Any]:
+            given = self.inputs_of_forward(inputs)
+            if self._differentiable and torch.is_grad_enabled():
+                self._check_requires_grad(given)
+                values = list(_Differentiable.apply(self, forward, backward, *given))
+            else:
+                values = list(forward(*map(_detached, given)))
+            if not self._differentiable:
+                values = [*values[: self.results], *backward(*(values[i] for i in self._places))]
+            return [values[i] for i in self._order]
+
+        return run
+
+    def inputs_of_forward(self, inputs: Sequence[Any]) -> list[Any]:
+        """What the forward takes: the state as it is now, then the inputs of the program's graph."""
+        names = self.primals[: len(self.primals) - len(inputs)]
+        return [*(look_up(self._program.graph_module, name) for name in names), *inputs]
+
+    def _check_requires_grad(self, given: list[Any]) -> None:
+        then = map(node_value, self.forward.graph.find_nodes(op="placeholder"))
+        for name, t, example in zip(self.primals, given, then, strict=True):
+            if isinstance(t, torch.Tensor) and t.requires_grad and not example.requires_grad:
+                raise StateMismatchError(
+                    f"{name} requires grad, and backward does not give its gradient; trace again, and split that"
+                )
+
+
+class _Differentiable(torch.autograd.Function):
+    """The forward graph, with the backward graph as its derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, split: SplitProgram, forward: Any, backward: Any, *primals: Any) -> Any:
+        with torch.enable_grad():  # without it, a kernel of LSTMs gives nothing for its backward
+            found = forward(*map(_detached, primals))
+        results = tuple(found[: split.results])
+        ctx.save_for_backward(*(found[i] for i in split._places))
+        ctx.split, ctx.run = split, backward
+        constant = [t for i, t in enumerate(results) if i not in split._differentiable]
+        ctx.mark_non_differentiable(*(t for t in constant if isinstance(t, torch.Tensor)))
+        return results
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *tangents: Any) -> Any:
+        split = ctx.split
+        like = [node_value(n) for n in split.backward.graph.find_nodes(op="placeholder")[len(split._places) :]]
+        given = [_laid_out(tangents[i], t) for i, t in zip(split._differentiable, like, strict=True)]
+        found = dict(zip(split.gradients, ctx.run(*ctx.saved_tensors, *given), strict=True))
+        return None, None, None, *(found.get(name) for name in split.primals)
+
+
+def _detached(x: Any) -> Any:
+    return x.detach() if isinstance(x, torch.Tensor) else x
+
+
+def _laid_out(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """A tangent with the strides for which the graph was made."""
+    if t.stride() == like.stride():
+        return t
+    return torch.empty_strided(like.size(), like.stride(), dtype=t.dtype, device=t.device).copy_(t)
+
+
+def split_backward(
+    program: TracedProgram, partition_fn: Partition | None, decompositions: Mapping[Any, Any] | None = None
+) -> SplitProgram:
+    """The two graphs of a program; see `Trace.split_backward`. `decompositions` are as for `Trace.decompose`."""
+    if partition_fn is None:
+        partition_fn = default_partition()
+    program = program.without_regions().functional()
+    joint = _joint_of_step(program) if _is_step(program) else _joint_of_forward(program, decompositions)
+    for node in joint.module.graph.find_nodes(op="call_function", target=set_grad_enabled):
+        joint.module.graph.erase_node(node)
+    forward, backward = partition_fn(joint.module, joint.examples, num_fwd_outputs=joint.results)
+    returned = [n.name for n in _outputs(forward.graph)]
+    after = {name: i for i, name in reversed([*enumerate(returned)])}
+    taken = [n for n in backward.graph.find_nodes(op="placeholder") if not n.target.startswith("tangents_")]
+    made = {n.name: n for n in forward.graph.nodes}
+    kept = [(made[n.name], t) for n in taken if isinstance(t := node_value(n), torch.Tensor)]
+    return SplitProgram(
+        forward,
+        backward,
+        joint.primals,
+        joint.results,
+        joint.gradients,
+        tuple(Saved(n, tuple(t.shape), t.nbytes) for n, t in kept),
+        program,
+        tuple(after[n.name] for n in taken),
+        joint.order,
+        joint.differentiable,
+    )
+
+
+class _Joint(NamedTuple):
+    """A joint graph, and as in SplitProgram what of it is what."""
+
+    module: torch.fx.GraphModule
+    examples: list[Any]
+    primals: tuple[str, ...]
+    results: int
+    order: tuple[int, ...]
+    differentiable: tuple[int, ...] = ()
+    gradients: tuple[str, ...] = ()
+
+
+def _refuse_symbols(program: TracedProgram) -> None:
+    for node in program.graph_module.graph.nodes:
+        value = node_value(node)
+        if isinstance(value, Symbolic) or (isinstance(value, torch.Tensor) and is_symbolic(value)):
+            raise DynamicShapeError(
+                "split_backward() of a forward with dynamic sizes", op=str(node.target), hint="trace with fixed sizes"
+            )
+
+
+def _is_step(program: TracedProgram) -> bool:
+    return any(phase_of(node) != "forward" for node in program.graph_module.graph.nodes)
+
+
+def _outputs(graph: torch.fx.Graph) -> list[Any]:
+    found: Any = next(iter(reversed(graph.nodes))).args[0]
+    return list(found)
+
+
+def _state_of(graph: torch.fx.Graph) -> dict[str, torch.fx.Node]:
+    """The parameters, buffers and constants that a graph reads, by name."""
+    return {str(n.target): n for n in graph.find_nodes(op="get_attr") if isinstance(node_value(n), torch.Tensor)}
+
+
+def _with_inputs(
+    source: torch.fx.GraphModule,
+    nodes: Sequence[torch.fx.Node],
+    given: Sequence[torch.fx.Node],
+    names: Sequence[str],
+    outputs: Sequence[Any],
+    tags: Mapping[torch.fx.Node, str],
+) -> torch.fx.GraphModule:
+    """A graph of `nodes` of another, whose inputs are the nodes `given` under new names.
+
+    `tags` say to torch's partitioners where nodes belong.
+    """
+    graph = torch.fx.Graph()
+    new: dict[Any, torch.fx.Node] = {}
+    for node, name in zip(given, names, strict=True):
+        new[node.op, node.target] = graph.placeholder(name)
+        new[node.op, node.target].meta = dict(node.meta)
+    copies: dict[torch.fx.Node, torch.fx.Node] = {}
+    for node in nodes:
+        if (node.op, node.target) in new:
+            copies[node] = new[node.op, node.target]
+        elif node.op != "output":
+            copy = copies[node] = graph.node_copy(node, copies.__getitem__)
+            copy.meta["partitioner_tag"] = tags.get(node, "is_forward")
+            if node.op == "call_function" and "val" not in node.meta and node.target is not set_grad_enabled:
+                of_numbers: Any = node.target
+                set_node_value(copy, of_numbers(*torch.fx.map_arg(copy.args, node_value)))
+    graph.output([copies[n] if isinstance(n, torch.fx.Node) else n for n in outputs])
+    return torch.fx.GraphModule(source, graph)
+
+
+def _lifted(
+    program: TracedProgram, nodes: Sequence[torch.fx.Node], outputs: Sequence[Any], tags: Mapping[torch.fx.Node, str]
+) -> tuple[torch.fx.GraphModule, tuple[str, ...]]:
+    """The graph with state as inputs, and the names of all inputs."""
+    graph = program.graph_module.graph
+    state, inputs = _state_of(graph), list(graph.find_nodes(op="placeholder"))
+    names = [f"primals_{i + 1}" for i in range(len(state) + len(inputs))]
+    module = _with_inputs(program.graph_module, nodes, [*state.values(), *inputs], names, outputs, tags)
+    return module, (*state, *(n.name for n in inputs))
+
+
+def _joint_of_step(program: TracedProgram) -> _Joint:
+    late: dict[torch.fx.Node, None] = {}
+    for node in program.graph_module.graph.nodes:
+        if phase_of(node) != "forward" or any(n in late for n in node.all_input_nodes):
+            late[node] = None
+    outputs = _outputs(program.graph_module.graph)
+    early = [i for i, n in enumerate(outputs) if n not in late]
+    order = [*early, *(i for i, n in enumerate(outputs) if n in late)]
+    tags = {n: "must_be_in_backward" if n in late else "is_forward" for n in program.graph_module.graph.nodes}
+    module, primals = _lifted(program, sorted(tags, key=late.__contains__), [outputs[i] for i in order], tags)
+    examples = [node_value(n) for n in module.graph.find_nodes(op="placeholder")]
+    return _Joint(module, examples, primals, len(early), tuple(order.index(i) for i in range(len(outputs))))
+
+
+def _joint_of_forward(program: TracedProgram, decompositions: Mapping[Any, Any] | None) -> _Joint:
+    _refuse_symbols(program)
+    outputs = _outputs(program.graph_module.graph)
+    module, primals = _lifted(program, list(program.graph_module.graph.nodes), outputs, {})
+    factory = FakeFactory()
+    examples = [_like(factory, node_value(n)) for n in module.graph.find_nodes(op="placeholder")]
+    with factory.mode, torch.enable_grad():
+        values = torch.fx.Interpreter(module).run(*examples)
+        differentiable = [i for i, t in enumerate(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+        tangents = [torch.empty_like(values[i]).detach() for i in differentiable]
+    if not differentiable:
+        raise ModeError(
+            "split_backward() of a program in which nothing requires grad: trace with autograd on, and parameters or "
+            "inputs that require grad"
+        )
+    by = [i for i, t in enumerate(examples) if t.requires_grad]
+    reached: list[bool] = []
+
+    def joint(*given: torch.Tensor) -> Any:
+        values = _InScopes(module).run(*given[: len(examples)])
+        results = [values[i] for i in differentiable]
+        found = torch.autograd.grad(results, [given[i] for i in by], given[len(examples) :], allow_unused=True)
+        reached[:] = [gradient is not None for gradient in found]
+        return values, found
+
+    with torch.enable_grad():
+        tape = record(joint, (*examples, *tangents), {})
+    traced = TracedProgram(tape, functional_tape(tape), joint)
+    if decompositions is not None:
+        traced = traced.decomposed(decompositions)
+    results = _result_nodes(traced)
+    graph = traced.lowering.graph
+    tags = {n: "is_forward" if forward_place(n) is None else "is_backward" for n in graph.nodes}
+    _place(graph, program)
+    names = [str(n.target) for n in module.graph.find_nodes(op="placeholder")]
+    names += [f"tangents_{i + 1}" for i in range(len(tangents))]
+    inputs = list(graph.find_nodes(op="placeholder"))
+    differentiated = [primals[i] for i, is_reached in zip(by, reached, strict=True) if is_reached]
+    return _Joint(
+        _with_inputs(traced.graph_module, list(graph.nodes), inputs, names, results, tags),
+        [*examples, *tangents],
+        primals,
+        len(outputs),
+        tuple(range(len(outputs))),
+        tuple(differentiable),
+        tuple(differentiated),
+    )
+
+
+def _like(factory: FakeFactory, t: torch.Tensor) -> torch.Tensor:
+    return factory.fresh(t.size(), t.stride(), t.dtype, t.device, t.requires_grad)
+
+
+class _InScopes(torch.fx.Interpreter):
+    """Runs each node in a scope of its name, by which its op and those of its backward are known afterwards."""
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        """As the base's."""
+        with scope(n.name):
+            return super().run_node(n)
+
+
+def _result_nodes(program: TracedProgram) -> list[Any]:
+    """The nodes of all tensors of a program's result, also of those that are inputs or views of others."""
+    lowering = program.lowering
+    inputs = list(lowering.graph.find_nodes(op="placeholder"))
+    values, state = _outputs(lowering.graph), _state_of(lowering.graph)
+    return ResultNodes(lowering, inputs, state.__getitem__, values, lowering.lower).all_results(
+        write_back_of(program.tape)
+    )
+
+
+_KEPT = ("custom", "nn_module_stack", "stack_trace")
+
+
+def _place(graph: torch.fx.Graph, program: TracedProgram) -> None:
+    """Give the nodes of a joint graph the metadata of the nodes of the forward that they belong to."""
+    origins = {n.name: n for n in program.graph_module.graph.nodes}
+    for node in graph.nodes:
+        forward = forward_place(node)
+        path = scope_path(node) if forward is None else forward[0]
+        origin = origins.get(str(path).rpartition("/")[2])
+        node.meta = {"val": node_value(node)}
+        if origin is not None:
+            node.meta |= {key: origin.meta[key] for key in _KEPT if key in origin.meta}
+        if forward is not None:
+            call = 0 if origin is None else call_position(origin) or 0
+            where = program.tape.root if origin is None else program.scope_of(origin)
+            node.meta = {**node.meta, "custom": dict(node.meta.get("custom", {}))}
+            node.meta["fwd_nn_module_stack"] = node.meta.pop("nn_module_stack", {})
+            set_place(node, program.tape.root.path, 0, Phase("backward", call, where))

@@ -1,0 +1,297 @@
+"""`Trace.split_backward`: a forward and a backward graph, run one after the other, beside eager."""
+
+import collections
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from functorch.compile import default_partition, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
+
+import scopetrace as st
+from tests.steps import Net
+
+PARTITIONERS = [default_partition, min_cut_rematerialization_partition]
+
+
+class Parts(torch.nn.Module):
+    """What the programs below use."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.other = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
+        self.norm, self.table = torch.nn.BatchNorm1d(4), torch.nn.Embedding(5, 4)
+        self.conv, self.lstm = torch.nn.Conv1d(5, 2, 3), torch.nn.LSTM(4, 4, 2, dropout=0.5)
+        self.frozen = torch.nn.Parameter(torch.randn(4), requires_grad=False)
+        self.register_buffer("count", torch.zeros(()))
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 30 * ctx.saved_tensors[0] ** 2
+
+
+def several_results(m, x):
+    y = m.fc(x)
+    return {"y": y, "row": y[0], "x": x, "same": y, "plain": y.detach(), "count": (x > 0).sum()}
+
+
+def buffers(m, x):
+    m.count += 1
+    return m.norm(m.fc(x)).relu() * m.count
+
+
+def in_place(m, x):
+    y = m.fc(x)
+    y[:, 1:].mul_(y[0, 0].clone().sin())
+    return y.sigmoid_()
+
+
+def views_of_results(m, x):
+    y = m.fc(x).t()
+    return y, y[1:], y.unsqueeze(0)
+
+
+PROGRAMS = {
+    "linear": lambda m, x: m.fc(x),
+    "twice": lambda m, x: m.fc(m.fc(x).tanh()) + m.fc.weight[0],
+    "several results": several_results,
+    "buffers": buffers,
+    "in place": in_place,
+    "views of results": views_of_results,
+    "a frozen parameter": lambda m, x: m.fc(x) * m.frozen,
+    "a gradient of the input": lambda m, x: m.fc(x * x),
+    "dropout": lambda m, x: F.dropout(m.fc(x), 0.5) * m.other(x),
+    "attention": lambda m, x: F.scaled_dot_product_attention(m.fc(x)[None], m.other(x)[None], x[None], is_causal=True),
+    "embedding and convolution": lambda m, x: m.conv(m.table(torch.arange(5)) * x),
+    "lstm": lambda m, x: m.lstm(x)[0],
+    "a function of autograd": lambda m, x: Cube.apply(m.fc(x)),
+    "loss": lambda m, x: F.cross_entropy(m.fc(x), torch.tensor([0, 1, 2, 3, 0])),
+    "no_grad": lambda m, x: m.fc(x) + m.other(x).detach() + torch.no_grad()(m.other)(x),
+    "checkpoint": lambda m, x: torch.utils.checkpoint.checkpoint(m.fc, x.sin(), use_reentrant=False).sin(),
+    "sort": lambda m, x: m.fc(x).sort(-1).values.cumsum(0)[::2].std(),
+}
+
+
+class Model(Parts):
+    def __init__(self, program):
+        super().__init__()
+        self.program = program
+
+    def forward(self, x):
+        return self.program(self, x)
+
+
+def floating(out):
+    return [t for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor) and t.requires_grad]
+
+
+def run(program, x):
+    torch.manual_seed(3)
+    out = program(x)
+    sum((t * torch.linspace(0.1, 1, t.numel()).view(t.shape)).sum() for t in floating(out)).backward()
+    return out
+
+
+@pytest.mark.parametrize("partition_fn", PARTITIONERS)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_effects_and_gradients_are_those_of_eager(name, partition_fn):
+    torch.manual_seed(0)
+    model, needs_grad = Model(PROGRAMS[name]), "input" in name
+    twin, x = copy.deepcopy(model), torch.randn(5, 4, requires_grad=needs_grad)
+    split, other = st.trace(model, (x,)).split_backward(partition_fn), x.detach().clone().requires_grad_(needs_grad)
+    for _ in range(2):
+        found, expected = run(split, x), run(twin, other)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(x.grad, other.grad, rtol=0, atol=0)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(list(model.buffers()), list(twin.buffers()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("partition_fn", PARTITIONERS)
+def test_a_training_step(partition_fn):
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+
+    def step_of(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def step(x, y):
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    x, y = torch.randn(5, 4), torch.randint(0, 3, (5,))
+    step, eager = step_of(model), step_of(twin)
+    split = st.trace(step, (x, y)).split_backward(partition_fn)
+    for _ in range(3):
+        assert torch.equal(split(x, y), eager(x, y))
+        assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    ops = [str(n.target) for n in split.forward.graph.nodes]
+    assert not any("backward" in op or "addcmul" in op for op in ops)
+
+
+def test_a_step_of_micro_batches():
+    torch.manual_seed(0)
+    model = Net()
+
+    def step(x):
+        for part in (x[:2], x[2:]):
+            model(part).square().sum().backward()
+
+    x = torch.randn(5, 4)
+    split = st.trace(step, (x,)).split_backward()
+    split(x)
+    found = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    step(x)
+    assert all(map(torch.equal, found, (p.grad for p in model.parameters())))
+    count = collections.Counter(n.target for n in split.forward.graph.nodes)
+    assert count[torch.ops.aten.native_layer_norm.default] == 2
+    assert torch.ops.aten.native_layer_norm_backward.default not in count
+
+
+def test_scopes_calls_and_what_is_saved():
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sigmoid()), torch.randn(5, 4)
+    trace = st.trace(model, (x,))
+    split = trace.split_backward()
+    nodes = [n for n in split.backward.graph.nodes if n.op == "call_function"]
+    assert [(n.name, str(trace.scope_of(n)), trace.phase_of(n)) for n in nodes[:2]] == [
+        ("sigmoid_backward", "Sequential/Sigmoid[1]", "backward"),
+        ("t", "Sequential/Linear[0]", "backward"),
+    ]
+    assert {str(trace.scope_of(n)) for n in nodes[1:]} == {"Sequential/Linear[0]"}
+    assert nodes[0].meta["custom"]["scopetrace"]["forward"]["call"] == 2
+    assert nodes[0].meta["fwd_nn_module_stack"]["L__self__1"][0] == "1"
+    assert split.primals == ("0.weight", "0.bias", "input_1")
+    assert split.gradients == ("0.weight", "0.bias")
+    assert [(s.node.name, s.shape, s.bytes) for s in split.saved] == [
+        ("primals_3", (5, 4), 80),
+        ("sigmoid", (5, 4), 80),
+    ]
+
+
+def test_min_cut_keeps_less():
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)), torch.randn(5, 4)
+    trace = st.trace(lambda x: model(x).sin().exp().cos(), (x,))
+    kept = [sum(s.bytes for s in trace.split_backward(fn).saved) for fn in PARTITIONERS]
+    assert kept[1] < kept[0]
+
+
+def test_both_graphs_by_hand():
+    model, x = torch.nn.Linear(4, 2), torch.randn(5, 4)
+    split = st.trace(model, (x,)).split_backward()
+    with torch.no_grad():
+        out, *saved = split.forward(model.weight, model.bias, x)
+        weight, bias = split.backward(*saved, torch.ones(5, 2))
+    model(x).sum().backward()
+    assert torch.equal(out, model(x))
+    assert torch.equal(weight, model.weight.grad)
+    assert torch.equal(bias, model.bias.grad)
+
+
+REFUSED = {
+    "nothing requires grad": (lambda x: x * 2, {}, st.errors.ModeError, "nothing requires grad"),
+    "dynamic sizes": (
+        torch.nn.Linear(4, 4),
+        {"dynamic_shapes": {"input": {0: torch.export.Dim.AUTO}}},
+        st.errors.DynamicShapeError,
+        "dynamic sizes",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals(case):
+    model, options, error, text = REFUSED[case]
+    trace = st.trace(model, (torch.randn(5, 4),), **options)
+    with pytest.raises(error, match=text):
+        trace.split_backward()
+
+
+def test_an_input_that_requires_grad_only_now_is_refused():
+    model, x = torch.nn.Linear(4, 4), torch.randn(5, 4)
+    split = st.trace(model, (x,)).split_backward()
+    with pytest.raises(st.errors.StateMismatchError, match="input_1 requires grad"):
+        split(x.requires_grad_())
+
+
+def compiled(model, x, backend):
+    """The model under torch.compile, and its gradients, beside eager."""
+    torch._dynamo.reset()
+    twin = copy.deepcopy(model)
+    run_compiled = torch.compile(model, backend=backend)
+    for _ in range(2):
+        found, expected = run(run_compiled, x), run(twin, x)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
+        torch.testing.assert_close(list(model.buffers()), list(twin.buffers()))
+
+
+def scopes_in(gm):
+    return {n.name: n.meta["custom"]["scopetrace"] for n in gm.graph.nodes if n.op == "call_function"}
+
+
+def test_a_backend_gets_forward_and_backward_with_scopes():
+    seen = []
+
+    def compiler(gm, inputs):
+        assert len(inputs) == len(gm.graph.find_nodes(op="placeholder"))
+        seen.append(scopes_in(gm))
+        return gm
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Sigmoid())
+    backend = st.functional_backend(compiler, backward_compiler=compiler)
+    compiled(model, torch.randn(5, 4), backend)
+    forward, backward = seen
+    assert forward["sigmoid"]["scope"] == "Sequential/Sigmoid[2]"
+    assert backward["sigmoid_backward"]["forward"]["scope"] == "Sequential/Sigmoid[2]"
+    places = {place["forward"]["scope"] for place in backward.values()}
+    assert places == {f"Sequential/{layer}" for layer in ("Linear[0]", "BatchNorm1d[1]", "Sigmoid[2]")}
+
+
+def test_under_aot_autograd_backward_graphs_have_scopes():
+    seen = []
+
+    def compiler(gm, inputs):
+        seen.append(scopes_in(gm))
+        return gm
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Sigmoid())
+    part = st.functional_backend(compiler)
+    compiled(model, torch.randn(5, 4), aot_autograd(fw_compiler=part, bw_compiler=part))
+    assert seen[1]["sigmoid_backward"]["scope"] == "Sequential/Sigmoid[1]"
+
+
+def test_decompositions_reach_the_backward():
+    targets = []
+
+    def compiler(gm, inputs):
+        targets.append({n.target for n in gm.graph.nodes if n.op == "call_function"})
+        return gm
+
+    table = torch.export.default_decompositions()
+    backend = st.functional_backend(compiler, backward_compiler=compiler, decompositions=table)
+    compiled(Net(), torch.randn(5, 4), backend)
+    aten = torch.ops.aten
+    assert aten.addmm.default in targets[0]
+    assert aten.native_layer_norm_backward.default not in targets[1]
+    assert aten.t.default not in targets[1]
+
+
+def test_a_backward_compiler_is_of_aten_graphs():
+    with pytest.raises(st.errors.ArgumentError, match="backward_compiler"):
+        st.functional_backend(lambda gm, inputs: gm, level="torch", backward_compiler=lambda gm, inputs: gm)
