@@ -364,6 +364,17 @@ def test_scripted_and_parametrized_submodules():
     assert "normed.parametrizations.weight" in names
 
 
+def test_a_scripted_module_that_torchscript_has_optimized_keeps_its_gradients():
+    for wrap in (lambda m: m, nn.Sequential):
+        net, x = wrap(torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.Tanh()))), torch.randn(1, 2)
+        for _ in range(4):
+            net(x)
+        tr = st.trace(net, (x,))
+        parameters = list(net.parameters())
+        grads = [torch.autograd.grad(f(x).sum(), parameters) for f in (tr, net)]
+        torch.testing.assert_close(*grads)
+
+
 @pytest.mark.parametrize("how", ["module.compile()", "torch.compile(module)", "torch.compile(function)"])
 def test_compiled_parts_run_their_python(how):
     class Net(nn.Module):

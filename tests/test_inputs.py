@@ -167,3 +167,20 @@ def test_functions_among_the_arguments_are_named():
     tr = st.trace(lambda x, act: act(x), (torch.ones(2), torch.relu))
     with pytest.raises(st.InputMismatchError, match="was relu when traced and is tanh now"):
         tr(torch.ones(2), torch.tanh)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "text"),
+    [
+        (slice(0, 2), slice(1, 3), r"was slice\(0, 2, None\) when traced and is slice\(1, 3, None\) now"),
+        (range(2), range(3), r"was range\(0, 2\) when traced and is range\(0, 3\) now"),
+        (frozenset("a"), frozenset("b"), r"was frozenset\(\{'a'\}\) when traced and is frozenset"),
+        (nn.Linear(2, 2), nn.Linear(2, 2), "was Linear.* when traced and is another one now"),
+        (nn.Linear(2, 2), nn.ReLU(), "was a Linear when traced and is a ReLU now"),
+    ],
+)
+def test_arguments_that_are_other_objects_are_told_apart(old, new, text):
+    tr = st.trace(lambda x, other: x * 2, (torch.ones(2), old))
+    tr(torch.ones(2), old)
+    with pytest.raises(st.InputMismatchError, match=text):
+        tr(torch.ones(2), new)

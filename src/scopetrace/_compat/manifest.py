@@ -34,6 +34,7 @@ NAMES = {
     "torch._C._autograd": "_get_sequence_nr _unsafe_set_version_counter",
     "torch._C:DispatchKey": "AutocastCPU AutocastCUDA AutocastHPU AutocastMPS AutocastXPU PreDispatch Python",
     "torch._C:_TorchDispatchModeKey": "PROXY",
+    "torch._C:ScriptMethod": "_debug_flush_compilation_cache",
     "torch._C:TensorBase": "data requires_grad storage_offset stride",
     "torch._C._functorch": "get_unwrapped is_functorch_wrapped_tensor peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",

@@ -245,12 +245,18 @@ def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
     """The call of a script module, as outside an export.
 
     While the exporting flags are set, a script method calls the Python function that it was compiled from, and passes
-    `self` twice.
+    `self` twice. What TorchScript has compiled of it after some calls computes gradients as one op, which is forgotten
+    before and after.
     """
 
-    def run(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with exporting(False), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            return original(module, *args, **kwargs)
+    def run(module: Any, *args: Any, **kwargs: Any) -> Any:
+        forget = module.forward._debug_flush_compilation_cache
+        forget()
+        try:
+            with exporting(False), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+                return original(module, *args, **kwargs)
+        finally:
+            forget()
 
     return run
 

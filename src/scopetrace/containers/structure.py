@@ -394,14 +394,21 @@ def _match_constant(old: Any, new: Any, path: str) -> None:
                 return
         except (TypeError, ValueError, RuntimeError):  # arrays and the like have no single truth value
             pass
+    then, now = _short(old), _short(new)
+    if then == now:
+        then, now = (_cut(" ".join(repr(x).split())) for x in (old, new))
     raise InputMismatchError(
-        f"{path} was {_short(old)} when traced and is {_short(new)} now: "
+        f"{path} was {then} when traced and is {'another one' if then == now else now} now: "
         "Python values are fixed in a trace; trace again with this one, or pass it as a tensor"
     )
 
 
 def _short(x: Any) -> str:
     text = repr(x) if type(x) in _PLAIN else getattr(x, "__name__", f"a {type(x).__name__}")
+    return _cut(text)
+
+
+def _cut(text: str) -> str:
     return text if len(text) < 60 else text[:57] + "..."
 
 

@@ -38,6 +38,7 @@ from scopetrace.ir.reads import (
     SUBMODULES,
     CallInputs,
     Flag,
+    InSlot,
     InTable,
     Missing,
     OfEnvironment,
@@ -170,7 +171,9 @@ def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
         if a != b and (a != i or old[i] in written or old[b] in written):
             this, other = tape.input_paths[i], tape.input_paths[a if a != i else b]
             was = "shared memory" if a != i else "did not share memory"
-            raise InputMismatchError(f"{this} and {other} {was} when traced; trace again with inputs like these")
+            raise InputMismatchError(
+                f"{this} and {other} {was} when traced, and it is otherwise now; trace again with inputs like these"
+            )
     for path, value, tensor in zip(tape.input_paths, tape.inputs, tensors, strict=True):
         if value.storage in written and _is_expanded(tensor) and not _is_expanded(value.fake):
             raise InputMismatchError(f"{path}, which the model writes, was not expanded when traced; pass x.clone()")
@@ -560,6 +563,8 @@ class StateCheck:
     def __init__(self, tape: ProgramTape) -> None:
         self._tape = tape
         self._plain: list[tuple[Any, str, Any, Read]] = []
+        self._slots: list[tuple[Any, str, Any, Read]] = []
+        """Of each read of a class, what is there now: mostly the one comparison that a call makes."""
         self._others: list[Read] = []
         self.facts: list[tuple[Place, Read]] = []
         """What was read of inputs."""
@@ -569,6 +574,8 @@ class StateCheck:
                 self._plain.append((place.table, place.key, read.value, read))
             elif place.kind == "input":
                 self.facts.append((place, read))
+            elif isinstance(place, InSlot) and same(read.value, place.now(_NO_INPUTS)):
+                self._slots.append((place.owner, place.key, getattr(place.owner, place.key, MISSING), read))
             else:
                 self._others.append(read)
         self._numbers = [entry for entry in self._plain if type(entry[2]) in _NUMBERS]
@@ -597,10 +604,11 @@ class StateCheck:
             now = table.get(key, MISSING)
             if now is not value and not same(value, now):
                 raise _mismatch(read, value, now)
+        for owner, key, value, read in self._slots:
+            if getattr(owner, key, MISSING) is not value:
+                _compare(read)
         for read in self._others:
-            now = read.place.now(_NO_INPUTS)
-            if now is not read.value and not same(read.value, now := snapshot(now)):
-                raise _mismatch(read, read.value, now)
+            _compare(read)
         if self._tape.module_tables is not None:
             for change in self._tape.module_tables.changes():
                 self._refuse(change)
@@ -625,6 +633,12 @@ class StateCheck:
             matters = any(id(inner) in used for m in old for inner in m.modules())
         if matters or (id(change.module) in called and goes_through_modules(type(change.module))):
             raise StateMismatchError(f"{change.text}; trace again, or put it back")
+
+
+def _compare(read: Read) -> None:
+    now = read.place.now(_NO_INPUTS)
+    if not same(read.value, now) and not same(read.value, now := snapshot(now)):
+        raise _mismatch(read, read.value, now)
 
 
 def goes_through_modules(cls: type) -> bool:
