@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 
 import numpy
 import pytest
@@ -294,8 +295,6 @@ def test_check_names_a_buffer_that_stays_unbound():
 
 
 def test_threads_started_in_forward_are_refused():
-    import threading
-
     def run(x):
         found = []
         t = threading.Thread(target=lambda: found.append(x * 2))
@@ -383,3 +382,44 @@ def test_a_buffer_that_is_made_again_where_its_shape_does_not_fit():
     for _ in range(2):
         torch.testing.assert_close(tr(x), model(x))
     assert model.table.shape == (1, 4)
+
+
+def test_other_threads_go_on_as_they_were_while_one_traces():
+    x, inside, goes_on = torch.randn(4, 2), threading.Event(), threading.Event()
+
+    def waits(x):
+        inside.set()
+        assert torch.compiler.is_compiling() and torch.compiler.is_exporting()
+        goes_on.wait(10)
+        return x * 2
+
+    def trains():
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        optimizer = torch.optim.AdamW(model.parameters())
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).sum().backward()
+            optimizer.step()
+        return list(model.state_dict().values())
+
+    before, fn = trains(), torch.compile(lambda x: x + 1, backend="eager")
+    thread = threading.Thread(target=st.trace, args=(waits, (x,)))
+    thread.start()
+    try:
+        assert inside.wait(10)
+        assert (
+            not torch.compiler.is_compiling()
+            and not torch.compiler.is_exporting()
+            and not torch.fx._symbolic_trace.is_fx_tracing()
+        )
+        for old, new in zip(before, trains(), strict=True):
+            assert torch.equal(old, new)
+        threading.Timer(0.1, goes_on.set).start()
+        assert torch.equal(fn(x), x + 1)
+        thread.join()
+        assert torch.equal(fn(x), x + 1)
+    finally:
+        goes_on.set()
+        thread.join()
+    assert torch.compiler._is_compiling_flag is False and torch.compiler._is_exporting_flag is False

@@ -327,6 +327,12 @@ one_at_a_time = threading.RLock()
 """The stack of pre-dispatch modes and what a trace replaces belong to the process: one thread builds programs."""
 
 
+def _compile_lock() -> Any:
+    """The lock under which Dynamo compiles, which would read what a trace replaces; taken before `one_at_a_time`."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    return getattr(dynamo, "compile_lock", None) or contextlib.nullcontext()
+
+
 # While programs are built --------------------------------------------------------------------------------------------
 
 
@@ -382,7 +388,7 @@ def building() -> Iterator[None]:
     more per op.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    with one_at_a_time, interrupts if in_main else contextlib.nullcontext():
+    with _compile_lock(), one_at_a_time, interrupts if in_main else contextlib.nullcontext():
         enabled = gc.isenabled()
         gc.disable()
         try:

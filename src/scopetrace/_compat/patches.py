@@ -543,16 +543,36 @@ def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
 # The state of the process --------------------------------------------------------------------------------------------
 
 
+class _InThisThread(int):
+    """A flag of the process that is True in the thread that makes it alone, until `ended`."""
+
+    def __new__(cls) -> _InThisThread:
+        """One that begins now."""
+        found = super().__new__(cls, True)
+        found.thread, found.ended = threading.get_ident(), False
+        return found
+
+    thread: int
+    ended: bool
+
+    def __bool__(self) -> bool:
+        return not self.ended and threading.get_ident() == self.thread
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
 @contextlib.contextmanager
 def exporting(flag: bool = True) -> Iterator[None]:
     """`is_exporting()` and `is_compiling()` of torch.compiler, and torch.fx's `is_fx_tracing()`, return `flag` inside.
 
-    As under torch.export: models ask them to choose a path that can be traced.
+    As under torch.export: models ask them to choose a path that can be traced. In other threads they are False.
     """
+    answer: Any = _InThisThread() if flag else False
     flags: tuple[tuple[Any, str, Any], ...] = (
-        (torch.compiler, "_is_compiling_flag", flag),
-        (torch.compiler, "_is_exporting_flag", flag),
-        (torch.fx._symbolic_trace, "is_fx_tracing", lambda: flag),
+        (torch.compiler, "_is_compiling_flag", answer),
+        (torch.compiler, "_is_exporting_flag", answer),
+        (torch.fx._symbolic_trace, "is_fx_tracing", lambda: bool(answer)),
     )
     old = [getattr(module, name) for module, name, _ in flags]
     for module, name, now in flags:
@@ -560,6 +580,8 @@ def exporting(flag: bool = True) -> Iterator[None]:
     try:
         yield
     finally:
+        if flag:
+            answer.ended = True  # another thread, which compiles, may have it, to put it back
         for (module, name, _), before in zip(flags, old, strict=True):
             setattr(module, name, before)
 
