@@ -258,6 +258,26 @@ RIGHT = {
         ],
         ("a",),
     ),
+    "a detached tensor that gets a gradient by a write to a part, beside that part": (
+        "leaf",
+        ["a = (x.detach() * 2).detach()", "b = a[1::2]", "b[0] = self.p"],
+        ("a", "b", "a[1:]"),
+    ),
+    "a detached part that gets a gradient": (
+        "plain",
+        ["a = (x * 2).detach()", "b = a[1::2].detach()", "b[0] = self.p"],
+        ("b", "b[1:]"),
+    ),
+    "what is written over with what a view made under no_grad of it gives": (
+        "leaf",
+        ["a = x * self.p", ("torch.no_grad()", "b = a[1::2]"), "a.copy_(b.sum())"],
+        ("a",),
+    ),
+    "a derivative through a product with a complex number": (
+        "leaf",
+        ["a = (x * 1j).imag", "b = torch.autograd.grad(a.sin().sum(), x, create_graph=True)[0]"],
+        ("b",),
+    ),
     "an input that retains its gradient, written before it changes its shape": (
         "retained",
         ["x.mul_(2)", "x.squeeze_()"],
@@ -818,6 +838,12 @@ def test_an_inner_step_of_functional_training():
     gradients = [torch.autograd.grad(run(x + 1).square().sum(), net.parameters()) for run in (trace, net)]
     assert all(torch.allclose(a, b) for a, b in zip(*gradients, strict=True))
     assert torch.equal(trace(x + 1), net(x + 1))
+
+
+def test_a_reentrant_checkpoint_of_a_view_made_under_no_grad():
+    steps = ["a = x * 2", ("torch.no_grad()", "b = a[1:]")]
+    steps.append("c = torch.utils.checkpoint.checkpoint(self.linear, b, use_reentrant=True)")
+    assert kind_of("leaf", *steps, returned=("b", "c"))[0] == "refused at the call"  # with other inputs
 
 
 def test_requires_grad_set_to_what_it_is_ties_the_trace_to_the_grad_mode():

@@ -397,7 +397,11 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
         func = functools.partial(run_parts, func)
     if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
         return func(*args, **kwargs)
-    before, mode.cache_enabled = mode.cache_enabled, torch._dynamo.config.fake_tensor_cache_enabled
+    before = mode.cache_enabled
+    is_number = bool(args) and isinstance(
+        args[0], complex
+    )  # autograd conjugates numbers; the cache takes no view of one
+    mode.cache_enabled = torch._dynamo.config.fake_tensor_cache_enabled and not is_number
     try:
         with torch._C._DisablePythonDispatcher():
             return func(*args, **kwargs)

@@ -37,7 +37,7 @@ from scopetrace.ops.functional_variants import (
     is_metadata_only,
     undeclared_variant,
 )
-from scopetrace.ops.history import History, covers, is_cut
+from scopetrace.ops.history import DETACHED, History, covers, is_cut
 from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
 
 _aten = torch.ops.aten
@@ -85,10 +85,12 @@ class Functionalizer(TapeCopier):
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
         roots = [r for aliases in self.sets.values() for r in aliases.roots if r.fake.requires_grad]
         found = {v: self.read(v, reader) for v in (*roots, *self._results())}
-        before = History(self.old.ops, bits)
-        after = History(self.new.ops, {self.originals[v]: bit for v, bit in bits.items()})
+        given = {self.originals[v]: bit for v, bit in bits.items()}
+        of_bases = History(self.old.ops, bits), History(self.new.ops, given)
+        of_others = History(self.old.ops, bits | _cut(self.old.ops)), History(self.new.ops, given | _cut(self.new.ops))
         emit = self.emitter.simplifying(reader, grad=True)
         for v, new in found.items():
+            before, after = of_bases if is_cut(v) else of_others
             lost = before.of(v) & ~after.of(new) & ~bits.get(v, 0) if new.requires_grad else 0
             if lost and is_cut(v):
                 raise refusal("a result is a view made under no_grad of a tensor that was written over", v.op)
@@ -270,7 +272,7 @@ class Functionalizer(TapeCopier):
                 if v.storage != storage:
                     continue
                 if v in family or detached in aliases.above(v):
-                    family |= set(later.values()) if v in later.writes else {v}
+                    family |= {v, *(later.values() if later.target not in DETACHED else ())}
                     inside = inside or v not in later.writes
                 else:
                     outside = True
@@ -441,6 +443,11 @@ _KEEPS_NOTHING = frozenset(
 _WITHOUT_DERIVATIVE = frozenset({"normal_", "bernoulli_", "uniform_"})
 """Ops in place whose functional variants have no derivative, or none of complex numbers. That of what they overwrite is
 zero."""
+
+
+def _cut(ops: list[Op]) -> dict[Value, int]:
+    """The views made without autograd: no gradient goes from them to any leaf."""
+    return {v: 0 for op in ops if not op.grad for v in op.values() if is_cut(v)}
 
 
 def _is_logical(op: Op) -> bool:
