@@ -14,8 +14,13 @@ import dataclasses
 import enum
 import functools
 import itertools
+import os
 import random
+import re
 import types
+import typing
+import weakref
+from unittest import mock
 
 import numpy
 import torch
@@ -25,7 +30,8 @@ import scopetrace as st
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import map_structure
 from scopetrace.ir.scopes import walk_frames
-from scopetrace.ir.tape import Value, map_argument
+from scopetrace.ir.tape import BodyTape, ProgramTape, Value, map_argument
+from scopetrace.record import reuse as reuse_module
 from scopetrace.record.session import record
 
 FACTOR = 2.0
@@ -494,6 +500,92 @@ class Loops(Part):
         return x
 
 
+class CountsInClosure(Part):
+    def __init__(self, number, index):
+        super().__init__(number, index)
+        count = 0
+
+        def tick():
+            nonlocal count
+            count += number
+            return count
+
+        self.tick = tick
+
+    def forward(self, x):
+        return x * self.tick()
+
+
+class OfEnvironment(Part):
+    def forward(self, x):
+        return x * int(os.environ.get("REUSE_GAIN", "2"))
+
+
+class OfEnvironmentTable(Part):
+    def forward(self, x):
+        return x * sum(len(value) for name, value in os.environ.items() if name.startswith("REUSE_"))
+
+
+class KnowsWeakly(Part):
+    def forward(self, x):
+        owner = weakref.ref(self.__dict__["owner"][0])
+        self.__dict__.setdefault("ref", owner)
+        return x + len(self.ref().layers)
+
+
+class Decides(Part):
+    def forward(self, x):
+        return torch.cond(x.sum() > 0, lambda x: x + 1, lambda x: x * self.number, (x,))
+
+
+class GivesParameter(Part):
+    def forward(self, x):
+        return self.weight
+
+
+class TakesParameter(Part):
+    def __init__(self, number, index):
+        super().__init__(number, index)
+        self.inner = Adds()
+
+    def forward(self, x):
+        return self.inner(x, self.weight) + self.inner(x, x) + self.inner(x, x[:])
+
+
+class Adds(nn.Module):
+    """Adds two tensors, one of which it may write."""
+
+    def forward(self, x, y):
+        return x + 1 if x is y else x + y
+
+
+class Reruns(Part):
+    def __init__(self, number, index):
+        super().__init__(number, index)
+        self.inner = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+
+    def forward(self, x):
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+
+
+class MakesLikeIt(Part):
+    def forward(self, x):
+        return x + torch.zeros(4, dtype=x.dtype) + torch.ones_like(x, dtype=torch.float64).sum().to(x.dtype)
+
+
+class Mask(Part):
+    def forward(self, x):
+        mask = torch.ones(4, 4).tril().bool()
+        return x.masked_fill(~mask[:1], float("-inf")).softmax(-1) * self.number
+
+
+class Numbered(Part):
+    names: typing.ClassVar = {}
+
+    def forward(self, x):
+        return x * self.names.setdefault(self.number, len(self.names) + 1)
+
+
 PARTS = [kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, Part) and kind is not Part]
 
 
@@ -546,15 +638,16 @@ class Net(nn.Module):
     def forward(self, x, mask=None):
         past = [] if self.between == "list" else None
         for i, layer in enumerate(self.layers):
-            with self.around(i, layer) as options:
+            with self.around(i, layer, x.x if isinstance(x, Wrapped) else x) as options:
                 tupled = isinstance(layer, Tupled)
-                x = layer(Wrapped(x, 1) if tupled else x, past, **options)
+                call = layer.forward if self.between == "direct" and i == self.odd else layer
+                x = call(Wrapped(x, 1) if tupled else x, past, **options)
                 x = x.x if tupled else x
         HISTORY.clear()
         return x
 
     @contextlib.contextmanager
-    def around(self, i, layer):
+    def around(self, i, layer, past):
         """What differs in the call of one layer."""
         options = {}
         if self.between == "view":
@@ -563,6 +656,8 @@ class Net(nn.Module):
             options["scale"] = 2.0
         if self.between == "mask" and i == self.odd:
             options["mask"] = torch.ones(4)
+        if self.between == "alias":
+            options["mask"] = past[:] if i == self.odd else past.clone()
         with AROUND.get(self.between, nothing)(layer) if i == self.odd else contextlib.nullcontext():
             yield options
 
@@ -615,7 +710,26 @@ def other_forward(layer):
     del layer.forward
 
 
+@contextlib.contextmanager
+def other_environment(layer):
+    os.environ["REUSE_GAIN"] = "3"
+    yield
+    del os.environ["REUSE_GAIN"]
+
+
+@contextlib.contextmanager
+def other_dtype(layer):
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
 AROUND = {
+    "environment": other_environment,
+    "dtype": other_dtype,
+    "scope": lambda layer: st.scope("odd"),
+    "device": lambda layer: torch.device("cpu"),
+    "inference": lambda layer: torch.inference_mode(),
     "global": other_global,
     "class": other_class,
     "object": other_attribute,
@@ -627,7 +741,7 @@ AROUND = {
 }
 BETWEEN = (
     *("", "", "", "", "global", "class", "object", "argument", "mask", "variable", "training", "method", "list"),
-    *("view", "grad", "cast"),
+    *("view", "grad", "cast", "environment", "dtype", "scope", "device", "inference", "alias", "direct"),
 )
 
 
@@ -674,6 +788,8 @@ TWISTS = {
     "freeze": lambda layers: layers[-1].out.weight.requires_grad_(False),
     "hook": lambda layers: layers[-1].register_forward_pre_hook(lambda m, a: None),
     "without bias": lambda layers: setattr(layers[-1].out, "bias", None),
+    "double": lambda layers: layers[-1].parts[0].register_buffer("mean", torch.zeros(4, dtype=torch.float64)),
+    "view": lambda layers: layers[-1].parts[0].register_buffer("mean", torch.zeros(8)[::2]),
     "share": lambda layers: layers.__setitem__(0, layers[-1]),
     "twice": lambda layers: layers.extend(list(layers)),
     "deep copy": lambda layers: layers.extend([copy.deepcopy(layer) for layer in layers]),
@@ -703,15 +819,15 @@ class _Described:
         t = v.fake
         metadata = t.dtype, t.device, tuple(t.size()), t.stride(), t.storage_offset(), t.requires_grad, t.is_leaf
         memory = self._memory.setdefault(v.storage, len(self._memory)), t.untyped_storage().nbytes(), v.offset
-        real = v.real
-        if real is not None and v.op.name not in self.tape.owners:
-            real = real.tolist()
-        facts = v.requires_grad, v.autograd_placeholder, v.slot, v.key is None, id(real) if v.real is real else real
+        real = None if v.real is None else self.tape.owners.get(v.op.name, (None, v.real.tolist()))[1]
+        facts = v.requires_grad, v.autograd_placeholder, v.slot, v.key is None, real
         return f"%{self._number(v)}", str(metadata), str(memory), facts
 
     def _argument(self, x):
         if isinstance(x, Value):
             return f"%{self._number(x)}"
+        if isinstance(x, BodyTape):
+            return str(list(_Described(x).lines()))
         return f"symbol {to_expr(x)}" if isinstance(x, Symbolic) else f"{type(x).__name__} {x!r}"
 
     def _template(self, x):
@@ -730,9 +846,11 @@ class _Described:
             taken = self._template(c.args), self._template(c.kwargs), self._template(c.outputs)
             place = c.fqn, c.index, c.parent and c.parent.position, c.scope.path, c.start, c.stop, c.position
             how = repr(c.raised), c.leaf, c.direct, c.module_type, c.replaced, walk_frames(c.frames)
-            yield "call", id(c.module), place, taken, how, repr(c.attributes)
-        yield "outputs", self._template(tape.outputs), self._template(tape.args), list(tape.attributes)
+            yield "call", type(c.module).__name__, place, taken, how, repr(c.attributes)
+        yield "outputs", self._template((tape.outputs, getattr(tape, "args", None))), list(tape.attributes)
         yield "scopes", [scope.path for scope in tape.root.walk()]
+        if not isinstance(tape, ProgramTape):
+            return
         yield "bound", [(w.path, self._number(w.value)) for w in tape.attribute_writes], list(tape.owners)
         yield "specializations", list(map(str, tape.specializations))
         yield from (("effect", str(effect)) for effect in tape.side_effects)
@@ -740,9 +858,13 @@ class _Described:
         yield from sorted(("read", *map(str, read)) for read in reads)
 
 
+def _without_addresses(line):
+    return re.sub(r"0x[0-9a-f]+|\b\d{12,}\b", "", str(line))
+
+
 def differences(one, other):
     """The lines that two tapes do not share."""
-    left, right = list(_Described(one).lines()), list(_Described(other).lines())
+    left, right = (list(map(_without_addresses, _Described(tape).lines())) for tape in (one, other))
     found = [(a, b) for a, b in zip(left, right, strict=False) if a != b]
     return found or ([] if len(left) == len(right) else [(len(left), len(right))])
 
@@ -752,20 +874,19 @@ def _start():
     global FACTOR
     FACTOR, OfClass.factor, CountsInClass.calls, COUNTS["calls"] = 2.0, 2, 0, 0
     HISTORY.clear()
+    Numbered.names.clear()
+    os.environ.pop("REUSE_GAIN", None)
+    torch.set_default_dtype(torch.float32)
     OfDefault.forward.__defaults__[0].clear()
 
 
 def recorded_twice(seed, **options):
     """The tapes of a program, with each call recorded and with repetitions, or class and text of the error of each."""
-    model, args = program(seed)
     found = []
     for reuse in (False, True):
-        random.seed(seed)
         _start()
-        for m in model.modules():
-            if isinstance(m, Iterates):
-                m.numbers = itertools.count(m.number)
-        with torch.set_grad_enabled(seed % 3 != 0):
+        model, args = program(seed)
+        with torch.set_grad_enabled(seed % 3 != 0), mock.patch.object(reuse_module, "FEWEST_OPS", 0):
             try:
                 found.append(record(model, args, {}, reuse=reuse, **options))
             except Exception as error:

@@ -9,6 +9,12 @@ import scopetrace as st
 from scopetrace.api.runnable import program_of
 
 
+@pytest.fixture(autouse=True)
+def also_small_calls(monkeypatch):
+    """Copy calls of few ops too."""
+    monkeypatch.setattr("scopetrace.record.reuse.FEWEST_OPS", 0)
+
+
 class Layer(nn.Module):
     """A layer that may read its index."""
 

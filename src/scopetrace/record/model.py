@@ -524,12 +524,13 @@ def _kind_of(kind: Any) -> Kind | None:
         return _ATTRIBUTES
     if not is_users_class(kind):
         return None
-    if _slots(kind):
+    if slots_of(kind):
         return _ATTRIBUTES._replace(copy=attributes_and_slots)
     return _ATTRIBUTES if kind.__dictoffset__ else None
 
 
-def _slots(kind: type) -> list[str]:
+def slots_of(kind: type) -> list[str]:
+    """The names of its `__slots__`."""
     members = {name: member for base in kind.__mro__ for name, member in vars(base).items() if name[:2] != "__"}
     return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
 
@@ -537,7 +538,7 @@ def _slots(kind: type) -> list[str]:
 def attributes_and_slots(x: Any) -> dict[str, Any]:
     """The attributes that an object itself has."""
     found = dict(getattr(x, "__dict__", ()))
-    for name in _slots(type(x)):
+    for name in slots_of(type(x)):
         with contextlib.suppress(AttributeError):
             found[name] = getattr(x, name)
     return found

@@ -28,9 +28,9 @@ from scopetrace._compat.tensors import (
     stride_of,
     tags_of,
 )
-from scopetrace.ir.reads import MISSING, content_of
+from scopetrace.ir.reads import MISSING, Missing, content_of
 from scopetrace.record.code import ATOMS, is_users
-from scopetrace.record.model import BOOKKEEPING, Saved, attributes_and_slots, short
+from scopetrace.record.model import BOOKKEEPING, Saved, attributes_and_slots, short, slots_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_TABLES = ("_parameters", "_buffers")
@@ -50,7 +50,15 @@ class Watch:
     def __init__(self, objects: Mapping[int, Saved]) -> None:
         self._objects = objects
         self._known: dict[int, str] = {}
+        self._has_slots: dict[type, bool] = {}
         self._keep: list[Any] = []
+
+    def attributes(self, x: Any) -> dict[str, Any]:
+        """What an object has under names of its own."""
+        kind = type(x)
+        if kind not in self._has_slots:
+            self._has_slots[kind] = bool(slots_of(kind)) or "__dict__" not in dir(x)
+        return attributes_and_slots(x) if self._has_slots[kind] else x.__dict__
 
     def has_attributes(self, x: Any) -> bool:
         """Whether it is an object of the users that consists of attributes."""
@@ -60,7 +68,7 @@ class Watch:
     def problem(self, x: Any) -> str:
         """What stands against sharing an object: `module` where it leads to one; `unwatched`; else nothing."""
         kind = type(x)
-        if kind in ATOMS or isinstance(x, torch.Tensor):
+        if kind in ATOMS or isinstance(x, torch.Tensor | Missing):
             return ""
         known = self._known.get(id(x))
         if known is None:
@@ -151,7 +159,7 @@ class Pairs:
         self._attributes(prefix, a, b)
 
     def _attributes(self, prefix: str, a: Any, b: Any) -> None:
-        left, right = attributes_and_slots(a), attributes_and_slots(b)
+        left, right = self._watch.attributes(a), self._watch.attributes(b)
         is_module = isinstance(a, torch.nn.Module)
         for key in left if left.keys() == right.keys() else dict.fromkeys((*left, *right)):
             if not (is_module and key in BOOKKEEPING) and self._may_have_read(a, key):

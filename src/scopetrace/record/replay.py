@@ -11,7 +11,7 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -33,6 +33,16 @@ _ALIASES = (_aten.detach.default, _aten.as_strided.default)
 """What aliases that Python made are recorded as, for which no op was called."""
 
 
+class Step(NamedTuple):
+    """How an op is repeated."""
+
+    op: Op
+    inputs: list[Value]
+    values: list[Value]
+    outputs: Outputs | None
+    """What its results are; None for one that is recorded anew."""
+
+
 @dataclasses.dataclass(eq=False)
 class Original:
     """A recorded call that others may repeat."""
@@ -51,8 +61,10 @@ class Original:
     """The parameters, buffers and constants that it reads and that were on the tape before."""
     literals: set[Op] = dataclasses.field(default_factory=set)
     """The attributes that are constants written in the code."""
-    outputs: list[Outputs | None] = dataclasses.field(default_factory=list)
-    """For each op, what its results are; None for one that is recorded anew."""
+    steps: list[Step] = dataclasses.field(default_factory=list)
+    """One for each op, known since the first repetition."""
+    inside: dict[Call, list[Call]] = dataclasses.field(default_factory=dict)
+    """The calls in each call."""
 
     def problem(self, owners: Any) -> str:
         """Why the call cannot be repeated; empty where it can. `owners` has the names of the model's own tensors."""
@@ -122,6 +134,7 @@ class Replay:
         self._scopes = {id(original.call.scope): call.scope}
         self._frames = {id(original.call.frames): call.frames}
         self._starts: list[int] = []
+        self._quiet = without_dispatch()
 
     def _known(self, v: Value) -> Value:
         """The value of the tensor that stands for one that was on the tape before the original."""
@@ -183,11 +196,15 @@ class Replay:
     def run(self) -> Any:
         """Put everything on the tape. Returns what the module would."""
         original, tools = self._original, self._tools
-        if not original.outputs:
-            original.outputs = [self._outputs_of(op) for op in original.ops]
+        if not original.steps:
+            original.steps = [Step(op, op.inputs(), op.values(), self._outputs_of(op)) for op in original.ops]
+            for inner in original.calls:
+                assert inner.parent is not None
+                original.inside.setdefault(inner.parent, []).append(inner)
         outer, self._builder.op_frames = self._builder.op_frames, None
         try:
-            self._repeat_inside(original.call, self._call)
+            with self._quiet:
+                self._repeat_inside(original.call, self._call)
         finally:
             self._builder.op_frames = outer
         self._starts.append(len(self._builder.tape.ops))
@@ -211,11 +228,10 @@ class Replay:
     def _repeat_inside(self, old: Call, new: Call) -> None:
         """The ops and calls in a call."""
         position = old.start
-        for inner in self._original.calls:
-            if inner.parent is old:
-                self._repeat_ops(position, inner.start, new)
-                self._repeat_call(inner, new)
-                position = inner.stop
+        for inner in self._original.inside.get(old, ()):
+            self._repeat_ops(position, inner.start, new)
+            self._repeat_call(inner, new)
+            position = inner.stop
         self._repeat_ops(position, old.stop, new)
 
     def _repeat_call(self, old: Call, parent: Call) -> None:
@@ -235,33 +251,42 @@ class Replay:
     # ---------------------------------------------------------------- the ops
 
     def _repeat_ops(self, start: int, stop: int, call: Call) -> None:
-        first, ops = self._original.call.start, self._builder.tape.ops
-        for i in range(start - first, stop - first):
-            op, outputs = self._original.ops[i], self._original.outputs[i]
+        first, ops, scopes, known = self._original.call.start, self._builder.tape.ops, self._scopes, self._frames
+        for step in self._original.steps[start - first : stop - first]:
             self._starts.append(len(ops))
-            scope, frames = self._scope_of(op.scope), self._frames_of(op.frames)
-            if outputs is not None:
-                self._copy(op, outputs, (scope, call, frames))
-                continue
-            mark = self._builder.state.enter_module(scope)
-            self._builder.op_frames, self._builder.autocast = frames, op.autocast
-            try:
-                if op.kind == "get_attr":
-                    self._read(op)
-                else:
-                    self._record(op)
-            finally:
-                self._builder.op_frames = self._builder.autocast = None
-                self._builder.state.leave_module(mark, raising=False)
+            op = step.op
+            scope, frames = scopes.get(id(op.scope)), known.get(id(op.frames))
+            place = scope or self._scope_of(op.scope), call, self._frames_of(op.frames) if frames is None else frames
+            if step.outputs is not None:
+                self._copy(step, step.outputs, place)
+            else:
+                self._quiet.__exit__(None, None, None)
+                try:
+                    self._anew(op, *place)
+                finally:
+                    self._quiet.__enter__()
 
-    def _copy(self, op: Op, outputs: Outputs, place: tuple[Scope, Call, Frames]) -> None:
+    def _anew(self, op: Op, scope: Scope, call: Call, frames: Frames) -> None:
+        """An op that is recorded as if Python had called it."""
+        mark = self._builder.state.enter_module(scope)
+        self._builder.op_frames, self._builder.autocast = frames, op.autocast
+        try:
+            if op.kind == "get_attr":
+                self._read(op)
+            else:
+                self._record(op)
+        finally:
+            self._builder.op_frames = self._builder.autocast = None
+            self._builder.state.leave_module(mark, raising=False)
+
+    def _copy(self, step: Step, outputs: Outputs, place: tuple[Scope, Call, Frames]) -> None:
         """An op whose results follow from the metadata of its inputs."""
-        args = self._argument(op.args)
+        op, now = step.op, self._now
+        args = tuple([now[x] if type(x) is Value else self._argument(x) for x in op.args])
         kwargs = {name: self._argument(x) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
-        inputs = [self._now[v] for v in op.inputs()]
+        inputs = [now[v] for v in step.inputs]
         fakes = [v.fake for v in inputs]
-        with without_dispatch():
-            tensors = [meta.make(self._tools.maker, fakes) for meta in outputs.tensors]
+        tensors = [meta.make(self._tools.maker, fakes) for meta in outputs.tensors]
         made = []
         for slot, (meta, fake) in enumerate(zip(outputs.tensors, tensors, strict=True)):
             if isinstance(meta, Identity):
@@ -271,7 +296,7 @@ class Replay:
                 value = self._values.new(fake, slot, storage_id(fake), meta.key)
                 value.autograd_placeholder = meta.requires_grad
             made.append(value)
-        self._now.update(zip(op.values(), made, strict=True))
+        now.update(zip(step.values, made, strict=True))
         given = made[0] if outputs.container is None else outputs.container(made)
         new = Op(op.kind, op.target, args, kwargs, given, *place, op.grad, autocast=op.autocast)
         self._builder.tape.ops.append(new)

@@ -15,9 +15,12 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import logging
+import operator
+import os
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -35,7 +38,7 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, plain_attributes
 from scopetrace.record.code import ATOMS
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Model, Saved, Snapshot, same_tables
+from scopetrace.record.model import Model, Saved, Snapshot
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.pairs import Differs, Pairs, Watch
@@ -43,8 +46,10 @@ from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.replay import Original, Replay, Tools
 
 _FEW = 4
-"""So many originals of a class are compared with a call, so many calls of it are kept in vain, and so often may the
-state of Python objects be another one, before it is given up."""
+"""So often modules that look alike may run in vain, and so often the state of Python objects may change, until
+nothing more is tried."""
+FEWEST_OPS = 12
+"""A call of fewer ops is recorded: to compare it takes as long."""
 
 
 class ReadRecorderWithReuse(ReadRecorder):
@@ -100,6 +105,9 @@ class ReadRecorderWithReuse(ReadRecorder):
 _LAYOUT = frozenset({"stride", "is_contiguous", "storage_offset", "contiguous", "is_conj", "is_neg", "is_inference"})
 
 
+_ENVIRONMENT: dict[Any, Any] = vars(os.environ)["_data"]  # of which os.environ makes text, which takes long
+
+
 class State:
     """What the forward may read and write beside arguments, tensors and its modules, as it is now.
 
@@ -111,9 +119,13 @@ class State:
         self.watch = Watch(objects)
         self._effects, self._model = effects, model
         self._objects = objects
-        self._bindings = [(table, name, table.get(name, MISSING)) for table, name in reach.globals.values()]
-        self._cells = [(name, cell, content_of(cell)) for name, cell in reach.cells.values()]
-        self._classes = [(kind, dict(vars(kind))) for kind in reach.classes | reach.bases]
+        watched = [s for s in objects.values() if s.kind.words is None or s.kind.is_draw]  # memos may remember anything
+        self._watched = [(s.owner, s.kind, s.before) for s in watched if s.owner is not os.environ]
+        self._environment = dict(_ENVIRONMENT)
+        named = {**reach.globals, **{key: found[:2] for key, found in reach.looked_up.items()}}
+        self._tables = list(_by_table(named.values()))
+        self._cells = [(cell, content_of(cell)) for _, cell in reach.cells.values()]
+        self._classes = [(kind, list(vars(kind).values())) for kind in reach.classes | reach.bases]
         self._modules = {id(saved.module): saved for saved in model.saved_modules}
         self._outside = [saved.module for saved in model.saved_modules if model.is_outside(saved.module)]
         self._modes = function_modes()
@@ -122,27 +134,33 @@ class State:
         """Whether all is as it was; with `draws`, random generators too."""
         return (
             function_modes() == self._modes
+            and self._environment == _ENVIRONMENT
+            and all(_are_same(get(table), old) for table, get, old in self._tables)
             and all(
-                saved.kind.unchanged(saved.kind.copy(saved.owner), saved.before)
-                for saved in self._objects.values()
-                if draws or not saved.kind.is_draw
+                kind.unchanged(kind.copy(owner), before)
+                for owner, kind, before in self._watched
+                if draws or not kind.is_draw
             )
-            and all(table.get(name, MISSING) is old for table, name, old in self._bindings)
-            and all(content_of(cell) is old for _, cell, old in self._cells)
-            and all(same_tables(vars(kind), old) for kind, old in self._classes)
+            and all(content_of(cell) is old for cell, old in self._cells)
+            and all(_are_same(vars(kind).values(), old) for kind, old in self._classes)
             and all(map(self.is_same, self._outside))
         )
 
     def is_same(self, module: torch.nn.Module) -> bool:
         """Whether a module has the attributes, parameters, buffers and submodules that it had before the forward."""
         saved = self._modules.get(id(module))
-        return saved is not None and all(map(same_tables, saved.live, saved.tables))
+        if saved is None:
+            return False
+        tables = zip(saved.live, saved.tables, strict=True)  # compared by ids: they hold tensors
+        return all(
+            now.keys() == old.keys() and [*map(id, now.values())] == [*map(id, old.values())] for now, old in tables
+        )
 
     def tells_modules_apart(self) -> bool:
         """Whether code may find modules of the model, or what cannot be watched, without being given them."""
-        found = [x for _, _, x in self._effects.reach.looked_up.values()] + [x for _, _, x in self._cells]
-        found += [x for _, _, x in self._bindings] + [s.owner for s in self._objects.values() if s.outside]
-        return any(self.watch.problem(x) for x in found if x is not MISSING)
+        found = [x for _, _, values in self._tables for x in values] + [x for _, x in self._cells]
+        found += [saved.owner for saved in self._objects.values() if saved.outside]
+        return any(map(self.watch.problem, found))
 
     def renewed(self) -> State:
         """The state of now."""
@@ -152,11 +170,34 @@ class State:
         for key, saved in self._objects.items():
             if not saved.kind.unchanged(now[key].before, saved.before):
                 more.add(saved.name, saved.key, now[key].before)
-        for table, name, _ in self._bindings:
-            more.add(name, name, table.get(name))
-        for name, cell, _ in self._cells:
-            more.add(name, name, content_of(cell))
+        for table, get, _ in self._tables:
+            more.add("a global", "", get(table))
+        for cell, _ in self._cells:
+            more.add("a closure", "", content_of(cell))
         return State(self._effects, self._model, {**more.saved, **now})
+
+
+def _by_table(named: Iterable[tuple[dict[str, Any], str]]) -> Iterator[tuple[Any, Callable[[Any], Any], Any]]:
+    """Of each table, what gets the named entries, and these; MISSING for those that there are not."""
+    names: dict[int, list[str]] = {}
+    tables: dict[int, dict[str, Any]] = {}
+    for table, name in named:
+        tables[id(table)] = table
+        names.setdefault(id(table), []).append(name)
+    for key, table in tables.items():
+        get = functools.partial(_entries, names[key], operator.itemgetter(*names[key], names[key][0]))
+        yield table, get, get(table)
+
+
+def _entries(names: list[str], get: Callable[[Any], Any], table: dict[str, Any]) -> Any:
+    try:
+        return get(table)
+    except KeyError:
+        return tuple([table.get(name, MISSING) for name in names])
+
+
+def _are_same(now: Collection[Any], before: Collection[Any]) -> bool:
+    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 @dataclasses.dataclass(eq=False)
@@ -249,15 +290,14 @@ class CallRecorderWithReuse(CallRecorder):
         self._effects = effects
         self._object_reads = object_reads
         self._tools = Tools(builder, values, ops, maker, object_reads, reads.members, reads.contiguous, self)
-        self._originals: dict[type, list[_Kept]] = {}
-        self._failures: dict[type, int] = {}
+        self._groups: dict[int, _Group] = {}
         self._renewals = 0
         self._report = self._builder.tape.reuse = Reuse()
 
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As the base's."""
         self._state = State(self._effects, self._model, self._model.snapshot.saved)
-        self._alike = _alike(self._model.root) if self._is_possible() else None
+        self._groups = _groups(self._model.root) if self._is_possible() else {}
         return super().run_root(fn, args, kwargs)
 
     def _is_possible(self) -> bool:
@@ -276,52 +316,58 @@ class CallRecorderWithReuse(CallRecorder):
 
     def run(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """As the base's; a call that is equal to one before does not run."""
-        module, name = call.module, type(call.module).__name__
-        if call.parent is None or module is None or not self._may_repeat(call, module):
+        group = self._group_of(call)
+        if group is None:
             return super().run(call, entered, run, args, kwargs)
-        found = self._kept_or_replay(call, module, args[1:], kwargs)
+        found, name = self._kept_or_replay(call, group, args[1:], kwargs), type(call.module).__name__
         if isinstance(found, Replay):
             self._report.replayed[name] += 1
             return self._replayed(call, found)
-        self._report.traced[name] += 1
-        if found is None:
-            return super().run(call, entered, run, args, kwargs)
         out = super().run(call, entered, run, args, kwargs)
-        problem = self._problem(found, out, args[1:], kwargs)
-        if problem:
-            self._failures[type(module)] = self._failures.get(type(module), 0) + 1
-            self._note(call, problem)
-        else:
-            self._originals.setdefault(type(module), []).insert(0, found)
+        group.is_small = call.stop - call.start < FEWEST_OPS
+        self._report.traced[name] += not group.is_small
+        if found is not None and not group.is_small:
+            problem = self._problem(found, out, args[1:], kwargs)
+            if problem:
+                self._note(call, problem)
+            else:
+                group.originals.insert(0, found)
         return out
 
-    def _may_repeat(self, call: Call, module: torch.nn.Module) -> bool:
-        if self._alike is None or (id(module) not in self._alike and call.index == 0) or call.replaced:
-            return False
-        return is_worth_it(module) and self._builder.is_plain()
+    def _group_of(self, call: Call) -> _Group | None:
+        """The modules that look like that of a call, where it may be worth to compare it."""
+        group = self._groups.get(id(call.module))
+        if group is None or call.parent is None or not self._builder.is_plain() or call.replaced:
+            return None
+        is_alone = group.size == 1 and call.index == 0
+        return None if is_alone or group.is_small or group.in_vain > _FEW else group
 
     def _note(self, call: Call, reason: str) -> None:
         self._report.not_shared.append(NotShared(call.scope.path, type(call.module).__name__, reason))
 
-    def _kept_or_replay(self, call: Call, module: torch.nn.Module, args: Any, kwargs: Any) -> _Kept | Replay | None:
+    def _kept_or_replay(self, call: Call, group: _Group, args: Any, kwargs: Any) -> _Kept | Replay | None:
         """How the call repeats an original; else what is kept of it while it runs, None where it cannot be one."""
-        reason = ""
+        module, reason = call.module, ""
+        assert module is not None
+        group.in_vain += 1
         try:
             given = self._arguments(args, kwargs)
-            for kept in self._originals.get(type(module), [])[:_FEW]:
+            for kept in group.originals:
                 try:
-                    return self._replay(kept, call, module, given)
+                    found = self._replay(kept, call, module, given)
+                    group.in_vain = 0
+                    return found
                 except Differs as unlike:
                     reason = reason or str(unlike)
         except Differs as unknown:
             given, reason = None, str(unknown)
         if reason:
             self._note(call, reason)
-        if given is None or self._failures.get(type(module), 0) >= _FEW:
+        if given is None or group.in_vain > _FEW:
             return None
         if not self._state.is_unchanged():
             self._renew()
-        if self._alike is None or not all(map(self._state.is_same, module.modules())):
+        if not self._groups or not all(map(self._state.is_same, module.modules())):
             return None
         return _Kept(
             call, given, self._state, settings(), self._marks(), len(self._asked.asked), len(self._asked.contiguous)
@@ -331,7 +377,7 @@ class CallRecorderWithReuse(CallRecorder):
         """Begin anew with the state of now; where that changes all the time, give up."""
         self._state, self._renewals = self._state.renewed(), self._renewals + 1
         if self._renewals > _FEW or self._state.tells_modules_apart():
-            self._alike = None
+            self._groups.clear()
 
     def _arguments(self, args: Any, kwargs: Any) -> Arguments:
         described = _Described(self)
@@ -367,9 +413,6 @@ class CallRecorderWithReuse(CallRecorder):
             "it differentiates": "gradients" in self.__dict__,
         }
 
-    def _is_clean(self, module: torch.nn.Module, *, draws: bool = True) -> bool:
-        return self._state.is_unchanged(draws=draws) and all(map(self._state.is_same, module.modules()))
-
     def _problem(self, kept: _Kept, out: Any, args: Any, kwargs: Any) -> str:
         """Why a call that has ended cannot be repeated; empty where it can."""
         call, tape, now = kept.call, self._builder.tape, self._marks()
@@ -379,7 +422,7 @@ class CallRecorderWithReuse(CallRecorder):
             return changed
         if settings() != kept.settings:
             return "it changes a setting of torch"
-        if not self._is_clean(call.module):
+        if not kept.state.is_unchanged() or not all(map(self._state.is_same, call.module.modules())):
             return "it writes to Python objects"
         asked, contiguous = self._asked.asked[kept.asked :], self._asked.contiguous[kept.contiguous :]
         ops, calls = tape.ops[call.start : call.stop], tape.calls[call.position + 1 :]
@@ -413,7 +456,7 @@ class CallRecorderWithReuse(CallRecorder):
             raise Differs("the arguments differ")
         if kept.settings != settings():
             raise Differs("a setting of torch differs")
-        if kept.state is not self._state or not self._is_clean(module, draws=False):
+        if kept.state is not self._state or not self._state.is_unchanged(draws=False):
             raise Differs("the state of Python objects has changed")
         pairs = Pairs(self._object_reads.may_have_read, self._state.watch)
         pairs.module("", original.call.module, module)
@@ -469,29 +512,36 @@ class _Kept:
     original: Original | None = None
 
 
-def _alike(root: torch.nn.Module | None) -> set[int]:
-    """The ids of the modules that look like another one: of its class, with such submodules and parameters."""
-    numbers: dict[Any, int] = {}
-    groups: dict[int, list[int]] = {}
-    known: dict[int, int] = {}
+@dataclasses.dataclass(eq=False)
+class _Group:
+    """Modules that look alike: of one class, with such submodules and parameters."""
 
-    def number(module: torch.nn.Module) -> int:
+    size: int = 0
+    originals: list[_Kept] = dataclasses.field(default_factory=list)
+    in_vain: int = 0
+    """How many calls ran since the last one that was copied."""
+    is_small: bool = False
+
+
+def _groups(root: torch.nn.Module | None) -> dict[int, _Group]:
+    """By id, of each module those that look like it."""
+    groups: dict[Any, _Group] = {}
+    known: dict[int, _Group] = {}
+
+    def visit(module: torch.nn.Module) -> _Group:
         if id(module) not in known:
-            known[id(module)] = -1  # of one that is inside of itself
-            children = tuple((name, number(m)) for name, m in module.__dict__["_modules"].items() if m is not None)
-            shapes = tuple(p.shape for p in module.__dict__["_parameters"].values() if p is not None)
-            known[id(module)] = found = numbers.setdefault((type(module), children, shapes), len(numbers))
-            groups.setdefault(found, []).append(id(module))
+            known[id(module)] = _Group()  # of one that is inside of itself
+            own = module.__dict__
+            inside = tuple([(name, id(visit(m))) for name, m in own["_modules"].items() if m is not None])
+            shapes = tuple([p.shape for p in own["_parameters"].values() if p is not None])
+            known[id(module)] = group = groups.setdefault((type(module), inside, shapes), _Group())
+            group.size += 1
+            group.is_small = not inside and type(module).__module__.startswith("torch.nn.modules.")
         return known[id(module)]
 
-    if root is not None and not isinstance(root, torch.jit.ScriptModule):
-        number(root)
-    return {key for group in groups.values() if len(group) > 1 for key in group}
-
-
-def is_worth_it(module: torch.nn.Module) -> bool:
-    """Whether a call of a module may have several ops: one of torch's layers without submodules has one or two."""
-    return bool(module.__dict__["_modules"]) or not type(module).__module__.startswith("torch.nn.modules.")
+    if root is not None and not any(isinstance(m, torch.jit.ScriptModule) for m in root.modules()):
+        visit(root)
+    return known
 
 
 def _mutable(x: Any) -> Iterator[Any]:
