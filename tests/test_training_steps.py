@@ -8,6 +8,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -536,3 +537,105 @@ def test_hooks_on_what_an_op_saves_that_returns_nothing():
 
     with pytest.raises(st.errors.UnsupportedOpError, match="hooks on what autograd saves"):
         st.trace(forward, (torch.ones(2, requires_grad=True),))
+
+
+# Scaling, schedules, state in what is exported ------------------------------------------------------------------------
+
+
+def scaled(model, optimizer, **options):
+    scaler = torch.amp.GradScaler("cpu", growth_interval=2)
+
+    def step(x):
+        optimizer.zero_grad()
+        loss = model(x).square().sum()
+        scaler.scale(loss).backward()
+        if options.get("clips"):
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    return step, scaler
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_gradients_are_scaled_as_in_eager(kind, clips):
+    model = nn.Linear(4, 2)
+    twin = copy.deepcopy(model)
+    step, scaler = scaled(model, kind(model.parameters(), lr=0.1, fused=True), clips=clips)
+    eager, other = scaled(twin, kind(twin.parameters(), lr=0.1, fused=True), clips=clips)
+    tr = st.trace(step, (torch.ones(3, 4),))
+    assert {"GradScaler_scale", "GradScaler_growth_tracker"} < {m.name for m in tr.mutations}
+    for x in (torch.randn(3, 4), torch.full((3, 4), float("inf")), torch.randn(3, 4), torch.randn(3, 4)):
+        torch.testing.assert_close(tr(x), eager(x), rtol=0, atol=0, equal_nan=True)
+        assert all(map(torch.equal, model.parameters(), twin.parameters()))
+        assert scaler.state_dict() == other.state_dict()
+
+
+def test_what_python_decides_in_a_step_is_refused():
+    model = nn.Linear(4, 2)
+    step, _ = scaled(model, torch.optim.SGD(model.parameters()))
+    with pytest.raises(st.UnsupportedOpError, match=r"GradScaler.step looks at the gradients .*\n(.*\n)*.*fused=True"):
+        st.trace(step, (torch.ones(3, 4),))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+    def scheduled(x):
+        model(x).sum().backward()
+        optimizer.step()
+        scheduler.step()
+
+    with pytest.raises(st.UnsupportedOpError, match=r"StepLR.step changes settings of SGD, which are num"):
+        st.trace(scheduled, (torch.ones(3, 4),))
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_scheduler_steps_between_calls(kind):
+    """Where an optimizer reads the number of its learning rate, a call with another one is refused."""
+    models = [nn.Linear(4, 2)]
+    models.append(copy.deepcopy(models[0]))
+    optimizers = [kind(m.parameters(), lr=torch.tensor(0.1)) for m in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.5) for o in optimizers]
+
+    def step_of(model, optimizer):
+        def step(x):
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return step
+
+    eager, x = step_of(models[1], optimizers[1]), torch.randn(3, 4)
+    tr = st.trace(step_of(models[0], optimizers[0]), (x,))
+    for i in range(3):
+        if i and kind is torch.optim.SGD:
+            with pytest.raises(st.StateMismatchError, match=r"the data of SGD_lr.* when traced and 0.05"):
+                tr(x)
+            break
+        assert torch.equal(tr(x), eager(x))
+        assert all(map(torch.equal, models[0].parameters(), models[1].parameters()))
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+def test_what_an_export_says_of_the_state_of_an_optimizer(tmp_path):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    tr = st.trace(step, (torch.ones(3, 4),))
+    with pytest.raises(st.ExportError, match=r"model.weight_step is changed .*\n(.*\n)*.*return the gradients"):
+        tr.to_exported_program()
+    with pytest.raises(st.ExportError, match=r"torch.onnx failed at addcdiv(.*\n)*.*export `tr.decompose\(\)`"):
+        tr.to_onnx(tmp_path / "step.onnx")

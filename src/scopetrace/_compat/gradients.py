@@ -30,7 +30,7 @@ from scopetrace._compat.tensors import storage_id
 
 _saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
-_TAKES_GRADIENTS = prefixes(TORCH_DIRECTORY, "optim/", "nn/utils/clip_grad.py")
+_TAKES_GRADIENTS = prefixes(TORCH_DIRECTORY, "optim/", "nn/utils/clip_grad.py", "amp/grad_scaler.py")
 _MODULES = prefixes(TORCH_DIRECTORY, "nn/modules/module.py")
 _TAKES_NODES = (*_MODULES, *prefixes(TORCH_DIRECTORY, "autograd/graph.py"))
 _HOOK_ON_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__
@@ -69,6 +69,12 @@ class GradientListener(Protocol):
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The step has ended."""
+
+    def on_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """A scaler of gradients begins to scale, or has made the tensors that it does it with."""
+
+    def on_python_step(self, by: object, optimizer: torch.optim.Optimizer) -> None:
+        """A step in which Python decides: a scheduler's, or that of a scaler whether an optimizer steps."""
 
 
 class HookListener(Protocol):

@@ -61,6 +61,7 @@ NAMES = {
         UnsupportedOperatorException in_kernel_invocation_manager""",
     "torch._subclasses.fake_tensor:FakeTensorConverter": "from_real_tensor",
     "torch._subclasses.schema_check_mode": "SchemaCheckMode",
+    "torch.amp:GradScaler": "_lazy_init_scale_growth_tracker _maybe_opt_step",
     "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
     "torch.autograd": "_engine_run_backward",
     "torch.autograd.function": "_SingleLevelFunction",

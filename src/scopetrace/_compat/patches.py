@@ -129,6 +129,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         index_with_symbols(replace, mine)
         compare_symbols(replace, mine)
         _report_steps(stack, observer, lambda: is_recording() and mine())
+        _report_scalers(replace, observer, lambda: is_recording() and mine())
         for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way()):
             replace(owner, name, value)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -307,6 +308,39 @@ def _report_steps(stack: contextlib.ExitStack, observer: Observer, mine: Mine) -
 
     stack.callback(register_optimizer_step_pre_hook(before).remove)
     stack.callback(register_optimizer_step_post_hook(after).remove)
+
+
+def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
+    """Scalers of gradients, and schedulers of learning rates."""
+    scaler, scheduler = torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler
+    begin, scale, decide = scaler._lazy_init_scale_growth_tracker, scaler.scale, scaler._maybe_opt_step
+    step = scheduler.step
+
+    def begins(self: torch.amp.GradScaler, device: torch.device) -> None:
+        with eager() if mine() else contextlib.nullcontext():
+            begin(self, device)
+        if mine():
+            observer.gradients.on_scaler(self)
+
+    def scales(self: torch.amp.GradScaler, outputs: Any) -> Any:
+        if mine():
+            observer.gradients.on_scaler(self)
+        return scale(self, outputs)
+
+    def decides(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        if mine():
+            observer.gradients.on_python_step(self, optimizer)
+        return decide(self, optimizer, *args, **kwargs)
+
+    def steps(self: torch.optim.lr_scheduler.LRScheduler, *args: Any, **kwargs: Any) -> None:
+        if mine():
+            observer.gradients.on_python_step(self, self.optimizer)
+        step(self, *args, **kwargs)
+
+    replace(scaler, "_lazy_init_scale_growth_tracker", begins)
+    replace(scaler, "scale", scales)
+    replace(scaler, "_maybe_opt_step", decides)
+    replace(scheduler, "step", steps)
 
 
 def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:

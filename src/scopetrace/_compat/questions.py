@@ -141,7 +141,8 @@ def function_modes() -> int:
 def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
     """What a tensor answers to a question of METHODS or PROPERTIES; of `grad_fn`, whether there is one.
 
-    The fact `layout` is its strides, with 0 for dimensions of one element, whose stride does not matter.
+    The fact `data` is the number of a tensor of one element, else how often it was written; `layout` is its strides,
+    with 0 for dimensions of one element, whose stride does not matter.
     """
     if name == "layout":
         sizes = zip(t.size(), _methods["stride"](t), strict=True)
@@ -150,6 +151,8 @@ def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
         return t.dtype, tuple(t.size()), t.device
     if name == "has_grad":
         return t.grad is not None
+    if name == "data":
+        return t.tolist() if t.numel() == 1 else t._version
     if name == "is_parameter":
         return isinstance(t, torch.nn.Parameter)
     if name[0] == ".":  # an attribute that users set on it

@@ -20,13 +20,16 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import eager, is_collective, is_op, is_random
+from scopetrace._compat.questions import fact_of
 from scopetrace._compat.shape_env import WatchedShapeEnv, bound_values, evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, known_data, storage_id
 from scopetrace.errors import DataDependentError
 from scopetrace.ir.conditions import Specialization
+from scopetrace.ir.reads import Asked
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat
 from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.reads import ReadRecorder
 
 _aten = torch.ops.aten
 _Wanted = tuple[Any, int]
@@ -44,6 +47,10 @@ READERS = frozenset(
 """The ops that give Python a number or truth value in place of a tensor."""
 
 
+_LITERAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
+"""The ops that begin with a tensor that Python has just made of numbers."""
+
+
 class NoRealValue(Exception):
     """A value depends on something that has no data: a tensor on the meta device, a leaf module."""
 
@@ -51,15 +58,22 @@ class NoRealValue(Exception):
 class DataReader:
     """Answers what Python asks of the data of tensors."""
 
-    def __init__(self, builder: TapeBuilder, values: ValueTable, factory: FakeFactory, *, specialize: bool) -> None:
+    def __init__(
+        self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder, factory: FakeFactory, *, specialize: bool
+    ) -> None:
         self._builder = builder
         self._values = values
+        self._reads = reads
         self._factory = factory
         self._specialize = specialize
 
     @functools.cached_property
     def _example(self) -> ExampleRun:
-        return ExampleRun(self._builder.tape, self._factory.shape_env, self._values.examples)
+        return ExampleRun(self._builder.tape, self._factory.shape_env, self._values.examples, self._on_constant)
+
+    def _on_constant(self, name: str, t: torch.Tensor) -> None:
+        """Python reads the data of a constant: a call in which it is another one is another program."""
+        self._reads.note_once(f"the data of {name}", fact_of(t, "data", ()), Asked(fact_of, (t, "data", ())))
 
     def answer(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an op of `READERS` gives to Python; NotImplemented where torch is to make a symbol for it.
@@ -140,8 +154,15 @@ class DataReader:
 class ExampleRun:
     """Runs parts of a tape that is being recorded, on the example `inputs`."""
 
-    def __init__(self, tape: RecordedTape, shape_env: WatchedShapeEnv, inputs: dict[Value, torch.Tensor]) -> None:
+    def __init__(
+        self,
+        tape: RecordedTape,
+        shape_env: WatchedShapeEnv,
+        inputs: dict[Value, torch.Tensor],
+        on_constant: Callable[[str, torch.Tensor], None],
+    ) -> None:
         self._tape = tape
+        self._on_constant = on_constant
         self._env = shape_env
         self._random_state = torch.get_rng_state()
         self._inputs = inputs
@@ -154,8 +175,14 @@ class ExampleRun:
     def constant(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an op gives that depends neither on inputs nor on the model's state; else NotImplemented."""
         wanted = [(a, len(self._tape.ops)) for a in flat((args, kwargs))]
-        if self._leading_to(wanted, self._is_constant) is None:
+        ops = self._leading_to(wanted, self._is_constant)
+        if ops is None:
             return NotImplemented
+        found = [self._tape.ops[i] for i in ops]
+        literals = {op.tensor(0) for op in found if op.target in _LITERAL}
+        for op in found:
+            if op.kind == "get_attr" and op.result not in literals:
+                self._on_constant(op.name, self._tape.attributes[op.name])
         self._run(wanted)
         with eager():
             return func(*self._real(args), **self._real(kwargs))

@@ -246,6 +246,8 @@ class GradientRecorder:
         self._reads.note_once(f"the settings of {name}", settings_of(optimizer), Asked(settings_of, (optimizer,)))
         for i, key in settings_of(optimizer):
             setting, place = setting_of(optimizer, i, key), Asked(setting_of, (optimizer, i, key))
+            if isinstance(setting, torch.Tensor):
+                self._model.state_names[id(setting)] = f"{name}_{key}"
             self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
         params = [p for group in optimizer.param_groups for p in group["params"] if self.get(p) is not None]
         with eager():
@@ -267,6 +269,29 @@ class GradientRecorder:
         self._builder.state.pop_scope()
         name = f"the parameters and state of {type(optimizer).__name__}"
         self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))
+
+    def on_scaler(self, scaler: torch.amp.GradScaler) -> None:
+        """Name a scaler's tensors, which it has from now on."""
+        for name, t in vars(scaler).items():
+            if isinstance(t, torch.Tensor):
+                self._model.snapshot.accept(vars(scaler), name)
+                self._model.state_names[id(t)] = f"GradScaler{name}"
+
+    def on_python_step(self, by: object, optimizer: torch.optim.Optimizer) -> NoReturn:
+        """Refuse a step in which Python decides."""
+        kind, name = type(by).__name__, type(optimizer).__name__
+        if isinstance(by, torch.amp.GradScaler):
+            self._refuse(
+                f"GradScaler.step looks at the gradients before it steps {name}",
+                f"give {name} fused=True, so that its step does nothing where gradients are not finite; or call "
+                "scaler.step outside of the trace",
+                "GradScaler.step",
+            )
+        self._refuse(
+            f"{kind}.step changes settings of {name}, which are numbers of Python",
+            f"call {kind}.step after each call of the trace, and give {name} its lr as a tensor, which it then writes",
+            f"{kind}.step",
+        )
 
     # ---------------------------------------------------------------- refusals
 

@@ -158,7 +158,7 @@ class OpRecorder:
     @functools.cached_property
     def data(self) -> DataReader:
         """Answers what Python asks of the data of tensors."""
-        return DataReader(self._builder, self.values, self._factory, specialize=self._specialize)
+        return DataReader(self._builder, self.values, self.reads, self._factory, specialize=self._specialize)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:

@@ -107,9 +107,10 @@ class Outputs(ResultNodes):
         state, node = self._state[target.name]
         if state.kind not in _KINDS:
             raise ExportError(
-                f"Constant {state.fqn} is changed by the forward, and is neither parameter nor buffer",
+                f"{target.name} is changed by the forward, and is neither parameter nor buffer",
                 module=self._tape.root.path,
-                hint="register it with register_buffer",
+                hint="register it with register_buffer; where it is the state of an optimizer, return the gradients, "
+                "torch.autograd.grad(loss, list(model.parameters())), and step outside of the program",
             )
         key = node.name if state.kind is InputKind.USER_INPUT else state.fqn
         return _Change(_KINDS[state.kind], key, node, value)

@@ -151,7 +151,10 @@ def _explained(error: Exception, program: ExportedProgram, opset_version: int | 
     problem = f"torch.onnx failed{f' at {name}' if name else ''}: {type(causes[-1]).__name__}: {said}"
     if node is None:
         return OnnxExportError(problem)
-    return OnnxExportError(problem, op=_op(node), module=scope_path(node), source=_source(node))
+    hint = None
+    if any(isinstance(a, torch.fx.Node) for key, a in node.kwargs.items() if key in ("value", "alpha")):
+        hint = "its number is a tensor here, as in the step of an optimizer: export `tr.decompose()`"
+    return OnnxExportError(problem, op=_op(node), module=scope_path(node), source=_source(node), hint=hint)
 
 
 def _is_in(node: torch.fx.Node, text: str) -> bool:
