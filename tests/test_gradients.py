@@ -806,6 +806,8 @@ def test_data_of_another_dtype_and_size_for_a_tensor_that_was_written():
     [
         ("a.copy_(self.p)", "refused at the call"),
         ("a.normal_()", "refused at the call"),
+        ("a.t().normal_()", "refused at the call"),
+        ("a[1:].normal_()", "right"),
         ("a.copy_(x.sin())", "right"),
         ("torch.empty_like(a).copy_(self.p)", "right"),
         ("torch.nn.functional.dropout(a, 0.5, inplace=True)", "right"),

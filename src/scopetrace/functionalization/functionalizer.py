@@ -37,7 +37,7 @@ from scopetrace.ops.functional_variants import (
     is_metadata_only,
     undeclared_variant,
 )
-from scopetrace.ops.history import DETACHED, History, covers, is_cut
+from scopetrace.ops.history import DETACHED, History, covers, is_cut, is_factory
 from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
 
 _aten = torch.ops.aten
@@ -150,7 +150,8 @@ class Functionalizer(TapeCopier):
         if kept:
             args, kwargs = self._apart(op, _aten.clone.default, (args, kwargs), kept)
         if name in _WITHOUT_DERIVATIVE:
-            now = {v for v in values_in(args) if v.requires_grad}
+            computed = {v for v in values_in(args) if v.op.inputs() and not is_factory(v.op)}
+            now = computed | {v for v in values_in(args) if v.requires_grad}
             args, kwargs = self._apart(op, _aten.detach.default, (args, kwargs), now)
         return args, kwargs
 

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import is_op, is_random, schema_of
+from scopetrace._compat.symbols import to_expr
 from scopetrace.ir.tape import Op, Value
 
 
@@ -137,7 +138,8 @@ class History:
             return
         for v in op.writes if self._forgets and covers(op) else ():
             base = self._family.get(v, v)
-            self._bits.pop(base if base.fake is v.fake else v, None)
+            if to_expr(base.fake.numel()) == to_expr(v.fake.numel()):
+                self._bits.pop(base, None)
         bits = of_modules if op.kind == "call_module" else 0
         for v in inputs[:1] if op.target is OVERWRITE else inputs:
             bits |= self.of(v)
