@@ -281,9 +281,24 @@ def test_500_traces_in_threads(tmp_path):
     assert alive() == before
 
 
+class TimedOut(Exception):
+    """What the handler of an alarm raises."""
+
+
+def time_out(*_):
+    raise TimedOut
+
+
+SIGNALS = {
+    "Ctrl-C": (signal.ITIMER_PROF, signal.SIGPROF, lambda *_: signal.raise_signal(signal.SIGINT)),
+    "an alarm": (signal.ITIMER_REAL, signal.SIGALRM, time_out),
+}
+
+
+@pytest.mark.parametrize("what", SIGNALS)
 @pytest.mark.parametrize("count", [30, pytest.param(500, marks=pytest.mark.slow)])
-def test_interrupts_at_any_time(count, monkeypatch):
-    """Ctrl-C at a time that has nothing to do with what runs.
+def test_interrupts_at_any_time(count, what, monkeypatch):
+    """Ctrl-C, or the end of a time limit, at a time that has nothing to do with what runs.
 
     Python drops one that arrives in the callback of a weak reference; pytest would keep it, with the frames around.
     """
@@ -292,23 +307,24 @@ def test_interrupts_at_any_time(count, monkeypatch):
     for make in MODELS.values():
         st.trace(make(), (Q,))(Q)
     before, state = alive(), tables()
-    handler = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
+    timer, number, handle = SIGNALS[what]
+    handler = signal.signal(number, handle)
     try:
         for _ in range(count):
             with torch.set_grad_enabled(draw.random() < 0.5):
                 try:
-                    signal.setitimer(signal.ITIMER_REAL, draw.uniform(0.0005, 0.02))
+                    signal.setitimer(timer, draw.uniform(0.0005, 0.02))
                     try:
                         st.trace(draw.choice([*MODELS.values()])(), (Q,))(Q)
                     finally:
-                        signal.setitimer(signal.ITIMER_REAL, 0)
+                        signal.setitimer(timer, 0)
                         time.sleep(0)  # what has arrived acts here
-                except KeyboardInterrupt:
+                except (KeyboardInterrupt, TimedOut):
                     interrupted += 1
             assert left(state) == []
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, handler)
+        signal.setitimer(timer, 0)
+        signal.signal(number, handler)
     assert interrupted > count / 10
     assert alive() == before
 

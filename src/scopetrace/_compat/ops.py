@@ -337,58 +337,66 @@ def _compile_lock() -> Any:
 
 
 class _Interrupts:
-    """Keeps an interrupt (Ctrl-C) that arrives inside until `act`, or the end. A second one acts at once.
+    """Keeps a signal such as an interrupt (Ctrl-C) until `act`, or the end; a second one acts at once.
 
-    One may arrive at any line here: what each line leaves is right by itself.
+    One may arrive at any line here: what each line leaves is right by itself. Where another signal has cut `__enter__`
+    or `__exit__` short, the next one acts at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        """`number` is that of the signal."""
         self.pending = False
+        self._number = number
         self._depth = 0
         self._outside: Any = None
-        """What handles interrupts outside."""
+        """What handles the signal outside."""
 
     def __enter__(self) -> None:
         if self._depth == 0:
-            self.pending, self._outside = False, signal.getsignal(signal.SIGINT)
+            handler = signal.getsignal(self._number)
+            self.pending, self._outside = False, self._outside if handler == self._on_signal else handler
             if callable(self._outside):
-                signal.signal(signal.SIGINT, self._on_signal)
+                signal.signal(self._number, self._on_signal)
         self._depth += 1
 
     def _on_signal(self, *_: Any) -> None:
-        if self.pending and self._depth:
+        if not self._depth:
+            signal.signal(self._number, self._outside)
+        if self.pending or not self._depth:
             self.act()
         self.pending = True
 
     def act(self) -> None:
-        """Do what an interrupt does outside, in the main thread: raise KeyboardInterrupt, as a rule."""
+        """Do what the signal does outside, in the main thread: raise KeyboardInterrupt, as a rule."""
         if threading.current_thread() is threading.main_thread():
             self.pending = False
-            self._outside(signal.SIGINT, sys._getframe())
+            self._outside(self._number, sys._getframe())
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             if callable(self._outside):
-                signal.signal(signal.SIGINT, self._outside)
+                signal.signal(self._number, self._outside)
             if self.pending:
                 self.act()
 
 
-interrupts = _Interrupts()
-"""Those of the process: only its main thread gets them."""
+_alarm = getattr(signal, "SIGALRM", signal.SIGTERM)  # Windows has none
+interrupts = _Interrupts(_alarm), _Interrupts(signal.SIGTERM), _Interrupts(signal.SIGINT)
+"""The signals whose handlers raise, as those of time limits do. Only the main thread of the process gets them."""
 
 
 @contextlib.contextmanager
 def building() -> Iterator[None]:
     """Entered while tapes, graphs or files are built.
 
-    Other threads wait, and interrupts too, since torch's modes and our patches are switched on and off inside. Python's
+    Other threads wait, and signals too, since torch's modes and our patches are switched on and off inside. Python's
     garbage collector is off: programs only grow, and it would visit them whole again and again, so that long ones cost
     more per op.
     """
     in_main = threading.current_thread() is threading.main_thread()
-    with _compile_lock(), one_at_a_time, interrupts if in_main else contextlib.nullcontext():
+    kept: Any = interrupts if in_main else (contextlib.nullcontext(),) * 3
+    with _compile_lock(), one_at_a_time, kept[0], kept[1], kept[2]:
         enabled = gc.isenabled()
         gc.disable()
         try:

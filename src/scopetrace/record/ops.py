@@ -180,8 +180,9 @@ class OpRecorder:
 
     def on_op(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An op arrives; transforms and autocast come first. What this returns goes back to the model."""
-        if interrupts.pending:
-            interrupts.act()
+        for kept in interrupts:
+            if kept.pending:
+                kept.act()
         builder = self._builder
         outer, builder.op_frames = builder.op_frames, builder.frames()
         try:
