@@ -171,7 +171,7 @@ def test_scopes_calls_and_what_is_saved():
     nodes = [n for n in split.backward.graph.nodes if n.op == "call_function"]
     assert [(n.name, str(trace.scope_of(n)), trace.phase_of(n)) for n in nodes[:2]] == [
         ("sigmoid_backward", "Sequential/Sigmoid[1]", "backward"),
-        ("t", "Sequential/Linear[0]", "backward"),
+        ("t_1", "Sequential/Linear[0]", "backward"),
     ]
     assert {str(trace.scope_of(n)) for n in nodes[1:]} == {"Sequential/Linear[0]"}
     assert nodes[0].meta["custom"]["scopetrace"]["forward"]["call"] == 2

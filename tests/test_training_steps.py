@@ -440,7 +440,7 @@ def test_the_text_folds_backward_by_call():
     text = trace.print_readable(print_output=False)
     assert text[text.index("  backward") :] == FOLDED
     short = trace.print_readable(depth=1, print_output=False)
-    assert "      Sequential[2]  # 10 ops\n      Sequential[1] as Sequential[2]" in short
+    assert "      Sequential[2]  # 9 ops\n      Sequential[1] as Sequential[2]" in short
 
 
 FOLDED = """\
@@ -449,34 +449,33 @@ FOLDED = """\
     %expand: f32[5, 4] = aten.expand(%ones_like, [5, 4])
     %div: f32[5, 4] = aten.div.Scalar(%expand, 20)
     torch._C._set_grad_enabled(False)
-    %pow_1: f32[5, 4] = aten.pow.Tensor_Scalar(%tanh_2, 1.0)
-    %mul: f32[5, 4] = aten.mul.Scalar(%pow_1, 2.0)
+    %pow_2: f32[5, 4] = aten.pow.Tensor_Scalar(%tanh_2, 1.0)
+    %mul: f32[5, 4] = aten.mul.Scalar(%pow_2, 2.0)
     %mul_1: f32[5, 4] = aten.mul.Tensor(%div, %mul)
     Sequential[model]
       Sequential[2]
         Tanh[1]
           %tanh_backward: f32[5, 4] = aten.tanh_backward(%mul_1, %tanh_2)
         Linear[0]
-          %as_strided: f32[4, 4] = aten.as_strided(self.weight, [4, 4], [1, 4], 0)
-          %t: f32[4, 4] = aten.t(%as_strided)
-          %mm: f32[5, 4] = aten.mm(%tanh_backward, %t)
-          %t_1: f32[4, 5] = aten.t(%tanh_backward)
-          %mm_1: f32[4, 4] = aten.mm(%t_1, %tanh_1)
-          %t_2: f32[4, 4] = aten.t(%mm_1)
+          %t_3: f32[4, 4] = aten.t(%t_2)
+          %mm: f32[5, 4] = aten.mm(%tanh_backward, %t_3)
+          %t_4: f32[4, 5] = aten.t(%tanh_backward)
+          %mm_1: f32[4, 4] = aten.mm(%t_4, %tanh_1)
+          %t_5: f32[4, 4] = aten.t(%mm_1)
           %sum_1: f32[1, 4] = aten.sum.dim_IntList(%tanh_backward, [0], True)
           %view: f32[4] = aten.view(%sum_1, [4])
-          %t_3: f32[4, 4] = aten.t(%t_2)
+          %t_6: f32[4, 4] = aten.t(%t_5)
       Sequential[1] as Sequential[2]
       Sequential[0]
         Tanh[1]
           %tanh_backward_2: f32[5, 4] = aten.tanh_backward(%mm_2, %tanh)
         Linear[0]
-          %t_8: f32[4, 5] = aten.t(%tanh_backward_2)
-          %mm_4: f32[4, 4] = aten.mm(%t_8, %x)
-          %t_9: f32[4, 4] = aten.t(%mm_4)
+          %t_11: f32[4, 5] = aten.t(%tanh_backward_2)
+          %mm_4: f32[4, 4] = aten.mm(%t_11, %x)
+          %t_12: f32[4, 4] = aten.t(%mm_4)
           %sum_3: f32[1, 4] = aten.sum.dim_IntList(%tanh_backward_2, [0], True)
           %view_2: f32[4] = aten.view(%sum_3, [4])
-          %t_10: f32[4, 4] = aten.t(%t_9)
+          %t_13: f32[4, 4] = aten.t(%t_12)
   torch._C._set_grad_enabled(True)"""
 
 

@@ -126,9 +126,9 @@ def has_other_gradient(by: Sequence[torch.Tensor], outside: Iterable[torch.Tenso
     """
     if any(t.retains_grad or _is_leaf_view(t) or (_hooks(t) and not isinstance(t, torch.nn.Parameter)) for t in by):
         return True
-    edges = {_edge(t) for t in by if t.requires_grad}
     seen: set[Any] = set()
-    work = [t.grad_fn for t in outside if t.grad_fn is not None] if edges else []
+    work = [t.grad_fn for t in outside if t.grad_fn is not None]
+    edges = {_edge(t) for t in by if t.requires_grad} if work else set()
     while work:
         node = work.pop()
         if node not in seen:

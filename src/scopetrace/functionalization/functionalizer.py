@@ -33,11 +33,12 @@ from scopetrace.ir.tape import (
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,
+    covers,
     functional_variant,
     is_metadata_only,
     undeclared_variant,
 )
-from scopetrace.ops.history import DETACHED, History, covers, is_cut, is_factory
+from scopetrace.ops.history import DETACHED, History, is_cut, is_factory
 from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
 
 _aten = torch.ops.aten
@@ -79,8 +80,8 @@ class Functionalizer(TapeCopier):
 
         Eager has zeros there, and not None.
         """
-        seen = (op for op in self.old.ops if op.grad and op.tracked and covers(op))
-        if not any(v.fake.requires_grad for op in seen for v in op.writes):
+        written = (op for op in self.old.ops if op.grad and any(v.fake.requires_grad for v in op.writes))
+        if not any(map(covers, written)):
             return lambda v: self.read(v, reader)
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
         roots = [r for aliases in self.sets.values() for r in aliases.roots if r.fake.requires_grad]

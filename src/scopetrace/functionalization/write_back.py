@@ -64,6 +64,7 @@ class _Builder:
             base = next(v for v in self.outside if v.storage == root.storage)
             step = StridedStep(tuple(root.fake.size()), tuple(root.fake.stride()), root.offset - base.offset)
             self.outside[root] = _view_of(self.outside[base], (step,))
+        self._outside_storages = {v.storage for v in self.outside}
         self._objects = {id(self._last(v).fake): target for v, target in reversed(self.outside.items())}
         self._alone = self._count_objects()
         for before, after in zip(old.attribute_writes, new.attribute_writes, strict=True):
@@ -239,7 +240,7 @@ class _Builder:
         return new.storage != target.storage and self._is_inputs(new.storage) and aliases is not None
 
     def _is_inputs(self, storage: int) -> bool:
-        return any(v.storage == storage for v in self.outside)
+        return storage in self._outside_storages
 
     def _chain(self, aliases: AliasSet, value: Value) -> tuple[Value, tuple[ViewStep | StridedStep, ...]]:
         steps: list[ViewStep | StridedStep] = []

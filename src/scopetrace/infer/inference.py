@@ -10,7 +10,7 @@ cache of fake results works below decomposition, where a linear layer is four op
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -61,6 +61,7 @@ class Inference:
         self._keys: dict[Any, int] = {}
         self._expansions: dict[Any, Any] = {}
         self._outputs: dict[Any, Outputs] = {}
+        self._below_autograd: dict[Any, Outputs] = {}
         self._check = checks_enabled()
 
     def key_of(self, fake: torch.Tensor) -> int | None:
@@ -198,6 +199,26 @@ class Inference:
         outputs = _outputs_of(self, inputs, out)
         if outputs is not None:
             self._outputs[key] = outputs
+
+    def below_autograd(self, func: Any, args: Any, kwargs: Any, inputs: list[Value], run: Callable[[], Any]) -> Any:
+        """What `func` gives below autograd, which then makes the history of it: what `run` gave for an equal key.
+
+        Call under no_grad. No result requires grad, also where the op gives a view of what does.
+        """
+        key = self.key_of_call(func, args, kwargs)
+        known = self._below_autograd.get(key)
+        if known is None:
+            out = run()
+            learned = None if key is None else _outputs_of(self, inputs, out)
+            if learned is not None:
+                self._below_autograd[key] = learned
+            return out
+        if self._check:
+            assert _outputs_of(self, inputs, run()) == known, func
+        fakes = [v.fake for v in inputs]
+        with without_dispatch():
+            made = [meta.make(self._maker, fakes) for meta in known.tensors]
+        return made[0] if known.container is None else known.container(made)
 
     def like(self, fake: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same size, strides, dtype and device in memory of its own, without gradient."""

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import is_op, is_random, schema_of
+from scopetrace._compat.ops import is_op, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace.ir.tape import Op, Value
+from scopetrace.ops.functional_variants import covers
 
 
 @torch.library.custom_op("scopetrace::overwrite", mutates_args=())
@@ -64,23 +65,6 @@ ONCE_DIFFERENTIABLE = torch.ops.scopetrace.once_differentiable.default
 
 DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
 """Ops whose result autograd takes for a tensor of its own."""
-
-
-_COVERING = frozenset(
-    {
-        *("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"),
-        *("eq_", "ne_", "lt_", "le_", "gt_", "ge_"),  # the gradient of both operands is zero
-    }
-)
-
-
-def covers(op: Op) -> bool:
-    """Whether an op writes what does not depend on the value that it overwrites."""
-    if not op.writes or not is_op(op.target):
-        return bool(op.writes)
-    schema = schema_of(op.target)
-    draws = is_random(op.target) and not any(part in schema.op_name for part in ("dropout", "rrelu"))
-    return schema.op_name in _COVERING or draws or any(a.is_out for a in schema.arguments)
 
 
 def is_factory(op: Op) -> bool:

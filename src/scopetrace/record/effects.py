@@ -46,7 +46,8 @@ from scopetrace.ir.reads import MISSING, Read, content_of
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
-from scopetrace.ops.history import DETACHED, History, can_require_grad, covers
+from scopetrace.ops.functional_variants import covers
+from scopetrace.ops.history import DETACHED, History, can_require_grad
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_users, is_users_class, names_of
 from scopetrace.record.model import Change, Model, Snapshot, Words, holds_fake, same, short

@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from scopetrace._compat.gradients import give_hooks, has_other_gradient, hooks_of, leaves_of, run_after_accumulation
-from scopetrace._compat.ops import eager, in_transform, paused, unwrapped
+from scopetrace._compat.ops import can_decompose, eager, in_transform, is_op, paused, unwrapped
 from scopetrace._compat.patches import exporting
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view
@@ -297,7 +297,9 @@ class GradientRecorder:
 
     def _refuse_without_history(self) -> None:
         if not self._tape.exact_autograd:
-            raise Retrace("the forward differentiates", Assumptions(exact_autograd=True))
+            # torch's derivatives of most composite ops read what their parts have made
+            apart = any(op.grad and is_op(op.target) and can_decompose(op.target) for op in self._tape.ops)
+            raise Retrace("the forward differentiates", Assumptions(exact_autograd=True, composites_apart=apart))
         op = self._builder.opaque_to_autograd
         if op == "autograd_function_apply" and not self._builder.functions_apart:
             raise Retrace("the forward differentiates a function", Assumptions(functions_apart=True))

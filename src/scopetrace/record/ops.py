@@ -94,6 +94,9 @@ class OpFacts:
         self.reshapes = torch.Tag.inplace_view in func.tags
         self.written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_written)
         self.positions = tuple(enumerate(schema.names))
+        self.is_atomic = not (self.is_custom or can_decompose(func))
+        """Whether autograd runs it as this op, and its schema says which results lie in the memory of an argument."""
+        self.may_alias = not self.is_atomic or any(a.aliases for a in schema.arguments)
         self.in_place = torch.Tag.inplace in func.tags and is_elementwise(func)
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         self.squeezes = schema.name.startswith("aten::squeeze")
@@ -299,11 +302,15 @@ class OpRecorder:
             answer = self._answer(call)
             if answer is not NotImplemented:
                 return answer
-        if self._exact and (_grad_enabled() or any(requires_grad_of(v.fake) for v in call.inputs)):
+        if self._exact and self._needs_autograd(call):
             return self._run(call, None)
         key = self.inference.key_of_call(func, call.args, call.kwargs)
         found = None if key is None else self._inferred(call, key)
         return self._run(call, key) if found is None else self._append_inferred(call, *found)
+
+    def _needs_autograd(self, call: OpCall) -> bool:
+        """Whether autograd keeps something of the op; under no_grad, that a result is a view of what requires grad."""
+        return _grad_enabled() or (call.facts.may_alias and any(requires_grad_of(v.fake) for v in call.inputs))
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
@@ -470,14 +477,34 @@ class OpRecorder:
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])
         compared = facts.is_custom and self._factory.mode.propagate_real_tensors
-        copies = self._exact and facts.written and _requires_grad(args, kwargs)
+        differentiated = self._exact and _requires_grad(args, kwargs)
         with (
             self._builder.run_by_torch(facts.func),
             self._factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
             self.data.real_tensors(call.inputs) if compared else contextlib.nullcontext(),
-            self._copies_for_backward(call) if copies else contextlib.nullcontext(),
+            self._below_autograd(call) if differentiated else contextlib.nullcontext(),
         ):
             return run_op(self._factory.mode, facts.func, args, kwargs)
+
+    def _below_autograd(self, call: OpCall) -> contextlib.AbstractContextManager[Any]:
+        """What sees the op after autograd. There the result may come from metadata alone; the history is torch's."""
+        facts = call.facts
+        if facts.written:
+            return self._copies_for_backward(call)
+        if not (facts.is_atomic and facts.inferable):
+            return contextlib.nullcontext()
+
+        def on_op(func: Any, args: Any, kwargs: Any) -> Any:
+            run = functools.partial(func, *args, **kwargs)
+            # autograd may also make a view of a written tensor again, by an op of this name
+            if func is not facts.func or any(
+                t is not v.fake for t, v in zip(_tensors((args, kwargs)), call.inputs, strict=False)
+            ):
+                return run()
+            with torch.no_grad():
+                return self.inference.below_autograd(func, call.args, call.kwargs, call.inputs, run)
+
+        return BelowAutograd(on_op)
 
     def _copies_for_backward(self, call: OpCall) -> contextlib.AbstractContextManager[Any]:
         """Inside, autograd may copy what the op is about to write, since backward reads it: an op of its own."""
