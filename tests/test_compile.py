@@ -1,5 +1,9 @@
 """`Trace.compile`: each distinct function compiled once, with the results, effects and gradients of eager."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -126,9 +130,16 @@ def test_sizes_of_a_function_of_one_op():
         assert_same(compiled(*given), model(*given))
 
 
-def test_text():
-    compiled = st.trace(Net(), (TOKENS,)).compile("eager")
-    assert repr(compiled) == "<CompiledTrace of Net by eager: 5 calls of 3 pieces, Block_0 ×3>"
+@pytest.mark.parametrize(
+    ("functions", "text"),
+    [
+        ("layers", "3 layers: 1 compiled, 2 shared; 2 pieces between"),
+        ((), "1 piece between"),
+    ],
+)
+def test_text(functions, text):
+    compiled = st.trace(Net(), (TOKENS,)).compile("eager", functions=functions)
+    assert repr(compiled) == f"<CompiledTrace of Net by eager: {text}>"
 
 
 def test_results_and_gradients_through_aot_autograd():
@@ -147,6 +158,27 @@ def test_results_and_gradients_through_inductor():
     wanted, found = model(TOKENS), compiled(TOKENS)
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(gradients(found, model), gradients(wanted, model))
+
+
+_COUNT = """
+import sys, torch, scopetrace
+from torch import nn
+from torch._dynamo.utils import counters
+
+layers = int(sys.argv[1])
+model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Tanh()) for _ in range(layers)))
+scopetrace.trace(model, (torch.ones(2, 8),)).compile()(torch.ones(2, 8)).sum().backward()
+print([counters["aot_autograd"][f"autograd_cache_{kind}"] for kind in ("miss", "hit")])
+"""
+
+
+@pytest.mark.slow
+def test_another_process_finds_the_code_of_equal_functions_on_disk(tmp_path):
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+    for layers, counted in ((2, "[1, 0]"), (5, "[0, 1]")):
+        command = [sys.executable, "-c", _COUNT, str(layers)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == counted
 
 
 def test_layers_of_which_the_first_gets_no_gradient_are_one_piece_still():
@@ -239,6 +271,41 @@ def test_blocks_without_gradients():
         run.sum().backward()
     assert model.blocks[0].fc.weight.grad is None
     assert_same(found, wanted)
+
+
+class Rotated(nn.Module):
+    """Computes what the layers take under no_grad, as the rotary embedding of Llama does."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Linear(8, 8)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x):
+        with torch.no_grad():
+            angle = self.embed(x).sin() * 2
+        for layer in self.layers:
+            x = layer(x) + angle
+        return x
+
+
+def test_a_call_under_no_grad_of_a_forward_that_has_such_a_block():
+    model = Rotated()
+    x = torch.randn(3, 8)
+    compiled = st.trace(model, (x,)).compile("aot_eager")
+    with torch.no_grad():
+        assert_same(compiled(x), model(x))
+        assert not compiled(x).requires_grad
+    found, wanted = compiled(x), model(x)
+    assert_same(found, wanted)
+    assert_same(gradients(found, model.layers), gradients(wanted, model.layers))
+
+
+def test_a_call_under_no_grad_where_a_function_has_such_a_block():
+    model = nn.Sequential(Rotated(), Rotated())
+    compiled = st.trace(model, (torch.ones(3, 8),)).compile("eager")
+    with torch.no_grad(), pytest.raises(st.errors.StateMismatchError, match="trace again in this state"):
+        compiled(torch.ones(3, 8))
 
 
 # Sizes and strides ---------------------------------------------------------------------------------------------------
@@ -361,7 +428,11 @@ def test_a_program_compiled_as_a_whole():
 def test_progress():
     said = []
     st.trace(Net(), (TOKENS,)).compile("eager", progress=said.append)
-    assert said == ["compiling between, 1 of 3", "compiling Block_0, 2 of 3", "compiling between, 3 of 3"]
+    assert said == [
+        "compiling between, called 1×, 1 of 3",
+        "compiling Block_0, called 3×, 2 of 3",
+        "compiling between, called 1×, 3 of 3",
+    ]
 
 
 def test_a_backend_that_fails():

@@ -200,12 +200,12 @@ def switches_grad(graph_module: torch.fx.GraphModule) -> bool:
     return bool(graph_module.graph.find_nodes(op="call_function", target=set_grad_enabled))
 
 
-def without_grad_switches(graph_module: torch.fx.GraphModule) -> Callable[..., Any]:
-    """A function that runs a graph without the nodes that switch autograd on or off, on the GraphModule's tensors."""
-    graph = _copied(graph_module.graph)
+def without_grad_switches(graph: torch.fx.Graph) -> torch.fx.Graph:
+    """A copy of a graph, without the nodes that switch autograd on or off."""
+    graph = _copied(graph)
     for node in graph.find_nodes(op="call_function", target=set_grad_enabled):
         graph.erase_node(node)
-    return method_of(graph, graph_module)
+    return graph
 
 
 def _copied(graph: torch.fx.Graph) -> torch.fx.Graph:

@@ -15,7 +15,7 @@ import torch
 
 from scopetrace._compat.compilers import backend_for
 from scopetrace.errors import ArgumentError
-from scopetrace.lower.compiled import Piece, Pieces
+from scopetrace.lower.compiled import BETWEEN, Piece, Pieces
 from scopetrace.program.outlined import OUTERMOST, OutlinedTrace, OutlineTarget, outline_calls
 from scopetrace.program.traced import TracedProgram
 
@@ -45,13 +45,15 @@ class CompiledTrace:
 
         Raises InputMismatchError and SideEffectError as `Trace.__call__`, CompileError where the backend fails.
         """
-        return self._program.run_compiled(self._pieces.run, *args, **kwargs)
+        return self._program.run_compiled(self._pieces, *args, **kwargs)
 
     def __repr__(self) -> str:
-        shared = [p for p in self.pieces if p.calls > 1]
-        calls = f"{sum(p.calls for p in self.pieces)} calls of {len(self.pieces)} pieces"
-        most = f", {shared[0].name} ×{shared[0].calls}" if shared else ""
-        return f"<CompiledTrace of {self._program.tape.root.path} by {self.backend}: {calls}{most}>"
+        functions = [p for p in self.pieces if p.name != BETWEEN]
+        calls = sum(p.calls for p in functions)
+        shared = f"{calls} layers: {len(functions)} compiled, {calls - len(functions)} shared; " if functions else ""
+        others = len(self.pieces) - len(functions)
+        text = f"{shared}{others} piece{'s' * (others != 1)} between"
+        return f"<CompiledTrace of {self._program.tape.root.path} by {self.backend}: {text}>"
 
 
 def compile_program(
@@ -73,6 +75,6 @@ def compile_program(
     with torch.set_grad_enabled(program.tape.grad):
         for i, piece in enumerate(pieces.distinct):
             if progress is not None:
-                progress(f"compiling {piece.name}, {i + 1} of {len(pieces.distinct)}")
+                progress(f"compiling {piece.name}, called {piece.calls}×, {i + 1} of {len(pieces.distinct)}")
             piece.compile()
     return CompiledTrace(outlined, pieces, backend if isinstance(backend, str) else getattr(backend, "__name__", "?"))

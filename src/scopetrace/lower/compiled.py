@@ -11,6 +11,7 @@ own, and autograd sees one op for each call of a piece, so that gradients cross 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 from collections.abc import Callable, Container, Iterator, Sequence
@@ -21,7 +22,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.compilers import COMPILING, Backend
-from scopetrace._compat.graph_module import method_of
+from scopetrace._compat.graph_module import method_of, switches_grad, without_grad_switches
 from scopetrace._compat.ops import OpOverload
 from scopetrace._compat.shape_env import new_size
 from scopetrace._compat.symbols import Symbolic, all_hold, hint_of, to_expr
@@ -31,6 +32,8 @@ from scopetrace.errors import CompileError
 from scopetrace.record.dynamic_shapes import symbolic_strides
 
 _CALL = torch.ops.higher_order.invoke_subgraph
+BETWEEN = "between"
+"""The name of pieces that are no functions."""
 _KEPT = ("custom", "nn_module_stack", "stack_trace")
 """What a backend gets of `node.meta`; values are made anew, in the environment of the examples."""
 
@@ -233,11 +236,19 @@ class Pieces:
                 self._held.append(table)
         for nodes in _runs(graph, self._now):
             self._add(nodes)
-        self._call_pieces = method_of(self._graph, graph_module)
+        self._run = method_of(self._graph, graph_module)
 
-    def run(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         """What the graph does, on the tensors that are held now."""
-        return self._call_pieces(*inputs, *[table[name] for table, name in self._held])
+        return self._run(*inputs, *[table[name] for table, name in self._held])
+
+    @functools.cached_property
+    def in_other_grad_mode(self) -> Callable[..., Any] | None:
+        """The same without the nodes that switch autograd on or off; None where a piece has some inside."""
+        if any(switches_grad(piece.body) for piece in self.distinct):
+            return None
+        run = method_of(without_grad_switches(self._graph), self._graph_module)
+        return lambda *inputs: run(*inputs, *[table[name] for table, name in self._held])
 
     @property
     def distinct(self) -> tuple[Piece, ...]:
@@ -263,8 +274,8 @@ class Pieces:
         for node in nodes:
             own[node] = graph.node_copy(node, own.__getitem__)
         graph.output(tuple(own[result] for result in results))
-        body = torch.fx.GraphModule({}, graph, class_name="between")
-        call = self._call("between", body.code, body, operands)
+        body = torch.fx.GraphModule({}, graph, class_name=BETWEEN)
+        call = self._call(BETWEEN, body.code, body, operands)
         for i, result in enumerate(results):
             self._now[result] = self._graph.call_function(operator.getitem, (call, i))
 

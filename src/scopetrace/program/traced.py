@@ -29,6 +29,7 @@ from scopetrace._compat.graph_module import (
     dumps,
     loads,
     look_up,
+    method_of,
     switches_grad,
     was_erased,
     without_grad_switches,
@@ -447,11 +448,13 @@ class TracedProgram:
         """What runs `graph` where autograd is on and was off when traced, or the other way round.
 
         The check at `enter` let the call pass, so each block of the forward sets the mode that the call has anyway.
-        Raises StateMismatchError where the graph has such blocks and is not this program's own.
+        Raises StateMismatchError where the graph has such blocks, is not this program's own, and has no
+        `in_other_grad_mode`, a function that does the same without them.
         """
         parts = [m for m in self.graph_module.modules() if isinstance(m, torch.fx.GraphModule) and switches_grad(m)]
-        if not parts:
-            return graph
+        without: Callable[..., Any] | None = getattr(graph, "in_other_grad_mode", None)
+        if not parts or without is not None:
+            return without or graph
         if graph is not self.graph_module or parts != [self.graph_module]:
             raise StateMismatchError(
                 f"torch.is_grad_enabled(): {self.tape.grad} when traced and {not self.tape.grad} now, and functions, "
@@ -459,7 +462,7 @@ class TracedProgram:
             )
         code, run = self._without_switches
         if code is not self.graph_module.code:
-            run = without_grad_switches(self.graph_module)
+            run = method_of(without_grad_switches(self.graph_module.graph), self.graph_module)
             self._without_switches = self.graph_module.code, run
         return run
 
