@@ -153,8 +153,8 @@ class Net(torch.nn.Module):
         self.q = torch.nn.Parameter(torch.linspace(1, -1, 24).view(4, 6))
         self.register_buffer("b", torch.linspace(0, 1, 6))
         self.linear = torch.nn.Linear(6, 6)
-        self.norm = torch.nn.LayerNorm(6)
-        self.bn = torch.nn.BatchNorm1d(6)
+        self.norm = torch.nn.LayerNorm(6, eps=0.1)  # a smaller one makes rounding errors of equal rows large
+        self.bn = torch.nn.BatchNorm1d(6, eps=0.1)
         self.weighted = torch.nn.utils.parametrizations.weight_norm(torch.nn.Linear(6, 6))
         self.spectral = torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(6, 6))
 

@@ -407,6 +407,11 @@ REFUSED = {
         ["a = x[1:]", "x.data = x.detach() * 5", "a.mul_(2)", "b = x * 2"],
         ("b",),
     ),
+    "a function of autograd whose result is written, beside a derivative": (
+        "two_leaves",
+        ["a = Twice.apply(y)", "a.mul_(self.p)", "b = torch.func.grad(lambda t: t.sin().sum())(x)"],
+        ("a",),
+    ),
     "a view under no_grad of what was written over": (
         "leaf_and_plain",
         ["a = y * self.p", "a.copy_(x)", ("torch.no_grad()", "b = a[1:]")],

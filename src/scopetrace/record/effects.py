@@ -426,8 +426,9 @@ def refuse_lost_gradients(
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
         quiet = [op for op in tape.ops if op.kind == "call_function" and not op.grad and not op.writes]
         given = [v for op in quiet for v in op.values() if requires_grad_of(v.fake)]
-    functions = (v for v in given if isinstance(_grad_fn(v), BackwardCFunction))
-    unseen = next((v for v in functions if sequence_number(v.fake.grad_fn) not in (differentiated or ())), None)
+    written = tape.written_storages()
+    functions = ((v, node) for v in given for node in _functions(v, behind_writes=v.storage in written))
+    unseen = next((v for v, node in functions if sequence_number(node) not in (differentiated or ())), None)
     if unseen is not None and differentiated is not None:
         raise UnsupportedOpError(
             "the forward differentiates, and has autograd_function_apply of tensors that require grad, through which "
@@ -479,6 +480,16 @@ def refuse_lost_hooks(
         for number in [*numbers, *(node_number(t) for t in found if t.retains_grad)]:
             if number in hooked:
                 raise hooked[number]
+
+
+def _functions(v: Value, *, behind_writes: bool) -> Iterator[Any]:
+    """The nodes of a `torch.autograd.Function` that made a tensor, or that are behind the writes to it."""
+    nodes = [_grad_fn(v)]
+    for node in nodes:
+        if isinstance(node, BackwardCFunction):
+            yield node
+        elif behind_writes and node is not None:
+            nodes += [n for n, _ in node.next_functions if n not in nodes]
 
 
 def _grad_fn(v: Value) -> Any:
