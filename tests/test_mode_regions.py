@@ -51,9 +51,14 @@ def _same(program, model, x):
     torch.testing.assert_close(here.grad, given.grad, rtol=0, atol=0)
 
 
-def test_blocks_are_regions():
+@pytest.mark.parametrize("loaded", [False, True])
+def test_blocks_are_regions(loaded, tmp_path):
     model, x = Mixed(), torch.randn(4, 4)
-    ep = st.trace(model, (x.clone().requires_grad_(),)).to_exported_program(mode_regions=True)
+    tr = st.trace(model, (x.clone().requires_grad_(),))
+    if loaded:
+        tr.save(tmp_path / "a.st")
+        tr = st.load(tmp_path / "a.st")
+    ep = tr.to_exported_program(mode_regions=True)
     assert _regions(ep.graph_module) == [
         "sin",
         ("cpu", ["linear", "relu", "to", "mm", "add"]),

@@ -31,7 +31,7 @@ from scopetrace.files.records import LEFT_OUT, RECORDS
 from scopetrace.files.tensors import TensorReader, dtype_of
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import Code, Scope
-from scopetrace.ir.tape import Call, Op, Tape, Value, flat
+from scopetrace.ir.tape import Autocast, Call, Op, Tape, Value, flat
 
 _NUMBERS = {"SymInt": torch.SymInt, "SymFloat": torch.SymFloat, "SymBool": torch.SymBool}
 _PYTHON_NUMBERS: dict[str, type] = {"int": int, "float": float, "bool": bool}
@@ -133,6 +133,7 @@ class Decoder:
             raise TypeError(f"an argument of {op.target} is an object")
         _expect(Scope, op.scope)
         _expect((Call, type(None)), op.call)
+        _expect((Autocast, type(None)), op.autocast)
         return op
 
     def _call(self, row: Any) -> Call:

@@ -25,7 +25,7 @@ TABLES: dict[type, str] = {
 """The tables of what a program refers to from several places. Each is written once, as a row."""
 
 _INLINE: tuple[type, ...] = (
-    *(Effect, Returned, DimSpec, tape.AttributeWrite, tape.Phase),
+    *(Effect, Returned, DimSpec, tape.AttributeWrite, tape.Autocast, tape.Phase),
     *(conditions.SizeRules, conditions.DynamicInput, conditions.Specialization),
     *(registered.Registered, registered.RegisteredModule, registered.RegisteredParam),
     *(write_back.WriteBack, write_back.GraphInput, write_back.StateRef, write_back.FromGraph, write_back.ViewStep),
@@ -43,7 +43,7 @@ NAMES = {kind: name for name, kind in RECORDS.items()}
 _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 
 LEFT_OUT: dict[type, tuple[str, ...]] = {
-    tape.Op: ("meta", "autocast"),
+    tape.Op: ("meta",),
     tape.Call: ("module",),
     tape.AttributeWrite: ("module",),
     conditions.SizeRules: ("env", "dynamic_shapes"),

@@ -106,7 +106,8 @@ class Value:
         return f"Value({self.op.kind} {self.op.target}, {self.slot})"
 
 
-class Autocast(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class Autocast:
     """The block under `torch.autocast` in which an op ran."""
 
     device: str
