@@ -276,9 +276,11 @@ _MACHINERY = (
     *prefixes(
         TORCH_DIRECTORY,
         *("_ops.py", "_compile.py", "_higher_order_ops/", "_library/utils.py"),
-        *("_dynamo/eval_frame.py", "nn/modules/module.py", "__init__.py", "fx/experimental/", "_subclasses/"),
+        *("_dynamo/eval_frame.py", "nn/modules/module.py"),
     ),
 )
+_SYMBOLS = prefixes(TORCH_DIRECTORY, "__init__.py", "fx/experimental/", "_subclasses/")
+"""Where torch asks for the value of a symbol, below the code that needs it."""
 
 _hidden: dict[str, bool] = {}  # by file name; a cache, since frames are captured for each op
 
@@ -364,7 +366,7 @@ def user_line(frames: list[Frame]) -> str | None:
         return None
     shown = [f for f in frames if not is_hidden(f[0].co_filename)]
     users = [f for f in shown if not f[0].co_filename.startswith(TORCH) and not is_of_python(f[0].co_filename)]
-    code, line = (users or shown or frames)[-1]
+    code, line = (users or [f for f in shown if not f[0].co_filename.startswith(_SYMBOLS)] or shown or frames)[-1]
     source = linecache.getline(code.co_filename, line).strip()
     return f"{code.co_filename}:{line}, in {code.co_name}" + (f": {source}" if source else "")
 
