@@ -94,21 +94,28 @@ def _tensors(x: Any) -> list[torch.Tensor]:
 
 
 def trainable(build: each_model.Build) -> each_model.Build:
-    """The same model for training, with floating inputs that require grad; a batch of two where one is too few."""
+    """The same model for training, with floating inputs that require grad.
 
-    def made(copies: int) -> tuple[torch.nn.Module, Any, Any]:
+    There is a batch of two where one is too few, and no input that requires grad where the model sets that itself.
+    """
+    copies, with_grad = 1, True
+
+    def made() -> tuple[torch.nn.Module, Any, Any]:
         model, args, kwargs = build()
-        repeat = lambda t: torch.cat([t] * copies).requires_grad_(t.is_floating_point())  # noqa: E731
+        repeat = lambda t: torch.cat([t] * copies).requires_grad_(with_grad and t.is_floating_point())  # noqa: E731
         return model.train(), *tree_map_only(torch.Tensor, repeat, (args, kwargs))
 
-    model, args, kwargs = made(1)
+    model, args, kwargs = made()
     try:
         model(*args, **kwargs)
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
+    except (ValueError, RuntimeError) as error:
+        if "more than 1 value per channel" in str(error):
+            copies = 2
+        elif "change requires_grad flags" in str(error):
+            with_grad = False
+        else:
             raise
-        return lambda: made(2)
-    return lambda: made(1)
+    return made
 
 
 class Twin:
