@@ -417,7 +417,7 @@ def _report_loggers(replace: Replace, listener: Listener, mine: Mine) -> None:
     def reported(ask: Callable[..., Any]) -> Callable[..., Any]:
         def method(self: logging.Logger, *args: Any) -> Any:
             answer = ask(self, *args)
-            if mine() and sys._getframe(1).f_code.co_filename != logging.__file__:
+            if mine() and not sys._getframe(1).f_code.co_filename.startswith((logging.__file__, *NOT_THE_MODEL)):
                 text = f"{self.name}.{ask.__name__}({', '.join(map(repr, args))})"
                 listener.on_question(text, ask, (self, *args), answer)
             return answer
