@@ -579,6 +579,29 @@ class Mask(Part):
         return x.masked_fill(~mask[:1], float("-inf")).softmax(-1) * self.number
 
 
+class MakesModules(Part):
+    def forward(self, x):
+        return nn.Tanh()(x) * self.weight
+
+
+class Peculiar(Settings):
+    """Its attributes are asked for by a method of its own, which reads another one."""
+
+    table: typing.ClassVar = {"size": "gain"}
+
+    def __getattribute__(self, name):
+        return super().__getattribute__(super().__getattribute__("table").get(name, name))
+
+
+class OfPeculiar(Part):
+    def __init__(self, number, index):
+        super().__init__(number, index)
+        self.config = Peculiar(number, index)
+
+    def forward(self, x):
+        return x * self.config.size
+
+
 class Numbered(Part):
     names: typing.ClassVar = {}
 

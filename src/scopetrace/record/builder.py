@@ -108,6 +108,8 @@ class TapeBuilder:
         """The numbers of the nodes through which the forward itself has differentiated."""
         self.hooked: dict[int, UnsupportedOpError] = {}
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
+        self.looks_at_objects = False
+        """Whether the recorder itself asks objects of the model for attributes, which is no read of the forward."""
         self.functions_apart = False
         """As in Assumptions."""
         self.autocast: Autocast | None = None

@@ -535,9 +535,15 @@ def slots_of(kind: type) -> list[str]:
     return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
 
 
+def own_dict(x: Any) -> dict[str, Any]:
+    """The `__dict__` of an object, past a `__getattribute__` of its class; of a `threading.local`, this thread's."""
+    found: dict[str, Any] = x.__dict__ if isinstance(x, threading.local) else object.__getattribute__(x, "__dict__")
+    return found
+
+
 def attributes_and_slots(x: Any) -> dict[str, Any]:
     """The attributes that an object itself has."""
-    found = dict(getattr(x, "__dict__", ()))
+    found = dict(own_dict(x)) if type(x).__dictoffset__ else {}
     for name in slots_of(type(x)):
         with contextlib.suppress(AttributeError):
             found[name] = getattr(x, name)
@@ -620,7 +626,7 @@ def holds_iterator(x: Any, depth: int = 3) -> bool:
 
 
 _STATES = Words("in one state"), Words("in another")
-_ATTRIBUTES = Kind(lambda x: dict(x.__dict__), _restore_attributes, same_tables, ".")
+_ATTRIBUTES = Kind(lambda x: dict(own_dict(x)), _restore_attributes, same_tables, ".")
 _GENERATOR = functools.partial(Kind, words=_STATES, is_draw=True)
 _LIST = Kind(lambda x: list(_base_of(x).__iter__(x)), _restore_list, _same_items)
 _WITH_ATTRIBUTES = (

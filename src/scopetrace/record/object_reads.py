@@ -383,7 +383,7 @@ class Watched:
 
     def __get__(self, owner: Any, cls: type) -> Any:
         place = self.base if owner is None else owner
-        if id(place) not in self.first:
+        if id(place) not in self.first and not self.builder.looks_at_objects:
             self.first[id(place)] = place, noted_at(self.builder, sys._getframe(1))
         value = MISSING if owner is None else _dict_of(owner).get(self.key, MISSING)
         if value is not MISSING:

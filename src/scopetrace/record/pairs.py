@@ -30,7 +30,7 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.ir.reads import MISSING, Missing, content_of
 from scopetrace.record.code import ATOMS, is_users
-from scopetrace.record.model import BOOKKEEPING, Saved, attributes_and_slots, short, slots_of
+from scopetrace.record.model import BOOKKEEPING, Saved, attributes_and_slots, own_dict, short, slots_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_TABLES = ("_parameters", "_buffers")
@@ -57,8 +57,8 @@ class Watch:
         """What an object has under names of its own."""
         kind = type(x)
         if kind not in self._has_slots:
-            self._has_slots[kind] = bool(slots_of(kind)) or "__dict__" not in dir(x)
-        return attributes_and_slots(x) if self._has_slots[kind] else x.__dict__
+            self._has_slots[kind] = bool(slots_of(kind)) or not kind.__dictoffset__
+        return attributes_and_slots(x) if self._has_slots[kind] else own_dict(x)
 
     def has_attributes(self, x: Any) -> bool:
         """Whether it is an object of the users that consists of attributes."""

@@ -112,15 +112,17 @@ class Tools:
     object_reads: ObjectReads
     members: dict[int, torch.Tensor]
     contiguous: list[tuple[Value, int, Frames]]
-    calls: CallOpener
 
 
 class Replay:
     """One repetition: `call` is to be what the call of the original was."""
 
-    def __init__(self, original: Original, call: Call, pairs: Pairs, tensors: list[torch.Tensor], tools: Tools) -> None:
+    def __init__(
+        self, original: Original, call: Call, pairs: Pairs, tensors: list[torch.Tensor], tools: Tools, calls: CallOpener
+    ) -> None:
         """`tensors` are those among the arguments. Raises Differs where the tape has not what the call begins with."""
         self._original, self._call, self._pairs, self._tools = original, call, pairs, tools
+        self._calls = calls
         self._builder, self._values = tools.builder, tools.values
         inputs = [self._values.value_of(t) for t in tensors]
         self._given = dict(zip(reversed(inputs), reversed(tensors), strict=True))
@@ -240,7 +242,7 @@ class Replay:
         assert around is not None
         module = None if old.module is None else self._pairs.partner(old.module)
         given, frames = self._template((old.args, old.kwargs)), self._frames_of(old.frames)
-        new = self._tools.calls.open_copy(old, module, (parent, self._scope_of(around)), given, frames)
+        new = self._calls.open_copy(old, module, (parent, self._scope_of(around)), given, frames)
         self._scopes[id(old.scope)], self._frames[id(old.frames)] = new.scope, frames
         begin = len(same)
         builder.in_call(new, lambda: self._repeat_inside(old, new))

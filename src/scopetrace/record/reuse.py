@@ -13,6 +13,7 @@ see `CallRecorderWithReuse._marks`. Where this file does not know, the call runs
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -156,6 +157,10 @@ class State:
             now.keys() == old.keys() and [*map(id, now.values())] == [*map(id, old.values())] for now, old in tables
         )
 
+    def knows(self, module: torch.nn.Module | None) -> bool:
+        """Whether a module was there before the forward."""
+        return id(module) in self._modules
+
     def tells_modules_apart(self) -> bool:
         """Whether code may find modules of the model, or what cannot be watched, without being given them."""
         found = [x for _, _, values in self._tables for x in values] + [x for _, x in self._cells]
@@ -289,16 +294,26 @@ class CallRecorderWithReuse(CallRecorder):
         self._asked = reads
         self._effects = effects
         self._object_reads = object_reads
-        self._tools = Tools(builder, values, ops, maker, object_reads, reads.members, reads.contiguous, self)
+        self._tools = Tools(builder, values, ops, maker, object_reads, reads.members, reads.contiguous)
         self._groups: dict[int, _Group] = {}
         self._renewals = 0
         self._report = self._builder.tape.reuse = Reuse()
 
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As the base's."""
-        self._state = State(self._effects, self._model, self._model.snapshot.saved)
-        self._groups = _groups(self._model.root) if self._is_possible() else {}
+        with self._looking():
+            self._state = State(self._effects, self._model, self._model.snapshot.saved)
+            self._groups = _groups(self._model.root) if self._is_possible() else {}
         return super().run_root(fn, args, kwargs)
+
+    @contextlib.contextmanager
+    def _looking(self) -> Iterator[None]:
+        """Inside, what is asked of the model's objects is no read of the forward."""
+        self.paused = self._builder.looks_at_objects = True
+        try:
+            yield
+        finally:
+            self.paused = self._builder.looks_at_objects = False
 
     def _is_possible(self) -> bool:
         """Whether any call may be replayed: what code finds without the module tells nothing of which module it is."""
@@ -319,7 +334,9 @@ class CallRecorderWithReuse(CallRecorder):
         group = self._group_of(call)
         if group is None:
             return super().run(call, entered, run, args, kwargs)
-        found, name = self._kept_or_replay(call, group, args[1:], kwargs), type(call.module).__name__
+        name = type(call.module).__name__
+        with self._looking():
+            found = self._kept_or_replay(call, group, args[1:], kwargs)
         if isinstance(found, Replay):
             self._report.replayed[name] += 1
             return self._replayed(call, found)
@@ -327,7 +344,8 @@ class CallRecorderWithReuse(CallRecorder):
         group.is_small = call.stop - call.start < FEWEST_OPS
         self._report.traced[name] += not group.is_small
         if found is not None and not group.is_small:
-            problem = self._problem(found, out, args[1:], kwargs)
+            with self._looking():
+                problem = self._problem(found, out, args[1:], kwargs)
             if problem:
                 self._note(call, problem)
             else:
@@ -426,6 +444,8 @@ class CallRecorderWithReuse(CallRecorder):
             return "it writes to Python objects"
         asked, contiguous = self._asked.asked[kept.asked :], self._asked.contiguous[kept.contiguous :]
         ops, calls = tape.ops[call.start : call.stop], tape.calls[call.position + 1 :]
+        if not all(self._state.knows(inner.module) for inner in calls):
+            return "it calls a module that the forward makes"
         kept.original = Original(call, ops, calls, kept.given.values, asked, contiguous)
         return kept.original.problem(tape.owners) or self._problem_of_result(kept, out, args, kwargs)
 
@@ -468,7 +488,7 @@ class CallRecorderWithReuse(CallRecorder):
         for x in (x for pair in pairs.owners for x in pair if isinstance(x, torch.nn.Module)):
             if not self._state.is_same(x):
                 raise Differs("an attribute of a module has changed")
-        return Replay(original, call, pairs, given.tensors, self._tools)
+        return Replay(original, call, pairs, given.tensors, self._tools, self)
 
     def _replayed(self, call: Call, replay: Replay) -> Any:
         """The result of a call whose ops are copied."""
