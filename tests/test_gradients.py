@@ -853,6 +853,11 @@ def test_a_reentrant_checkpoint_of_a_view_made_under_no_grad():
     assert kind_of("leaf", *steps, returned=("b", "c"))[0] == "refused at the call"  # with other inputs
 
 
+def test_data_of_a_leaf_made_of_an_input_that_is_written():
+    steps = ["a = x.detach().requires_grad_()", "b = a[::2]", "x.detach()[..., 0] += 1"]
+    assert kind_of("leaf", *steps, returned=("b.detach()",))[0] == "refused at the call"  # with other inputs
+
+
 def test_requires_grad_set_to_what_it_is_ties_the_trace_to_the_grad_mode():
     steps = ["a = torch.where(x > 0, x, 0.1 * x).requires_grad_(x.requires_grad)"]
     assert kind_of("leaf", *steps, returned=("a",))[0] == "refused at the call"

@@ -326,6 +326,10 @@ class AliasSet:
         if old not in self._with_grad:
             self._with_grad |= dict.fromkeys(self.above(old))
 
+    def has_gained(self, old: Value) -> bool:
+        """Whether autograd saw a write to an alias, or to a view of it."""
+        return old in self._with_grad
+
     def _with_history(self, old: Value, new: Value, writer: Op) -> Value:
         """`new`, which requires grad if `old` does."""
         lacks = old.requires_grad and not new.requires_grad

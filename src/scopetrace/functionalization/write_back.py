@@ -249,7 +249,7 @@ class _Builder:
                 size, stride, offset = meta.args
                 given = self._numbers((tuple(size), tuple(stride), offset - meta.parent.offset))
                 steps.append(StridedStep(given[0], given[1], given[2], self._mode(value.op)))
-            elif meta.func is _aten.detach.default and value.fake.requires_grad:
+            elif meta.func is _aten.detach.default and aliases.has_gained(value):
                 break  # it got a gradient of its own, and what it was detached from is not used
             elif meta.func is not None:
                 args, kwargs = self._numbers((meta.args, meta.kwargs))
