@@ -492,3 +492,13 @@ def test_arguments_by_name_or_by_position_beside_more_keywords():
             assert torch.equal(tr(*args, **kwargs), model(*args, **kwargs))
         refused(tr, "positional", X, X, error=st.errors.InputMismatchError)
         refused(tr, "more", X, X, scale=X, other=1, error=st.errors.InputMismatchError)
+
+
+def test_a_dict_that_is_a_default_argument_and_changes():
+    def forward(self, x, options={"k": 2.0}):  # noqa: B006
+        return x * options["k"]
+
+    tr = st.trace(net(forward), (X,))
+    tr(X)
+    forward.__defaults__[0]["k"] = 3.0
+    refused(tr, "default arguments")

@@ -574,7 +574,7 @@ class StateCheck:
                 self._plain.append((place.table, place.key, read.value, read))
             elif place.kind == "input":
                 self.facts.append((place, read))
-            elif isinstance(place, InSlot) and same(read.value, place.now(_NO_INPUTS)):
+            elif isinstance(place, InSlot) and _is_constant(read.value) and same(read.value, place.now(_NO_INPUTS)):
                 self._slots.append((place.owner, place.key, getattr(place.owner, place.key, MISSING), read))
             else:
                 self._others.append(read)
