@@ -245,7 +245,9 @@ def named(f):
 def test_equal_to_eager_at_other_values(program, functional):
     tr = st.trace(program, tuple(t.clone() for t in EXAMPLE), functional=functional)
     tr.lint()
-    assert tr.specializations == []
+    fixed = [s.expression for s in tr.specializations]
+    # eager has a gradient of zero for what random numbers are written over, and the trace none
+    assert fixed == (["x.requires_grad"] if program is fills_with_random_numbers else [])
     for args in (EXAMPLE, *OTHERS):
         tr.check(args)
 

@@ -120,17 +120,21 @@ class History:
                 self._family[v] = self._family.get(base, base)
         if not (op.grad or self._assumed) or op.target in DETACHED or is_factory(op):
             return
-        for v in op.writes if self._forgets and covers(op) else ():
-            base = self._family.get(v, v)
-            if to_expr(base.fake.numel()) == to_expr(v.fake.numel()):
-                self._bits.pop(base, None)
+        covered = [v for v in op.writes if self._covers(op, v)]
         bits = of_modules if op.kind == "call_module" else 0
         for v in inputs[:1] if op.target is OVERWRITE else inputs:
-            bits |= self.of(v)
+            bits |= self.of(v) if v not in covered else 0
+        for v in covered:
+            self._bits.pop(self._family.get(v, v), None)
         for v in (*op.values(), *op.writes) if bits else ():
             if v.fake.requires_grad or (self._assumed and can_require_grad(v)):
                 family = self._family.get(v, v)
                 self._bits[family] = self._bits.get(family, 0) | bits
+
+    def _covers(self, op: Op, v: Value) -> bool:
+        """Whether an op leaves nothing of what the tensor had before whose view, or itself, is `v`."""
+        whole = self._family.get(v, v).fake.numel()
+        return self._forgets and covers(op) and to_expr(whole) == to_expr(v.fake.numel())
 
 
 def is_cut(v: Value) -> bool:

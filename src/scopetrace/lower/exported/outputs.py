@@ -107,7 +107,7 @@ class Outputs(ResultNodes):
         state, node = self._state[target.name]
         if state.kind not in _KINDS:
             raise ExportError(
-                f"{target.name} is changed by the forward, and is neither parameter nor buffer",
+                f"Constant {target.name} is changed by the forward, and is neither parameter nor buffer",
                 module=self._tape.root.path,
                 hint="register it with register_buffer; where it is the state of an optimizer, return the gradients, "
                 "torch.autograd.grad(loss, list(model.parameters())), and step outside of the program",
