@@ -38,6 +38,11 @@ def kind_of(inputs, *steps, returned, traced="a call"):
 
 
 RIGHT = {
+    "an attribute bound to a tensor that is written over with a part of a result": (
+        "leaf",
+        ["t = x * 2", "self.b = x[0].detach().clone()", "self.b.copy_(t[0])", "r = t.squeeze()"],
+        ("r",),
+    ),
     "a view made under no_grad of a tensor that got the values of an input": (
         "two_leaves",
         ["a = torch.empty_like(y).copy_(y)", ("torch.no_grad()", "b = a[1:]")],

@@ -395,7 +395,8 @@ def _match_constant(old: Any, new: Any, path: str) -> None:
         except (TypeError, ValueError, RuntimeError):  # arrays and the like have no single truth value
             pass
     then, now = _short(old), _short(new)
-    if then == now and type(old).__repr__ is not object.__repr__:  # which shows addresses
+    text: Any = type(old).__repr__
+    if then == now and text is not object.__repr__:  # which shows addresses
         then, now = (_cut(" ".join(repr(x).split())) for x in (old, new))
     raise InputMismatchError(
         f"{path} was {then} when traced and is {'another one' if then == now else now} now: "

@@ -108,7 +108,8 @@ class Functionalizer(TapeCopier):
         if first in self.originals:
             return self.originals[first]
         new = read(old)
-        if new.storage != old.storage and new.storage in {v.storage for v in self.originals.values()}:
+        others = [*self.originals.values(), *(read(v) for v in self._results() if v.storage != old.storage)]
+        if new.storage != old.storage and new.storage in {v.storage for v in others}:
             new = self.emitter.run(reader.replace(grad=old.fake.requires_grad), _aten.clone.default, (new,), {})
         return new
 
