@@ -174,7 +174,16 @@ class Replay:
         return found
 
     def _noted(self, noted: Noted) -> Noted:
-        return self._frames_of(noted[0]), self._scope_of(noted[1])
+        frames, old = noted
+        found = self._scope_of(old)
+        return self._frames_of(frames), self._below(old) or found if found is old else found
+
+    def _below(self, old: Scope) -> Scope | None:
+        """For a scope in an earlier call of the same module than the Original, that in this one."""
+        if old.label == self._original.call.scope.label:
+            return self._call.scope
+        parent = old.parent and self._below(old.parent)
+        return parent and parent.child(old.name, old.type_name)
 
     def _template(self, x: Any) -> Any:
         return map_structure(self._now.__getitem__, x, Value, (), self._pairs.partner)
