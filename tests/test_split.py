@@ -222,6 +222,12 @@ def test_refusals(case):
         trace.split_backward()
 
 
+def test_a_partitioner_by_name_is_refused():
+    trace = st.trace(torch.nn.Linear(4, 4), (torch.randn(5, 4),))
+    with pytest.raises(st.errors.ArgumentTypeError, match=r"'min_cut', and no function: give functorch\.compile"):
+        trace.split_backward("min_cut")
+
+
 def test_an_input_that_requires_grad_only_now_is_refused():
     model, x = torch.nn.Linear(4, 4), torch.randn(5, 4)
     split = st.trace(model, (x,)).split_backward()

@@ -23,7 +23,7 @@ from scopetrace._compat.compilers import default_partition
 from scopetrace._compat.graph_module import look_up, set_grad_enabled
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeFactory, is_symbolic
-from scopetrace.errors import DynamicShapeError, ModeError, StateMismatchError
+from scopetrace.errors import ArgumentTypeError, DynamicShapeError, ModeError, StateMismatchError
 from scopetrace.ir.scopes import scope
 from scopetrace.ir.tape import Phase
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
@@ -144,6 +144,11 @@ def split_backward(
     """The two graphs of a program; see `Trace.split_backward`. `decompositions` are as for `Trace.decompose`."""
     if partition_fn is None:
         partition_fn = default_partition()
+    if not callable(partition_fn):
+        raise ArgumentTypeError(
+            f"partition_fn= is {partition_fn!r}, and no function: give functorch.compile.default_partition or "
+            "functorch.compile.min_cut_rematerialization_partition"
+        )
     program = program.without_regions().functional()
     joint = _joint_of_step(program) if _is_step(program) else _joint_of_forward(program, decompositions)
     for node in joint.module.graph.find_nodes(op="call_function", target=set_grad_enabled):
