@@ -319,3 +319,21 @@ def test_ops_whose_gradient_is_zero_keep_it():
     (gradient,) = torch.autograd.grad(found(x).sum(), x)
     assert found(x).equal(f(x)) and gradient.equal(torch.zeros(3))
     assert aten.fill.Scalar not in ops(traced(f, x.detach()).decompose().graph_module.graph)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_detach_keeps_gradients_out(requires_grad):
+    def f(x):
+        return x * x.detach()
+
+    x = torch.randn(3, requires_grad=True)
+    found = st.trace(f, (x.detach().requires_grad_(requires_grad),)).decompose()
+    (gradient,) = torch.autograd.grad(found(x).sum(), x)
+    assert gradient.equal(x.detach())
+    assert aten.detach.default not in ops(traced(f, x.detach()).decompose().graph_module.graph)
+
+
+def test_a_table_has_ops():
+    for wrong in ("gelu", aten.gelu):
+        with pytest.raises(st.errors.ArgumentTypeError, match="write ops with overloads"):
+            traced(torch.nn.GELU(), torch.ones(2)).decompose({wrong: torch.relu})

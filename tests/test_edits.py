@@ -553,3 +553,26 @@ def test_an_edited_outlined_program_has_no_flat_form():
     change_target(outlined.functions[0].graph_module)
     with pytest.raises(EditError, match="edit the trace, and outline it then"):
         outlined.inline()
+
+
+class Observer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("most", torch.zeros(()))
+
+    def forward(self, x):
+        self.most = torch.maximum(self.most, x.max())
+        return x
+
+
+def test_a_module_that_writes_its_attributes_is_no_part_of_a_graph():
+    trace, observer = st.trace(nn.ReLU(), (torch.randn(2),)), Observer()
+    gm = copy.deepcopy(trace.graph_module)
+    gm.add_submodule("observer", observer)
+    replace_with(gm, nodes(gm, aten.relu.default)[0], lambda graph, n: graph.call_module("observer", (n,)))
+    gm.recompile()
+    with pytest.raises(st.errors.EditError, match="node observer: the module writes its attribute most"):
+        trace.with_graph(gm)
+    assert type(observer.most) is torch.Tensor
+    with pytest.raises(st.errors.ArgumentTypeError, match=r"takes a torch\.fx\.GraphModule, not ReLU"):
+        trace.with_graph(nn.ReLU())

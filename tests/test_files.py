@@ -4,6 +4,7 @@ import collections
 import copy
 import dataclasses
 import enum
+import functools
 import json
 import os
 import pickle
@@ -435,14 +436,14 @@ def test_versions(tmp_path):
         program = old.read("scopetrace/program.json")
         header = json.loads(old.read("scopetrace/header.json"))
     assert header == {
-        **{"format": "scopetrace trace", "version": 1, "scopetrace": st.__version__},
+        **{"format": "scopetrace trace", "version": 2, "scopetrace": st.__version__},
         **{"torch": torch.__version__, "byteorder": sys.byteorder},
     }
     with zipfile.ZipFile(path, "w") as new:
-        new.writestr("scopetrace/header.json", json.dumps({**header, "version": 2, "scopetrace": "9.1"}))
+        new.writestr("scopetrace/header.json", json.dumps({**header, "version": 3, "scopetrace": "9.1"}))
         new.writestr("scopetrace/program.json", program)
     assert refusal(path) == (
-        "the trace was written by scopetrace 9.1 in version 2 of the format, and this one reads up to 1: "
+        "the trace was written by scopetrace 9.1 in version 3 of the format, and this one reads up to 2: "
         "install scopetrace 9.1 or newer"
     )
 
@@ -456,6 +457,60 @@ def test_ops_that_this_torch_does_not_have(tmp_path):
         f"the trace uses aten.relu_of_the_future.default, which torch {torch.__version__} does not have; "
         "import the library that registers it before the trace is loaded"
     )
+
+
+class Noted:
+    def __repr__(self):
+        return "a note"
+
+
+def annotated(x):
+    with torch.fx.traceback.annotate({"part": "head", "at": [1, (2.5, None)], "note": Noted()}):
+        return x * 2
+
+
+def test_annotations(tmp_path):
+    tr = st.trace(annotated, (X,))
+    for found in (through_file(tr, tmp_path), through_file(st.trace(tr.graph_module, (X,)), tmp_path)):
+        (node,) = found.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.mul.Tensor)
+        custom = node.meta["custom"]
+        assert (custom["part"], custom["at"], str(custom["note"])) == ("head", [1, (2.5, None)], "a note")
+        assert custom["scopetrace"]["call"] == 0
+
+
+ASKED = []
+
+
+def policy(context, op, *args, **kwargs):
+    ASKED.append(op)
+    save = torch.utils.checkpoint.CheckpointPolicy
+    return save.MUST_SAVE if op is torch.ops.aten.sin.default else save.PREFER_RECOMPUTE
+
+
+def selective(x):
+    contexts = functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)
+    return torch.utils.checkpoint.checkpoint(lambda x: x.sin().exp(), x, use_reentrant=False, context_fn=contexts)
+
+
+def test_policies_of_selective_checkpointing_are_code(tmp_path):
+    tr = st.trace(selective, (X.clone().requires_grad_(),))
+    with pytest.warns(st.errors.ScopetraceWarning, match="policy of selective checkpointing is not in the file"):
+        tr.save(tmp_path / "trace")
+
+    asked = []
+    for found in (tr, pickle.loads(pickle.dumps(tr)), st.load(tmp_path / "trace")):
+        x = X.clone().requires_grad_()
+        ASKED.clear()
+        (gradient,) = torch.autograd.grad(found(x).sum(), x)
+        torch.testing.assert_close(gradient, x.sin().exp() * x.cos())
+        asked.append(list(ASKED))
+    assert asked[0] and asked == [asked[0], asked[0], []]
+
+    def change(program):
+        (region,) = [row for kind, row in program["tables"]["tapes"] if kind == "BodyTape"]
+        region["context_fn"] = {"named": ["os", "abort", "x"]}
+
+    assert "the policy of a region is code" in refusal(rewritten(tmp_path / "trace", change))
 
 
 NOTHING = {

@@ -38,6 +38,42 @@ def kind_of(inputs, *steps, returned, traced="a call"):
 
 
 RIGHT = {
+    "a foreach op of which one operand requires grad in one call and not in another": (
+        "leaf",
+        ["self.b.add_(x[0])", "a = x * self.p", "torch._foreach_add_([a, self.b], 1)"],
+        ("a", "self.b"),
+    ),
+    "a foreach op of which no operand requires grad in the trace": (
+        "leaf",
+        ["a = x * 2", "torch._foreach_add_([a, self.b], 1)"],
+        ("a", "self.b"),
+        "a call with inputs that do not require grad",
+    ),
+    "a view under no_grad of a view of inference mode": (
+        "leaf",
+        [("torch.inference_mode()", "a = x[1:].movedim(0, -1)"), "b = a * 2", ("torch.no_grad()", "c = b[0]")],
+        ("c",),
+    ),
+    "a view under no_grad of the whole of what is written": (
+        "leaf",
+        ["a = x * 2", ("torch.no_grad()", "b = a.split(4)[0]"), "a.data.mul_(2)"],
+        ("b",),
+    ),
+    "a copy of a view under no_grad": (
+        "derived",
+        ["x.add_(1)", ("torch.no_grad()", "a = x.view(-1)"), "b = torch.empty_like(a).copy_(a)"],
+        ("b",),
+    ),
+    "a write to a view under no_grad alone": (
+        "leaf",
+        ["a = x * 2", ("torch.no_grad()", "b = a.view(-1, 2)"), "b.data.mul_(2)"],
+        ("b",),
+    ),
+    "an input that retains its gradient and whose data is written": (
+        "retained",
+        ["x.data.mul_(2)", "a = x[:2]"],
+        ("a",),
+    ),
     "an attribute bound to a tensor that is written over with a part of a result": (
         "leaf",
         ["t = x * 2", "self.b = x[0].detach().clone()", "self.b.copy_(t[0])", "r = t.squeeze()"],
@@ -298,8 +334,8 @@ RIGHT = {
 
 @pytest.mark.parametrize("case", RIGHT)
 def test_gradients_are_those_of_eager(case):
-    inputs, steps, returned = RIGHT[case]
-    assert kind_of(inputs, *steps, returned=returned) == ("right", "")
+    inputs, steps, returned, *traced = RIGHT[case]
+    assert kind_of(inputs, *steps, returned=returned, traced=(*traced, "a call")[0]) == ("right", "")
 
 
 REFUSED = {
@@ -328,6 +364,11 @@ REFUSED = {
         [("torch.inference_mode()", "y.data = x.detach().clone()"), "a = y.sigmoid_()"],
         ("a",),
     ),
+    "a change of shape under no_grad, and a derivative": (
+        "transposed",
+        [("torch.no_grad()", "x.t_()"), "a = torch.autograd.grad(x.sum(), x)[0]"],
+        ("a",),
+    ),
     "a leaf as result": ("leaf", ["a = x.detach().requires_grad_()"], ("a",)),
     "what is computed from a leaf alone": ("leaf", ["a = x.detach().requires_grad_()", "b = a * 2"], ("b",)),
     "a leaf of the sizes of an input": ("leaf", ["a = torch.zeros_like(x, requires_grad=True)"], ("a", "x")),
@@ -345,6 +386,11 @@ REFUSED = {
     "an input that the forward makes require grad": ("plain", ["x.requires_grad_()", "a = x * 2"], ("a",)),
     "retain_grad of an input that is no leaf": ("derived", ["x.retain_grad()"], ("x",)),
     "inputs that share memory, of which one is detached": ("leaf_and_detached", ["y[0] = 3"], ("y",)),
+    "results in one memory, computed from a tensor that was written over": (
+        "two_leaves",
+        ["a = x * 1", "a.copy_(y)", "b = a * 2"],
+        ("b", "b[1:]"),
+    ),
     "a leaf of memory that is written": ("derived", ["a = x.detach().requires_grad_()", "x[1:].zero_()"], ("a",)),
     "a leaf written into an input": ("plain", ["a = x.detach().requires_grad_()", "x.add_(a)"], ("x",)),
     "a parameter made anew": ("plain", ["self.p = torch.nn.Parameter(self.p * 2)"], ("x",)),
@@ -355,6 +401,20 @@ REFUSED = {
             "self.p.data.mul_(0.9)",
         ],
         ("a",),
+    ),
+    "the same after a derivative of something else": (
+        "leaf",
+        [
+            "a = torch.utils.checkpoint.checkpoint(lambda t: t * self.p, x, use_reentrant=False)",
+            "b = torch.autograd.grad(x.sin().sum(), x)[0]",
+            ("torch.no_grad()", "self.p.mul_(0.9)"),
+        ],
+        ("a",),
+    ),
+    "a tensor that retains its gradient and is written": (
+        "leaf",
+        ["a = (x * 2).reshape(-1)", "a.retain_grad()", "b = torch.nn.functional.relu(a, inplace=True)"],
+        ("b",),
     ),
     "a parameter that is frozen for a part": (
         "leaf",
@@ -460,12 +520,6 @@ def test_an_input_that_the_forward_makes_require_grad_is_a_side_effect():
     assert effect.change == "x.requires_grad was False and became True"
 
 
-def masked(x):
-    with torch.no_grad():
-        y = x * 2
-    return x + y
-
-
 def hidden(x):
     y = x * 1
     y.detach().mul_(2)
@@ -503,12 +557,43 @@ def changed(x):
     return y
 
 
-@pytest.mark.parametrize("run", [masked, hidden, hooked, changed, Negative.apply])
+@pytest.mark.parametrize("run", [hidden, hooked, changed, Negative.apply])
 def test_a_trace_without_gradients_is_refused_where_they_would_make_another_program(run):
     trace = st.trace(lambda x: run(x), (torch.ones(2),))
     assert torch.equal(trace(torch.ones(2)), run(torch.ones(2)))
     with pytest.raises(st.errors.InputMismatchError, match="requires_grad"):
         trace(torch.ones(2, requires_grad=True))
+
+
+def partly_enabled(x):
+    with torch.no_grad():
+        y = x * 3
+        with torch.enable_grad():
+            z = x * y
+        w = z * 2
+    return w + x, z
+
+
+def region_with_a_block(x):
+    def region(x):
+        with torch.no_grad():
+            scale = x.abs().max()
+        return x / scale
+
+    return torch.utils.checkpoint.checkpoint(region, x.sin(), use_reentrant=False)
+
+
+@pytest.mark.parametrize("run", [partly_enabled, region_with_a_block])
+@pytest.mark.parametrize("form", [lambda t: t, lambda t: t.decompose(), lambda t: t.to_exported_program().module()])
+def test_a_trace_without_gradients_has_those_of_a_call_outside_of_blocks(run, form):
+    program = form(st.trace(lambda x: run(x), (torch.ones(3),)))
+    gradients = []
+    for f in (run, program):
+        x = torch.linspace(1, 2, 3).requires_grad_()
+        out = f(x)
+        results = [t for t in (out if isinstance(out, (tuple, list)) else [out]) if t.requires_grad]
+        gradients += torch.autograd.grad(sum(t.sum() for t in results), x)
+    assert torch.equal(*gradients)
 
 
 def zeros_without_gradients(x):
@@ -752,6 +837,37 @@ def test_derivatives_of_what_a_transform_computes_with_a_parameter(transform):
     torch.testing.assert_close(found[1], found[0])
 
 
+@pytest.mark.parametrize("traced", CALLS)
+@pytest.mark.parametrize(
+    "form",
+    [
+        "torch.func.grad(lambda t: (t * self.p * 2).sin().sum())(x)",
+        "torch.func.grad(lambda t: (self.loud(t) / 2).sin().sum())(x)",
+        "torch.func.grad(lambda t: (t * self.quiet(t)).sum())(x)",
+        "torch.func.vjp(lambda t: (t * self.p).sin(), x)[1](x)[0]",
+        "torch.vmap(torch.func.grad(lambda t: (2 / t.exp() * self.p).sum()))(x)",
+        "torch.func.hessian(lambda t: (t.sin().multiply(2)).sum())(x[0])",
+        "torch.func.grad(lambda t: (t * (2 if t.requires_grad else 3)).sum())(x)",
+    ],
+)
+def test_a_transform_in_calls_of_other_states_than_the_trace(form, traced):
+    """What requires grad around a transform, and the grad mode there, are not what it differentiates by."""
+    kind, why = kind_of("leaf", f"a = {form}", returned=("a",), traced=traced)
+    assert kind == "right" or ("quiet" in form and kind == "refused at the call"), why
+
+
+def test_an_input_that_may_not_require_grad_in_a_call():
+    trace = st.trace(lambda x, y: (x.requires_grad_(False), y * 2)[1], (torch.ones(3), torch.ones(3)))
+    with pytest.raises(st.errors.InputMismatchError, match=r"x\.requires_grad"):
+        trace(torch.ones(3, requires_grad=True), torch.ones(3))
+
+
+def test_a_forward_mode_derivative_without_a_device_is_refused():
+    norm = torch.nn.LayerNorm(3)
+    with pytest.raises(st.errors.UnsupportedOpError, match="zeros that is on no device"):
+        st.trace(lambda x: torch.func.jvp(norm, (x,), (x,))[1], (torch.ones(2, 3),))
+
+
 def test_derivatives_by_a_parameter_that_a_transform_takes_are_refused():
     net = Transformed(lambda f, x, p: torch.vmap(lambda t, p: t * p)(x.t(), p))
     with pytest.raises(st.errors.UnsupportedOpError, match="took a parameter as its argument"):
@@ -763,11 +879,33 @@ def test_derivatives_by_a_parameter_that_a_transform_takes_are_refused():
     [
         (lambda x: setattr(y := x * 2, "data", torch.ones(2)) or y, "sets `.data` of a tensor"),
         (lambda x: x.detach_() * 2, "detaches a tensor"),
+        (lambda x: torch.detach_(x) * 2, "detaches a tensor"),
+        (lambda x: x[1:].detach_(), "detaches a view in place, which torch forbids"),
+        (lambda x: (x * 2).requires_grad_(False), "of a tensor that it computed to False"),
+        (lambda x: (x * 2).to(x.dtype).requires_grad_(False), "of a tensor that it computed to False"),
     ],
 )
 def test_what_a_forward_does_to_a_tensor_without_an_op_is_refused(run, match):
     with pytest.raises(st.errors.UnsupportedOpError, match=match):
         st.trace(run, (torch.ones(2, requires_grad=True),))
+
+
+@pytest.mark.parametrize(
+    "leave", [lambda a: a.detach_(), lambda a: torch.detach_(a), lambda a: a.requires_grad_(False)]
+)
+@pytest.mark.parametrize("use", [lambda a: a[1:], lambda a: a * 2, lambda a: a.to(a.dtype).view(-1)])
+def test_what_is_computed_from_a_leaf_of_the_forward_that_leaves_autograd_later(use, leave):
+    def forward(x):
+        a = x.detach().requires_grad_()
+        b = use(a)
+        leave(a)
+        return b, a
+
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(st.errors.UnsupportedOpError, match="makes a tensor require grad"):
+        st.trace(forward, (x,))
+    trace = st.trace(lambda x: (forward(x)[0].detach(), forward(x)[1] * x), (x,))
+    torch.testing.assert_close([t.requires_grad for t in trace(x)], [False, True])
 
 
 def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
@@ -785,6 +923,18 @@ def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
     assert torch.equal(net.linear.weight.grad, torch.full((3, 3), 2.0))
 
 
+def test_an_input_that_retains_its_gradient_and_is_written():
+    def forward(x):
+        x.mul_(2)
+        return x.sin()
+
+    x = torch.ones(2, 3, requires_grad=True) * 1
+    x.retain_grad()
+    trace = st.trace(forward, (x,))
+    with pytest.raises(st.errors.InputMismatchError, match="x retains its gradient"):
+        trace(x)
+
+
 def test_a_function_that_returns_a_view_beside_a_derivative():
     steps = ["a = First.apply(y)", "b = torch.func.grad(lambda t: (t * self.p).sin().sum())(x)"]
     assert kind_of("leaf_and_plain", *steps, returned=("a", "b"))[0] == "refused at the call"  # in another grad mode
@@ -792,8 +942,16 @@ def test_a_function_that_returns_a_view_beside_a_derivative():
 
 @pytest.mark.parametrize("traced", CALLS)
 @pytest.mark.parametrize("use", ["a * x", "a + 1", "torch.autograd.grad((x + a).sin().sum(), a)[0]"])
-def test_a_factory_s_leaf_ties_the_trace_to_inputs_that_require_grad(use, traced):
-    steps = ["a = torch.ones_like(x, requires_grad=True)", f"b = {use}"]
+@pytest.mark.parametrize(
+    "make",
+    [
+        "torch.ones_like(x, requires_grad=True)",
+        "torch.tensor([1.0, 2, 3, 4, 5, 6], requires_grad=True)",
+        "torch.no_grad()(lambda: x.detach().requires_grad_())()",
+    ],
+)
+def test_a_factory_s_leaf_ties_the_trace_to_inputs_that_require_grad(make, use, traced):
+    steps = [f"a = {make}", f"b = {use}"]
     kind, why = kind_of("leaf", *steps, returned=("b",), traced=traced)
     assert kind not in ("wrong", "fails"), why
 
@@ -912,5 +1070,5 @@ def test_detaching_in_place_what_a_view_made_under_no_grad_is_of():
         y.detach_()
         return view
 
-    with pytest.raises(st.errors.UnsupportedOpError, match="detach_\\(\\) of a tensor of which a result is a view"):
+    with pytest.raises(st.errors.UnsupportedOpError, match="detaches in place a tensor of which it has made a view"):
         st.trace(forward, (torch.ones(2, 3, requires_grad=True),))

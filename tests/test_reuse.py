@@ -109,6 +109,58 @@ def test_dynamic_sizes():
     assert trace(torch.ones(5, 4)).shape == (5, 4)
 
 
+class Widths(nn.Module):
+    """Pairs of equal layers, whose second is given other sizes."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.first, self.second = (nn.ModuleList(Wide(n) for n in range(1, count)) for _ in range(2))
+
+    def forward(self, x):
+        """Run them."""
+        return sum(layer(x).sum() for layer in self.first) + sum(layer(x[:1]).sum() for layer in self.second)
+
+
+class Wide(nn.Module):
+    """A layer with a parameter of its own size."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, 1))
+
+    def forward(self, x):
+        """Run it."""
+        for _ in range(12):
+            x = -x
+        return x + self.weight
+
+
+def test_calls_that_never_repeat_are_not_all_compared(monkeypatch):
+    model, x = Widths(12), torch.ones(2, 1, 1)
+    assert len(st.trace(model, x, reuse=True).reuse.not_shared) == 11
+    monkeypatch.setattr("scopetrace.record.reuse.FEWEST_OPS", 12)
+    assert 6 <= len(st.trace(model, x, reuse=True).reuse.not_shared) < 10
+
+
+class Nested(nn.Module):
+    """A layer in layers, each of which could be an original."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.inner = Nested(depth - 1) if depth else Wide(1)
+
+    def forward(self, x):
+        """Run it."""
+        return self.inner(x) + 1
+
+
+def test_layers_repeat_that_are_unlike_the_first(monkeypatch):
+    monkeypatch.setattr("scopetrace.record.reuse.FEWEST_OPS", 12)
+    model = Net(*(Nested(2) for _ in range(5)))
+    report = st.trace(model, torch.ones(2, 1), reuse=True).reuse  # the first is given what requires no gradient
+    assert report.replayed == {"Nested": 3}
+
+
 DYNAMIC = {"dynamic_shapes": {"x": {0: torch.export.Dim("n")}}}
 
 

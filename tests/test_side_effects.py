@@ -230,6 +230,10 @@ def draws_from_numpy(self, x):
     return x * float(numpy.random.rand())
 
 
+def draws_from_a_new_generator(self, x):
+    return x * float(numpy.random.default_rng(3).random() + numpy.random.default_rng().random())
+
+
 def reads_a_clock(self, x):
     return x * time.time()
 
@@ -273,6 +277,7 @@ CASES = [
     (draws, ["random.random() gave 0."], True),
     (draws_and_forgets, ["random.random() gave 0."], False),
     (draws_from_numpy, ["numpy.random.rand() gave 0."], True),
+    (draws_from_a_new_generator, ["numpy.random.default_rng() gave a Generator"], True),
     (reads_a_clock, ["time.time() gave 1"], True),
     (reads_an_imported_clock, ["time.perf_counter() gave "], True),
     (prints, ["print() gave None"], False),

@@ -138,6 +138,18 @@ def test_it_has_the_mode_and_dtype_of_the_trace():
     assert {p.dtype for p in module.parameters()} == {torch.float32}
 
 
+def test_submodules_hold_tensors_alone():
+    module = st.trace(nn.Sequential(nn.Linear(4, 4)), (inputs(),)).to_module()
+    layer = module.get_submodule("0")
+    for use in (layer, layer.register_forward_hook, layer.register_forward_pre_hook, layer.register_full_backward_hook):
+        with pytest.raises(ModeError, match="one graph, which calls no submodule"):
+            use(lambda *_: None)
+    seen = []
+    module.register_forward_hook(lambda *_: seen.append(1))
+    module(inputs())
+    assert seen
+
+
 def test_leaf_modules_are_refused():
     trace = st.trace(nn.Sequential(nn.Linear(4, 4)), (inputs(),), leaf_modules=nn.Linear)
     with pytest.raises(ModeError, match="leaf modules, 0, which hold tensors of their own"):

@@ -1,6 +1,7 @@
 """Training steps: `backward()`, gradients that accumulate, optimizers. A trace does what eager does, several times."""
 
 import collections
+import contextlib
 import copy
 import functools
 import operator
@@ -194,6 +195,26 @@ def test_a_trace_leaves_gradients_parameters_and_optimizer_as_they_are():
         assert not any(x.any() for x in state.values())
 
 
+@pytest.mark.parametrize(("differentiates", "fails", "runs"), [(True, False, 1), (False, False, 2), (False, True, 2)])
+def test_code_that_names_backward_runs_once_where_it_differentiates(differentiates, fails, runs, capsys):
+    model = Net()
+
+    def step(x):
+        print("a run")
+        loss = F.layer_norm(model(x), (3,)).sum()
+        if fails:
+            raise KeyError("no such loss")
+        if differentiates:
+            loss.backward()
+        return loss
+
+    x = torch.randn(4, 4)
+    with pytest.raises(KeyError) if fails else contextlib.nullcontext():
+        ops = {str(node.target) for node in st.trace(step, (x,)).graph_module.graph.nodes}
+        assert ("aten.layer_norm.default" in ops) is not differentiates
+    assert capsys.readouterr().out.count("a run") == runs
+
+
 def test_training_mode_changes_buffers_and_draws():
     def make(model):
         def step(x, y):
@@ -223,6 +244,22 @@ def test_a_file_of_a_step(tmp_path):
     trace(*args)
     held = dict(loaded.graph_module.named_parameters())
     assert all(torch.equal(held[f"model.{name}"].grad, p.grad) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("checkpoints", [False, True])
+def test_a_file_keeps_the_order_of_backward(tmp_path, checkpoints):
+    model, args = Net(), batches(1)[0]
+
+    def step(x, y):
+        out = checkpoint(model, x, use_reentrant=False) if checkpoints else model(x)
+        F.cross_entropy(out, y).backward()
+
+    trace = st.trace(step, args)
+    trace.save(tmp_path / "step.st")
+    loaded = st.load(tmp_path / "step.st")
+    kinds = {found.kind for found in trace.order.backwards[0]}
+    assert kinds == ({"result", "arguments", "again"} if checkpoints else {"result", "arguments"})
+    assert loaded.order.backwards == trace.order.backwards
 
 
 REFUSED = {

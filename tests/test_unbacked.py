@@ -353,6 +353,22 @@ def test_a_branch_on_one_is_an_error_with_op_module_line_and_way_out(run, op):
     assert "torch.where" in error.hint and "specialize=True" in error.hint
 
 
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda x, n: x * {2: 3.0}[n.item()],
+        lambda x, n: x * {"2": 3.0}[str(n.item())],
+        lambda x, n: x if str(n.item()) == "2" else -x,
+        lambda x, n: x.clone().apply_(lambda item: item * 2),
+        lambda x, n: x.clone().map_(x, lambda a, b: a + b),
+    ],
+)
+def test_what_has_no_data_and_runs_no_op(run):
+    with pytest.raises(st.DataDependentError, match="needs the value of a tensor"):
+        st.trace(run, EXAMPLE)
+    run(*EXAMPLE)
+
+
 def test_a_size_of_the_input_is_no_number_of_its_own_as_an_index():
     tr = st.trace(lambda x: x[x.shape[0] - 1], (torch.randn(4, 2),), dynamic_shapes=({0: torch.export.Dim("n")},))
     for length in (2, 4, 9):
@@ -363,15 +379,18 @@ ASSERTS = """
 def run(x, n):
     assert n.item() < 4
     assert (x < 9).all()
+    assert not torch.isnan(x).any()
+    assert not (x.shape[0] > 5 or n.item() < -5)
     return x * 2
 """
 
 
 def test_an_assert_of_python_is_one_of_the_graph():
-    names = {}
+    names = {"torch": torch}
     exec(ASSERTS, names)  # pytest rewrites the asserts of a test's own code
     tr = st.trace(names["run"], EXAMPLE)
     tr.check((EXAMPLE[0], torch.tensor(-1)))
-    for wrong in ((EXAMPLE[0], torch.tensor(4)), (EXAMPLE[0] + 9, torch.tensor(2))):
+    wrong = [(EXAMPLE[0], torch.tensor(4)), (EXAMPLE[0], torch.tensor(-9)), (EXAMPLE[0] + 9, torch.tensor(2))]
+    for args in (*wrong, (EXAMPLE[0].where(EXAMPLE[0] != EXAMPLE[0][0], torch.nan), torch.tensor(2))):
         with pytest.raises(RuntimeError, match="Runtime assertion failed"):
-            tr(*wrong)
+            tr(*args)

@@ -259,7 +259,8 @@ def _report_flags(replace: Replace, listener: HookListener, mine: Mine) -> None:
     replace(
         torch.Tensor, "requires_grad_", lambda t, requires_grad=True: require(told(t, requires_grad), requires_grad)
     )
-    replace(torch.Tensor, "detach_", detach_)
+    for holder in (torch.Tensor, torch):
+        replace(holder, "detach_", detach_)
     set_required = property(required.__get__, lambda t, flag: required.__set__(told(t, flag), flag))
     replace(torch.Tensor, "requires_grad", set_required)
 

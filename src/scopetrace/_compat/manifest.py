@@ -36,7 +36,8 @@ NAMES = {
     "torch._C:_TorchDispatchModeKey": "PROXY",
     "torch._C:ScriptMethod": "_debug_flush_compilation_cache",
     "torch._C:TensorBase": "data requires_grad storage_offset stride",
-    "torch._C._functorch": "get_unwrapped is_functorch_wrapped_tensor peek_interpreter_stack",
+    "torch._C._functorch": "TransformType get_interpreter_stack get_unwrapped is_functorch_wrapped_tensor "
+    "peek_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._export.non_strict_utils": "_enable_graph_inputs_of_type_nn_module",
     "torch._export.passes.replace_autocast_with_hop_pass": "replace_autocast_with_hop_pass",
@@ -89,9 +90,9 @@ NAMES = {
         ShapeGuard StrictMinMaxConstraint compute_unbacked_bindings""",
     "torch.fx.experimental.symbolic_shapes:DimDynamic": "DYNAMIC",
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": """
-        _get_user_frame _set_replacement _suppress_guards_tls _update_version_counter create_symbol create_symintnode
-        create_unbacked_symint create_unspecified_symbol evaluate_expr evaluate_sym_node guard_or_defer_runtime_assert
-        ignore_fresh_unbacked_symbols""",
+        _get_user_frame _is_python_assert _set_replacement _suppress_guards_tls _update_version_counter
+        create_symbol create_symintnode create_unbacked_symint create_unspecified_symbol evaluate_expr
+        evaluate_sym_node guard_or_defer_runtime_assert ignore_fresh_unbacked_symbols""",
     "torch.fx.passes.shape_prop": "_extract_tensor_metadata",
     "torch.nn:Module": "_call_impl _get_name _named_members",
     "torch.nn.modules._functions": "BackwardHookFunction",

@@ -25,6 +25,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -250,6 +251,28 @@ def short_way() -> tuple[Any, str, Any]:
     return OpOverload, "_get_dispatch", get_dispatch
 
 
+_DEVICE = torch.ops.prim.device.default
+_NO_KEYWORDS: Mapping[str, Any] = MappingProxyType({})
+
+
+def _device_of(t: Any) -> Any:
+    """The device of a fake tensor, as FakeTensorMode has it; inside of a kernel it is a meta tensor."""
+    return torch.device("meta") if t.fake_mode.in_kernel_invocation else t.fake_device
+
+
+def device_at_once() -> tuple[Any, str, Any]:
+    """A replacement, as (class, name, function), by which C++ learns the device of a fake tensor.
+
+    Autograd asks for it several times for each op; by torch's own way it takes longer than the op.
+    """
+    outer: Any = FakeTensorMode.__torch_dispatch__
+
+    def dispatch(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = _NO_KEYWORDS) -> Any:
+        return _device_of(args[0]) if func is _DEVICE else outer(self, func, types, args, kwargs)
+
+    return FakeTensorMode, "__torch_dispatch__", dispatch
+
+
 def _register_higher_order_ops() -> None:
     """Register an implementation under `PreDispatchMode` for each higher-order op that has none yet."""
     for hop in _higher_order_ops.values():
@@ -414,6 +437,12 @@ def in_transform() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
+def in_gradient_transform() -> bool:
+    """Whether a transform such as torch.func.grad runs, around which the grad mode is the one from before it."""
+    levels = torch._C._functorch.get_interpreter_stack() or ()
+    return any(level.key() == torch._C._functorch.TransformType.Grad for level in levels)
+
+
 def unwrapped(t: torch.Tensor) -> torch.Tensor:
     """The tensor inside the wrappers of functorch transforms: under vmap, the whole batch."""
     while torch._C._functorch.is_functorch_wrapped_tensor(t):
@@ -432,8 +461,12 @@ class BelowAutograd(TorchDispatchMode):
         super().__init__()
         self.on_op = on_op
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled in a trace, and torch's guard against it costs as much as an op
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.on_op(func, args, kwargs or {})
+        return _device_of(args[0]) if func is _DEVICE else self.on_op(func, args, kwargs or {})
 
 
 def through_transform(on_op: OnOp, func: OpOverload, args: Any, kwargs: Any) -> Any:

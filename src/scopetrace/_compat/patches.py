@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils import _pytree as pytree
 
 from scopetrace._compat.gradients import HookListener, report_hooks
-from scopetrace._compat.ops import eager, hop_entry_points, in_transform, is_recording, short_way
+from scopetrace._compat.ops import device_at_once, eager, hop_entry_points, in_transform, is_recording, short_way
 from scopetrace._compat.questions import MISSING, Mine, Replace
 from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.symbols import compare_symbols, index_with_symbols
@@ -130,7 +130,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         compare_symbols(replace, mine)
         _report_steps(stack, observer, lambda: is_recording() and mine())
         _report_scalers(replace, observer, lambda: is_recording() and mine())
-        for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way()):
+        for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way(), device_at_once()):
             replace(owner, name, value)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
@@ -483,6 +483,8 @@ def _report_values(replace: Replace, observer: Observer, mine: Mine) -> None:
     replace(warnings, "warn", _warning_of_text())
     for name in ("__reduce_ex__", "__deepcopy__"):
         replace(torch.Tensor, name, _of_plain(getattr(torch.Tensor, name), observer, mine))
+    for name in ("apply_", "map_", "map2_"):
+        replace(torch.Tensor, name, _of_elements(getattr(torch.Tensor, name), mine))
     replace(torch.Tensor, "numpy", numpy)
     replace(torch.Tensor, "__format__", __format__)
     for cls in (torch.SymInt, torch.SymFloat):
@@ -491,7 +493,7 @@ def _report_values(replace: Replace, observer: Observer, mine: Mine) -> None:
 
 
 class _Text(str):
-    """The text of a tensor, which may be shown; the model's code may not look into it, since it has no data."""
+    """The text of a tensor or of its number, which may be shown. The model may not look into it: there is no data."""
 
     mine: Mine = staticmethod(bool)
 
@@ -536,7 +538,10 @@ def _of_the_number(outer: Callable[[Any], Any], observer: Observer, mine: Mine) 
     def read(self: Any) -> Any:
         asked_by_model = mine() and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_MODEL)
         found = observer.on_number(self) if asked_by_model else NotImplemented
-        return outer(self) if found is NotImplemented else getattr(found, outer.__name__)()
+        if found is NotImplemented:
+            answer = outer(self)
+            return _Text(answer) if asked_by_model and isinstance(answer, str) else answer
+        return getattr(found, outer.__name__)()
 
     read.__name__ = outer.__name__
     return read
@@ -572,6 +577,17 @@ def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     norm.running_mean.lerp_(mean, share)
     norm.running_var.lerp_(var, share)
     return out
+
+
+def _of_elements(outer: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
+    """A method that calls a function of Python for each element, at the address of the data."""
+
+    def called(self: torch.Tensor, *args: Any) -> Any:
+        if mine() and isinstance(self, FakeTensor):
+            raise RuntimeError("a tensor in a trace doesn't have data for a function of its elements")
+        return outer(self, *args)
+
+    return called
 
 
 # The state of the process --------------------------------------------------------------------------------------------

@@ -53,6 +53,7 @@ _KEEPING_STATE = (
         TORCH_DIRECTORY,
         *("autograd/grad_mode.py", "amp/autocast_mode.py", "utils/checkpoint.py", "utils/_device.py", "_tensor.py"),
         *("utils/_contextlib.py", "_dynamo/", "_compile.py", "fx/", "_subclasses/", "_library/", "_ops.py"),
+        "_functorch/eager_transforms.py",
         *("nn/modules/module.py", "nn/modules/transformer.py", "nn/modules/activation.py", "nn/functional.py"),
     ),
 )

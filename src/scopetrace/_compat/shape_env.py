@@ -7,12 +7,14 @@ arithmetic and comparisons on these -> CachingNode -> guards, and records of wha
 from __future__ import annotations
 
 import dataclasses
+import dis
 import itertools
 import re
 import sys
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any, Protocol
 
 import sympy  # type: ignore[import-untyped]
@@ -222,6 +224,12 @@ for _name in (*_BINARY, *_LAYOUT):
 # The shape environment -----------------------------------------------------------------------------------------------
 
 
+def _jumps_for_false(frame: FrameType) -> bool:
+    """Whether the code that waits for a truth value goes on elsewhere where that is False."""
+    jumps = (i.opname for i in dis.get_instructions(frame.f_code) if i.offset >= frame.f_lasti and "JUMP" in i.opname)
+    return next(jumps, "").endswith("IF_FALSE")
+
+
 class WatchedShapeEnv(ShapeEnv):
     """A ShapeEnv that records where a size became fixed, and which branches assume that a size is neither 0 nor 1.
 
@@ -281,6 +289,8 @@ class WatchedShapeEnv(ShapeEnv):
         try:
             return super().evaluate_expr(orig_expr, *args, **kwargs)
         except GuardOnDataDependentSymNode:
+            if super()._is_python_assert() and self.guard_or_defer_runtime_assert(sympy.Not(orig_expr), "assert not"):
+                return sympy.false
             decider = self._decider()
             if decider is None:
                 raise
@@ -292,6 +302,10 @@ class WatchedShapeEnv(ShapeEnv):
             if not self.guard_or_defer_runtime_assert(condition, message):
                 raise
             return sympy.sympify(value)
+
+    def _is_python_assert(self) -> bool:
+        """Whether Python raises an AssertionError for False; that of an `assert not` it raises for True."""
+        return super()._is_python_assert() and not _jumps_for_false(self._get_user_frame())
 
     def _get_user_frame(self) -> Any:
         """The nearest frame outside torch and scopetrace, in which torch looks for an `assert`."""

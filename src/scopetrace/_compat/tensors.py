@@ -225,6 +225,11 @@ class FakeMaker:
                 view = torch.as_strided(base, size, stride, offset)
             return self._wrap(view, device, requires_grad)
 
+    def detached(self, t: torch.Tensor) -> torch.Tensor:
+        """`t.detach()` of a fake, below autograd."""
+        with without_dispatch():
+            return self.view(t, t.size(), t.stride(), t.storage_offset(), t.device, False)
+
     def run_view(self, func: Any, base: torch.Tensor, args: Any) -> Any:
         """What a view op returns for the fake `base`, which may be a copy, by torch's kernel and without the mode.
 
@@ -390,18 +395,34 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
 
     In a trace with symbolic sizes torch's cache of results is off (see `FakeFactory.symbolic`), and the Python
     dispatcher decomposes composite ops. Ops without symbolic arguments need neither, and the parts of a composite op
-    may alias otherwise than the op: those of `dropout` in eval mode return a copy. Inference mode skips autograd's
-    dispatch keys, where a composite op runs as its parts in C++; without them torch would take its Python parts.
+    may alias otherwise than the op: those of `dropout` in eval mode return a copy.
     """
     if torch.is_inference_mode_enabled() and _has_kernel(func.name(), _COMPOSITE):
-        func = functools.partial(run_parts, func)
+        return _run_composite_in_inference_mode(mode, func, args, kwargs)
+    return _run_op(mode, func, args, kwargs)
+
+
+def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
+    """As `run_op`, in a mode that skips autograd's dispatch keys.
+
+    There a composite op runs as its parts in C++; without them torch would take its Python parts. What it gives of a
+    normal tensor is a view, which requires grad as that does, but for fake tensors.
+    """
+    parts = functools.partial(run_parts, func)
+    out = _run_op(mode, parts, args, kwargs)
+    given, made = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in ((args, kwargs), out))
+    if any(map(requires_grad_of, given)) and not all(map(is_inference_of, made)):
+        with normal_tensors():
+            return _run_op(mode, parts, args, kwargs)
+    return out
+
+
+def _run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     if any(map(_is_symbolic, tree_leaves((args, kwargs)))):
         return func(*args, **kwargs)
     before = mode.cache_enabled
-    is_number = bool(args) and isinstance(
-        args[0], complex
-    )  # autograd conjugates numbers; the cache takes no view of one
-    mode.cache_enabled = torch._dynamo.config.fake_tensor_cache_enabled and not is_number
+    conjugates = bool(args) and isinstance(args[0], complex)  # in a backward: the cache takes no view of a number
+    mode.cache_enabled = torch._dynamo.config.fake_tensor_cache_enabled and not conjugates
     try:
         with torch._C._DisablePythonDispatcher():
             return func(*args, **kwargs)

@@ -31,6 +31,20 @@ class Stored(NamedTuple):
     """Whether it is in `state_dict`."""
 
 
+class _Holder(torch.nn.Module):
+    """Holds tensors under the names of a module of the model. The program is one graph, which calls no submodule."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises ModeError, as all that waits for a call does."""
+        raise ModeError(
+            "the module of a trace is one graph, which calls no submodule: its submodules hold tensors alone, and have "
+            "no hooks. Call the model's, or put the hook on the model and trace it again"
+        )
+
+    register_forward_hook = register_forward_pre_hook = register_backward_hook = forward
+    register_full_backward_hook = register_full_backward_pre_hook = forward
+
+
 class TracedModule(torch.nn.Module):
     """A traced program that is called, trained, moved and saved as any `nn.Module`; see `Trace.to_module`."""
 
@@ -52,7 +66,7 @@ class TracedModule(torch.nn.Module):
         holder: torch.nn.Module = self
         for part in path:
             if part not in dict(holder.named_children()):
-                holder.add_module(part, torch.nn.Module())
+                holder.add_module(part, _Holder())
             holder = holder.get_submodule(part)
         return holder, leaf
 

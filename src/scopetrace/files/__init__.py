@@ -6,7 +6,7 @@ records   the classes that a file may have
 encoder   tapes -> tables of rows
 decoder   tables of rows -> tapes
 
-    scopetrace/header.json     {"format": "scopetrace trace", "version": 1, "scopetrace": "0.1.0", "torch": "2.13.0"}
+    scopetrace/header.json     {"format": "scopetrace trace", "version": 2, "scopetrace": "0.1.0", "torch": "2.13.0"}
     scopetrace/program.json    {"tables": {...}, "environment": ..., "recorded": row, "program": row}
     scopetrace/storages/0      raw bytes, in the byte order of the machine
     scopetrace/tensors/0.pt    torch.save of a tensor that is not strided
@@ -35,7 +35,7 @@ from scopetrace.ir.tape import ProgramTape
 from scopetrace.ir.verify import verify
 
 FORMAT = "scopetrace trace"
-VERSION = 1
+VERSION = 2
 """Goes up when a file can no longer be read by the version before."""
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import base64
 import enum
 import inspect
+import itertools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +32,7 @@ from scopetrace.files.records import LEFT_OUT, RECORDS
 from scopetrace.files.tensors import TensorReader, dtype_of
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import Code, Scope
-from scopetrace.ir.tape import Autocast, Call, Op, Tape, Value, flat
+from scopetrace.ir.tape import GIVEN_META, Autocast, BackwardNode, Call, Op, Tape, Value, flat
 
 _NUMBERS = {"SymInt": torch.SymInt, "SymFloat": torch.SymFloat, "SymBool": torch.SymBool}
 _PYTHON_NUMBERS: dict[str, type] = {"int": int, "float": float, "bool": bool}
@@ -134,6 +135,10 @@ class Decoder:
         _expect(Scope, op.scope)
         _expect((Call, type(None)), op.call)
         _expect((Autocast, type(None)), op.autocast)
+        _expect((dict, type(None)), op.meta)
+        _expect(dict, *(op.meta or {}).values())
+        if op.meta and not op.meta.keys() <= set(GIVEN_META):
+            raise ValueError(f"an op with {', '.join(op.meta)}")
         return op
 
     def _call(self, row: Any) -> Call:
@@ -151,10 +156,16 @@ class Decoder:
     def _tape(self, row: Any) -> Tape:
         name, fields = row
         kind = RECORDS[name]
+        if "foreign" not in fields.get("context_fn", {"foreign": 0}):
+            raise ValueError("the policy of a region is code in a file")
         tape: Any = kind(**self.fields(kind, fields))
         _expect(Scope, tape.root)
         _expect(Op, *tape.ops)
         _expect(Call, *tape.calls)
+        for node in itertools.chain.from_iterable(getattr(tape, "backwards", ())):
+            _expect(BackwardNode, node)
+            _expect(Op, node.op)
+            _expect(int, node.stop)
         tape.shape_env, tape.fake_mode = self._factory.shape_env, self._factory.mode
         for sets in ("uses_absolute_offset", "written"):
             if hasattr(tape, sets):

@@ -14,6 +14,7 @@ import contextlib
 import enum
 import math
 import types
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,11 +28,12 @@ from scopetrace._compat.symbols import Symbolic, number_parts
 from scopetrace._compat.tensors import FakeTensor
 from scopetrace.containers.classes import NamedObject, look_up
 from scopetrace.containers.structure import Removed, is_plain_object, taken_apart
+from scopetrace.errors import ScopetraceWarning
 from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
 from scopetrace.files.tensors import TensorWriter, can_hold
 from scopetrace.formatting import short_repr
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import Call, ProgramTape, Tape, Value, is_plain, signature_of
+from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value, is_plain, signature_of
 
 _ITSELF = (type(None), bool, int, str)
 
@@ -101,7 +103,7 @@ class Encoder:
             return self._row("calls", x, id(x), lambda: self._call(x))
         if isinstance(x, Tape):
             return self._row("tapes", x, id(x), lambda: self._tape(x))
-        return self._row("ops", x, id(x), lambda: self._fields(x))
+        return self._row("ops", x, id(x), lambda: self._op(x))
 
     def _fields(self, x: Any, **given: Any) -> dict[str, Any]:
         """The fields that differ from their defaults; those that are given have another value in the file."""
@@ -123,7 +125,26 @@ class Encoder:
         for name in ("uses_absolute_offset", "written"):
             if hasattr(tape, name):
                 given[name] = sorted(map(self._storage, getattr(tape, name)))
-        return [NAMES[type(tape)], self._fields(tape, **given)]
+        if isinstance(tape, BodyTape):
+            row = self._fields(tape, **given, context_fn=None) | self._policy(tape.context_fn)
+        else:
+            row = self._fields(tape, **given)
+        return [NAMES[type(tape)], row]
+
+    def _policy(self, context_fn: Any) -> dict[str, Any]:
+        """The field of a policy of selective checkpointing, for a pickle: it is code, which a file does not have."""
+        if context_fn is not None and self._foreign is None:
+            text = "a policy of selective checkpointing is not in the file: a loaded trace computes whole regions again"
+            warnings.warn(f"{text}, with equal results; pickle.dumps(trace) keeps it", ScopetraceWarning, stacklevel=2)
+        return {} if context_fn is None or self._foreign is None else {"context_fn": self._no_form(context_fn)}
+
+    def _op(self, op: Op) -> dict[str, Any]:
+        row = self._fields(op, meta=None)
+        if op.meta is None:
+            return row
+        stacks = {key: _by_name(found) for key, found in op.meta.items() if key != "custom"}
+        with self._to_show():
+            return {**row, "meta": self.data({**op.meta, **stacks})}
 
     def _call(self, call: Call) -> dict[str, Any]:
         raised = call.raised and f"{type(call.raised).__name__}: {call.raised}"
@@ -231,6 +252,12 @@ class Encoder:
             raise NoForm(x)
         self._foreign.append(x)
         return {"foreign": len(self._foreign) - 1}
+
+
+def _by_name(stack: dict[str, Any]) -> dict[str, Any]:
+    """An `nn_module_stack` with the names of classes, as torch.export has it."""
+    names = {cls: f"{cls.__module__}.{cls.__qualname__}" for _, cls in stack.values() if isinstance(cls, type)}
+    return {key: (path, names.get(cls, cls)) for key, (path, cls) in stack.items()}
 
 
 def _member(x: enum.Enum) -> tuple[str, str]:

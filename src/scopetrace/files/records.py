@@ -25,7 +25,7 @@ TABLES: dict[type, str] = {
 """The tables of what a program refers to from several places. Each is written once, as a row."""
 
 _INLINE: tuple[type, ...] = (
-    *(Effect, Returned, DimSpec, tape.AttributeWrite, tape.Autocast, tape.Phase),
+    *(Effect, Returned, DimSpec, tape.AttributeWrite, tape.Autocast, tape.Phase, tape.BackwardNode),
     *(conditions.SizeRules, conditions.DynamicInput, conditions.Specialization),
     *(registered.Registered, registered.RegisteredModule, registered.RegisteredParam),
     *(write_back.WriteBack, write_back.GraphInput, write_back.StateRef, write_back.FromGraph, write_back.ViewStep),
@@ -43,13 +43,12 @@ NAMES = {kind: name for name, kind in RECORDS.items()}
 _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 
 LEFT_OUT: dict[type, tuple[str, ...]] = {
-    tape.Op: ("meta",),
     tape.Call: ("module",),
     tape.AttributeWrite: ("module",),
     conditions.SizeRules: ("env", "dynamic_shapes"),
     DimSpec: ("derive",),  # used only where the trace is made
     **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "module_tables", "example_inputs")),
-    tape.BodyTape: (*_OF_A_TAPE, "context_fn"),
+    tape.BodyTape: _OF_A_TAPE,
 }
 """The fields that a file does not have: the model's modules and inputs, and what is made anew for all its tapes."""
 

@@ -139,6 +139,8 @@ class AliasSet:
             self._present[parent] = (new, self.version)
         if may_lose and bases and new.requires_grad:
             del self._present[old]  # stale: it gets its history from the base
+        for view in [v for v in chain[:-1] if hidden and new.requires_grad and not v.op.grad]:
+            self._present.pop(view, None)  # stale: a view without history of its own, as in eager
         if self._row is not None:
             row = self._of_row(chain[-1], writer).inverse(self._emitter.simplifying(writer), self._row, new)
             self._row = self.overwritten(self._row, row, writer) if hidden else row
@@ -183,6 +185,8 @@ class AliasSet:
             part: Value = emit(meta.func, base, *meta.args, **meta.kwargs)[meta.slot]
             return part
         taken: Value = self._function(old, parent, reader).forward(emit, base)
+        if taken is base and base.requires_grad and not old.op.grad:
+            taken = emit(_aten.alias.default, base)  # without autograd, a view of the whole is a leaf
         return taken
 
     def _written_ancestors(self, old: Value) -> list[Value]:

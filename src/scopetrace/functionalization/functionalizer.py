@@ -8,6 +8,7 @@ RecordedTape -> ops copied with present values, writes as functional variants an
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,8 +64,9 @@ class Functionalizer(TapeCopier):
         self._end_calls(last, root)
         edge = self._at_edge(last, self.emitter.calls[root])
         read = self._read_with_history(edge)
+        users = functools.cache(lambda: self._users_of_storages(read))
         self.new.attribute_writes = [
-            dataclasses.replace(w, value=self._bound(w.value, edge, read)) for w in self.old.attribute_writes
+            dataclasses.replace(w, value=self._bound(w.value, edge, read, users)) for w in self.old.attribute_writes
         ]
         write_back.attach(self.old, self.new, self.sets, read)
         self._end(root, last)
@@ -95,6 +97,10 @@ class Functionalizer(TapeCopier):
             lost = before.of(v) & ~after.of(new) & ~bits.get(v, 0) if new.requires_grad else 0
             if lost and is_cut(v):
                 raise refusal("a result is a view made under no_grad of a tensor that was written over", v.op)
+            if lost and v.storage not in self.sets and sum(v.storage == other.storage for other in found) > 1:
+                raise refusal(
+                    "results share memory, and have a gradient of zero for a tensor that was written over", v.op
+                )
             for leaf in [leaf for leaf, bit in bits.items() if bit & lost]:
                 total = emit(_aten.sum.default, self.originals[leaf])
                 if total.fake.dtype != new.fake.dtype:
@@ -102,14 +108,26 @@ class Functionalizer(TapeCopier):
                 found[v] = with_history(emit, total, found[v])
         return lambda v: found[v] if v in found else self.read(v, reader)
 
-    def _bound(self, old: Value, reader: Op, read: Callable[[Value], Value]) -> Value:
+    def _users_of_storages(self, read: Callable[[Value], Value]) -> dict[int, set[int | None]]:
+        """By storage, those that results in it had on the old tape; None for an input or a tensor of the model."""
+        users: dict[int, set[int | None]] = {v.storage: {None} for v in self.originals.values()}
+        for v in self._results():
+            users.setdefault(read(v).storage, set()).add(v.storage)
+        return users
+
+    def _bound(
+        self,
+        old: Value,
+        reader: Op,
+        read: Callable[[Value], Value],
+        users: Callable[[], dict[int, set[int | None]]],
+    ) -> Value:
         """What an attribute is bound to: an input or tensor of the model itself, or the value in memory of its own."""
         first = self.sets[old.storage].same(old) if old.storage in self.sets else old
         if first in self.originals:
             return self.originals[first]
         new = read(old)
-        others = [*self.originals.values(), *(read(v) for v in self._results() if v.storage != old.storage)]
-        if new.storage != old.storage and new.storage in {v.storage for v in others}:
+        if new.storage != old.storage and users().get(new.storage, set()) - {old.storage}:
             new = self.emitter.run(reader.replace(grad=old.fake.requires_grad), _aten.clone.default, (new,), {})
         return new
 
@@ -140,8 +158,19 @@ class Functionalizer(TapeCopier):
         args, kwargs = call_variant(variant, func, *self._operands(op, name))
         if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
             variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
-        out = self.emitter.run(op, variant.op, tuple(args), kwargs)
-        self._store(op, variant, out)
+        run = self._run_each if name.startswith("_foreach_") and op.grad else self.emitter.run
+        self._store(op, variant, run(op, variant.op, tuple(args), kwargs))
+
+    def _run_each(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
+        """A foreach op for each tensor alone: one for all gives all results a gradient where one operand has one."""
+
+        def of(i: int, a: Any) -> Any:
+            return [a[i]] if isinstance(a, (list, tuple)) else a
+
+        return [
+            self.emitter.run(op, func, tuple([of(i, a) for a in args]), {k: of(i, a) for k, a in kwargs.items()})[0]
+            for i in range(len(args[0]))
+        ]
 
     def _operands(self, op: Op, name: str) -> tuple[Any, Any]:
         """The arguments of the functional variant of an op, with copies of what its backward keeps."""
@@ -187,7 +216,7 @@ class Functionalizer(TapeCopier):
             if isinstance(target, Value):
                 self.assign(op, target, new)
             for i, t in enumerate(target if isinstance(target, (list, tuple)) else ()):
-                self.assign(op, t, self._of_its_own(op, i, new[i]))
+                self.assign(op, t, new[i])
         returned = op.outputs if isinstance(op.outputs, (list, tuple)) and len(variant.results) > 1 else [op.outputs]
         for old, source in zip(returned, variant.results, strict=False):
             if isinstance(source, str):
@@ -195,13 +224,6 @@ class Functionalizer(TapeCopier):
             elif isinstance(old, Value):
                 single = isinstance(out, Value)
                 self.define(op.replace(args=(), kwargs={}), old, out if single else out[source])
-
-    def _of_its_own(self, op: Op, i: int, new: Value) -> Value:
-        """A result of a foreach op, with a gradient only if its own operands have one. The op has one for all."""
-        mine = (a[i] if isinstance(a, (list, tuple)) else a for a in (*op.args, *op.kwargs.values()))
-        if new.requires_grad and not any(a in op.tracked for a in mine):
-            new = self.emitter.run(op, _aten.detach.default, (new,), {})
-        return new
 
     def _rename(self, targets: Any, returned: Any) -> None:
         """What an in-place op returned is the tensor that it wrote to."""
@@ -292,6 +314,8 @@ class Functionalizer(TapeCopier):
         target, source = op.tensor(0), op.tensor(1)
         size = list(target.fake.size())
         new = self.read(source, op)
+        if op.grad and is_cut(new):
+            new = self.emitter.run(op, _aten.clone.default, (new,), {})  # what was copied is no leaf
         if new.fake.dtype != target.fake.dtype or new.fake.device != target.fake.device:
             to = {"dtype": target.fake.dtype, "device": target.fake.device}
             new = self.emitter.run(op, _aten._to_copy.default, (new,), to)

@@ -54,11 +54,11 @@ def compare(
     kwargs: Any,
     inputs: list[Value],
     container: type | None,
-    tensors: list[torch.Tensor],
+    tensors: list[torch.Tensor | None],
 ) -> None:
     """Raises InferenceError where torch's results for the same arguments are not those inferred: `tensors`."""
     fakes = [v.fake for v in inputs]
-    for number in _assignments(maker, [*fakes, *tensors], (args, kwargs)):
+    for number in _assignments(maker, [*fakes, *(t for t in tensors if t is not None)], (args, kwargs)):
         examples = _instances(maker, inputs, number)
         try:
             given = replaced((args, kwargs), examples, number)
@@ -68,8 +68,8 @@ def compare(
                 raise _difference(func, args, kwargs, f"{tensors}", f"{type(error).__name__}: {error}") from error
             continue  # no call has these sizes
         theirs = [out] if isinstance(out, torch.Tensor) else list(out)
-        wanted = [_describe(t, [examples[id(v)] for v in inputs], int) for t in theirs]
-        found = [_describe(t, fakes, number) for t in tensors]
+        wanted = [None if t is None else _describe(t, [examples[id(v)] for v in inputs], int) for t in theirs]
+        found = [None if t is None else _describe(t, fakes, number) for t in tensors]
         if found != wanted or (None if isinstance(out, torch.Tensor) else type(out)) is not container:
             raise _difference(func, args, kwargs, _text(container, found), _text(type(out), wanted))
 
@@ -82,7 +82,7 @@ def _difference(func: Any, args: Any, kwargs: Any, found: str, wanted: str) -> I
     )
 
 
-def _text(container: Any, results: list[Description]) -> str:
+def _text(container: Any, results: list[Description | None]) -> str:
     return f"{getattr(container, '__name__', 'tensor')} of {', '.join(map(str, results))}"
 
 

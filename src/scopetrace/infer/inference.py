@@ -41,7 +41,7 @@ _ATOMS = frozenset(
     {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format},
 )
 
-Inferred = tuple[Outputs, list[torch.Tensor]]
+Inferred = tuple[Outputs, list[torch.Tensor | None]]
 """The metadata of the results, and the results."""
 
 
@@ -103,8 +103,7 @@ class Inference:
             key = self.key_of_call(func, args, kwargs) if is_op(func) and may_infer(func) else None
             found = None if key is None else self.infer(key, func, args, kwargs, inputs)
         if found is not None:
-            outputs, tensors = found
-            return tensors[0] if outputs.container is None else outputs.container(tensors)
+            return found[0].contained(found[1])
         given = map_argument(lambda x: x.fake if isinstance(x, Value) else x, (args, kwargs))
         out = run_fake(self._maker.mode, func, *given)
         if key is not None:
@@ -161,7 +160,7 @@ class Inference:
                 return None
         fakes = [v.fake for v in inputs]
         with without_dispatch():
-            tensors = [meta.make(self._maker, fakes) for meta in outputs.tensors]
+            tensors = outputs.make(self._maker, fakes)
         if not known:
             metas = [self._with_key(meta, t) for meta, t in zip(outputs.tensors, tensors, strict=True)]
             outputs = self._outputs[key] = Outputs(outputs.container, tuple(metas))
@@ -186,8 +185,10 @@ class Inference:
             return None
         return _outputs_of(self, inputs, out)
 
-    def _with_key(self, meta: OutputMeta | Identity, made: torch.Tensor) -> OutputMeta | Identity:
-        return meta if isinstance(meta, Identity) else meta._replace(key=self.key_of(made))
+    def _with_key(self, meta: OutputMeta | Identity | None, made: torch.Tensor | None) -> OutputMeta | Identity | None:
+        if made is None or not isinstance(meta, OutputMeta):
+            return meta
+        return meta._replace(key=self.key_of(made))
 
     def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """What the cache has of an op, which it then has for all ops of equal metadata."""
@@ -217,8 +218,7 @@ class Inference:
             assert _outputs_of(self, inputs, run()) == known, func
         fakes = [v.fake for v in inputs]
         with without_dispatch():
-            made = [meta.make(self._maker, fakes) for meta in known.tensors]
-        return made[0] if known.container is None else known.container(made)
+            return known.contained(known.make(self._maker, fakes))
 
     def like(self, fake: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same size, strides, dtype and device in memory of its own, without gradient."""
@@ -232,15 +232,16 @@ def _outputs_of(inference: Inference, inputs: list[Value], out: Any) -> Outputs 
     if container not in (None, tuple, list):
         return None
     results = [out] if container is None else list(out)
-    if not results or any(type(t) is not FakeTensor for t in results):
+    tensors = [t for t in results if t is not None]  # a backward gives None for what needs no gradient
+    if not tensors or any(type(t) is not FakeTensor for t in tensors):
         return None
-    metas = [_meta_of(inference, inputs, t) for t in results]
-    known = tuple([meta for meta in metas if meta is not None])
-    if len(known) < len(metas) or _share_new_memory(results, inputs):
+    metas = [None if t is None else _meta_of(inference, inputs, t) for t in results]
+    known = [meta for meta in metas if meta is not None]
+    if len(known) < len(tensors) or _share_new_memory(tensors, inputs):
         return None
     if len(inputs) > 1 and any(isinstance(m, Identity) or m.base is not None for m in known) and _share_storage(inputs):
         return None  # their metadata does not say which of them the result is a view of
-    return Outputs(container, known)
+    return Outputs(container, tuple(metas))
 
 
 def _meta_of(inference: Inference, inputs: list[Value], out: torch.Tensor) -> OutputMeta | Identity | None:

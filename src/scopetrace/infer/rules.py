@@ -21,7 +21,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -43,6 +43,7 @@ from scopetrace.ops import views
 from scopetrace.ops.views import Int, Sizes, ViewArguments
 
 _aten = torch.ops.aten
+T = TypeVar("T")
 DEVICE_TYPES = frozenset({"cpu", "cuda", "meta"})
 """The devices whose strides the rules were compared with."""
 
@@ -89,7 +90,16 @@ class Outputs(NamedTuple):
 
     container: type | None
     """The type of the container; None where the op returns a single tensor."""
-    tensors: tuple[OutputMeta | Identity, ...]
+    tensors: tuple[OutputMeta | Identity | None, ...]
+    """Of each result; None for one that is None."""
+
+    def make(self, maker: FakeMaker, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The results as fake tensors. Call inside `without_dispatch`."""
+        return [None if meta is None else meta.make(maker, inputs) for meta in self.tensors]
+
+    def contained(self, results: list[T]) -> Any:
+        """The results as the op gives them."""
+        return results[0] if self.container is None else self.container(results)
 
 
 def outputs_by_rule(

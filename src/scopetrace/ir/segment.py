@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from scopetrace._compat.symbols import Symbolic, dummy_symbols, symbols_of, to_expr
+from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import identifier, leaves
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, flat, renamed
@@ -87,6 +88,13 @@ def free_symbols(segment: TapeSegment, captured: list[Any]) -> Iterator[Any]:
         known.add(*flat(op.outputs), *(op.unbacked or ()))
     yield from known.lacks(leaves([(call.args, call.kwargs, call.outputs) for call in segment.calls], Symbolic))
     yield from known.lacks(flat(segment.outputs))
+
+
+def has_symbols(tape: Tape) -> bool:
+    """Whether a size or number of the program is symbolic: of what comes from outside, or made from data."""
+    outside = [op.outputs for op in tape.ops if op.kind in ("placeholder", "get_attr")]
+    numbers = any(is_symbolic(x.fake) if isinstance(x, Value) else isinstance(x, Symbolic) for x in outside)
+    return numbers or any(op.unbacked for op in tape.ops)
 
 
 class _Known:

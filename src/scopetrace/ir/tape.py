@@ -18,7 +18,7 @@ import os
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, Union
+from typing import Any, Protocol, Union
 
 import torch
 
@@ -128,7 +128,8 @@ class Phase:
     """Of `backward`, the scope of that op."""
 
 
-class BackwardNode(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class BackwardNode:
     """A node of autograd's graph that ran in a backward."""
 
     op: Op
@@ -137,6 +138,10 @@ class BackwardNode(NamedTuple):
     """The number of ops on the tape when it had run."""
     has_saved: bool
     """Whether it has saved tensors, so that it makes a checkpointed region run again. False outside of such regions."""
+
+
+GIVEN_META = ("custom", "nn_module_stack", "fwd_nn_module_stack")
+"""What ops get of the `node.meta` of a graph that is traced; `custom` is of `torch.fx.traceback.annotate` too."""
 
 
 @dataclasses.dataclass(eq=False, frozen=True, init=False)
@@ -171,10 +176,9 @@ class Op:
     tracked: tuple[Value, ...] = ()
     """Of an op that writes: its inputs that required grad before it. A write can make its target do so."""
     meta: dict[str, Any] | None = None
-    """What its node gets in `node.meta`: `custom` of `torch.fx.traceback.annotate`, `nn_module_stack` of a graph.
-    A file does not have it."""
+    """What its node gets in `node.meta`, by keys of `GIVEN_META`."""
     autocast: Autocast | None = None
-    """None outside of such a block, and of what would be another op inside one. A file does not have it."""
+    """None outside of such a block, and of what would be another op inside one."""
     phase: Phase | None = None
     """None in the forward."""
 
@@ -475,7 +479,7 @@ class BodyTape(Tape):
     """Whether it gives one value, not a tuple: it says if a loop goes on, or computes a score."""
     context_fn: Any = None
     """Of a checkpointed region, the `context_fn` that chooses which results backward does not compute again; None if
-    all are. A file does not have it."""
+    all are. It is code, which a file does not have."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -546,8 +550,9 @@ class RecordedTape(ProgramTape):
     """Whether autograd saw every op while it was recorded, because the forward itself differentiates."""
     backwards: list[list[BackwardNode]] = dataclasses.field(default_factory=list)
     """For each time that the forward differentiates, the nodes of autograd's graph that ran, in order."""
-    checkpointed: list[range] = dataclasses.field(default_factory=list)
-    """The positions of the ops of regions under `torch.utils.checkpoint`, where the forward differentiates."""
+    checkpointed: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    """Where the forward differentiates: of each region under `torch.utils.checkpoint` the positions of its first op and
+    after its last one."""
 
 
 @dataclasses.dataclass(eq=False)

@@ -237,9 +237,19 @@ class WriteBack(Printed):
             resolver.results.append(None if source is None else resolver.get(source))
         return resolver.results
 
+    def inputs_left_behind(self) -> set[str]:
+        """The inputs that get new values of which autograd knows, but not that results come from these."""
+        if not any(isinstance(s, FromGraph) for s in self._bases()):
+            return set()
+        written = (u.target for u in self.updates if isinstance(u, CopyInto) and u.grad is not False)
+        return {target.name for target in written if isinstance(target, GraphInput)}
+
+    def _bases(self) -> list[Source | None]:
+        return [s.base if isinstance(s, ViewOf) else s for s in (*self.results, *self.bound)]
+
     def _copies(self) -> list[FromGraph]:
         """What is a copy of a value of the graph, and not that value."""
-        sources = [s.base if isinstance(s, ViewOf) else s for s in (*self.results, *self.bound)]
+        sources = self._bases()
         sources += [u.value for u in self.updates if isinstance(u, CopyInto)]
         return [s for s in sources if isinstance(s, FromGraph) and (s.copy or s.stride is not None)]
 

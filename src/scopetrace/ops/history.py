@@ -127,7 +127,7 @@ class History:
         for v in covered:
             self._bits.pop(self._family.get(v, v), None)
         for v in (*op.values(), *op.writes) if bits else ():
-            if v.fake.requires_grad or (self._assumed and can_require_grad(v)):
+            if v.requires_grad or v.fake.requires_grad or (self._assumed and can_require_grad(v)):
                 family = self._family.get(v, v)
                 self._bits[family] = self._bits.get(family, 0) | bits
 
@@ -147,6 +147,12 @@ def is_cut(v: Value) -> bool:
             return v.fake.requires_grad
         v = base
     return False
+
+
+def is_view(v: Value) -> bool:
+    """Whether autograd takes a value for a view of another."""
+    base = _base(v, v.op.inputs())
+    return base is not None and base.fake is not v.fake
 
 
 def _base(v: Value, inputs: list[Value]) -> Value | None:

@@ -53,7 +53,7 @@ class _Backward:
     def steps(self, numbers: Mapping[Call, int]) -> tuple[GradientStep, ...]:
         """What happens, in order."""
         found = [(at, kind, call) for call in self._tape.calls for at, kind in self._of_call(call)]
-        found += [(at, "again", call) for region in self._tape.checkpointed for at, call in self._again(region)]
+        found += [(at, "again", call) for region in self._tape.checkpointed for at, call in self._again(*region)]
         found.sort(key=operator.itemgetter(0))
         return tuple(GradientStep(kind, numbers[call], self._ops_before(at.node)) for at, kind, call in found)
 
@@ -77,8 +77,10 @@ class _Backward:
         if passed is not None:
             yield _At(passed, 0, (-call.position, 1)), "arguments"
 
-    def _again(self, region: range) -> Iterator[tuple[_At, Call]]:
-        first = next((n for n, node in enumerate(self._nodes) if node.has_saved and self._made[n] in region), None)
+    def _again(self, start: int, stop: int) -> Iterator[tuple[_At, Call]]:
+        first = next(
+            (n for n, node in enumerate(self._nodes) if node.has_saved and start <= self._made[n] < stop), None
+        )
         for call in self._tape.calls:
-            if first is not None and call.start in region and call.stop <= region.stop:
+            if first is not None and start <= call.start < stop and call.stop <= stop:
                 yield _At(first, 2, (call.position, 0)), call

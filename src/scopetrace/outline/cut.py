@@ -16,7 +16,7 @@ import torch
 
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
-from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols, own_values
+from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols, has_symbols, own_values
 from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, checks_enabled, forward_of, renamed
 from scopetrace.ir.verify import verify
 from scopetrace.outline.key import call_key, content_hash
@@ -110,6 +110,7 @@ class _Outliner:
         for call in tape.calls:
             self._children[call.parent].append(call)
         self._main = _Block(None)
+        self._has_symbols = has_symbols(tape)
 
     def run(self) -> FunctionalTape:
         """The main program, with ops and values of its own."""
@@ -275,7 +276,7 @@ class _Outliner:
             operands.append(value)
         segment = TapeSegment("", old.scope, None, 0, inner.ops, inner.calls, [])
         known = {to_expr(x) for x in operands if isinstance(x, Symbolic)}
-        for number in free_symbols(segment, operands):
+        for number in free_symbols(segment, operands) if self._has_symbols else ():
             if to_expr(number) not in known:
                 known.add(to_expr(number))
                 inputs.append(FunctionInput(str(number), "size"))

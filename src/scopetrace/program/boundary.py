@@ -171,8 +171,10 @@ def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
         if a != b and (a != i or old[i] in written or old[b] in written):
             this, other = tape.input_paths[i], tape.input_paths[a if a != i else b]
             was = "shared memory" if a != i else "did not share memory"
+            or_else = f", or with {this}.clone() for calls of both kinds" if old[i] not in written else ""
             raise InputMismatchError(
                 f"{this} and {other} {was} when traced, and it is otherwise now; trace again with inputs like these"
+                + or_else
             )
     for path, value, tensor in zip(tape.input_paths, tape.inputs, tensors, strict=True):
         if value.storage in written and _is_expanded(tensor) and not _is_expanded(value.fake):
@@ -214,6 +216,7 @@ class CallBoundary:
         self.check = StateCheck(tape)
         written = tape.written_storages()
         self._writes_inputs = any(v.storage in written for v in tape.inputs)
+        self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
         self._apart = [n for n, v in tape.attribute_reads() if self._writes_inputs or v.storage in written]
         """The tensors of the model whose memory no input may share, since one of them is written."""
 
@@ -308,6 +311,11 @@ class CallBoundary:
                 raise InputMismatchError(
                     f"{path} requires grad now, and when traced {then}: the model writes to its inputs, and the "
                     "gradient would be lost; trace again with inputs like these, or call under torch.no_grad()"
+                )
+            if tensor.retains_grad and value.op.name in self._left_behind:
+                raise InputMismatchError(
+                    f"{path} retains its gradient, and the model writes to it: eager would keep the gradient of what "
+                    "was written; clone it before retain_grad(), or ask for that gradient with torch.autograd.grad"
                 )
 
     def leave(self, inputs: Sequence[Any], values: Sequence[Any]) -> Any:
@@ -529,13 +537,17 @@ def _bind_buffer(module: torch.nn.Module, name: str, tensor: torch.Tensor, *, in
     (unsaved.discard if in_state_dict else unsaved.add)(name)
 
 
-@contextlib.contextmanager
-def without_autocast() -> Iterator[None]:
+def without_autocast() -> contextlib.AbstractContextManager[None]:
     """Turn autocast off: the graph contains the casts of the trace, and autocast would add others."""
+    on = [device for device in ("cpu", "cuda") if torch.is_autocast_enabled(device)]
+    return _without_autocast_on(on) if on else contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _without_autocast_on(devices: list[str]) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
-        for device in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device):
-                stack.enter_context(torch.autocast(device, enabled=False))
+        for device in devices:
+            stack.enter_context(torch.autocast(device, enabled=False))
         yield
 
 
@@ -565,20 +577,29 @@ class StateCheck:
         self._plain: list[tuple[Any, str, Any, Read]] = []
         self._slots: list[tuple[Any, str, Any, Read]] = []
         """Of each read of a class, what is there now: mostly the one comparison that a call makes."""
+        self._functions: list[tuple[types.FunctionType, types.CodeType, Any, Any, Read]] = []
+        """The same of functions: code and default arguments."""
         self._others: list[Read] = []
         self.facts: list[tuple[Place, Read]] = []
         """What was read of inputs."""
         for read in (part for whole in tape.reads for part in whole.parts):
-            place = read.place
-            if isinstance(place, InTable) and _is_constant(read.value) and _is_constant(place.table.get(place.key)):
-                self._plain.append((place.table, place.key, read.value, read))
-            elif place.kind == "input":
-                self.facts.append((place, read))
-            elif isinstance(place, InSlot) and _is_constant(read.value) and same(read.value, place.now(_NO_INPUTS)):
-                self._slots.append((place.owner, place.key, getattr(place.owner, place.key, MISSING), read))
-            else:
-                self._others.append(read)
+            self._add(read)
         self._numbers = [entry for entry in self._plain if type(entry[2]) in _NUMBERS]
+
+    def _add(self, read: Read) -> None:
+        place = read.place
+        if isinstance(place, InTable) and _is_constant(read.value) and _is_constant(place.table.get(place.key)):
+            self._plain.append((place.table, place.key, read.value, read))
+        elif place.kind == "input":
+            self.facts.append((place, read))
+        elif isinstance(place, InSlot) and _is_constant(read.value) and same(read.value, place.now(_NO_INPUTS)):
+            self._slots.append((place.owner, place.key, getattr(place.owner, place.key, MISSING), read))
+        elif isinstance(place, OfFunctions) and same(read.value, place.now(_NO_INPUTS)):
+            self._functions += [(f, f.__code__, f.__defaults__, f.__kwdefaults__, read) for f in place.functions]
+            if any(f.__kwdefaults__ for f in place.functions):
+                self._others.append(read)  # dicts, which may be changed
+        else:
+            self._others.append(read)
 
     def run(self, call: CallInputs, number: Number) -> None:
         """Raise InputMismatchError for a fact of an input, StateMismatchError for all else, that differs."""
@@ -607,10 +628,14 @@ class StateCheck:
         for owner, key, value, read in self._slots:
             if getattr(owner, key, MISSING) is not value:
                 _compare(read)
+        for f, code, defaults, of_keywords, read in self._functions:
+            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not of_keywords:
+                _compare(read)
         for read in self._others:
             _compare(read)
-        if self._tape.module_tables is not None:
-            for change in self._tape.module_tables.changes():
+        tables = self._tape.module_tables
+        if tables is not None and not tables.unchanged():
+            for change in tables.changes():
                 self._refuse(change)
 
     def run_numbers(self) -> None:

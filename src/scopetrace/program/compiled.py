@@ -1,7 +1,7 @@
 """The values of a compiled graph, in the memory and with the strides that the graph promises.
 
 A compiler may return values in other memory and with other strides than the graph: an input where the graph says
-`clone`, a copy where it says `view`. The write-back depends on memory, so `as_the_graph_returns` restores it first.
+`clone`, a copy where it says `view`. The write-back depends on memory, so `GraphValues` restores it first.
 
 Data flow:
     values of a compiled graph, by the storage that the graph has for them
@@ -21,40 +21,52 @@ from scopetrace.errors import CompiledGraphError
 from scopetrace.ir.tape import Output, Tape, Value
 
 
-def as_the_graph_returns(
-    tape: Tape, promised: Sequence[Any], inputs: Sequence[Any], values: Sequence[Any]
-) -> list[Any]:
-    """The values of a compiled graph, copied or viewed where memory or strides differ from those of the graph.
+class GraphValues:
+    """What a graph returns, and where in memory.
 
     Args:
         tape: the tape of the graph.
         promised: its outputs: tape values, numbers or None.
-        inputs: the inputs of this call.
-        values: what the compiled graph returned.
-
-    Raises CompiledGraphError for another number of values, and for values of other shapes or dtypes.
     """
-    if len(values) != len(promised):
-        raise CompiledGraphError(f"the compiled graph returned {len(values)} values, the graph has {len(promised)}")
-    groups: dict[int, list[int]] = {}
-    for i, (promise, value) in enumerate(zip(promised, values, strict=True)):
-        if _is_plain(promise) and isinstance(value, torch.Tensor):
-            _check(i, promise.fake, value)
-            groups.setdefault(promise.storage, []).append(i)
-    found = list(values)
-    owners, attributes = _input_owners(tape, inputs), _attributes(tape)
-    taken = _Ranges(x for x in inputs if isinstance(x, torch.Tensor))  # the others are numbers
-    for storage, places in groups.items():
-        pairs = [(promised[i], values[i]) for i in places]
-        if storage in owners:
-            tensors = [_of_input(*owners[storage], *pair) for pair in pairs]
-        elif storage in attributes:
-            tensors = [value for _, value in pairs]
-        else:
-            tensors = _in_one_memory(pairs, taken)
-        for i, tensor in zip(places, tensors, strict=True):
-            found[i] = tensor
-    return found
+
+    def __init__(self, tape: Tape, promised: Sequence[Any]) -> None:
+        self._promised = promised
+        self._dense = [i for i, promise in enumerate(promised) if _is_plain(promise)]
+        given = [op.outputs for op in tape.ops if op.kind == "placeholder"]
+        self._inputs = [(i, value) for i, value in enumerate(given) if _is_plain(value)]
+        self._attributes = {v.storage for op in tape.ops if op.kind == "get_attr" for v in op.values()}
+
+    def restored(self, inputs: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+        """The values of a compiled graph, copied or viewed where memory or strides differ from those of the graph.
+
+        Args:
+            inputs: the inputs of this call.
+            values: what the compiled graph returned.
+
+        Raises CompiledGraphError for another number of values, and for values of other shapes or dtypes.
+        """
+        promised = self._promised
+        if len(values) != len(promised):
+            raise CompiledGraphError(f"the compiled graph returned {len(values)} values, the graph has {len(promised)}")
+        groups: dict[int, list[int]] = {}
+        for i in self._dense:
+            if isinstance(values[i], torch.Tensor):
+                _check(i, promised[i].fake, values[i])
+                groups.setdefault(promised[i].storage, []).append(i)
+        found = list(values)
+        owners = {value.storage: (value, inputs[i]) for i, value in reversed(self._inputs)}  # the first that has it
+        taken = _Ranges(x for x in inputs if isinstance(x, torch.Tensor))  # the others are numbers
+        for storage, places in groups.items():
+            pairs = [(promised[i], values[i]) for i in places]
+            if storage in owners:
+                tensors = [_of_input(*owners[storage], *pair) for pair in pairs]
+            elif storage in self._attributes:
+                tensors = [value for _, value in pairs]
+            else:
+                tensors = _in_one_memory(pairs, taken)
+            for i, tensor in zip(places, tensors, strict=True):
+                found[i] = tensor
+        return found
 
 
 def _is_plain(promise: Output) -> TypeGuard[Value]:
@@ -70,20 +82,6 @@ def _check(i: int, fake: torch.Tensor, value: torch.Tensor) -> None:
     if value.size() != fake.size() or value.dtype != fake.dtype:
         was, wanted = (f"{t.dtype} of shape {list(t.size())}" for t in (value, fake))
         raise CompiledGraphError(f"the compiled graph returned {was} as value {i}, the graph has {wanted} there")
-
-
-def _input_owners(tape: Tape, inputs: Sequence[Any]) -> dict[int, tuple[Value, torch.Tensor]]:
-    """By storage, the first input that has it."""
-    found: dict[int, tuple[Value, torch.Tensor]] = {}
-    placeholders = [op.outputs for op in tape.ops if op.kind == "placeholder"]
-    for value, tensor in zip(placeholders, inputs, strict=True):
-        if _is_plain(value):
-            found.setdefault(value.storage, (value, tensor))
-    return found
-
-
-def _attributes(tape: Tape) -> set[int]:
-    return {op.outputs.storage for op in tape.ops if op.kind == "get_attr" and isinstance(op.outputs, Value)}
 
 
 class _Ranges:

@@ -116,7 +116,8 @@ class _TapeDecomposer:
         return with_values(self.new, self.values)
 
     def _step(self, op: Op, placed: Op) -> None:
-        stays = bool(op.unbacked) or (op.target in _ZERO_GRADIENT and any(v.requires_grad for v in op.values()))
+        has_gradient = op.target in _ZERO_GRADIENT and any(v.requires_grad for v in op.values())
+        stays = bool(op.unbacked) or has_gradient or (op.grad and op.target is _aten.detach.default)
         rule = self.table.rule(op.target) if is_op(op.target) and not stays else None
         if not is_op(op.target) or is_random(op.target) or op.target in _BY_STRIDES:
             self._lay_out(op.inputs(), [placed])
@@ -256,7 +257,7 @@ class _Body:
 
     def _on_op(self, func: Any, args: Any, kwargs: Any) -> Any:
         rule = self.table.rule(func)
-        if rule is not None:
+        if rule is not None and not (func is _aten.detach.default and torch.is_grad_enabled()):
             out = self.fakes.call(rule, args, kwargs)
             if out is not NotImplemented:
                 return out

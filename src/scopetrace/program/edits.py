@@ -375,7 +375,18 @@ class _GraphReader:
         fn: Any = getattr(torch.Tensor, str(node.target)) if node.op == "call_method" else node.target
         if node.op == "call_module":
             fn = self.root.get_submodule(str(node.target))
-        return self._fakes.run(fn, args, kwargs, origin.grad, append, on_higher_order)
+        owned = [vars(m) for m in fn.modules()] if isinstance(fn, torch.nn.Module) else []
+        held = [table for own in owned for table in (own, *own.values()) if type(table) is dict]
+        tables = [(table, table.copy()) for table in held]
+        try:
+            return self._fakes.run(fn, args, kwargs, origin.grad, append, on_higher_order)
+        finally:
+            for table, before in tables:
+                written = next((key for key in {**before, **table} if table.get(key) is not before.get(key)), None)
+                if written is not None:
+                    table.clear()
+                    table.update(before)
+                    self._refuse(node, f"the module writes its attribute {written}, which a graph does not do")
 
     # ---------------------------------------------------------------- attributes and bodies
 

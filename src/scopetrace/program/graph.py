@@ -29,6 +29,7 @@ from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, map_structure, open_container
 from scopetrace.ir.scopes import format_stack
 from scopetrace.ir.tape import BodyTape, Call, Op, Phase, ProgramTape, Tape, Value
+from scopetrace.ops.history import History, can_require_grad
 
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default)
@@ -98,6 +99,7 @@ class FxLowering:
         self._opaque: dict[str, Any] = {}
         self.bodies: dict[str, FxLowering] = {}
         self._grad = tape.outer_grad
+        self._history: History | None = None
 
     def _build(self) -> None:
         tape = self.tape
@@ -297,13 +299,32 @@ class FxLowering:
     # ---------------------------------------------------------------- autograd on and off
 
     def _switch_grad_for(self, op: Op) -> None:
-        """Switch autograd only where the mode matters: before an op with an input that requires grad.
+        """Switch autograd only where the mode matters: before an op with an input that may require grad.
 
-        Back to the mode of the call before any op, since an input may require grad that did not when traced.
+        Back to the mode of the call before any op.
         """
         is_outer = op.grad == self.tape.outer_grad and op.kind != "placeholder"
-        if op.grad != self._grad and (is_outer or any(v.fake.requires_grad for v in op.inputs())):
+        if op.grad != self._grad and (is_outer or any(map(self._may_require_grad, op.inputs()))):
             self._switch_grad(op.grad)
+
+    def _may_require_grad(self, v: Value) -> bool:
+        """Whether a value requires grad, or would in a call whose inputs did, where such calls are not refused."""
+        if self._history is None:
+            ops = self.tape.ops if self._takes_gradients() else []
+            inputs = [v for op in ops if op.kind == "placeholder" for v in op.values() if can_require_grad(v)]
+            self._history = History(ops, dict.fromkeys(inputs, 1), assumed=True)
+        return v.fake.requires_grad or self._history.of(v) > 0
+
+    def _takes_gradients(self) -> bool:
+        """Whether inputs may require grad in a call that did not in the trace: not in a program that writes.
+
+        Nor in a condition, and a score is differentiated as a whole.
+        """
+        tape = self.tape
+        if isinstance(tape, ProgramTape) and tape.written_storages():
+            return False
+        is_apart = isinstance(tape, BodyTape) and tape.is_condition
+        return tape.outer_grad and not is_apart and all(op.phase is None for op in tape.ops)
 
     def _switch_grad(self, enabled: bool) -> None:
         if enabled != self._grad:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from scopetrace._compat.ops import building
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
 from scopetrace.ir.selection import Target, is_named, target_text
@@ -131,20 +132,25 @@ class _Inlining(torch.fx.Interpreter):
 
 def outline_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
     """Make functions of the calls that `targets` name; see `Trace.outline`. Raises OutlineError."""
-    source = source.without_regions()
+    with building():
+        return _outlined(source.without_regions(), list(targets))
+
+
+def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
     tape = source.tape
     if any(op.writes for op in tape.ops):
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
     if not isinstance(tape, FunctionalTape):
         tape = FunctionalTape.of(tape)
     readers = Readers(tape)
-    wanted = list(targets)
     named, kept = _named(source, wanted, readers)
     outlined, bodies = outline(tape, readers, kept, source.forward)
     while EVERY not in wanted:
         twice = {body.module_type for body in bodies if len(body.calls) > 1}
         whole = {call for call in kept if call.module_type in twice} if OUTERMOST in wanted else set()
         again = [c for c in kept if c in named or (c.module_type in twice and whole.isdisjoint(_around(c)))]
+        count = Counter(c.module_type for c in again)
+        again = [c for c in again if c in named or count[c.module_type] > 1]
         if again == kept:
             break
         kept = again

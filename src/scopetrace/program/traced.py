@@ -11,7 +11,6 @@ values is the idea of RFC-0015 in pytorch/rfcs.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import io
@@ -34,6 +33,7 @@ from scopetrace._compat.graph_module import (
     was_erased,
     without_grad_switches,
 )
+from scopetrace._compat.ops import is_op
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
 from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
@@ -67,7 +67,7 @@ from scopetrace.ir.verify import verify
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.outline import new_values, values_with_path
 from scopetrace.program.boundary import CallBoundary, held_now, other_strides, without_autocast
-from scopetrace.program.compiled import as_the_graph_returns
+from scopetrace.program.compiled import GraphValues
 from scopetrace.program.decompositions import decomposed
 from scopetrace.program.dynamo import PlainCall
 from scopetrace.program.edits import Reading
@@ -297,6 +297,8 @@ class TracedProgram:
 
     def with_graph(self, graph_module: torch.fx.GraphModule) -> TracedProgram:
         """The program of a graph that a pass made from that of this one; see `Trace.with_graph`."""
+        if not isinstance(graph_module, torch.fx.GraphModule):
+            raise ArgumentTypeError(f"with_graph takes a torch.fx.GraphModule, not {type(graph_module).__name__}")
         return self._with_reading(Reading(self.lowering, graph_module, inlined(graph_module), self._held_tensors()))
 
     def _is_edited(self) -> bool:
@@ -354,6 +356,11 @@ class TracedProgram:
     def boundary(self) -> CallBoundary:
         """What a call does before and after the graph: the check of the arguments, and the write-back."""
         return CallBoundary(self.with_real_classes().tape, self.graph_module, self.forward)
+
+    @functools.cached_property
+    def _graph_values(self) -> GraphValues:
+        tape = self.tape
+        return GraphValues(tape, [*tape.graph_outputs(), *(w.value for w in tape.attribute_writes)])
 
     @property
     def forward(self) -> Callable[..., Any] | None:
@@ -435,13 +442,22 @@ class TracedProgram:
     def run_uncounted(self, graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """As `run`, for a comparison with the model: it does not count as a call."""
         inputs = self.boundary.enter(args, kwargs)
-        runnable = graph if torch.is_grad_enabled() == self.tape.grad else self._in_other_grad_mode(graph)
-        with without_autocast(), _grad_mode_kept(), _explained(self.tape, inputs):
-            values = runnable(*inputs)
+        grad = torch.is_grad_enabled()
+        runnable = graph if grad == self.tape.grad else self._in_other_grad_mode(graph)
+        try:
+            with without_autocast():
+                values = runnable(*inputs)
+        except Exception as error:
+            explained = _explained(error, self.tape, inputs)
+            if explained is None:
+                raise
+            raise explained from error
+        finally:
+            if torch.is_grad_enabled() != grad:
+                torch.set_grad_enabled(grad)  # a graph that raises half-way may have switched it
         if graph is not self.graph_module:
             values = (values,) if isinstance(values, torch.Tensor) else values
-            promised = [*self.tape.graph_outputs(), *(w.value for w in self.tape.attribute_writes)]
-            values = as_the_graph_returns(self.tape, promised, inputs, values)
+            values = self._graph_values.restored(inputs, values)
         return self.boundary.leave(inputs, values)
 
     def _in_other_grad_mode(self, graph: Callable[..., Any]) -> Callable[..., Any]:
@@ -483,6 +499,9 @@ class TracedProgram:
         """`functional()` with the ops of `table` in terms of others; see `Trace.decompose`."""
         if not isinstance(table, Mapping | None):
             raise ArgumentTypeError(f"table={table!r}: give a dict from ops to functions, or None for core ATen")
+        wrong = next((op for op in table or () if not is_op(op)), None)
+        if wrong is not None:
+            raise ArgumentTypeError(f"table has {wrong!r}: write ops with overloads, as torch.ops.aten.gelu.default")
         tape = self.functional().tape
         assert isinstance(tape, FunctionalTape)
         with without_autocast():
@@ -561,39 +580,24 @@ def _without_effects(tape: ProgramTape) -> ProgramTape:
     return dataclasses.replace(tape, outputs=tape.result, write_back=write_back)
 
 
-@contextlib.contextmanager
-def _grad_mode_kept() -> Iterator[None]:
-    """A graph that raises half-way may have switched autograd."""
-    grad = torch.is_grad_enabled()
-    try:
-        yield
-    finally:
-        if torch.is_grad_enabled() != grad:
-            torch.set_grad_enabled(grad)
+def _explained(error: Exception, tape: ProgramTape, inputs: Sequence[Any]) -> ScopetraceError | None:
+    """InputMismatchError where a graph failed since a specialization or the strides of an input differ, else None.
 
-
-@contextlib.contextmanager
-def _explained(tape: ProgramTape, inputs: Sequence[Any]) -> Iterator[None]:
-    """Runs a graph inside, which fails with InputMismatchError where a specialization or strides of an input differ.
-
-    Where the forward may catch the error, that is a DataDependentError: the graph does not go on as the forward would.
+    Where the forward may catch the error, a DataDependentError: the graph does not go on as the forward would.
     """
-    try:
-        yield
-    except Exception as error:
-        if decided_by(tape.specializations, str(error)) is not None:
-            raise InputMismatchError(str(error)) from error
-        other = other_strides(tape, inputs)
-        if other is not None:
-            raise InputMismatchError(f"{other}, and an op of the program takes no others: {error}") from error
-        ops = (op for op in tape.ops if op.kind == "call_function")
-        caught = next((op for op in ops if any(starmap(catches_errors, walk_frames(op.frames)))), None)
-        if caught is not None:
-            raise DataDependentError(
-                f"an op of the program fails, and the forward may go on, since it catches errors: {error}",
-                op=str(caught.target),
-                module=str(caught.scope),
-                source=source_of(caught.frames),
-                hint="ask for success by an op, as torch.linalg.cholesky_ex does, and pick with torch.where",
-            ) from error
-        raise
+    if decided_by(tape.specializations, str(error)) is not None:
+        return InputMismatchError(str(error))
+    other = other_strides(tape, inputs)
+    if other is not None:
+        return InputMismatchError(f"{other}, and an op of the program takes no others: {error}")
+    ops = (op for op in tape.ops if op.kind == "call_function")
+    caught = next((op for op in ops if any(starmap(catches_errors, walk_frames(op.frames)))), None)
+    if caught is None:
+        return None
+    return DataDependentError(
+        f"an op of the program fails, and the forward may go on, since it catches errors: {error}",
+        op=str(caught.target),
+        module=str(caught.scope),
+        source=source_of(caught.frames),
+        hint="ask for success by an op, as torch.linalg.cholesky_ex does, and pick with torch.where",
+    )

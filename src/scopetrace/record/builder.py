@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from scopetrace._compat.tensors import (
     FakeFactory,
     FakeTensor,
     is_conj_of,
+    is_inference_of,
     is_neg_of,
     normal_tensors,
     offset_of,
@@ -34,6 +35,7 @@ from scopetrace._compat.tensors import (
 from scopetrace.containers.structure import OpaqueContainer, is_plain_object, leaves, map_structure
 from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, UnsupportedOpError
 from scopetrace.infer.inference import Inference
+from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
 from scopetrace.record.model import Model
@@ -48,6 +50,9 @@ class Assumptions:
     """Whether torch runs every op, so that results have autograd's own history."""
     composites_apart: bool = False
     """Whether composite ops are recorded as their parts, so that the tensors that autograd saves in them are known."""
+    differentiates: bool | None = None
+    """Whether the forward is taken to differentiate, with ops as for `exact_autograd` and `composites_apart`, since its
+    code names `backward`. None while it is not; False where it did not."""
     functions_apart: bool = False
     """Whether torch applies each `torch.autograd.Function`, so that the backward of the forward runs its own."""
     object_types: frozenset[type] = frozenset()
@@ -59,6 +64,7 @@ class Assumptions:
         return Assumptions(
             self.exact_autograd or other.exact_autograd,
             self.composites_apart or other.composites_apart,
+            self.differentiates if other.differentiates is None else other.differentiates,
             self.functions_apart or other.functions_apart,
             self.object_types | other.object_types,
             self.records_all or other.records_all,
@@ -106,6 +112,10 @@ class TapeBuilder:
         phase of its backward. Of a recording in which torch runs every op."""
         self.differentiated: set[int] = set()
         """The numbers of the nodes through which the forward itself has differentiated."""
+        self.loses_device: UnsupportedOpError | None = None
+        """Of an op whose derivative is of no device, an error for results that come from it."""
+        self.former_leaves: list[Value] = []
+        """What the forward has made require grad, and no longer requires it."""
         self.hooked: dict[int, UnsupportedOpError] = {}
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
         self.looks_at_objects = False
@@ -238,6 +248,8 @@ class ValueTable:
         self._given: set[int] = set()  # the ids of the inputs
         self.factory_leaves: list[torch.Tensor] = []
         """The results of ops such as `torch.ones` that require grad."""
+        self.lifted: list[torch.Tensor] = []
+        """What `torch.tensor([...])` gave; with `requires_grad=True` it is a leaf too."""
         self._of_bodies: set[int] = set()  # the storages that bodies of higher-order ops made
         self._replaced: set[int] = set()  # the storages that tensors of the model had before they got another in place
 
@@ -265,6 +277,22 @@ class ValueTable:
         value = self.new(t, slot, before.storage, before.key)
         self.same.append((value, before))
         return value
+
+    def new_inferred(
+        self, outputs: Outputs, fakes: Sequence[torch.Tensor | None], inputs: Sequence[Value]
+    ) -> list[Value | None]:
+        """As `new` for each result that was made from metadata alone."""
+        made: list[Value | None] = []
+        for slot, (meta, fake) in enumerate(zip(outputs.tensors, fakes, strict=True)):
+            value = None
+            if isinstance(meta, Identity):
+                value = self.new_same(inputs[meta.input].fake, slot, inputs[meta.input])
+                value.autograd_placeholder = inputs[meta.input].autograd_placeholder
+            elif meta is not None and fake is not None:
+                value = self.new(fake, slot, storage_id(fake), meta.key)
+                value.autograd_placeholder = meta.requires_grad
+            made.append(value)
+        return made
 
     def leave(self, start: int, results: Any) -> None:
         """At the end of a call: a tensor is again what it was outside, before the entries of `same` from `start` on.
@@ -330,6 +358,10 @@ class ValueTable:
         """The values in the memory of a tensor that the forward has."""
         return self.in_storage(self.value_of(t).storage)
 
+    def names_of(self, t: torch.Tensor) -> list[Value]:
+        """All values that are this tensor: each op that returns or writes its argument adds one."""
+        return [v for v in self.sharing(t) if v.fake is self.value_of(t).fake]
+
     def fake_of(self, t: torch.Tensor) -> torch.Tensor:
         """The fake tensor of this trace for a known tensor; `t` itself where it is one."""
         if isinstance(t, FakeTensor) and t.fake_mode is self._factory.mode:
@@ -366,7 +398,8 @@ class ValueTable:
         for value in reversed(same_memory):
             if geometry_key(value.fake) == geometry:
                 if t.requires_grad and not value.fake.requires_grad and _is_factory(value.op):
-                    value.fake.requires_grad_()  # torch.ones(2, requires_grad=True), of which the op knows nothing
+                    with torch.inference_mode() if is_inference_of(value.fake) else contextlib.nullcontext():
+                        value.fake.requires_grad_()  # torch.ones(2, requires_grad=True), of which the op knows nothing
                     self.factory_leaves.append(value.fake)
                 # `.data` of a tensor that requires grad is another tensor for autograd
                 shared = t.requires_grad or not value.fake.requires_grad
@@ -406,6 +439,7 @@ class ValueTable:
             source = self.by_id[id(real)] = self._adopt(real)
         new = self._inference.like(source.fake)
         self.append_op(_aten.lift_fresh_copy.default, (source,), new)
+        self.lifted.append(new)
         return new
 
     # ---------------------------------------------------------------- aliases that Python makes

@@ -33,8 +33,8 @@ from scopetrace.containers.structure import leaves_with_path, map_structure, ten
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
-from scopetrace.ir.tape import Call, Phase, Value
-from scopetrace.ops.history import can_require_grad
+from scopetrace.ir.tape import GIVEN_META, Call, Phase, Value
+from scopetrace.ops.history import can_require_grad, is_cut, is_view
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
 from scopetrace.record.gradients import GradientRecorder
 from scopetrace.record.model import Model, own_names
@@ -303,8 +303,14 @@ class CallRecorder:
             self._refuse_flag(
                 f"sets requires_grad of a tensor of the model, or an input, to {required}", "requires_grad"
             )
-        if required and not self._values.is_outside(t):
-            if requires_grad_of(t) or not torch.is_grad_enabled():
+        if not required:
+            if self._values.is_outside(t):
+                self._reads.on_requires_grad(t)
+            if requires_grad_of(t) and any(v.autograd_placeholder for v in self._values.names_of(t)):
+                self._refuse_flag("sets requires_grad of a tensor that it computed to False", "requires_grad")
+            self._leave_history(t)
+        elif not self._values.is_outside(t):
+            if requires_grad_of(t) or not (torch.is_grad_enabled() or self._builder.tape.grad):
                 self._reads.on_gradient(t)  # in another grad mode it becomes a leaf here, or what depends on it has one
             else:
                 self._reads.on_requires_grad(t)  # what depends on this leaf must have a gradient from outside too
@@ -321,7 +327,18 @@ class CallRecorder:
             if not requires_grad_of(self._values.value_of(t).fake):
                 return False
             self._refuse_flag("detaches a tensor of the model, or an input, in place", "detach_")
+        if any(map(is_view, self._values.names_of(t))):
+            self._refuse_flag("detaches a view in place, which torch forbids", "detach_")
+        if any(map(is_cut, self._values.sharing(t))):
+            self._refuse_flag("detaches in place a tensor of which it has made a view under no_grad", "detach_")
+        self._leave_history(t)
         return True
+
+    def _leave_history(self, t: torch.Tensor) -> None:
+        """A leaf of the forward no longer requires grad; what was computed from it before still does."""
+        names = self._values.names_of(t)
+        if requires_grad_of(t) and t.is_leaf and not any(v.autograd_placeholder for v in names):
+            self._builder.former_leaves += names
 
     def _refuse_flag(self, problem: str, name: str) -> None:
         raise UnsupportedOpError(
@@ -514,9 +531,6 @@ def _no_leaf(pattern: str, names: list[str]) -> LeafPatternError:
 # Graphs whose nodes know their modules -------------------------------------------------------------------------------
 
 
-_KEPT = ("custom", "nn_module_stack", "fwd_nn_module_stack")
-
-
 class NodeRunner(torch.fx.Interpreter):
     """Runs a graph; the ops of each node have its place."""
 
@@ -534,7 +548,7 @@ class NodeRunner(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         """As the base's."""
         root = self.builder.state.current_scope
-        kept = {key: n.meta[key] for key in _KEPT if n.meta.get(key)}
+        kept = {key: n.meta[key] for key in GIVEN_META if n.meta.get(key)}
         with self.builder.from_node(root, scope_of_node(n, root), n.stack_trace, kept):
             return super().run_node(n)
 

@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from scopetrace._compat.gradients import node_number, nodes_of, sequence_number
+from scopetrace._compat.gradients import nodes_of, sequence_number
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.tensors import base_of, is_view, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves, leaves_with_path, object_classes
@@ -45,7 +45,7 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, content_of
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
+from scopetrace.ir.tape import AttributeWrite, Call, Op, Phase, RecordedTape, Value
 from scopetrace.ops.functional_variants import covers
 from scopetrace.ops.history import DETACHED, History, can_require_grad
 from scopetrace.record.builder import TapeBuilder, ValueTable
@@ -64,7 +64,8 @@ _RANDOM = (
 _NUMPY = (
     "rand randn random random_sample ranf sample randint uniform normal standard_normal choice permutation shuffle "
     "beta binomial exponential gamma geometric gumbel laplace logistic lognormal multinomial multivariate_normal "
-    "poisson standard_exponential standard_gamma standard_t triangular vonmises wald weibull zipf bytes dirichlet"
+    "poisson standard_exponential standard_gamma standard_t triangular vonmises wald weibull zipf bytes dirichlet "
+    "default_rng"
 )
 _CLOCKS = (
     "time time_ns perf_counter perf_counter_ns monotonic monotonic_ns process_time process_time_ns localtime "
@@ -75,7 +76,7 @@ _ASKED: dict[str, tuple[Any, str]] = {
     "time": (time, _CLOCKS + " gmtime ctime strftime"),
     "uuid": (uuid, "uuid1 uuid4"),
     "secrets": (secrets, "token_bytes token_hex token_urlsafe randbelow choice randbits"),
-    "os": (os, "urandom getpid getppid getcwd listdir scandir cpu_count"),
+    "os": (os, "urandom getpid getppid getcwd listdir scandir stat cpu_count"),
     "os.path": (os.path, "exists isfile isdir getsize getmtime"),
     "datetime": (datetime, "datetime date"),
     "": (builtins, "print open input"),
@@ -130,7 +131,8 @@ class Draws:
             if threading.get_ident() == thread and is_users(sys._getframe(1).f_code.co_filename):
                 module, frames = self._builder.state.current_scope.path, self._builder.frames()
                 baked_in = name != "print" and (name != "open" or value.readable())
-                self.found.append(Draw(f"{name}()", value, baked_in, module, frames))
+                if not (name.endswith("default_rng") and (args or kwargs)):  # a seed decides what it draws
+                    self.found.append(Draw(f"{name}()", value, baked_in, module, frames))
             return value
 
         return functools.update_wrapper(call, function)
@@ -405,22 +407,14 @@ def refuse_lost_gradients(
     results: Iterable[Value],
     examples: Mapping[Value, torch.Tensor],
     differentiated: Container[int] | None,
+    former: list[Value],
 ) -> None:
     """Raise UnsupportedOpError where a tensor requires grad only by `requires_grad_()` or the like in the forward.
 
     That is one of the results, an input, or a tensor of the model. `examples` are the inputs as they were given, and
     `differentiated` the numbers of the nodes through which the forward itself has differentiated once and for all,
-    None where torch applied no function of autograd itself.
+    None where torch applied no function of autograd itself. `former` are tensors that no longer require grad.
     """
-    results = list(results)
-    detached = {op.tensor(0).storage: op for op in tape.ops if op.target is torch.ops.aten.detach_.default}
-    for value in results:
-        if value.storage in detached and value.requires_grad and not requires_grad_of(value.fake):
-            raise UnsupportedOpError(
-                "detach_() of a tensor of which a result is a view that was made under no_grad",
-                **_place(detached[value.storage]),
-                hint="write y = y.detach()",
-            )
     late = [v for op in tape.ops for v in op.values() if not v.requires_grad and requires_grad_of(v.fake)]
     given = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
@@ -444,6 +438,7 @@ def refuse_lost_gradients(
             hint="call Function.apply(...) itself, in a function where one is needed",
         )
     made = [v for v in late if (not v.op.writes or v.op.target in DETACHED) and _is_leaf(v, examples)]
+    made += former
     if not made:
         return
     outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
@@ -451,7 +446,7 @@ def refuse_lost_gradients(
     history = History(tape.ops, leaves, _KEPT)
     bound = [w.value for w in tape.attribute_writes]
     for value in (*results, *bound, *(v for v in outside if v not in made)):
-        if history.of(value) == _MADE:
+        if history.of(value) == _MADE and value not in former:
             raise UnsupportedOpError(
                 "the forward itself makes a tensor require grad (requires_grad_(), requires_grad=True, nn.Parameter), "
                 "and a result depends on it, which a graph of ops does not have",
@@ -477,9 +472,11 @@ def refuse_lost_hooks(
         bound = [w.value for w in tape.attribute_writes]
         found = [v.fake for v in (*results, *bound) if requires_grad_of(v.fake)]
         numbers = [n for n in map(sequence_number, nodes_of(found)) if n not in differentiated]
-        for number in [*numbers, *(node_number(t) for t in found if t.retains_grad)]:
+        for number in numbers:
             if number in hooked:
                 raise hooked[number]
+        if any(t.retains_grad for t in found):  # a write may have given it another node since
+            raise next(iter(hooked.values()))
 
 
 def _functions(v: Value, *, behind_writes: bool) -> Iterator[Any]:
@@ -547,6 +544,8 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     given = (v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values())
     sources = (v for v in given if v.op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter))
     plain = [v for v in sources if can_require_grad(v) and not (v.requires_grad and tape.grad)]
+    if tape.grad and not any(op.writes or op.phase for op in tape.ops):  # the graph switches autograd for inputs
+        plain = [v for v in plain if v.op.kind != "placeholder"]
     if not plain:
         return
     bits = {v: 1 << i for i, v in enumerate(plain)}
@@ -568,16 +567,22 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
         yield from ((leaf, op) for i, leaf in enumerate(plain) if found >> i & 1)
 
 
-def refuse_recomputed(tape: RecordedTape, regions: Iterable[Region]) -> None:
-    """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before."""
+def refuse_recomputed(tape: RecordedTape, regions: Iterable[Region], passed: Container[Op | Phase]) -> None:
+    """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before.
+
+    That is after the forward, or at the first backward in it if it goes through the region, that is through ops of
+    `passed`.
+    """
     for region in regions:
         ops = tape.ops[region.start : region.stop]
         if region.hop is not CHECKPOINT or not region.requires_grad(tape):
             continue
         made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _aliases(v, op)}
         read = {v.storage for op in ops for v in op.inputs()} - made
-        before_backward = itertools.takewhile(lambda op: op.phase is None, tape.ops[region.start :])
-        for op in before_backward:
+        later: Iterable[Op] = tape.ops[region.start :]
+        if any(op in passed for op in ops):
+            later = itertools.takewhile(lambda op: op.phase is None, later)
+        for op in later:
             if any(v.storage in read for v in op.writes):
                 raise UnsupportedOpError(
                     "a checkpointed region (torch.utils.checkpoint) reads a tensor that it or a later op writes, so "

@@ -97,6 +97,8 @@ class OpFacts:
         self.is_atomic = not (self.is_custom or can_decompose(func))
         """Whether autograd runs it as this op, and its schema says which results lie in the memory of an argument."""
         self.may_alias = not self.is_atomic or any(a.aliases for a in schema.arguments)
+        self.updates = bool(self.written) and not any(r.is_written or r.is_out for r in schema.returns)
+        """Whether it writes to arguments that it does not return, as batch_norm to its statistics."""
         self.in_place = torch.Tag.inplace in func.tags and is_elementwise(func)
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         self.squeezes = schema.name.startswith("aten::squeeze")
@@ -116,6 +118,10 @@ class OpCall:
         self.kwargs: dict[str, Any] = {}
         self.inputs: list[Value] = []
         """The values in `args` and `kwargs`, in order."""
+
+    def fakes(self) -> list[torch.Tensor]:
+        """The fake tensors of `inputs`."""
+        return [v.fake for v in self.inputs]
 
     def written(self, positions: Iterable[tuple[int, str]]) -> list[Value]:
         """The values at these positions of the schema."""
@@ -200,6 +206,8 @@ class OpRecorder:
     def _on_op_in_transform(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._expect_exact()
         args, kwargs = map_argument(self._differentiable, (args, kwargs))
+        if func in _OF_NUMBERS and isinstance(args[1], _NUMBERS):
+            func = _OF_NUMBERS[func]
         start, first = len(self._builder.tape.ops), next_sequence_number()
         out = through_transform(self.record, func, args, kwargs)
         if next_sequence_number() > first and len(self._builder.tape.ops) > start:
@@ -207,6 +215,13 @@ class OpRecorder:
             bisect.insort(self._builder.made_nodes, made, key=operator.itemgetter(0))
         for v in [v for op in self._builder.tape.ops[start:] for v in op.values()]:
             v.requires_grad = requires_grad_of(v.fake)  # autograd around the transform sees an op last
+            if v.op.target is _aten._to_copy.default and v.fake.is_meta and not v.op.tensor(0).fake.is_meta:
+                self._builder.loses_device = UnsupportedOpError(
+                    "torch computes this derivative in forward mode with a tensor of zeros that is on no device",
+                    op=str(func),
+                    **self._builder.where(),
+                    hint="use a derivative in reverse mode (torch.func.grad, vjp, jacrev), or compute it outside",
+                )
         return out
 
     def _on_op_under_autocast(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -309,8 +324,11 @@ class OpRecorder:
         return self._run(call, key) if found is None else self._append_inferred(call, *found)
 
     def _needs_autograd(self, call: OpCall) -> bool:
-        """Whether autograd keeps something of the op; under no_grad, that a result is a view of what requires grad."""
-        return _grad_enabled() or (call.facts.may_alias and any(requires_grad_of(v.fake) for v in call.inputs))
+        """Whether autograd may keep something of the op; under no_grad, a view of what requires grad."""
+        if _grad_enabled() and not call.facts.in_place:
+            return True
+        view = call.facts.may_alias and not call.facts.in_place
+        return (view or _grad_enabled()) and any(requires_grad_of(v.fake) for v in call.inputs)
 
     def _answer(self, call: OpCall) -> Any:
         """What an op that reads data gives to Python; NotImplemented where it gives a symbol, which torch makes."""
@@ -329,7 +347,19 @@ class OpRecorder:
             a = args[position] if position < len(args) else kwargs.get(name)
             for t in a if isinstance(a, (list, tuple)) else (a,):
                 if isinstance(t, FakeTensor):
+                    if facts.func is not _aten.set_.source_Tensor:
+                        self._refuse_lost_shape(t, str(facts.func))
                     self.values.set_apart(t)
+
+    def _refuse_lost_shape(self, t: torch.Tensor, op: str) -> None:
+        """Autograd would go on with the shape that a tensor had before an op without autograd changed it."""
+        if self._exact and requires_grad_of(t) and not _grad_enabled():
+            raise UnsupportedOpError(
+                "a tensor that requires grad changes its shape in place under no_grad",
+                op=op,
+                **self._builder.where(),
+                hint="use the op that gives a view, such as x.t() in place of x.t_()",
+            )
 
     def _lifted(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> OpCall:
         call = OpCall(facts, args, kwargs)
@@ -392,24 +422,12 @@ class OpRecorder:
             return None
         return self.inference.infer(key, facts.func, call.args, call.kwargs, call.inputs)
 
-    def _append_inferred(self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor]) -> Any:
+    def _append_inferred(self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None]) -> Any:
         """Put the op on the tape with results that were made without running it."""
-        container, metas = outputs
-        made: list[Value] = []
-        for slot, (meta, fake) in enumerate(zip(metas, fakes, strict=True)):
-            if isinstance(meta, Identity):
-                base = call.inputs[meta.input]
-                value = self.values.new_same(fake, slot, base)
-                value.autograd_placeholder = base.autograd_placeholder
-            else:
-                value = self.values.new(fake, slot, storage_id(fake), meta.key)
-                value.autograd_placeholder = meta.requires_grad
-            made.append(value)
-        if container is not None:
-            self._append(call, container(made))
-            return container(fakes)
-        self._append(call, made[0])
-        return _given(fakes[0], call) if isinstance(metas[0], Identity) else fakes[0]
+        self._append(call, outputs.contained(self.values.new_inferred(outputs, fakes, call.inputs)))
+        if outputs.container is None and fakes[0] is not None and isinstance(outputs.tensors[0], Identity):
+            return _given(fakes[0], call)
+        return outputs.contained(fakes)
 
     def _append(self, call: OpCall, outputs: Any, *rest: Any) -> None:
         """Put the op on the tape; `rest` are the further fields of Op."""
@@ -453,12 +471,12 @@ class OpRecorder:
             self.values.freeze(value, layout)
         written = before.written()
         unbacked = self._factory.unbacked_bindings(out)
+        given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
         if not written and unbacked is None:
-            if key is not None and facts.inferable:
-                self.inference.learn(key, call.inputs, out)
+            if key is not None and facts.inferable:  # Python may hold an input as another object than its value does
+                self.inference.learn(key, call.inputs, given[0].fake if given else out)
             if out is not None and not _tensors(out):
                 return out  # a question about metadata, answered
-        given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
         same = bool(given) and not written
         results = self.values.new_same(out, 0, given[0]) if same else self.values.new_results(out)
         self._append(call, results, written, unbacked, before.tracked)
@@ -477,41 +495,39 @@ class OpRecorder:
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])
         compared = facts.is_custom and self._factory.mode.propagate_real_tensors
-        differentiated = self._exact and _requires_grad(args, kwargs)
+        has_history = self._exact and any(requires_grad_of(v.fake) for v in call.inputs)
         with (
             self._builder.run_by_torch(facts.func),
             self._factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
             self.data.real_tensors(call.inputs) if compared else contextlib.nullcontext(),
-            self._below_autograd(call) if differentiated else contextlib.nullcontext(),
+            self._below_autograd(call) if has_history else contextlib.nullcontext(),
         ):
-            return run_op(self._factory.mode, facts.func, args, kwargs)
+            out = run_op(self._factory.mode, facts.func, args, kwargs)
+        if facts.in_place and key is not None:
+            self.inference.learn(key, call.inputs, out)
+        return out
 
     def _below_autograd(self, call: OpCall) -> contextlib.AbstractContextManager[Any]:
-        """What sees the op after autograd. There the result may come from metadata alone; the history is torch's."""
+        """What sees the op after autograd. There the result may come from metadata alone; the history is torch's.
+
+        Autograd may also copy there what the op is about to write, since backward reads it: an op of its own.
+        """
         facts = call.facts
-        if facts.written:
-            return self._copies_for_backward(call)
-        if not (facts.is_atomic and facts.inferable):
+        keeps_shapes = (facts.in_place or facts.updates) and not _overlaps(call)
+        known = facts.is_atomic and (facts.inferable or keeps_shapes)
+        written = {id(v.fake): (v, _version(v.fake)) for v in call.written(facts.written) if _grad_enabled()}
+        if not (known or written):
             return contextlib.nullcontext()
 
         def on_op(func: Any, args: Any, kwargs: Any) -> Any:
             run = functools.partial(func, *args, **kwargs)
             # autograd may also make a view of a written tensor again, by an op of this name
-            if func is not facts.func or any(
-                t is not v.fake for t, v in zip(_tensors((args, kwargs)), call.inputs, strict=False)
-            ):
-                return run()
-            with torch.no_grad():
-                return self.inference.below_autograd(func, call.args, call.kwargs, call.inputs, run)
-
-        return BelowAutograd(on_op)
-
-    def _copies_for_backward(self, call: OpCall) -> contextlib.AbstractContextManager[Any]:
-        """Inside, autograd may copy what the op is about to write, since backward reads it: an op of its own."""
-        written = {id(v.fake): (v, _version(v.fake)) for v in call.written(call.facts.written)}
-
-        def on_op(func: Any, args: Any, kwargs: Any) -> Any:
-            out = func(*args, **kwargs)
+            if known and func is facts.func and all(map(operator.is_, _tensors((args, kwargs)), call.fakes())):
+                with torch.no_grad():
+                    return self.inference.below_autograd(func, call.args, call.kwargs, call.inputs, run)
+            if func is _aten.detach.default and self.inference.key_of(args[0]) is not None:
+                return self._factory.detached(args[0])  # what autograd saves of a result
+            out = run()
             value, version = written.get(id(args[0]), (None, 0)) if func is _aten.clone.default else (None, 0)
             if value is not None and version == _version(value.fake):
                 self.values.append_op(func, (value,), out)
@@ -525,10 +541,8 @@ class OpRecorder:
             return False
         if _grad_enabled() and any(requires_grad_of(v.fake) for v in call.inputs):
             return False
-        target = call.args[0]
-        if any(v.storage == target.storage and v is not target for v in call.inputs):
-            return False  # they may overlap
-        return self.inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs) is not None
+        found = self.inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs)
+        return found is not None and not _overlaps(call)
 
     def _note_squeeze(self, t: torch.Tensor, dims: tuple[Any, ...]) -> None:
         """Calls with size 1 would lose a dimension here."""
@@ -617,6 +631,17 @@ def _collective(func: Any, ops: OpRecorder, *args: Any) -> Any:
     return ops.collectives.record(func, args)
 
 
+_NUMBERS = (int, float, complex, torch.SymInt, torch.SymFloat)
+_OF_NUMBERS = {
+    getattr(op, tensor): getattr(op, tensor.replace("Tensor", "Scalar"))
+    for kind in ("mul", "multiply", "div", "divide", "true_divide")
+    for op in (getattr(_aten, kind), getattr(_aten, f"{kind}_"))
+    for tensor in op.overloads()
+    if tensor in ("Tensor", "Tensor_mode")
+}
+"""Ops whose backward reads both operands, with that for a number: a tensor of a number is none that torch could show to
+Python as the operand of a transform's backward."""
+
 _REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.is_set_to.default: lambda ops, a, b: ops.values.are_one_view(a, b),
     _aten.lift_fresh.default: _lift_fresh,
@@ -643,9 +668,15 @@ def _has_default_dtype(call: OpCall, outputs: Any) -> bool:
 
 
 def _given(fake: torch.Tensor, call: OpCall) -> torch.Tensor:
-    """The tensor of the model that was given to an op and is what it returned, as `weight.to(weight.dtype)` is."""
+    """The tensor that Python gave to an op and that the op returned, as `weight.to(weight.dtype)` does."""
     pairs = zip(_tensors(call.given), call.inputs, strict=True)
-    return next((t for t, value in pairs if value.fake is fake and isinstance(t, torch.nn.Parameter)), fake)
+    return next((t for t, value in pairs if value.fake is fake), fake)
+
+
+def _overlaps(call: OpCall) -> bool:
+    """Whether an op may read, by another of its inputs, memory that it writes to."""
+    written = call.written(call.facts.written)
+    return any(v.storage == target.storage and v is not target for target in written for v in call.inputs)
 
 
 def _version(t: torch.Tensor) -> int:

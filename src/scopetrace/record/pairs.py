@@ -145,7 +145,7 @@ class Pairs:
         for table in (own, other):
             if "forward" in table:
                 raise Differs(f"{name or 'it'} has a forward of its own")
-            if any(table[hooks] for hooks in _HOOKS):
+            if any(map(table.__getitem__, _HOOKS)):
                 raise Differs(f"{name or 'it'} has hooks")
         self.owners.append((a, b))
         prefix = f"{name}." if name else ""
@@ -162,8 +162,10 @@ class Pairs:
         left, right = self._watch.attributes(a), self._watch.attributes(b)
         is_module = isinstance(a, torch.nn.Module)
         for key in left if left.keys() == right.keys() else dict.fromkeys((*left, *right)):
-            if not (is_module and key in BOOKKEEPING) and self._may_have_read(a, key):
-                self.value(prefix + key, left.get(key, MISSING), right.get(key, MISSING))
+            x, y = left.get(key, MISSING), right.get(key, MISSING)
+            is_equal = x is y and type(x) in ATOMS
+            if not is_equal and not (is_module and key in BOOKKEEPING) and self._may_have_read(a, key):
+                self.value(prefix + key, x, y)
 
     @staticmethod
     def _same_keys(name: str, a: dict[Any, Any], b: dict[Any, Any]) -> None:

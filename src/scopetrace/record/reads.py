@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat import questions
+from scopetrace._compat.ops import in_gradient_transform, unwrapped
 from scopetrace._compat.patches import replacing
 from scopetrace._compat.sources import PACKAGES
 from scopetrace._compat.tensors import requires_grad_of
@@ -114,7 +115,8 @@ class ReadRecorder:
 
     def on_grad_mode(self, enabled: bool) -> None:
         """As `Listener.on_grad_mode`. A block that sets what is set anyway leaves no trace in the ops."""
-        self._blocks.append(len(self._builder.tape.ops) if enabled == self._grad else None)
+        is_hidden = enabled == self._grad and not (enabled and in_gradient_transform())
+        self._blocks.append(len(self._builder.tape.ops) if is_hidden else None)
 
     def on_grad_block_end(self) -> None:
         """As `Listener.on_grad_block_end`."""
@@ -131,6 +133,7 @@ class ReadRecorder:
         self._hidden += [range(start, len(ops)) for start in self._blocks if start is not None]
         if not self._hidden:
             return
+        ops = ops[: max(hidden.stop for hidden in self._hidden)]
         inputs = [v for op in ops if op.kind == "placeholder" for v in op.values()]
         state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
         leaves = dict.fromkeys([*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)], 1)
@@ -196,7 +199,7 @@ class ReadRecorder:
                 self.note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
         elif name in ("stride", "is_contiguous", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
-        elif name in ("requires_grad", "is_leaf", "grad_fn"):
+        elif name in ("requires_grad", "is_leaf", "grad_fn") and unwrapped(t) is t:  # else a transform's own history
             self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
             self.on_requires_grad(t)
 

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from scopetrace._compat.ops import eager, is_collective, is_op
-from scopetrace._compat.tensors import FakeMaker, storage_id, without_dispatch
+from scopetrace._compat.tensors import FakeMaker, without_dispatch
 from scopetrace.containers.structure import instantiate, leaves, map_structure
-from scopetrace.infer.rules import Identity, Outputs
+from scopetrace.infer.rules import Outputs
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.tape import Call, Op, Value, map_argument
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -134,7 +134,8 @@ class Replay:
         if any(v in taken or self._now.get(v) in taken for v in original.asked):
             raise Differs("the layout of an input of the model is asked for")
         self._scopes = {id(original.call.scope): call.scope}
-        self._frames = {id(original.call.frames): call.frames}
+        outer = original.call.frames
+        self._frames = {id(outer): outer if outer == call.frames else call.frames}
         self._starts: list[int] = []
         self._quiet = without_dispatch()
 
@@ -161,7 +162,8 @@ class Replay:
     def _frames_of(self, old: Frames) -> Frames:
         found = self._frames.get(id(old))
         if found is None:
-            found = old if not old or isinstance(old, str) else (self._frames.get(id(old[0]), old[0]), old[1])
+            outer = old if not old or isinstance(old, str) else self._frames.get(id(old[0]), old[0])
+            found = old if not old or isinstance(old, str) or outer is old[0] else (outer, old[1])
             self._frames[id(old)] = found
         return found
 
@@ -270,7 +272,7 @@ class Replay:
             place = scope or self._scope_of(op.scope), call, self._frames_of(op.frames) if frames is None else frames
             if step.outputs is not None:
                 self._copy(step, step.outputs, place)
-            else:
+            elif op.kind != "get_attr" or not self._is_known(op):
                 self._quiet.__exit__(None, None, None)
                 try:
                     self._anew(op, *place)
@@ -296,21 +298,18 @@ class Replay:
         args = tuple([now[x] if type(x) is Value else self._argument(x) for x in op.args])
         kwargs = {name: self._argument(x) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
         inputs = [now[v] for v in step.inputs]
-        fakes = [v.fake for v in inputs]
-        tensors = [meta.make(self._tools.maker, fakes) for meta in outputs.tensors]
-        made = []
-        for slot, (meta, fake) in enumerate(zip(outputs.tensors, tensors, strict=True)):
-            if isinstance(meta, Identity):
-                value = self._values.new_same(fake, slot, inputs[meta.input])
-                value.autograd_placeholder = inputs[meta.input].autograd_placeholder
-            else:
-                value = self._values.new(fake, slot, storage_id(fake), meta.key)
-                value.autograd_placeholder = meta.requires_grad
-            made.append(value)
-        now.update(zip(step.values, made, strict=True))
-        given = made[0] if outputs.container is None else outputs.container(made)
-        new = Op(op.kind, op.target, args, kwargs, given, *place, op.grad, autocast=op.autocast)
+        made = self._values.new_inferred(outputs, outputs.make(self._tools.maker, [v.fake for v in inputs]), inputs)
+        now.update(zip(step.values, [v for v in made if v is not None], strict=True))
+        new = Op(op.kind, op.target, args, kwargs, outputs.contained(made), *place, op.grad, autocast=op.autocast)
         self._builder.tape.ops.append(new)
+
+    def _is_known(self, op: Op) -> bool:
+        """Whether the attribute that stands for one that is read here is on the tape already."""
+        found = self._values.by_id.get(id(self._pairs.partner(op.result.real)))
+        if found is None or op in self._original.literals:
+            return False
+        self._now[op.result] = found
+        return True
 
     def _read(self, op: Op) -> None:
         """An attribute that the original was the first to read."""

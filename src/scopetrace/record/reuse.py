@@ -16,21 +16,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import logging
-import operator
-import os
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
-from scopetrace._compat.questions import function_modes, hooks_of_all_modules, settings
+from scopetrace._compat.questions import hooks_of_all_modules, settings
 from scopetrace._compat.symbols import has_unbacked, to_expr
-from scopetrace._compat.tensors import FakeMaker, FakeTensor, tags_of
+from scopetrace._compat.tensors import FakeMaker, FakeTensor, requires_grad_of, tags_of
 from scopetrace.containers.structure import instantiate, leaves, open_container
-from scopetrace.ir.reads import MISSING, content_of
 from scopetrace.ir.reuse import NotShared, Reuse
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.selection import Target
@@ -39,10 +35,11 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, plain_attributes
 from scopetrace.record.code import ATOMS
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Model, Saved, Snapshot
+from scopetrace.record.model import Model
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.pairs import Differs, Pairs, Watch
+from scopetrace.record.pairs import Differs, Pairs
+from scopetrace.record.python_state import State
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.replay import Original, Replay, Tools
 
@@ -51,6 +48,9 @@ _FEW = 4
 nothing more is tried."""
 FEWEST_OPS = 12
 """A call of fewer ops is recorded: to compare it takes as long."""
+_FREE = 6
+"""So many calls become originals at once. Each further one waits for ten times FEWEST_OPS more ops on the tape, so that
+it takes little time where calls never repeat."""
 
 
 class ReadRecorderWithReuse(ReadRecorder):
@@ -104,105 +104,6 @@ class ReadRecorderWithReuse(ReadRecorder):
 
 
 _LAYOUT = frozenset({"stride", "is_contiguous", "storage_offset", "contiguous", "is_conj", "is_neg", "is_inference"})
-
-
-_ENVIRONMENT: dict[Any, Any] = vars(os.environ)["_data"]  # of which os.environ makes text, which takes long
-
-
-class State:
-    """What the forward may read and write beside arguments, tensors and its modules, as it is now.
-
-    `objects` are the contents of what code reaches, by id; `watch` knows what may be shared by calls.
-    """
-
-    def __init__(self, effects: EffectWatch, model: Model, objects: dict[int, Saved]) -> None:
-        reach = effects.reach
-        self.watch = Watch(objects)
-        self._effects, self._model = effects, model
-        self._objects = objects
-        watched = [s for s in objects.values() if s.kind.words is None or s.kind.is_draw]  # memos may remember anything
-        self._watched = [(s.owner, s.kind, s.before) for s in watched if s.owner is not os.environ]
-        self._environment = dict(_ENVIRONMENT)
-        named = {**reach.globals, **{key: found[:2] for key, found in reach.looked_up.items()}}
-        self._tables = list(_by_table(named.values()))
-        self._cells = [(cell, content_of(cell)) for _, cell in reach.cells.values()]
-        self._classes = [(kind, list(vars(kind).values())) for kind in reach.classes | reach.bases]
-        self._modules = {id(saved.module): saved for saved in model.saved_modules}
-        self._outside = [saved.module for saved in model.saved_modules if model.is_outside(saved.module)]
-        self._modes = function_modes()
-
-    def is_unchanged(self, *, draws: bool = True) -> bool:
-        """Whether all is as it was; with `draws`, random generators too."""
-        return (
-            function_modes() == self._modes
-            and self._environment == _ENVIRONMENT
-            and all(_are_same(get(table), old) for table, get, old in self._tables)
-            and all(
-                kind.unchanged(kind.copy(owner), before)
-                for owner, kind, before in self._watched
-                if draws or not kind.is_draw
-            )
-            and all(content_of(cell) is old for cell, old in self._cells)
-            and all(_are_same(vars(kind).values(), old) for kind, old in self._classes)
-            and all(map(self.is_same, self._outside))
-        )
-
-    def is_same(self, module: torch.nn.Module) -> bool:
-        """Whether a module has the attributes, parameters, buffers and submodules that it had before the forward."""
-        saved = self._modules.get(id(module))
-        if saved is None:
-            return False
-        tables = zip(saved.live, saved.tables, strict=True)  # compared by ids: they hold tensors
-        return all(
-            now.keys() == old.keys() and [*map(id, now.values())] == [*map(id, old.values())] for now, old in tables
-        )
-
-    def knows(self, module: torch.nn.Module | None) -> bool:
-        """Whether a module was there before the forward."""
-        return id(module) in self._modules
-
-    def tells_modules_apart(self) -> bool:
-        """Whether code may find modules of the model, or what cannot be watched, without being given them."""
-        found = [x for _, _, values in self._tables for x in values] + [x for _, x in self._cells]
-        found += [saved.owner for saved in self._objects.values() if saved.outside]
-        return any(map(self.watch.problem, found))
-
-    def renewed(self) -> State:
-        """The state of now."""
-        more = Snapshot()
-        more.outside = True
-        now = {key: s._replace(before=s.kind.copy(s.owner)) for key, s in self._objects.items()}
-        for key, saved in self._objects.items():
-            if not saved.kind.unchanged(now[key].before, saved.before):
-                more.add(saved.name, saved.key, now[key].before)
-        for table, get, _ in self._tables:
-            more.add("a global", "", get(table))
-        for cell, _ in self._cells:
-            more.add("a closure", "", content_of(cell))
-        return State(self._effects, self._model, {**more.saved, **now})
-
-
-def _by_table(named: Iterable[tuple[dict[str, Any], str]]) -> Iterator[tuple[Any, Callable[[Any], Any], Any]]:
-    """Of each table, what gets the named entries, and these; MISSING for those that there are not."""
-    names: dict[int, list[str]] = {}
-    tables: dict[int, dict[str, Any]] = {}
-    for table, name in named:
-        tables[id(table)] = table
-        names.setdefault(id(table), []).append(name)
-    for key, table in tables.items():
-        get = functools.partial(_entries, names[key], operator.itemgetter(*names[key], names[key][0]))
-        yield table, get, get(table)
-
-
-def _entries(names: list[str], get: Callable[[Any], Any], table: dict[str, Any]) -> Any:
-    try:
-        return get(table)
-    except KeyError:
-        return tuple([table.get(name, MISSING) for name in names])
-
-
-def _are_same(now: Collection[Any], before: Collection[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))
 
 
 @dataclasses.dataclass(eq=False)
@@ -296,7 +197,7 @@ class CallRecorderWithReuse(CallRecorder):
         self._object_reads = object_reads
         self._tools = Tools(builder, values, ops, maker, object_reads, reads.members, reads.contiguous)
         self._groups: dict[int, _Group] = {}
-        self._renewals = 0
+        self._renewals = self._kept = 0
         self._report = self._builder.tape.reuse = Reuse()
 
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -344,6 +245,7 @@ class CallRecorderWithReuse(CallRecorder):
         group.is_small = call.stop - call.start < FEWEST_OPS
         self._report.traced[name] += not group.is_small
         if found is not None and not group.is_small:
+            self._kept += 1
             with self._looking():
                 problem = self._problem(found, out, args[1:], kwargs)
             if problem:
@@ -358,7 +260,13 @@ class CallRecorderWithReuse(CallRecorder):
         if group is None or call.parent is None or not self._builder.is_plain() or call.replaced:
             return None
         is_alone = group.size == 1 and call.index == 0
-        return None if is_alone or group.is_small or group.in_vain > _FEW else group
+        if is_alone or group.is_small or group.in_vain > _FEW:
+            return None
+        return group if group.originals or self._may_keep() else None
+
+    def _may_keep(self) -> bool:
+        """Whether one more call may become an original."""
+        return 10 * FEWEST_OPS * (self._kept - _FREE) <= len(self._builder.tape.ops)
 
     def _note(self, call: Call, reason: str) -> None:
         self._report.not_shared.append(NotShared(call.scope.path, type(call.module).__name__, reason))
@@ -381,7 +289,7 @@ class CallRecorderWithReuse(CallRecorder):
             given, reason = None, str(unknown)
         if reason:
             self._note(call, reason)
-        if given is None or group.in_vain > _FEW:
+        if given is None or group.in_vain > _FEW or not self._may_keep():
             return None
         if not self._state.is_unchanged():
             self._renew()
@@ -412,7 +320,8 @@ class CallRecorderWithReuse(CallRecorder):
     def metadata_of(self, t: torch.Tensor) -> tuple[Value, int | None]:
         """The value of a tensor among the arguments of a call, and its key in `infer`."""
         value = self._values.value_of(t)
-        return value, self._ops.inference.key_of(value.fake)
+        is_known = value.key is not None and value.requires_grad == requires_grad_of(value.fake)
+        return value, value.key if is_known else self._ops.inference.key_of(value.fake)
 
     # ---------------------------------------------------------------- originals
 

@@ -32,6 +32,7 @@ from scopetrace._compat.tensors import (
     FakeTensor,
     buffers_of,
     parameters_of,
+    requires_grad_of,
     tags_of,
     with_version,
 )
@@ -109,10 +110,11 @@ def record(
 ) -> RecordedTape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError.
 
-    `fn` runs once. It runs a second time where it turns out to differentiate, to use a transform such as torch.vmap,
-    or to write to a view of a tensor that requires grad: then torch has to run every op, for autograd's history. And it
-    runs again where it puts the first tensors into an argument, as into an empty cache. Modules, arguments and the
-    random state are as before when it starts again; what else it changes (globals, files) is changed twice.
+    `fn` runs once. It runs a second time where it differentiates and none of its functions names `backward`, or one
+    does and it does not; where it turns out to use a transform such as torch.vmap, or to write to a view of a tensor
+    that requires grad: then torch has to run every op, for autograd's history. And it runs again where it puts the
+    first tensors into an argument, as into an empty cache. Modules, arguments and the random state are as before when
+    it starts again; what else it changes (globals, files) is changed twice.
 
     Traces of several threads take turns.
     """
@@ -195,6 +197,7 @@ class Recording:
     ) -> None:
         """`run_graph` runs a GraphModule that is the body of a higher-order op."""
         self.model = model
+        self._assumptions = assumptions
         self.object_types = assumptions.object_types
         self.factory = FakeFactory()
         inference = Inference(self.factory)
@@ -203,7 +206,7 @@ class Recording:
             shape_env=self.factory.shape_env,
             fake_mode=self.factory.mode,
             inference=inference,
-            exact_autograd=assumptions.exact_autograd,
+            exact_autograd=assumptions.exact_autograd or bool(assumptions.differentiates),
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
@@ -221,7 +224,7 @@ class Recording:
             inference,
             run_graph,
             specialize=specialize,
-            composites_apart=assumptions.composites_apart,
+            composites_apart=assumptions.composites_apart or bool(assumptions.differentiates),
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
@@ -248,11 +251,14 @@ class Recording:
         names = argument_names(forward, len(args))
         given = [*zip(names, args, strict=True), *kwargs.items()]
         effects = EffectWatch(fn, self.model, given, self.object_types, self.builder, self.values)
+        if "backward" in effects.reach.names and not tape.exact_autograd and self._assumptions.differentiates is None:
+            raise Retrace("the code names backward", Assumptions(differentiates=True))
         examples = [self.values.examples[value] for value in tape.inputs]
         reads = ObjectReads(self.builder, self.model, effects.reach, self.reads.members, examples)
         tape.module_tables = ModuleTables(self.model.named_modules(), hooks_of_all_modules())
         try:
-            fakes = self._run_forward(fn, effects, reads)
+            with self._expecting_backward():
+                fakes = self._run_forward(fn, effects, reads)
         except Retrace:
             effects.restore(outside=True)
             tape.module_tables.restore()
@@ -264,7 +270,8 @@ class Recording:
         effects.note(changes, reads.overwritten, reads.is_written_first)
         for value, op in without_hidden_gradients(tape):
             self.reads.on_hidden_write(value, op)
-        for leaf in self.values.factory_leaves:  # what depends on it must have a gradient from outside too
+        lifted = filter(requires_grad_of, self.values.lifted)
+        for leaf in (*self.values.factory_leaves, *lifted):  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.reads[:] = [*variables, *tape.reads, *attributes]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
@@ -281,10 +288,23 @@ class Recording:
         if self.builder.regions and not self.builder.differentiated:  # their backward may be a part of the program
             keep_regions(tape, self.builder.regions)
         if tape.backwards:
-            tape.checkpointed = [range(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
+            tape.checkpointed = [(r.start, r.stop) for r in self.builder.regions if r.hop is CHECKPOINT]
         if checks_enabled():
             verify(tape, "recording")
         return tape
+
+    @contextlib.contextmanager
+    def _expecting_backward(self) -> Iterator[None]:
+        """Start again where the forward was taken to differentiate, and has not when it ends or fails."""
+        wrong = Retrace("the forward does not differentiate", Assumptions(differentiates=False))
+        try:
+            yield
+        except Exception:
+            if self._assumptions.differentiates and not self.tape.backwards:
+                raise wrong from None
+            raise
+        if self._assumptions.differentiates and not self.tape.backwards:
+            raise wrong
 
     def _run_forward(
         self, fn: Callable[..., Any], effects: EffectWatch, reads: ObjectReads
@@ -340,11 +360,14 @@ class Recording:
         if self.builder.deferred:
             raise self.builder.deferred[0]
         results = leaves(tape.outputs, Value)
+        if self.builder.loses_device is not None and any(v.fake.is_meta for v in results):
+            raise self.builder.loses_device
         refuse_tags(tape, results)
         refuse_lost_hooks(tape, results, self.builder.hooked, self.builder.differentiated)
         differentiated = self.builder.differentiated if self.builder.functions_apart else None
-        refuse_lost_gradients(tape, results, self.values.examples, differentiated)
-        refuse_recomputed(tape, self.builder.regions)
+        refuse_lost_gradients(tape, results, self.values.examples, differentiated, self.builder.former_leaves)
+        passed = {op for number, op in self.builder.made_nodes if number in self.builder.differentiated}
+        refuse_recomputed(tape, self.builder.regions, passed)
         refuse_detached_inputs(tape, self.values.examples)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
@@ -532,9 +555,11 @@ _NO_DATA = (
     "unallocated storage",
     "Not available for 'meta' device type",
     "unsupported format string passed to FakeTensor",
+    "unhashable type: non-nested Sym",  # the key of a dict
 )
 
 _NO_FAKE = (
+    "_share_fd_: only available on CPU",  # share_memory_
     "is not supported under torch.compile",  # torch.distributed.nn.functional
     "OpaqueTensorImpl",  # MKL-DNN
     "quantized nyi in meta tensors",

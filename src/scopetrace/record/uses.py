@@ -252,7 +252,9 @@ def _mentions(code: types.CodeType, name: str) -> bool:
 
 
 def _tree(code: types.CodeType) -> ast.AST | None:
-    """The syntax of a function; None where its source is not there, or is not that of the function."""
+    """The syntax of a function; None where its source is not there, as in a file, or is not that of the function."""
+    if not isinstance(code, types.CodeType):
+        return None
     found = _functions(code.co_filename).get((code.co_firstlineno, code.co_name == "<lambda>"), [])
     if len(found) > 1:  # lambdas of one line
         places = {(line, column) for line, _, column, _ in code.co_positions() if column}
