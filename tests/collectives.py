@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from processes import join_ranks
+from processes import join_ranks, leave_ranks
 from torch import nn
 
 import scopetrace as st
@@ -267,7 +267,7 @@ def main():
             given = x.clone()
             torch.testing.assert_close(traced(given), expected, msg=lambda text, at=(name, form): f"{at}: {text}")
     print("equal", len(found), flush=True)
-    dist.destroy_process_group()
+    leave_ranks()
 
 
 if __name__ == "__main__":

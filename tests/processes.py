@@ -19,7 +19,10 @@ def in_another_process(code, *args):
 
 
 def on_two_ranks(folder, script, *args):
-    """What the script prints on both ranks. It calls `join_ranks`; unlike torchrun this needs no process more."""
+    """What the script prints on both ranks. It calls `join_ranks`, and `leave_ranks` at its end.
+
+    Unlike torchrun this needs no process more.
+    """
     env = os.environ | {"STORE": f"file://{folder}/store", "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
     command, started = [sys.executable, TESTS / script, *args], []
     try:
@@ -38,3 +41,12 @@ def join_ranks():
     """In a script: the process group, as `on_two_ranks` or torchrun describes it."""
     store = os.environ.get("STORE", "env://")
     dist.init_process_group("gloo", store, rank=int(os.environ["RANK"]), world_size=int(os.environ["WORLD_SIZE"]))
+
+
+def leave_ranks():
+    """In a script, at its end. Python does not unload torch, which may abort where a thread of gloo still runs."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)

@@ -12,7 +12,7 @@ import sys
 
 import torch
 import torch.distributed as dist
-from processes import join_ranks
+from processes import join_ranks, leave_ranks
 from torch import nn
 from torch.distributed import pipelining
 from torch.distributed.fsdp import fully_shard
@@ -390,4 +390,4 @@ if __name__ == "__main__":
     found = run(*sys.argv[1:])
     if dist.get_rank() == 0:
         print(json.dumps(found))
-    dist.destroy_process_group()
+    leave_ranks()

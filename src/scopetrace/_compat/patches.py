@@ -22,7 +22,7 @@ import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd.function import _SingleLevelFunction
+from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -54,6 +54,9 @@ class Observer(HookListener, Protocol):
 
     def on_applied(self, t: torch.Tensor) -> torch.Tensor:
         """Torch applies a `torch.autograd.Function` to a tensor. Returns what it gets in its place."""
+
+    def on_unseen_function(self) -> None:
+        """A `torch.autograd.Function` is applied, to tensors that are not known."""
 
     def on_reentrant(self, tensors: list[torch.Tensor]) -> None:
         """A reentrant checkpoint begins: its results require grad only if one of these does."""
@@ -347,21 +350,33 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
     """Below `Function.apply`, so that a bound `apply` which somebody holds is reported too.
 
     Inside of a transform such as torch.vmap, the function that is applied below it is reported. Since torch 2.15
-    `Function.apply` itself is in C++, and one that somebody holds is not seen.
+    `Function.apply` itself is in C++: of one that somebody holds, only the node that it makes is seen.
     """
     outer = torch._C._FunctionBase.__dict__["apply"]
+    applying = 0
+
+    def make_node(self: Any) -> None:
+        if mine() and not applying:
+            observer.on_unseen_function()
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if mine():
-            if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
-                return _reentrant(observer, args[0], args[2:])
-            if cls.__module__ != "torch._library.autograd" and not in_transform():  # a custom op is recorded itself
-                found = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
-                if found is not NotImplemented:
-                    return found
-                args, kwargs = pytree.tree_map_only(torch.Tensor, observer.on_applied, (args, kwargs))
-        return outer.__get__(None, cls)(*args, **kwargs)
+        nonlocal applying
+        if not mine():
+            return outer.__get__(None, cls)(*args, **kwargs)
+        if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
+            return _reentrant(observer, args[0], args[2:])
+        if cls.__module__ != "torch._library.autograd" and not in_transform():  # a custom op is recorded itself
+            found = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
+            if found is not NotImplemented:
+                return found
+            args, kwargs = pytree.tree_map_only(torch.Tensor, observer.on_applied, (args, kwargs))
+        applying += 1
+        try:
+            return outer.__get__(None, cls)(*args, **kwargs)
+        finally:
+            applying -= 1
 
+    replace(BackwardCFunction, "__init__", make_node)
     for owner in (_SingleLevelFunction, torch.autograd.Function):
         if vars(owner).get("apply", outer) is outer:
             replace(owner, "apply", classmethod(apply))

@@ -253,6 +253,11 @@ class CallRecorder:
         with paused():
             return self._ops.apply_function(cls, args)
 
+    def on_unseen_function(self) -> None:
+        """A function with a backward of its own is applied, to any of the inputs."""
+        for value in self._builder.tape.inputs:
+            self._reads.on_gradient(value.fake)
+
     def on_applied(self, t: torch.Tensor) -> torch.Tensor:
         """Torch applies a function: where the forward differentiates, to the fake tensors of parameters."""
         return self.gradients.differentiated(t) if self._builder.functions_apart else t

@@ -504,8 +504,8 @@ def _not_an_op(name: str) -> Callable[..., Any]:
 
 
 for _name in (
-    *("on_custom_function", "on_applied", "on_reentrant", "on_hook", "on_graph", "on_grad_fn", "on_requires_grad"),
-    *("on_detach", "on_recomputed", "on_nested_region", "mark", "on_storage_resize", "on_data", "on_set_data"),
-    *("on_number", "on_numpy"),
+    *("on_custom_function", "on_unseen_function", "on_applied", "on_reentrant", "on_hook", "on_graph", "on_grad_fn"),
+    *("on_requires_grad", "on_detach", "on_recomputed", "on_nested_region", "mark", "on_storage_resize", "on_data"),
+    *("on_set_data", "on_number", "on_numpy"),
 ):
     setattr(CallRecorderWithReuse, _name, _not_an_op(_name))
