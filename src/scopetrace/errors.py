@@ -14,6 +14,8 @@ from __future__ import annotations
 class ScopetraceError(Exception):
     """The base of all errors that scopetrace itself raises."""
 
+    __str__ = Exception.__str__  # KeyError, for which one may stand, would put quotes around the message
+
 
 class TraceError(ScopetraceError):
     """A model, or a part of it, that cannot be captured or translated.

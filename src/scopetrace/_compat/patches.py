@@ -14,14 +14,12 @@ import inspect
 import sys
 import threading
 import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -30,13 +28,13 @@ from torch.utils import _pytree as pytree
 
 from scopetrace._compat.gradients import HookListener, report_hooks
 from scopetrace._compat.ops import device_at_once, eager, hop_entry_points, in_transform, is_recording, short_way
-from scopetrace._compat.questions import MISSING, Mine, Replace
+from scopetrace._compat.questions import MISSING, Mine, Replace, ValueListener, report_values
 from scopetrace._compat.sources import NOT_THE_MODEL
-from scopetrace._compat.symbols import compare_symbols, index_with_symbols
+from scopetrace._compat.symbols import behave_as_numbers, compare_symbols, index_with_symbols
 from scopetrace._compat.tensors import requires_grad_of
 
 
-class Observer(HookListener, Protocol):
+class Observer(HookListener, ValueListener, Protocol):
     """Who is told of what happens. `run` does what would have happened without the replacement."""
 
     @property
@@ -79,18 +77,6 @@ class Observer(HookListener, Protocol):
     def on_set_data(self, t: torch.Tensor, new: Any) -> bool:
         """The forward assigns to `t.data`; told when paused too. Returns whether the observer did that."""
 
-    def on_reduce(self) -> None:
-        """Python copies or pickles a tensor that was made in the trace, or an input."""
-
-    def on_number(self, x: Any) -> Any:
-        """A tensor of one element, or a symbolic number, becomes text or a dictionary key.
-
-        Returns the number, or NotImplemented for what torch would do.
-        """
-
-    def on_numpy(self, t: torch.Tensor) -> Any:
-        """A tensor becomes an array of NumPy. Returns the tensor to take it from, or NotImplemented."""
-
 
 _FRAMES_PER_CALL = 3
 """How many times the Python frames of a module call in eager a reported one takes."""
@@ -128,9 +114,10 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         _report_seeding(replace, observer, lambda: is_recording() and mine())
         _report_object_collectives(replace, observer, mine)
         _report_storages(replace, observer, here, mine)
-        _report_values(replace, observer, mine)
+        report_values(replace, observer, mine)
         index_with_symbols(replace, mine)
         compare_symbols(replace, mine)
+        behave_as_numbers(replace, mine)
         _report_steps(stack, observer, lambda: is_recording() and mine())
         _report_scalers(replace, observer, lambda: is_recording() and mine())
         for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way(), device_at_once()):
@@ -472,96 +459,6 @@ def _report_storages(replace: Replace, observer: Observer, here: Mine, mine: Min
     replace(torch.Tensor, "data", property(get_data, set_data))
 
 
-# From tensors and symbolic numbers to Python values ------------------------------------------------------------------
-
-
-def _report_values(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """`tensor.numpy()`, `f"{tensor}"`, and `str` and `hash` of symbolic numbers run no op."""
-    to_array, to_text = torch.Tensor.numpy, torch.Tensor.__format__
-
-    def numpy(self: torch.Tensor, *, force: bool = False) -> Any:
-        found = observer.on_numpy(self) if mine() else NotImplemented
-        if found is NotImplemented:
-            return to_array(self, force=force)
-        with eager():
-            array = to_array(found, force=force)
-        array.flags.writeable = False  # a write to it would not be in the graph
-        return array
-
-    def __format__(self: torch.Tensor, spec: str) -> str:
-        found = observer.on_number(self) if mine() and self.dim() == 0 else NotImplemented
-        return to_text(self, spec) if found is NotImplemented else format(found, spec)
-
-    shown = torch.Tensor.__repr__
-    replace(torch.Tensor, "__repr__", lambda self, **k: _Text(shown(self, **k)) if mine() else shown(self, **k))
-    replace(_Text, "mine", staticmethod(mine))
-    replace(warnings, "warn", _warning_of_text())
-    for name in ("__reduce_ex__", "__deepcopy__"):
-        replace(torch.Tensor, name, _of_plain(getattr(torch.Tensor, name), observer, mine))
-    for name in ("apply_", "map_", "map2_"):
-        replace(torch.Tensor, name, _of_elements(getattr(torch.Tensor, name), mine))
-    replace(torch.Tensor, "numpy", numpy)
-    replace(torch.Tensor, "__format__", __format__)
-    for cls in (torch.SymInt, torch.SymFloat):
-        for name in ("__hash__", "__str__"):
-            replace(cls, name, _of_the_number(getattr(cls, name), observer, mine))
-
-
-class _Text(str):
-    """The text of a tensor or of its number, which may be shown. The model may not look into it: there is no data."""
-
-    mine: Mine = staticmethod(bool)
-
-
-def _not_looked_into(name: str) -> Callable[..., Any]:
-    def read(self: str, *args: Any) -> Any:
-        if _Text.mine() and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_MODEL):
-            raise RuntimeError("the text of a tensor in a trace doesn't have data")
-        return getattr(str, name)(self, *args)
-
-    return read
-
-
-for _name in ("__len__", "__eq__", "__ne__", "__hash__", "__contains__", "__getitem__", "__iter__", "split", "find"):
-    setattr(_Text, _name, _not_looked_into(_name))
-
-
-def _warning_of_text() -> Callable[..., None]:
-    """`warnings.warn`, which looks whether it has shown a text."""
-    outer = warnings.warn
-
-    def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **more: Any) -> None:
-        outer(str.__str__(message) if isinstance(message, _Text) else message, category, stacklevel + 1, *args, **more)
-
-    return warn
-
-
-def _of_plain(outer: Callable[..., Any], observer: Observer, mine: Mine) -> Callable[..., Any]:
-    """A way by which Python copies tensors, which fake ones do not go."""
-
-    def copied(self: torch.Tensor, *args: Any) -> Any:
-        if mine() and isinstance(self, FakeTensor):
-            observer.on_reduce()
-        return outer(self, *args)
-
-    return copied
-
-
-def _of_the_number(outer: Callable[[Any], Any], observer: Observer, mine: Mine) -> Callable[[Any], Any]:
-    """`hash` or `str` of a symbolic number: that of the number itself where the model's own code asks for it."""
-
-    def read(self: Any) -> Any:
-        asked_by_model = mine() and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_MODEL)
-        found = observer.on_number(self) if asked_by_model else NotImplemented
-        if found is NotImplemented:
-            answer = outer(self)
-            return _Text(answer) if asked_by_model and isinstance(answer, str) else answer
-        return getattr(found, outer.__name__)()
-
-    read.__name__ = outer.__name__
-    return read
-
-
 # Batch norm ----------------------------------------------------------------------------------------------------------
 
 
@@ -592,17 +489,6 @@ def _cumulative_average(norm: _BatchNorm, input: torch.Tensor) -> torch.Tensor:
     norm.running_mean.lerp_(mean, share)
     norm.running_var.lerp_(var, share)
     return out
-
-
-def _of_elements(outer: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
-    """A method that calls a function of Python for each element, at the address of the data."""
-
-    def called(self: torch.Tensor, *args: Any) -> Any:
-        if mine() and isinstance(self, FakeTensor):
-            raise RuntimeError("a tensor in a trace doesn't have data for a function of its elements")
-        return outer(self, *args)
-
-    return called
 
 
 # The state of the process --------------------------------------------------------------------------------------------

@@ -1,7 +1,8 @@
-"""What Python asks torch during a trace where no op runs: its state, and facts of tensors.
+"""What Python asks torch during a trace where no op runs: its state, facts of tensors, and their values as text.
 
 Data flow:
     `torch.is_grad_enabled()`, `x.stride(0)`, `os.environ["A"]`, replaced -> the answer, and a Listener is told of it
+    `f"{x}"`, `x.numpy()`, `hash(n)` -> what the ValueListener knows; else a text that may be shown, not looked into
 
 Only questions of the model and of torch's Python on its way count: while the recorder handles an op its mode is off,
 and contexts such as `torch.no_grad` ask only to restore what was.
@@ -15,6 +16,7 @@ import logging
 import operator
 import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Set
 from types import FrameType
 from typing import Any, Protocol
@@ -25,7 +27,9 @@ import torch.autograd.graph
 import torch.utils.checkpoint
 from torch._ops import mode_stack_state_for_pre_dispatch
 
+from scopetrace._compat.ops import eager
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, PYTHON, SCOPETRACE, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.symbols import Symbolic, asked_by_model, class_of_number
 from scopetrace._compat.tensors import FakeTensor
 
 
@@ -302,7 +306,7 @@ def _report_classes(replace: Replace, listener: Listener, mine: Mine) -> None:
 
     def class_of(x: Any) -> type:
         if not isinstance(x, FakeTensor) or not mine():
-            return type(x)
+            return class_of_number(x) if mine() else type(x)
         is_parameter = fact_of(x, "is_parameter", ())
         listener.on_fact(x, "is_parameter", (), is_parameter)
         return torch.nn.Parameter if is_parameter else torch.Tensor
@@ -509,3 +513,154 @@ def _report_autocast(replace: Replace, listener: Listener, mine: Mine) -> None:
 
     replace(autocast, "__enter__", __enter__)
     replace(autocast, "__exit__", __exit__)
+
+
+# Values of tensors and symbolic numbers: arrays, text, keys, copies --------------------------------------------------
+
+
+class ValueListener(Protocol):
+    """Who is told."""
+
+    def on_reduce(self) -> None:
+        """Python copies or pickles a tensor that was made in the trace, or an input."""
+
+    def on_number(self, x: Any) -> Any:
+        """A tensor of one element, or a symbolic number, becomes text or a dictionary key.
+
+        Returns the number, or NotImplemented for what torch would do.
+        """
+
+    def on_text(self, text: str, *, of_number: bool) -> None:
+        """A tensor without data, or a symbolic number, is shown as this text."""
+
+    def on_numpy(self, t: torch.Tensor) -> Any:
+        """A tensor becomes an array of NumPy. Returns the tensor to take it from, or NotImplemented."""
+
+
+def report_values(replace: Replace, listener: ValueListener, mine: Mine) -> None:
+    """Tell `listener` of what this thread takes out of tensors and symbolic numbers, and give what it answers."""
+    replace(torch.Tensor, "numpy", _array(torch.Tensor.numpy, listener, mine))
+    replace(torch.Tensor, "__format__", _format(torch.Tensor.__format__, listener, mine))
+    replace(torch.Tensor, "__repr__", _repr_of_tensor(torch.Tensor.__repr__, listener, mine))
+    for name in ("__reduce_ex__", "__deepcopy__"):
+        replace(torch.Tensor, name, _of_plain(getattr(torch.Tensor, name), listener, mine))
+    for name in ("apply_", "map_", "map2_"):
+        replace(torch.Tensor, name, _of_elements(getattr(torch.Tensor, name), mine))
+    for cls in Symbolic:
+        for name in ("__hash__", "__repr__", "__format__"):
+            replace(cls, name, _of_number(getattr(cls, name), listener, mine))
+    replace(_Text, "mine", staticmethod(mine))
+    replace(warnings, "warn", _warning_of_text())
+
+
+def _array(outer: Callable[..., Any], listener: ValueListener, mine: Mine) -> Callable[..., Any]:
+    def numpy(self: torch.Tensor, *, force: bool = False) -> Any:
+        found = listener.on_numpy(self) if mine() else NotImplemented
+        if found is NotImplemented:
+            return outer(self, force=force)
+        with eager():
+            array = outer(found, force=force)
+        array.flags.writeable = False  # a write to it would not be in the graph
+        return array
+
+    return numpy
+
+
+# Text ----------------------------------------------------------------------------------------------------------------
+
+
+def _format(outer: Callable[..., str], listener: ValueListener, mine: Mine) -> Callable[..., str]:
+    """`f"{tensor:.3f}"`; without a number there is no text of that form, and it is that of `repr`."""
+
+    def __format__(self: torch.Tensor, spec: str) -> str:
+        if not mine() or self.dim() > 0:
+            return outer(self, spec)
+        found = listener.on_number(self)
+        if found is not NotImplemented:
+            return format(found, spec)
+        return outer(self, "" if isinstance(self, FakeTensor) else spec)
+
+    return __format__
+
+
+def _repr_of_tensor(outer: Callable[..., str], listener: ValueListener, mine: Mine) -> Callable[..., str]:
+    def __repr__(self: torch.Tensor, **options: Any) -> str:
+        text = outer(self, **options)
+        return _shown(text, listener, of_number=False) if mine() and isinstance(self, FakeTensor) else text
+
+    return __repr__
+
+
+def _of_number(outer: Callable[..., Any], listener: ValueListener, mine: Mine) -> Callable[..., Any]:
+    """`hash`, `repr` or `format` of a symbolic number: of the number itself where the model's own code asks for it."""
+
+    def read(self: Any, *spec: str) -> Any:
+        if not (mine() and asked_by_model()):
+            return outer(self, *spec)
+        found = listener.on_number(self)
+        if found is not NotImplemented:
+            return getattr(found, outer.__name__)(*spec)
+        answer = outer(self, *(("",) if spec else ()))
+        return _shown(answer, listener, of_number=True) if isinstance(answer, str) else answer
+
+    return read
+
+
+def _shown(text: str, listener: ValueListener, *, of_number: bool) -> _Text:
+    text = str.__str__(text)
+    listener.on_text(text, of_number=of_number)
+    return _Text(text)
+
+
+class _Text(str):
+    """The text of a tensor or of its number, which may be shown. The model may not look into it: there is no data."""
+
+    mine: Mine = staticmethod(bool)
+
+
+def _not_looked_into(name: str) -> Callable[..., Any]:
+    def read(self: str, *args: Any) -> Any:
+        if _Text.mine() and asked_by_model():
+            raise RuntimeError("the text of a tensor in a trace doesn't have data")
+        return getattr(str, name)(self, *args)
+
+    return read
+
+
+for _name in ("__len__", "__eq__", "__ne__", "__hash__", "__contains__", "__getitem__", "__iter__", "split", "find"):
+    setattr(_Text, _name, _not_looked_into(_name))
+
+
+def _warning_of_text() -> Callable[..., None]:
+    """`warnings.warn`, which looks whether it has shown a text."""
+    outer = warnings.warn
+
+    def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **more: Any) -> None:
+        outer(str.__str__(message) if isinstance(message, _Text) else message, category, stacklevel + 1, *args, **more)
+
+    return warn
+
+
+# Copies, and functions of elements ---------------------------------------------------------------------------------
+
+
+def _of_plain(outer: Callable[..., Any], listener: ValueListener, mine: Mine) -> Callable[..., Any]:
+    """A way by which Python copies tensors, which fake ones do not go."""
+
+    def copied(self: torch.Tensor, *args: Any) -> Any:
+        if mine() and isinstance(self, FakeTensor):
+            listener.on_reduce()
+        return outer(self, *args)
+
+    return copied
+
+
+def _of_elements(outer: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
+    """A method that calls a function of Python for each element, at the address of the data."""
+
+    def called(self: torch.Tensor, *args: Any) -> Any:
+        if mine() and isinstance(self, FakeTensor):
+            raise RuntimeError("a tensor in a trace doesn't have data for a function of its elements")
+        return outer(self, *args)
+
+    return called

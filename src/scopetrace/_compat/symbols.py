@@ -23,7 +23,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from scopetrace._compat.sources import TORCH_DIRECTORY, prefixes
+from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 
 _UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 BINDING_KEYS = (SequenceKey, MappingKey, GetAttrKey, CallMethodKey, ConvertIntKey, DivideByKey)
@@ -36,6 +36,15 @@ class _NodeArithmetic(OptimizedPythonReferenceAnalysis):
     """Evaluates sympy on graph nodes. torch's class has no conversion from float to int, which Inductor adds itself."""
 
     int_truediv = staticmethod(operator.truediv)
+
+    @staticmethod
+    def round_decimal(x: Any, ndigits: int) -> Any:
+        """Torch's rounds a proxy by Python, which no proxy can do."""
+        return (
+            x.tracer.create_proxy("call_function", round, (x, ndigits), {})
+            if isinstance(x, torch.fx.Proxy)
+            else (round(x, ndigits))
+        )
 
     @staticmethod
     def sym_sum(args: Sequence[Any]) -> Any:
@@ -422,6 +431,91 @@ def _is_known(expr: Any) -> bool:
 
 
 # In Python's and torch's own functions -------------------------------------------------------------------------------
+
+
+_PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+def asked_by_model(depth: int = 1) -> bool:
+    """Whether the caller's caller is code of the model, `depth` frames up; `isinstance` of an abstract class is not."""
+    frame = sys._getframe(depth + 1)
+    while frame.f_code.co_filename == "<frozen abc>" and frame.f_back is not None:
+        frame = frame.f_back
+    return not frame.f_code.co_filename.startswith(NOT_THE_MODEL)
+
+
+def class_of_number(x: Any) -> type:
+    """The class that `type(x)` is in eager."""
+    return _PYTHON_TYPES.get(type(x), type(x))
+
+
+def behave_as_numbers(replace: Callable[[Any, str, Any], None], mine: Callable[[], bool]) -> None:
+    """Give symbolic numbers what Python's have: `isinstance` and `__class__` for the model's code, and methods."""
+
+    def get(self: Any, name: str) -> Any:
+        if name == "__class__" and mine() and asked_by_model():
+            return class_of_number(self)
+        return object.__getattribute__(self, name)
+
+    for cls in _PYTHON_TYPES:
+        replace(cls, "__getattribute__", get)
+    _behave_as_bool(replace)
+    replace(torch.SymInt, "numerator", property(lambda self: self))
+    replace(torch.SymInt, "denominator", property(lambda self: 1))
+    replace(torch.SymInt, "__invert__", lambda self: -self - 1)
+    replace(torch.SymInt, "__round__", _rounded)
+    for cls in (torch.SymInt, torch.SymFloat):
+        replace(cls, "real", property(lambda self: self))
+        replace(cls, "imag", property(lambda self: class_of_number(self)(0)))
+        replace(cls, "__divmod__", lambda self, other: (self // other, self % other))
+        replace(cls, "__rdivmod__", lambda self, other: (other // self, other % self))
+
+
+_OF_INTEGERS = (
+    *("__floordiv__", "__rfloordiv__", "__mod__", "__rmod__", "__truediv__", "__rtruediv__", "__pow__", "__rpow__"),
+    *("__lt__", "__le__", "__gt__", "__ge__", "__lshift__", "__rlshift__", "__rshift__", "__rrshift__", "__divmod__"),
+    *("__rdivmod__", "__neg__", "__pos__", "__abs__", "__invert__", "__round__", "__trunc__", "__floor__", "__ceil__"),
+    *("bit_length", "conjugate", "as_integer_ratio"),
+)
+"""What bool inherits from int."""
+
+
+def _behave_as_bool(replace: Callable[[Any, str, Any], None]) -> None:
+    """Give SymBool the arithmetic of bool, of which torch's has `+`, `-` and `*`."""
+
+    def of_integers(name: str) -> Callable[..., Any]:
+        return lambda self, *args: getattr(_as_int(self), name)(*args)
+
+    def equal(self: torch.SymBool, other: Any) -> Any:
+        if isinstance(other, bool):
+            return self if other else torch.sym_not(self)
+        return same(self, other) if isinstance(other, torch.SymBool) else _as_int(self) == other
+
+    same = torch.SymBool.__eq__
+    hashed = torch.SymBool.__hash__
+    for name in _OF_INTEGERS:
+        replace(torch.SymBool, name, of_integers(name))
+    for name in ("real", "numerator"):
+        replace(torch.SymBool, name, property(_as_int))
+    replace(torch.SymBool, "imag", property(lambda self: 0))
+    replace(torch.SymBool, "denominator", property(lambda self: 1))
+    replace(torch.SymBool, "__eq__", equal)
+    replace(torch.SymBool, "__ne__", lambda self, other: torch.sym_not(equal(self, other)))
+    replace(torch.SymBool, "__hash__", hashed)
+    for name, convert in (("__index__", int), ("__float__", float), ("__complex__", complex)):
+        replace(torch.SymBool, name, lambda self, convert=convert: convert(bool(self)))
+    for name in ("__xor__", "__rxor__"):
+        replace(torch.SymBool, name, lambda self, other: bool(self) ^ other)
+
+
+def _as_int(self: Any) -> torch.SymInt:
+    found: torch.SymInt = self + 0
+    return found
+
+
+def _rounded(self: torch.SymInt, ndigits: int | None = None) -> Any:
+    """Torch's gives the number itself for negative `ndigits` too."""
+    return self if ndigits is None or ndigits >= 0 else round(int(self), ndigits)
 
 
 _SHAPE_FUNCTIONS = prefixes(TORCH_DIRECTORY, "_meta_registrations.py")

@@ -460,6 +460,10 @@ class CallRecorder:
         """A tensor with one element, or a symbolic number, becomes text or a key: perhaps the name of a module."""
         return self._ops.data.number_of(x)
 
+    def on_text(self, text: str, *, of_number: bool) -> None:
+        """A tensor or a symbolic number is shown, perhaps only for people."""
+        self._builder.texts.setdefault(text, (of_number, self._builder.where()))
+
     def on_numpy(self, t: torch.Tensor) -> Any:
         """A tensor becomes an array of NumPy."""
         return self._ops.data.data_of(t)

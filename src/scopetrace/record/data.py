@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -348,3 +348,16 @@ def _in_storage(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
     """The same view as `t`, of another storage."""
     new = torch.empty(0, dtype=t.dtype, device=t.device)
     return new.set_(storage, t.storage_offset(), t.size(), t.stride())
+
+
+def refuse_text(texts: Mapping[str, tuple[bool, Mapping[str, str | None]]], found: Iterable[tuple[str, Any]]) -> None:
+    """Raise DataDependentError where the text of a tensor or of its number is in what a call gives: key or value."""
+    for path, x in found:
+        for text, (_, place) in texts.items():
+            if text in path or (isinstance(x, str) and text in x):
+                raise DataDependentError(
+                    "the result has the text of a tensor, or of a number that depends on one, and graphs make no text",
+                    **place,
+                    hint="return the tensor, and make the text of it outside of the forward; or trace with "
+                    "specialize=True, which lets the example inputs decide and says so in Trace.specializations",
+                )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -67,7 +68,7 @@ from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
-from scopetrace.record.data import NoRealValue
+from scopetrace.record.data import NoRealValue, refuse_text
 from scopetrace.record.dynamic_shapes import (
     Argument,
     DynamicShapes,
@@ -350,6 +351,8 @@ class Recording:
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
             refuse_without_structure(out, (FakeTensor,), object_types)
+            if self.builder.texts:
+                refuse_text(self.builder.texts, leaves_with_path((out, fakes), "", object_types))
             refuse_hidden(out, (FakeTensor,), "the result", object_types)
             refuse_hidden(fakes, (FakeTensor,), "the arguments", object_types)
         return fakes
@@ -504,7 +507,9 @@ class Recording:
         failed = self.builder.failed
         running = failed[1] if failed is not None and failed[0] is error else None
         chain = (error, error.__cause__)  # torch.testing wraps what it catches
-        if any(isinstance(e, DATA_DEPENDENT) or any(text in str(e) for text in _NO_DATA) for e in chain):
+        no_data = any(isinstance(e, DATA_DEPENDENT) or _NO_DATA.search(str(e)) for e in chain)
+        shown = [text for text, (of_number, _) in self.builder.texts.items() if of_number]
+        if no_data or (isinstance(error, LookupError | ValueError) and any(text in str(error) for text in shown)):
             return DataDependentError(
                 "Python needs the value of a tensor that depends on the inputs or the model's state",
                 op=self.ops.data.reader(getattr(error, "cond", None), running),
@@ -546,16 +551,10 @@ class Recording:
         return {"module": str(scope), "source": user_line(frames_of_traceback(error.__traceback__))}
 
 
-_NO_DATA = (
-    "doesn't have storage",
-    "Cannot access data pointer",
-    ".numpy() is not supported",
-    "doesn't have data",
-    "data is not allocated yet",
-    "unallocated storage",
-    "Not available for 'meta' device type",
-    "unsupported format string passed to FakeTensor",
-    "unhashable type: non-nested Sym",  # the key of a dict
+_NO_DATA = re.compile(
+    r"doesn't have storage|Cannot access data pointer|\.numpy\(\) is not supported|doesn't have data"
+    "|data is not allocated yet|unallocated storage|Not available for 'meta' device type"
+    r"|unsupported format string passed to FakeTensor|\bSym(Int|Float|Bool)\b"  # what symbolic numbers cannot do
 )
 
 _NO_FAKE = (

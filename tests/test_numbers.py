@@ -1,0 +1,146 @@
+"""What Python does with a number that depends on a tensor or a dynamic size: as in eager, or refused.
+
+n = t.item()       ->  isinstance(n, int), round(n, -1), divmod(n, 2), {2: 1.0}.get(n), f"{n}"
+"""
+
+import decimal
+import fractions
+import linecache
+import math
+import numbers
+import operator
+
+import pytest
+import torch
+
+import scopetrace as st
+
+EXPRESSIONS = """
+round(n)  round(n,1)  round(n,0)  round(n,-1)  math.trunc(n)  math.floor(n)  math.ceil(n)  int(n)  float(n)  bool(n)
+abs(n)  -n  +n  ~n  divmod(n,2)[1]  divmod(7,n+1)[0]  n//2  n%2  7%(abs(n)+1)  7//(abs(n)+1)  n/2  2/(abs(n)+1)  n*2.5
+1-n  n**2  abs(n)**0.5  2**n  pow(int(abs(n)),2,5)  n<<1  n>>1  n&1  n|1  n^1  n>0  n>=1  n<2  n<=1  n==1  n==True
+n!=0  n==1.0  math.sqrt(abs(n))  math.exp(n)  math.log(abs(n)+1)  math.sin(n)  math.atan2(n,2)  math.pow(n,2)
+math.hypot(n,2)  math.isnan(n)  math.isclose(n,2)  math.fmod(n,2)  math.copysign(n,-1)  math.factorial(int(abs(n)))
+math.prod([n,2])  max(n,1)  min(n,1)  max([n,1,2])  sum([n,n])  any([n])  all([n,True])  (n and 2.0)  (n or 3.0)
+(not n)*1.0  torch.sym_max(n,1)  torch.sym_int(n)  torch.sym_float(n)  torch.sym_ite(n>1,n,1)  n.conjugate()  n.real
+n.imag  int(n).bit_length()  n.as_integer_ratio()[0]  float(n).is_integer()*1.0  int(n).numerator  complex(n).real
+float(fractions.Fraction(n))  float(decimal.Decimal(n))  operator.index(int(n))  hash(n)  range(9)[int(n)]
+[1.,2.,3.,4.,5.,6.][int(abs(n))]  {1:1.,2:2.,3:3.}.get(n,5.)  {True:1.,False:2.}[n>1]  {1,2}.__contains__(n)*1.0
+(n in [1,2])*1.0  float(len(range(int(abs(n)))))  isinstance(n,int)*1.0  isinstance(n,float)*1.0
+isinstance(n,bool)*1.0  isinstance(n,(int,float))*1.0  (type(n) is int)*1.0  (type(n) in (int,float))*1.0
+(type(n) is bool)*1.0  isinstance(n>1,bool)*1.0  isinstance(n,numbers.Integral)*1.0  isinstance(n,numbers.Real)*1.0
+issubclass(n.__class__,int)*1.0  float(f'{n}')  float(str(n))  float(repr(n))  float('%s'%n)  float('%.1f'%n)
+float(format(n,'.2f'))  len(f'{n}')  len(str(n))  (f'{n}'=='2')*1.0  {'2':4.}[str(n)]  {'2':4.}[f'{n}']
+{'2':4.}.get(str(n),1.)  int(str(n))  torch.tensor(n)  torch.tensor([n,1])  torch.full((2,),n)  x.clone().fill_(n)
+torch.arange(int(abs(n))).sum()  x.clamp(max=n)  x**n  torch.linspace(0,n,3).sum()  torch.as_tensor(n)
+x[:int(abs(n))].sum()  x[int(abs(n))%2]  x.roll(int(n))  x[n]  x[:n].sum()  torch.where(x>n,x,n)  x.masked_fill(x>0,n)
+torch.lerp(x,x*2,n)  (x<n).sum()  x.div(n+1,rounding_mode='floor')
+"""
+"""Parted by two spaces or a line's end; `n` is the number, `x` a tensor."""
+
+TENSORS = {
+    "int": torch.tensor([2, 3]),
+    "float": torch.tensor([2.25, 1.75]),
+    "bool": torch.tensor([True, False]),
+}
+PARTS = [part for line in EXPRESSIONS.splitlines() for part in line.split("  ") if part]
+
+
+def function_of(number, expression):
+    """`forward(x, t)` with a source that errors can show."""
+    code = f"def forward(x, t):\n    n = {number}\n    return x * ({expression})\n"
+    name = f"<{number} {expression}>"
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    modules = (decimal, fractions, math, numbers, operator, torch)
+    found = {module.__name__: module for module in modules}
+    exec(compile(code, name, "exec"), found)
+    return found["forward"]
+
+
+def outcome(run, *args):
+    """The result, or the class of Python's error; None where it is refused."""
+    try:
+        return run(*args)
+    except st.errors.ScopetraceError:
+        return None
+    except Exception as error:
+        return type(error)
+
+
+def same(a, b):
+    """Whether they are equal; where eager raises, `b` is the class of its error, and `a` may be anything."""
+    if isinstance(a, type) or isinstance(b, type):
+        return isinstance(b, type)
+    return a.dtype == b.dtype and a.shape == b.shape and torch.allclose(a, b, equal_nan=True)
+
+
+@pytest.mark.parametrize("expression", PARTS)
+@pytest.mark.parametrize("kind", TENSORS)
+def test_a_number_of_a_tensor_is_used_as_in_eager_or_refused(kind, expression):
+    forward, x = function_of("t.item()", expression), torch.tensor([1.0, -2.0])
+    given = TENSORS[kind].unbind()
+    expected = [outcome(forward, x, t) for t in given]
+    trace = outcome(lambda: st.trace(forward, (x, given[0])))
+    if isinstance(trace, type):
+        assert isinstance(expected[0], type), trace
+    elif trace is not None:
+        for t, wanted in zip(given, expected, strict=True):
+            found = outcome(trace, x, t)
+            assert found is None or same(found, wanted), (t, wanted, found)
+
+
+@pytest.mark.parametrize("expression", PARTS)
+def test_a_dynamic_size_is_used_as_in_eager_or_refused(expression):
+    forward, x = function_of("x.shape[0]", expression), torch.tensor([1.0, -2.0, 3.0, -4.0, 5.0])
+    sizes = ({0: torch.export.Dim("n", min=2, max=9)}, None)
+    expected = [outcome(forward, x[:n].clone(), torch.ones(())) for n in (2, 3, 5)]
+    trace = outcome(lambda: st.trace(forward, (x[:2].clone(), torch.ones(())), dynamic_shapes=sizes))
+    if isinstance(trace, type):
+        assert isinstance(expected[0], type), trace
+    elif trace is not None:
+        for n, wanted in zip((2, 3, 5), expected, strict=True):
+            found = outcome(trace, x[:n].clone(), torch.ones(()))
+            assert found is None or same(found, wanted), (n, wanted, found)
+
+
+def test_many_of_these_are_not_refused():
+    cases = [(function_of("t.item()", e), (torch.ones(2), t[0])) for t in TENSORS.values() for e in PARTS]
+    traced = [outcome(st.trace, forward, args) for forward, args in cases]
+    assert sum(isinstance(tr, st.Trace) for tr in traced) > 0.4 * len(traced)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "f'{n}'",
+        "str(n)",
+        "repr(n)",
+        "f'is {n:.2f}!'",
+        "'%s' % n",
+        "str(t)",
+        "f'{t}'",
+        "[{'a': f'{n}'}]",
+        "{'k%s' % n: 1}",
+    ],
+)
+def test_text_of_a_number_is_not_returned(text):
+    forward = eval(f"lambda x, t: (lambda n: (x, {text}))(t.item())")
+    with pytest.raises(st.errors.DataDependentError, match="the result has the text of a tensor"):
+        st.trace(forward, (torch.ones(2), torch.tensor(2.5)))
+
+
+def test_text_of_a_number_may_be_shown(capsys):
+    def forward(x, t):
+        n = t.item()
+        print(f"loss {n:.3f}", n, t, f"{t:.2f}")
+        return x * n
+
+    trace = st.trace(forward, (torch.ones(2), torch.tensor(2.5)))
+    assert capsys.readouterr().out.startswith("loss zuf0 zuf0")
+    assert torch.equal(trace(torch.ones(2), torch.tensor(3.0)), torch.full((2,), 3.0))
+
+
+def test_classes_of_numbers_are_torch_s_after_a_trace():
+    names = {cls: dict(vars(cls)) for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)}
+    st.trace(lambda x, t: x * isinstance(t.item(), int), (torch.ones(2), torch.tensor(2)))
+    assert {cls: dict(vars(cls)) for cls in names} == names
