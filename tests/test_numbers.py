@@ -144,3 +144,16 @@ def test_classes_of_numbers_are_torch_s_after_a_trace():
     names = {cls: dict(vars(cls)) for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)}
     st.trace(lambda x, t: x * isinstance(t.item(), int), (torch.ones(2), torch.tensor(2)))
     assert {cls: dict(vars(cls)) for cls in names} == names
+
+
+@pytest.mark.parametrize("text", ["str(x.shape)", "f'{x.shape}'", "f'of {x.shape[0]}'", "{f'{tuple(x.shape)}': 1}"])
+def test_text_of_a_dynamic_size_is_not_returned(text):
+    forward = eval(f"lambda x: (x, {text})")
+    with pytest.raises(st.errors.DataDependentError, match="the result has the text of a tensor"):
+        st.trace(forward, (torch.ones(3, 2),), dynamic_shapes=({0: torch.export.Dim("n")},))
+    assert st.trace(forward, (torch.ones(3, 2),))(torch.ones(3, 2))[1] == forward(torch.ones(3, 2))[1]
+
+
+def test_the_bytes_of_a_dynamic_size():
+    trace = st.trace(lambda x: x * x.nbytes, (torch.ones(3),), dynamic_shapes=({0: torch.export.Dim("n")},))
+    assert torch.equal(trace(torch.ones(5)), torch.full((5,), 20.0))

@@ -460,6 +460,7 @@ def behave_as_numbers(replace: Callable[[Any, str, Any], None], mine: Callable[[
     for cls in _PYTHON_TYPES:
         replace(cls, "__getattribute__", get)
     _behave_as_bool(replace)
+    replace(torch.Tensor, "nbytes", property(lambda self: self.numel() * self.element_size()))
     replace(torch.SymInt, "numerator", property(lambda self: self))
     replace(torch.SymInt, "denominator", property(lambda self: 1))
     replace(torch.SymInt, "__invert__", lambda self: -self - 1)

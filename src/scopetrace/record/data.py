@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -351,13 +352,21 @@ def _in_storage(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
 
 
 def refuse_text(texts: Mapping[str, tuple[bool, Mapping[str, str | None]]], found: Iterable[tuple[str, Any]]) -> None:
-    """Raise DataDependentError where the text of a tensor or of its number is in what a call gives: key or value."""
+    """Raise DataDependentError where the text of a tensor, its number or its size is in what a call gives.
+
+    That is in a key or a value; `found` are the values with their paths.
+    """
+    shown = {re.escape(text): place for text, (_, place) in texts.items()} | {_SYMBOLIC_SIZE: {}}
     for path, x in found:
-        for text, (_, place) in texts.items():
-            if text in path or (isinstance(x, str) and text in x):
+        for text, place in shown.items():
+            if re.search(text, path) or (isinstance(x, str) and re.search(text, x)):
                 raise DataDependentError(
                     "the result has the text of a tensor, or of a number that depends on one, and graphs make no text",
                     **place,
                     hint="return the tensor, and make the text of it outside of the forward; or trace with "
                     "specialize=True, which lets the example inputs decide and says so in Trace.specializations",
                 )
+
+
+_SYMBOLIC_SIZE = r"torch\.Size\(\[[^\]]*[A-Za-z_]"
+"""In the text of sizes of which one is a symbol. It is made in C++."""

@@ -351,7 +351,7 @@ class Recording:
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
             refuse_without_structure(out, (FakeTensor,), object_types)
-            if self.builder.texts:
+            if self.builder.texts or self.factory.shape_env.var_to_range:
                 refuse_text(self.builder.texts, leaves_with_path((out, fakes), "", object_types))
             refuse_hidden(out, (FakeTensor,), "the result", object_types)
             refuse_hidden(fakes, (FakeTensor,), "the arguments", object_types)
