@@ -162,6 +162,10 @@ def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
         return isinstance(t, torch.nn.Parameter)
     if name[0] == ".":  # an attribute that users set on it
         return vars(t).get(name[1:], MISSING)
+    if name == "storage_nbytes":
+        return t.untyped_storage().nbytes()
+    if name == "is_contiguous" and args:  # it takes no positional argument
+        return _methods[name](t, memory_format=args[0])
     if name in _methods:
         return _methods[name](t, *args)
     found = _properties[name](t)
@@ -533,6 +537,12 @@ class ValueListener(Protocol):
     def on_text(self, text: str, *, of_number: bool) -> None:
         """A tensor without data, or a symbolic number, is shown as this text."""
 
+    def on_base(self, name: str) -> None:
+        """The model asks whether a tensor is a view, or of what."""
+
+    def on_storage_nbytes(self, storage: torch.UntypedStorage) -> None:
+        """The model asks for the size of a storage."""
+
     def on_numpy(self, t: torch.Tensor) -> Any:
         """A tensor becomes an array of NumPy. Returns the tensor to take it from, or NotImplemented."""
 
@@ -549,6 +559,10 @@ def report_values(replace: Replace, listener: ValueListener, mine: Mine) -> None
     for cls in Symbolic:
         for name in ("__hash__", "__repr__", "__format__"):
             replace(cls, name, _of_number(getattr(cls, name), listener, mine))
+    base: Any = torch.Tensor._base
+    replace(torch.Tensor, "_is_view", _asked("_is_view", torch.Tensor._is_view, listener, mine))
+    replace(torch.Tensor, "_base", property(_asked("_base", base.__get__, listener, mine)))
+    replace(torch.UntypedStorage, "nbytes", _nbytes(torch.UntypedStorage.nbytes, listener, mine))
     replace(_Text, "mine", staticmethod(mine))
     replace(warnings, "warn", _warning_of_text())
 
@@ -564,6 +578,27 @@ def _array(outer: Callable[..., Any], listener: ValueListener, mine: Mine) -> Ca
         return array
 
     return numpy
+
+
+def _asked(name: str, ask: Callable[[Any], Any], listener: ValueListener, mine: Mine) -> Callable[[Any], Any]:
+    def answered(self: torch.Tensor) -> Any:
+        if mine() and asked_by_model():
+            listener.on_base(name)
+        return ask(self)
+
+    return answered
+
+
+def _nbytes(ask: Callable[[Any], int], listener: ValueListener, mine: Mine) -> Callable[[Any], int]:
+    def nbytes(self: torch.UntypedStorage) -> int:
+        if mine() and asked_by_model(_STORAGES):
+            listener.on_storage_nbytes(self)
+        return ask(self)
+
+    return nbytes
+
+
+_STORAGES = prefixes(TORCH_DIRECTORY, "storage.py")
 
 
 # Text ----------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
+from types import FrameType
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -436,12 +437,12 @@ def _is_known(expr: Any) -> bool:
 _PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-def asked_by_model(depth: int = 1) -> bool:
-    """Whether the caller's caller is code of the model, `depth` frames up; `isinstance` of an abstract class is not."""
-    frame = sys._getframe(depth + 1)
-    while frame.f_code.co_filename == "<frozen abc>" and frame.f_back is not None:
+def asked_by_model(on_its_way: tuple[str, ...] = ("<frozen abc>",)) -> bool:
+    """Whether the caller was called by code of the model, perhaps through files `on_its_way`."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_filename.startswith(on_its_way):
         frame = frame.f_back
-    return not frame.f_code.co_filename.startswith(NOT_THE_MODEL)
+    return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_MODEL)
 
 
 def class_of_number(x: Any) -> type:

@@ -464,6 +464,22 @@ class CallRecorder:
         """A tensor or a symbolic number is shown, perhaps only for people."""
         self._builder.texts.setdefault(text, (of_number, self._builder.where()))
 
+    def on_base(self, name: str) -> None:
+        """The forward asks whether a tensor is a view, which it need not be in a trace."""
+        raise UnsupportedOpError(
+            "the forward asks whether a tensor is a view, which no call of a trace can know",
+            op=f"Tensor.{name}",
+            **self._builder.where(),
+            hint="ask outside of the forward",
+        )
+
+    def on_storage_nbytes(self, storage: torch.UntypedStorage) -> None:
+        """The forward asks for the size of a storage, in bytes."""
+        key = id_of_storage(storage)
+        inputs = [v.fake for v in self._values.in_storage(key) if v in self._builder.tape.inputs]
+        for t in inputs[:1]:
+            self._reads.on_fact(t, "storage_nbytes", (), storage.nbytes())
+
     def on_numpy(self, t: torch.Tensor) -> Any:
         """A tensor becomes an array of NumPy."""
         return self._ops.data.data_of(t)
