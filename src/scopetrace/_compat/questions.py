@@ -415,11 +415,24 @@ def _report_members(replace: Replace, listener: Listener, mine: Mine) -> None:
             kind = "parameters" if "_parameters" in get.__code__.co_names else "buffers"
             listener.on_question(f"{kind}()", _names_of_members, (self, f"named_{kind}", recurse), names)
 
+    def state_dict(self: torch.nn.Module, *args: Any, **options: Any) -> Any:
+        found = of_state(self, *args, **options)
+        if mine() and asked_by_model():
+            plain = of_state(self) if args or options else found
+            listener.on_question("state_dict()", _names_in_state, (self,), list(plain))
+        return found
+
+    of_state = torch.nn.Module.state_dict
+    replace(torch.nn.Module, "state_dict", state_dict)
     replace(torch.nn.Module, "_named_members", _named_members)
 
 
 def _names_of_members(module: torch.nn.Module, method: str, recurse: bool) -> list[str]:
     return [name for name, _ in getattr(module, method)(recurse=recurse)]
+
+
+def _names_in_state(module: torch.nn.Module) -> list[str]:
+    return list(module.state_dict())
 
 
 def _report_loggers(replace: Replace, listener: Listener, mine: Mine) -> None:

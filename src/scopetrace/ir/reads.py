@@ -455,12 +455,17 @@ class ModuleTables:
     """The tables of a model's modules, their classes and replaced forwards, and what these were in the trace."""
 
     def __init__(
-        self, modules: Iterable[tuple[str, torch.nn.Module, Set[str]]], hooks: Mapping[str, dict[Any, Any]]
+        self,
+        modules: Iterable[tuple[str, torch.nn.Module, Set[str]]],
+        hooks: Mapping[str, dict[Any, Any]],
+        read: Set[str],
     ) -> None:
         """`modules` are with their names, and those of the methods that their classes have.
 
-        `hooks` are the tables of hooks that run for all modules of the process.
+        `hooks` are the tables of hooks that run for all modules of the process, and `read` the attributes that the
+        forward's code names.
         """
+        self.read = frozenset(read)
         found = [each for each in modules if not isinstance(each[1], torch.jit.ScriptModule)]  # theirs are in C++
         self._names, self._modules = [name for name, _, _ in found], [m for _, m, _ in found]
         own = [m.__dict__ for m in self._modules]

@@ -15,7 +15,7 @@ import contextlib
 import dataclasses
 import itertools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -636,7 +636,7 @@ class StateCheck:
         tables = self._tape.module_tables
         if tables is not None and not tables.unchanged():
             for change in tables.changes():
-                self._refuse(change)
+                self._refuse(change, tables.read)
 
     def run_numbers(self) -> None:
         """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
@@ -645,18 +645,24 @@ class StateCheck:
             if now != value:
                 raise StateMismatchError(f"{read.name}: {value} when traced and {now} now; trace again, or put it back")
 
-    def _refuse(self, change: TableChange) -> None:
-        """Raise StateMismatchError for other hooks of a module that was called, and for other modules in its place."""
+    def _refuse(self, change: TableChange, read: Set[str]) -> None:
+        """Raise StateMismatchError for other hooks or modules than those of the trace, where the forward sees them.
+
+        It does where it calls a module or uses tensors of it, or its code names it: `len(self.layers)`.
+        """
         tapes = list(self._tape.walk())
         called = {id(call.module) for tape in tapes for call in tape.calls if not call.leaf}
         used = called | {id(m) for m in self._tape.modules.values()} | {id(m) for m, _ in self._tape.owners.values()}
         if change.table != SUBMODULES:
-            matters = change.module is None or id(change.module) in called
+            matters = change.module is None or id(change.module) in called or change.table in read
         else:
             goes_on = isinstance(change.module, _CONTAINERS)
-            old = [m for name, m in change.old.items() if m is not None and (goes_on or change.new.get(name) is not m)]
+            others = {key for key in {*change.old, *change.new} if change.old.get(key) is not change.new.get(key)}
+            old = [m for name, m in change.old.items() if m is not None and (goes_on or name in others)]
+            named = others.union(change.name.split(".")) if goes_on else others
             matters = any(id(inner) in used for m in old for inner in m.modules())
-        if matters or (id(change.module) in called and goes_through_modules(type(change.module))):
+            matters = matters or not read.isdisjoint(named | _GOING_THROUGH)
+        if matters:
             raise StateMismatchError(f"{change.text}; trace again, or put it back")
 
 
@@ -664,13 +670,6 @@ def _compare(read: Read) -> None:
     now = read.place.now(_NO_INPUTS)
     if not same(read.value, now) and not same(read.value, now := snapshot(now)):
         raise _mismatch(read, read.value, now)
-
-
-def goes_through_modules(cls: type) -> bool:
-    """Whether users' code in a class of modules asks for all modules or parameters inside: `self.children()`."""
-    methods = [x for base in cls.__mro__ if base.__module__.partition(".")[0] != "torch" for x in vars(base).values()]
-    names = {name for x in methods if isinstance(x, types.FunctionType) for name in x.__code__.co_names}
-    return not names.isdisjoint(_GOING_THROUGH)
 
 
 _MEMBERS = ("children", "modules", "parameters", "buffers")

@@ -256,7 +256,7 @@ class Recording:
             raise Retrace("the code names backward", Assumptions(differentiates=True))
         examples = [self.values.examples[value] for value in tape.inputs]
         reads = ObjectReads(self.builder, self.model, effects.reach, self.reads.members, examples)
-        tape.module_tables = ModuleTables(self.model.named_modules(), hooks_of_all_modules())
+        tape.module_tables = ModuleTables(self.model.named_modules(), hooks_of_all_modules(), effects.reach.names)
         try:
             with self._expecting_backward():
                 fakes = self._run_forward(fn, effects, reads)
