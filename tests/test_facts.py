@@ -88,10 +88,10 @@ INPUTS = {
 }
 
 
-def function_of(tensor, question):
+def function_of(tensor, question, before="pass"):
     """`forward(x)` with a source that errors can show."""
-    code = f"def forward(x):\n    z = {tensor}\n    return x * ({question})\n"
-    name = f"<{tensor} {question}>"
+    code = f"def forward(x):\n    {before}\n    z = {tensor}\n    return x * ({question})\n"
+    name = f"<{before} {tensor} {question}>"
     linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
     found = dict(MODULES)
     exec(compile(code, name, "exec"), found)
@@ -109,10 +109,11 @@ def outcome(run, *args):
 
 
 @pytest.mark.parametrize("question", [q for line in QUESTIONS.splitlines() for q in line.split("  ") if q])
+@pytest.mark.parametrize("before", ["pass", "x.__class__"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_question_is_answered_as_in_eager_or_refused(question):
+def test_a_question_is_answered_as_in_eager_or_refused(question, before):
     for tensor in TENSORS:
-        forward = function_of(tensor, question)
+        forward = function_of(tensor, question, before)
         trace = outcome(st.trace, forward, (INPUTS["the same"](),))
         if isinstance(trace, type):
             assert isinstance(outcome(forward, INPUTS["the same"]()), type), (tensor, trace)

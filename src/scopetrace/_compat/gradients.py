@@ -25,7 +25,7 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from scopetrace._compat.ops import is_recording
 from scopetrace._compat.questions import Mine, Replace, asker
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, caller, prefixes
 from scopetrace._compat.tensors import storage_id
 
 _saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
@@ -234,7 +234,7 @@ def _history(name: str, listener: HookListener, mine: Mine) -> property:
             listener.on_graph(self)
         found = own.__get__(self)
         if asked and name == "grad_fn" and found is not None:
-            codes = sys._getframe(2).f_code, sys._getframe(3).f_code
+            codes = [frame.f_code for frame in (caller(2), caller(3)) if frame is not None]
             to_hook = file.startswith(_MODULES) or _HOOK_ON_SEVERAL in codes
             if file.startswith(_TAKES_NODES) or not file.startswith(NOT_THE_MODEL):
                 listener.on_grad_fn(self, to_hook=to_hook)
@@ -271,8 +271,9 @@ def _report_gradients(replace: Replace, listener: HookListener, mine: Mine) -> N
     module, optimizer = torch.nn.Module, torch.optim.Optimizer
 
     def get_grad(self: torch.Tensor) -> Any:
-        code = sys._getframe(1).f_code
-        takes = code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS)
+        frame = caller(1)
+        code = frame and frame.f_code
+        takes = code is not None and (code.co_name == "zero_grad" or code.co_filename.startswith(_TAKES_GRADIENTS))
         asked = mine() and (takes or not asker().startswith(NOT_THE_MODEL))
         found = listener.gradients.get(self) if asked else NotImplemented
         return grad.__get__(self) if found is NotImplemented else found

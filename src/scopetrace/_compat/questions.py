@@ -28,7 +28,16 @@ import torch.utils.checkpoint
 from torch._ops import mode_stack_state_for_pre_dispatch
 
 from scopetrace._compat.ops import eager
-from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, PYTHON, SCOPETRACE, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.sources import (
+    GETTERS,
+    NOT_THE_MODEL,
+    PACKAGES,
+    PYTHON,
+    SCOPETRACE,
+    TORCH_DIRECTORY,
+    caller,
+    prefixes,
+)
 from scopetrace._compat.symbols import Symbolic, asked_by_model, class_of_number
 from scopetrace._compat.tensors import FakeTensor
 
@@ -210,7 +219,7 @@ def report_questions(replace: Replace, listener: Listener, mine: Mine, tags: Set
         mode: Any = _slots._schema_check_mode
         if mode is None or not mine():
             return False
-        frame: FrameType | None = sys._getframe(2)
+        frame = caller(2)
         if frame is not None and frame.f_code.co_filename.startswith(_KEEPING_STATE):
             return False
         while frame is not None and frame.f_code.co_filename.startswith(_TORCH):
@@ -344,6 +353,9 @@ def _with_class_of_users(self: FakeTensor, name: str) -> Any:
     if name == "__class__" and not sys._getframe(1).f_code.co_filename.startswith(NOT_THE_MODEL):
         return _Type.class_of(self)
     return object.__getattribute__(self, name)
+
+
+GETTERS.add(_with_class_of_users.__code__)
 
 
 def _report_environment(replace: Replace, listener: Listener, mine: Mine) -> None:

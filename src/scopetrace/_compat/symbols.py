@@ -9,7 +9,6 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
-from types import FrameType
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -24,7 +23,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.sources import GETTERS, NOT_THE_MODEL, TORCH_DIRECTORY, caller, prefixes
 
 _UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 BINDING_KEYS = (SequenceKey, MappingKey, GetAttrKey, CallMethodKey, ConvertIntKey, DivideByKey)
@@ -437,9 +436,12 @@ def _is_known(expr: Any) -> bool:
 _PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-def asked_by_model(on_its_way: tuple[str, ...] = ("<frozen abc>",)) -> bool:
-    """Whether the caller was called by code of the model, perhaps through files `on_its_way`."""
-    frame: FrameType | None = sys._getframe(2)
+def asked_by_model(on_its_way: tuple[str, ...] = ("<frozen abc>",), *, depth: int = 2) -> bool:
+    """Whether the caller was called by code of the model, perhaps through files `on_its_way`.
+
+    A `__getattribute__`, which `caller` leaves out, asks with a `depth` of 1.
+    """
+    frame = caller(depth)
     while frame is not None and frame.f_code.co_filename.startswith(on_its_way):
         frame = frame.f_back
     return frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_MODEL)
@@ -454,10 +456,11 @@ def behave_as_numbers(replace: Callable[[Any, str, Any], None], mine: Callable[[
     """Give symbolic numbers what Python's have: `isinstance` and `__class__` for the model's code, and methods."""
 
     def get(self: Any, name: str) -> Any:
-        if name == "__class__" and mine() and asked_by_model():
+        if name == "__class__" and mine() and asked_by_model(depth=1):
             return class_of_number(self)
         return object.__getattribute__(self, name)
 
+    GETTERS.add(get.__code__)
     for cls in _PYTHON_TYPES:
         replace(cls, "__getattribute__", get)
     _behave_as_bool(replace)
