@@ -25,7 +25,8 @@ from torch.nn.modules._functions import BackwardHookFunction
 
 from scopetrace._compat.ops import is_recording
 from scopetrace._compat.questions import Mine, Replace, asker
-from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, caller, prefixes
+from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.symbols import caller
 from scopetrace._compat.tensors import storage_id
 
 _saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks

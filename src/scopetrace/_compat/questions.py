@@ -28,17 +28,8 @@ import torch.utils.checkpoint
 from torch._ops import mode_stack_state_for_pre_dispatch
 
 from scopetrace._compat.ops import eager
-from scopetrace._compat.sources import (
-    GETTERS,
-    NOT_THE_MODEL,
-    PACKAGES,
-    PYTHON,
-    SCOPETRACE,
-    TORCH_DIRECTORY,
-    caller,
-    prefixes,
-)
-from scopetrace._compat.symbols import Symbolic, asked_by_model, class_of_number
+from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, PYTHON, SCOPETRACE, TORCH_DIRECTORY, prefixes
+from scopetrace._compat.symbols import GETTERS, Symbolic, asked_by_model, caller, class_of_number
 from scopetrace._compat.tensors import FakeTensor
 
 

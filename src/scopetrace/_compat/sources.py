@@ -6,10 +6,8 @@ path, so each directory is here in both forms. All are prefixes for `str.startsw
 
 from __future__ import annotations
 
-import sys
 import sysconfig
 from pathlib import Path
-from types import CodeType, FrameType
 
 import sympy  # type: ignore[import-untyped]
 import torch
@@ -32,15 +30,3 @@ NOT_THE_MODEL = (*TORCH, *SYMPY, *SCOPETRACE)
 # Python's own library, in which packages may be installed too; those are not of it.
 PYTHON = (sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), "<frozen")
 PACKAGES = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
-
-GETTERS: set[CodeType] = set()
-"""The `__getattribute__`s that a trace puts between who asks for an attribute and the property that answers."""
-
-
-def caller(depth: int) -> FrameType | None:
-    """The frame `depth` above that of the caller, without those of GETTERS."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and depth > 0:
-        frame = frame.f_back
-        depth -= frame is None or frame.f_code not in GETTERS
-    return frame

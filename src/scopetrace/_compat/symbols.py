@@ -9,6 +9,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Container, Iterable, Sequence
+from types import CodeType, FrameType
 from typing import Any
 
 import sympy  # type: ignore[import-untyped]
@@ -23,7 +24,7 @@ from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.reference import OptimizedPythonReferenceAnalysis
 from torch.utils._sympy.symbol import SymT, symbol_is_type
 
-from scopetrace._compat.sources import GETTERS, NOT_THE_MODEL, TORCH_DIRECTORY, caller, prefixes
+from scopetrace._compat.sources import NOT_THE_MODEL, TORCH_DIRECTORY, prefixes
 
 _UNBACKED = (SymT.UNBACKED_INT, SymT.UNBACKED_FLOAT)
 BINDING_KEYS = (SequenceKey, MappingKey, GetAttrKey, CallMethodKey, ConvertIntKey, DivideByKey)
@@ -434,6 +435,19 @@ def _is_known(expr: Any) -> bool:
 
 
 _PYTHON_TYPES: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
+
+
+GETTERS: set[CodeType] = set()
+"""The `__getattribute__`s that a trace puts between who asks for an attribute and the property that answers."""
+
+
+def caller(depth: int) -> FrameType | None:
+    """The frame `depth` above that of the caller, without those of GETTERS."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and depth > 0:
+        frame = frame.f_back
+        depth -= frame is None or frame.f_code not in GETTERS
+    return frame
 
 
 def asked_by_model(on_its_way: tuple[str, ...] = ("<frozen abc>",), *, depth: int = 2) -> bool:
