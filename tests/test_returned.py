@@ -93,3 +93,74 @@ def test_what_is_right_is_not_copied():
 
     result = torch.compile(lambda x: x + 1, backend=st.functional_backend(compiler))(torch.ones(3))
     assert result is made[0][0]
+
+
+class Config:
+    def __eq__(self, other):
+        return type(other) is Config
+
+    __hash__ = None
+
+
+def batch():
+    return {"x": torch.ones(2), "list": [torch.ones(2)], "inner": {"t": torch.ones(3)}, "config": Config(), "n": 2}
+
+
+def updates(d):
+    d.update(new=d["x"] * 2)
+    return d["x"] + 1
+
+
+def appends(d):
+    d["list"].append(d["x"] * 2)
+    return d
+
+
+def moves(d):
+    d["moved"] = (d["list"], [d["inner"]])
+    return d["config"], {"all": d}
+
+
+def returns_parts(d):
+    return [d["list"], d["x"] * 2, (d["inner"], d["config"])], d["list"]
+
+
+@pytest.mark.parametrize("forward", [updates, appends, moves, returns_parts])
+@pytest.mark.parametrize("form", ["traced", "to_module"])
+def test_objects_among_the_arguments_are_the_caller_s(forward, form):
+    """As in eager: what a forward returns or leaves in its arguments is no copy."""
+    trace = st.trace(forward, (batch(),))
+    run = trace if form == "traced" else trace.to_module()
+    ours, eager = batch(), batch()
+    names = lambda d: {id(d): "d"} | {id(x): key for key, x in d.items() if not isinstance(x, torch.Tensor | int)}  # noqa: E731
+    known, known_in_eager = names(ours), names(eager)
+    found, wanted = run(ours), forward(eager)
+    assert described((found, ours), known) == described((wanted, eager), known_in_eager)
+
+
+def described(x, known, inside=False):
+    """A value with the names of known objects in it; the first time with what they hold."""
+    if inside and id(x) in known:
+        return known[id(x)]
+    if isinstance(x, torch.Tensor):
+        return x.tolist()
+    if isinstance(x, dict):
+        return {key: described(item, known, True) for key, item in x.items()}
+    if isinstance(x, (list, tuple)):
+        return type(x)(described(item, known, not isinstance(item, dict) or inside) for item in x)
+    return known.get(id(x), x)
+
+
+def test_a_file_keeps_which_parts_are_the_caller_s(tmp_path):
+    def forward(d):
+        d["new"] = d["x"] * 2
+        return d["list"], d
+
+    given = {"x": torch.ones(2), "list": [torch.ones(2)]}
+    st.trace(forward, (dict(given, list=list(given["list"])),)).save(tmp_path / "saved.st")
+    inner = given["list"]
+    found, whole = st.load(tmp_path / "saved.st")(given)
+    assert found is inner
+    assert whole is given
+    assert given["list"] is inner
+    assert torch.equal(given["new"], torch.full((2,), 2.0))

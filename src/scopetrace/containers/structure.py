@@ -508,6 +508,20 @@ def refuse_without_structure(result: Any, kinds: tuple[type, ...], object_types:
             )
 
 
+GivenPart = tuple[tuple[str, ...], tuple[str, ...]]
+"""A part of what a forward gives that is an object among its arguments: its place, and that in (args, kwargs)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Given:
+    """In a template, an object among the arguments, which a call gives back as it is."""
+
+    path: tuple[str, ...]
+    """The keys, as text, that lead to it from (args, kwargs)."""
+    leaves: int
+    """How many leaves it has in the template."""
+
+
 @dataclasses.dataclass
 class Effect:
     """A container among the arguments into which the forward put other things."""
@@ -516,6 +530,8 @@ class Effect:
     """The keys, as text, that lead to it from (args, kwargs)."""
     content: Any
     """A template of the container as it is afterwards."""
+    given: list[GivenPart] = dataclasses.field(default_factory=list)
+    """The parts of `content` that are parts of the arguments."""
 
 
 @dataclasses.dataclass
@@ -546,9 +562,15 @@ def without_argument_mutation(outputs: Any, leaf: type) -> Any:
 class Watch:
     """The containers among the arguments of a forward, and what they hold before it."""
 
-    def __init__(self, arguments: Any, object_types: Collection[type]) -> None:
+    def __init__(self, arguments: Any, object_types: Collection[type], inputs: Collection[torch.Tensor]) -> None:
+        """`inputs` are the tensors among the arguments; a registered class may have computed others from them."""
         self._object_types = object_types
-        self._before = [found for found in _walk(arguments, (), object_types) if not isinstance(found[1], tuple)]
+        own = set(map(id, inputs))
+        walked = [*_walk(arguments, (), object_types)]
+        self._before = [found for found in walked if not isinstance(found[1], tuple)]
+        parts = [((*path, key), child) for path, _, children in walked for key, child in children]
+        whole = [part for part in parts if _has_identity(part[1]) and own.issuperset(map(id, self._tensors(part[1])))]
+        self._known = {id(x): path for path, x in reversed(whole)}
 
     def effects(self, leaf_of: Callable[[torch.Tensor], Any]) -> list[Effect]:
         """The containers that have changed; in the templates of what they hold, `leaf_of` a tensor stands for it."""
@@ -558,8 +580,20 @@ class Watch:
             if [key for key, _ in now] != [key for key, _ in before] or not all(
                 map(_same, [a for _, a in now], [b for _, b in before])
             ):
-                found.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self._object_types)))
+                given = [part for key, child in now for part in self.given(child, (key,))]
+                found.append(Effect(path, map_structure(leaf_of, x, torch.Tensor, self._object_types), given))
         return found
+
+    def _tensors(self, x: Any) -> Iterator[torch.Tensor]:
+        return (t for _, t in leaves_with_path(x, "", self._object_types) if isinstance(t, torch.Tensor))
+
+    def given(self, x: Any, path: tuple[str, ...] = ()) -> list[GivenPart]:
+        """The parts of what the forward gives that are objects among its arguments."""
+        known = self._known.get(id(x))
+        if known is not None:
+            return [(path, known)]
+        children = open_container(x, self._object_types) or []
+        return [part for key, child in children for part in self.given(child, (*path, key))]
 
 
 def _walk(
@@ -570,6 +604,25 @@ def _walk(
         yield path, x, children
         for key, child in children:
             yield from _walk(child, (*path, key), object_types)
+
+
+def _has_identity(x: Any) -> bool:
+    """Whether it is an object that a caller may know again, rather than a number, a text or a tensor."""
+    return type(x) not in _PLAIN and not isinstance(x, (torch.Tensor, *_NUMBERS, *_NOT_PLAIN))
+
+
+def with_given(template: Any, given: list[GivenPart], leaf: Leaf) -> Any:
+    """A template in which each part that is an object among the arguments is a Given."""
+    parts = dict(given)
+
+    def put(x: Any, path: tuple[str, ...]) -> Any:
+        if path in parts:
+            return Given(parts[path], len(leaves(x, leaf)))
+        if not any(part[: len(path)] == path for part in parts):
+            return x
+        return close_container(x, [put(child, (*path, key)) for key, child in open_container(x) or []])
+
+    return put(template, ()) if parts else template
 
 
 def _same(now: Any, before: Any) -> bool:

@@ -25,7 +25,7 @@ import torch
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
-from scopetrace.containers.structure import Returned, leaves, map_structure
+from scopetrace.containers.structure import GivenPart, Returned, leaves, map_structure
 from scopetrace.ir.conditions import SizeRules, Specialization
 from scopetrace.ir.reads import ArgumentNumber, ModuleTables, Read
 from scopetrace.ir.registered import Registered
@@ -513,6 +513,8 @@ class ProgramTape(Tape):
     """The submodules and hooks of the model's modules; None in a loaded trace."""
     argument_numbers: list[ArgumentNumber] = dataclasses.field(default_factory=list)
     """The numbers in objects among the arguments that the forward may have read, and that are fixed."""
+    given: list[GivenPart] = dataclasses.field(default_factory=list)
+    """The parts of the result that are objects among the arguments, which a call gives back: `return cache`."""
     side_effects: list[SideEffect] = dataclasses.field(default_factory=list)
     """What the forward did to Python objects, which the graph does not carry."""
     warns_of_effects: bool = False

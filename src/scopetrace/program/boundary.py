@@ -31,7 +31,19 @@ from scopetrace._compat.tensors import (
     storage_id,
     unsaved_buffers_of,
 )
-from scopetrace.containers.structure import Returned, apply_effects, effect_targets, instantiate, map_structure, match
+from scopetrace.containers.structure import (
+    Effect,
+    Given,
+    GivenPart,
+    Returned,
+    apply_effects,
+    effect_targets,
+    instantiate,
+    leaves,
+    map_structure,
+    match,
+    with_given,
+)
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
     MISSING,
@@ -181,6 +193,14 @@ def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
             raise InputMismatchError(f"{path}, which the model writes, was not expanded when traced; pass x.clone()")
 
 
+def _with_given(outputs: Any, given: list[GivenPart]) -> Any:
+    """The template of what a call gives, with a Given for each object among its arguments."""
+    if not isinstance(outputs, Returned):
+        return with_given(outputs, given, (ATensor, ANumber))
+    effects = [Effect(e.path, with_given(e.content, e.given, (ATensor, ANumber))) for e in outputs.effects]
+    return Returned(with_given(outputs.result, given, (ATensor, ANumber)), effects)
+
+
 def _is_expanded(t: torch.Tensor) -> bool:
     """Whether several of its elements are one in memory, so that most ops refuse to write it."""
     if t.layout is not torch.strided or is_symbolic(t):
@@ -195,6 +215,8 @@ class Entered(list[Any]):
     """The tensors and numbers of a call, and the containers among its arguments that forward changes."""
 
     containers: list[Any]
+    given: dict[tuple[str, ...], Any]
+    """The objects among its arguments that are in the result or in what forward changes, by path."""
 
 
 class CallBoundary:
@@ -211,7 +233,8 @@ class CallBoundary:
         self.more_keywords = more_keywords(forward, self.expected.kwargs)
         self._takes_dicts = not _DICTS.isdisjoint(map(type, (*self.expected.args, *self.expected.kwargs.values())))
         self._count = len(tape.graph_outputs())
-        self.outputs = without_values(tape.outputs)
+        self.outputs = _with_given(without_values(tape.outputs), tape.given)
+        self._given: list[Given] = leaves(self.outputs, Given)
         self.state = LiveState(tape, graph_module)
         self.check = StateCheck(tape)
         written = tape.written_storages()
@@ -237,6 +260,9 @@ class CallBoundary:
             self._check_gradients(inputs)
         if isinstance(self.tape.outputs, Returned):
             inputs.containers = effect_targets(self.tape.outputs.effects, self.tape.args, (args, kwargs))
+        if self._given:
+            objects = effect_targets(self._given, self.tape.args, (args, kwargs))
+            inputs.given = dict(zip([part.path for part in self._given], objects, strict=True))
         self.state.refresh()
         if self._apart:
             self._check_apart(inputs)
@@ -331,7 +357,14 @@ class CallBoundary:
         program = self.tape.write_back
         found = values[:count]
         results = iter(found if program is None else program.run(inputs, self.state.held, found, self._number(inputs)))
-        out = instantiate(lambda _: next(results), self.outputs, (ATensor, ANumber))
+
+        def part(x: Any) -> Any:
+            if type(x) is not Given:
+                return next(results)
+            collections.deque(itertools.islice(results, x.leaves), maxlen=0)
+            return inputs.given[x.path]  # type: ignore[attr-defined]
+
+        out = instantiate(part, self.outputs, (ATensor, ANumber, Given))
         bound = itertools.zip_longest(results, values[count:])
         self.state.write((value if own is None else own for own, value in bound), inputs)
         if not isinstance(out, Returned):

@@ -318,7 +318,7 @@ class Recording:
         def run(*args: Any, **kwargs: Any) -> Any:
             nonlocal fakes, containers
             fakes = instantiate(lambda v: v.fake, (args, kwargs), Value)  # registered classes may compute here
-            containers = Watch(fakes, object_types)
+            containers = Watch(fakes, object_types, [v.fake for v in tape.inputs])
             return fn(*fakes[0], **fakes[1])
 
         rules = object_types, self._leaves, self._progress
@@ -350,6 +350,7 @@ class Recording:
             assert containers is not None
             changed = containers.effects(self.values.value_of)
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
+            tape.given = containers.given(out)
             refuse_without_structure(out, (FakeTensor,), object_types)
             if self.builder.texts or self.factory.shape_env.var_to_range:
                 refuse_text(self.builder.texts, leaves_with_path((out, fakes), "", object_types))
