@@ -31,6 +31,10 @@ class Reuse:
     """By class name, the calls whose ops are a copy."""
     not_shared: list[NotShared] = dataclasses.field(default_factory=list)
     """The calls that ran because they differ from those before, in order."""
+    repeats: dict[int, int] = dataclasses.field(default_factory=dict)
+    """By position in `Tape.calls` of a call whose ops are a copy, the position of the call that ran, in order.
+
+    The calls inside of both follow in the same order."""
 
     def __str__(self) -> str:
         lines = [

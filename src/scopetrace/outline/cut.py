@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -39,19 +40,22 @@ _invoke_subgraph = torch.ops.higher_order.invoke_subgraph
 
 
 def outline(
-    tape: FunctionalTape, readers: Readers, chosen: list[Call], forward: Any = None
-) -> tuple[FunctionalTape, list[OutlinedBody]]:
-    """The program with the chosen calls as calls of functions, and the functions, callees first.
+    tape: FunctionalTape,
+    readers: Readers,
+    chosen: list[Call],
+    forward: Any = None,
+    left_out: AbstractSet[Call] = frozenset(),
+) -> Outlining:
+    """The chosen calls as calls of functions. `readers` are those of the tape, `forward` is what the root call ran.
 
-    `readers` are those of the tape, `forward` is the function that the root call ran.
+    With `left_out`, calls of which none is chosen, only the functions of the other calls are found, and no program.
     """
     wanted: dict[Call, dict[Place, Bound]] = {}
     while True:
-        outliner = _Outliner(tape, readers, chosen, forward, wanted)
-        main = outliner.run()
-        missing = outliner.captured.missing()
+        outlining = Outlining(tape, readers, chosen, forward, wanted, left_out)
+        missing = outlining.captured.missing()
         if not missing:
-            return main, list(outliner.functions.values())
+            return outlining
         wanted |= missing
 
 
@@ -86,7 +90,9 @@ class _Result:
     """Whether `inside` is a clone that is made at the end of the function."""
 
 
-class _Outliner:
+class Outlining:
+    """A tape of which chosen calls are functions, and the program that calls these. `wanted`: see `Captured`."""
+
     def __init__(
         self,
         tape: FunctionalTape,
@@ -94,10 +100,11 @@ class _Outliner:
         chosen: list[Call],
         forward: Any,
         wanted: dict[Call, dict[Place, Bound]],
+        left_out: AbstractSet[Call],
     ) -> None:
         self.old = tape
         self.forward = forward
-        self.functions: dict[Any, OutlinedBody] = {}
+        self._functions: dict[Any, OutlinedBody] = {}
         self._taken: set[tuple[str, str]] = set()  # domains and names
         self._names: dict[BodyTape, str] = {}  # of the functions' bodies
         self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is given
@@ -111,11 +118,17 @@ class _Outliner:
             self._children[call.parent].append(call)
         self._main = _Block(None)
         self._has_symbols = has_symbols(tape)
+        self._left_out = left_out
+        self._fill(self._main, None, 0, len(tape.ops))
 
-    def run(self) -> FunctionalTape:
+    @property
+    def functions(self) -> list[OutlinedBody]:
+        """The functions, callees first."""
+        return list(self._functions.values())
+
+    def program(self) -> FunctionalTape:
         """The main program, with ops and values of its own."""
         main = self._main
-        self._fill(main, None, 0, len(self.old.ops))
         outlined = dataclasses.replace(
             self.old,
             ops=main.ops,
@@ -138,6 +151,8 @@ class _Outliner:
         for old in self._children[around]:
             self._copy_ops(block, start, old.start)
             start = old.stop
+            if old in self._left_out and block is self._main:
+                continue
             if old in self._chosen:
                 self._cut(block, old)
                 continue
@@ -193,9 +208,9 @@ class _Outliner:
         inputs, operands = self._operands(inner, old, passed)
         key = call_key(old.module_type, passed, operands, inner.ops, [r.inside for r in results], self._names)
         self._note_captured(old, results, key)
-        function = self.functions.get(key)
+        function = self._functions.get(key)
         if function is None:
-            function = self.functions[key] = self._function(inner, old, inputs, operands, results, key)
+            function = self._functions[key] = self._function(inner, old, inputs, operands, results, key)
             self._names[function.tape] = function.identifier
         self._append(block, inner, old, function, operands, results)
 

@@ -144,18 +144,47 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
         tape = FunctionalTape.of(tape)
     readers = Readers(tape)
     named, kept = _named(source, wanted, readers)
-    outlined, bodies = outline(tape, readers, kept, source.forward)
+    left_out = _known_repetitions(tape) if EVERY not in wanted and len(named) < len(kept) else frozenset()
+    tried = [c for c in kept if c not in left_out]
+    found = outline(tape, readers, tried, source.forward, left_out)
     while EVERY not in wanted:
-        twice = {body.module_type for body in bodies if len(body.calls) > 1}
-        whole = {call for call in kept if call.module_type in twice} if OUTERMOST in wanted else set()
-        again = [c for c in kept if c in named or (c.module_type in twice and whole.isdisjoint(_around(c)))]
-        count = Counter(c.module_type for c in again)
-        again = [c for c in again if c in named or count[c.module_type] > 1]
-        if again == kept:
+        twice = {body.module_type for body in found.functions if len(body.calls) > 1}
+        is_known = {c.module_type for c in set(kept).difference(tried)} <= twice
+        again = _equal(kept, named, twice, OUTERMOST in wanted) if is_known else kept
+        if again == tried and not left_out:
             break
-        kept = again
-        outlined, bodies = outline(tape, readers, kept, source.forward)
-    return OutlinedTrace(source, outlined, bodies, kept)
+        tried = kept = again
+        left_out = frozenset()
+        found = outline(tape, readers, kept, source.forward)
+    return OutlinedTrace(source, found.program(), found.functions, kept)
+
+
+def _equal(kept: list[Call], named: set[Call], twice: set[type | None], outermost: bool) -> list[Call]:
+    """The calls that are named, or of a class in `twice` that several of them are of."""
+    whole = {call for call in kept if call.module_type in twice} if outermost else set()
+    again = [c for c in kept if c in named or (c.module_type in twice and whole.isdisjoint(_around(c)))]
+    count = Counter(c.module_type for c in again)
+    return [c for c in again if c in named or count[c.module_type] > 1]
+
+
+def _known_repetitions(tape: FunctionalTape) -> frozenset[Call]:
+    """The calls that equal two others, because both are repetitions of one in a trace with `reuse=True`.
+
+    They tell nothing of which classes have equal calls.
+    """
+    if tape.reuse is None or tape.edited:
+        return frozenset()
+    inside: Counter[int] = Counter()
+    for call in reversed(tape.calls):
+        inside[call.position] += 1
+        if call.parent is not None:
+            inside[call.parent.position] += inside[call.position]
+    seen: set[int] = set()
+    found: set[int] = set()
+    for position, original in tape.reuse.repeats.items():
+        found.update(position + i for i in range(inside[original]) if original in seen or original + i in found)
+        seen.add(original)
+    return frozenset(call for call in tape.calls if call.position in found)
 
 
 def _around(call: Call) -> Iterator[Call]:

@@ -121,7 +121,7 @@ class Replay:
         self, original: Original, call: Call, pairs: Pairs, tensors: list[torch.Tensor], tools: Tools, calls: CallOpener
     ) -> None:
         """`tensors` are those among the arguments. Raises Differs where the tape has not what the call begins with."""
-        self._original, self._call, self._pairs, self._tools = original, call, pairs, tools
+        self.original, self._call, self._pairs, self._tools = original, call, pairs, tools
         self._calls = calls
         self._builder, self._values = tools.builder, tools.values
         inputs = [self._values.value_of(t) for t in tensors]
@@ -152,7 +152,7 @@ class Replay:
         if list(map(before.index, before)) != list(map(now.index, now)):
             raise Differs("its tensors share memory otherwise")
         given = {v.storage for v in inputs}
-        for op in self._original.ops:
+        for op in self.original.ops:
             known = self._values.by_id.get(id(self._pairs.partner(op.result.real))) if op.kind == "get_attr" else None
             if known is not None and known.storage in given:
                 raise Differs("it takes a view of a tensor of its own")
@@ -182,7 +182,7 @@ class Replay:
 
     def _below(self, old: Scope) -> Scope | None:
         """For a scope in an earlier call of the same module than the Original, that in this one."""
-        if old.label == self._original.call.scope.label:
+        if old.label == self.original.call.scope.label:
             return self._call.scope
         parent = old.parent and self._below(old.parent)
         return parent and parent.child(old.name, old.type_name)
@@ -208,7 +208,7 @@ class Replay:
 
     def run(self) -> Any:
         """Put everything on the tape. Returns what the module would."""
-        original, tools = self._original, self._tools
+        original, tools = self.original, self._tools
         if not original.steps:
             original.steps = [Step(op, op.inputs(), op.values(), self._outputs_of(op)) for op in original.ops]
             for inner in original.calls:
@@ -241,7 +241,7 @@ class Replay:
     def _repeat_inside(self, old: Call, new: Call) -> None:
         """The ops and calls in a call."""
         position = old.start
-        for inner in self._original.inside.get(old, ()):
+        for inner in self.original.inside.get(old, ()):
             self._repeat_ops(position, inner.start, new)
             self._repeat_call(inner, new)
             position = inner.stop
@@ -264,8 +264,8 @@ class Replay:
     # ---------------------------------------------------------------- the ops
 
     def _repeat_ops(self, start: int, stop: int, call: Call) -> None:
-        first, ops, scopes, known = self._original.call.start, self._builder.tape.ops, self._scopes, self._frames
-        for step in self._original.steps[start - first : stop - first]:
+        first, ops, scopes, known = self.original.call.start, self._builder.tape.ops, self._scopes, self._frames
+        for step in self.original.steps[start - first : stop - first]:
             self._starts.append(len(ops))
             op = step.op
             scope, frames = scopes.get(id(op.scope)), known.get(id(op.frames))
@@ -306,7 +306,7 @@ class Replay:
     def _is_known(self, op: Op) -> bool:
         """Whether the attribute that stands for one that is read here is on the tape already."""
         found = self._values.by_id.get(id(self._pairs.partner(op.result.real)))
-        if found is None or op in self._original.literals:
+        if found is None or op in self.original.literals:
             return False
         self._now[op.result] = found
         return True
@@ -315,7 +315,7 @@ class Replay:
         """An attribute that the original was the first to read."""
         real = op.result.real
         assert real is not None
-        if op in self._original.literals:
+        if op in self.original.literals:
             with eager():
                 real = real.clone()
         self._now[op.result] = self._values.value_of(self._pairs.partner(real))

@@ -402,6 +402,7 @@ class CallRecorderWithReuse(CallRecorder):
     def _replayed(self, call: Call, replay: Replay) -> Any:
         """The result of a call whose ops are copied."""
         same = len(self._values.same)
+        self._report.repeats[call.position] = replay.original.call.position
         self._ops.mode.switch(False)
         try:
             out = self._builder.in_call(call, replay.run)
