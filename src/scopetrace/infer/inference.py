@@ -158,9 +158,8 @@ class Inference:
             outputs = self._by_rule(func, args, kwargs, inputs)
             if outputs is None:
                 return None
-        fakes = [v.fake for v in inputs]
         with without_dispatch():
-            tensors = outputs.make(self._maker, fakes)
+            tensors = outputs.make(self._maker, inputs)
         if not known:
             metas = [self._with_key(meta, t) for meta, t in zip(outputs.tensors, tensors, strict=True)]
             outputs = self._outputs[key] = Outputs(outputs.container, tuple(metas))
@@ -216,9 +215,8 @@ class Inference:
             return out
         if self._check:
             assert _outputs_of(self, inputs, run()) == known, func
-        fakes = [v.fake for v in inputs]
         with without_dispatch():
-            return known.contained(known.make(self._maker, fakes))
+            return known.contained(known.make(self._maker, inputs))
 
     def like(self, fake: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same size, strides, dtype and device in memory of its own, without gradient."""

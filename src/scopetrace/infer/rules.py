@@ -65,12 +65,11 @@ class OutputMeta(NamedTuple):
     key: int | None = None
     """The number of this metadata; see `Inference.key_of`."""
 
-    def make(self, maker: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The result as a fake tensor. Call inside `without_dispatch`."""
-        if self.base is None:
+    def make(self, maker: FakeMaker, base: torch.Tensor | None) -> torch.Tensor:
+        """The result as a fake tensor; `base` is the input of that number. Call inside `without_dispatch`."""
+        if base is None:
             place = self.nbytes, self.size, self.stride, self.offset
             return maker.placed(place, self.dtype, self.device, self.requires_grad)
-        base = inputs[self.base]
         offset = offset_of(base) + self.offset
         return maker.view(base, self.size, self.stride, offset, self.device, self.requires_grad)
 
@@ -79,10 +78,6 @@ class Identity(NamedTuple):
     """A result that is an input itself, the same Python object."""
 
     input: int
-
-    def make(self, maker: FakeMaker, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The input."""
-        return inputs[self.input]
 
 
 class Outputs(NamedTuple):
@@ -93,9 +88,20 @@ class Outputs(NamedTuple):
     tensors: tuple[OutputMeta | Identity | None, ...]
     """Of each result; None for one that is None."""
 
-    def make(self, maker: FakeMaker, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    def make(self, maker: FakeMaker, inputs: Sequence[Value]) -> list[torch.Tensor | None]:
         """The results as fake tensors. Call inside `without_dispatch`."""
-        return [None if meta is None else meta.make(maker, inputs) for meta in self.tensors]
+        made: list[torch.Tensor | None] = []
+        for meta in self.tensors:
+            if isinstance(meta, OutputMeta):
+                made.append(meta.make(maker, None if meta.base is None else inputs[meta.base].fake))
+            else:
+                made.append(meta and inputs[meta.input].fake)
+        return made
+
+    def is_static(self) -> bool:
+        """Whether no size of a result is symbolic."""
+        metas = [m for m in self.tensors if isinstance(m, OutputMeta)]
+        return all(type(n) is int for m in metas for n in (*m.size, *m.stride, m.offset, m.nbytes))
 
     def contained(self, results: list[T]) -> Any:
         """The results as the op gives them."""

@@ -12,13 +12,14 @@ mutation are read off the ops.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import inspect
 import itertools
 import os
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import torch
 
@@ -60,10 +61,14 @@ Template = Any
 class Value:
     """A tensor of the program: one output of one op. It belongs to the tape of that op."""
 
-    __slots__ = ("autograd_placeholder", "fake", "key", "offset", "op", "real", "requires_grad", "slot", "storage")
+    __slots__ = (
+        *("autograd_placeholder", "fake", "key", "offset", "op", "real", "requires_grad", "slot", "storage", "unmade"),
+    )
 
     fake: torch.Tensor
     """Its metadata: shape, dtype, strides, device."""
+    unmade: Callable[[], torch.Tensor] | None
+    """Makes `fake`, of a value of which nobody has asked for it yet; else None."""
     op: Op
     """The op that made it: the first one that has it among its outputs."""
     slot: int
@@ -92,11 +97,46 @@ class Value:
         self.offset = offset_of(fake) if fake.layout is torch.strided else 0
         self.real = None
         self.autograd_placeholder = False
+        self.unmade = None
+
+    @classmethod
+    def later(
+        cls,
+        unmade: Callable[[], torch.Tensor],
+        slot: int,
+        storage: int,
+        key: int | None,
+        offset: int | torch.SymInt,
+        requires_grad: bool,
+    ) -> Value:
+        """A value whose `fake` is made when it is asked for, and which no tensor stands for before."""
+        new = cls.__new__(cls)
+        new.unmade, new.slot, new.storage, new.key = unmade, slot, storage, key
+        new.offset, new.requires_grad, new.real = offset, requires_grad, None
+        new.op, new.autograd_placeholder = None, False  # type: ignore[assignment]
+        return new
+
+    if not TYPE_CHECKING:  # for the one attribute that may not be set
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "fake":
+                raise AttributeError(name)
+            self.fake, self.unmade = self.unmade(), None
+            return self.fake
+
+    @property
+    def requires_grad_now(self) -> bool:
+        """Whether `fake` requires grad."""
+        return self.requires_grad if self.unmade is not None else requires_grad_of(self.fake)
 
     def copy(self, storage: int) -> Value:
         """A value for the same tensor, for an op of another tape. It becomes that of the op that is made with it."""
         new = Value.__new__(Value)
-        new.fake, new.slot, new.storage, new.key = self.fake, self.slot, storage, self.key
+        new.slot, new.storage, new.key, new.unmade = self.slot, storage, self.key, None
+        if self.unmade is None:
+            new.fake = self.fake
+        else:
+            new.unmade = functools.partial(getattr, self, "fake")
         new.offset, new.requires_grad, new.real = self.offset, self.requires_grad, self.real
         new.autograd_placeholder = self.autograd_placeholder
         new.op = None  # type: ignore[assignment]

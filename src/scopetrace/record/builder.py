@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -242,6 +243,7 @@ class ValueTable:
         self._factory = factory
         self._model = model
         self._by_storage: dict[int, list[Value]] = {}
+        self._unmade = itertools.count(1, 2)
         self._keep: list[torch.Tensor | torch.UntypedStorage] = []  # their ids must not be used again in this trace
         self.same: list[tuple[Value, Value]] = []
         """Of each op that returned the tensor it was given, as `x.to(x.dtype)` does: its result, and what it took."""
@@ -295,6 +297,10 @@ class ValueTable:
                 value.autograd_placeholder = meta.requires_grad
             made.append(value)
         return made
+
+    def new_storage(self) -> int:
+        """The storage of a value whose tensor is not made yet. Those of tensors are addresses, and even."""
+        return next(self._unmade)
 
     def leave(self, start: int, results: Any) -> None:
         """At the end of a call: a tensor is again what it was outside, before the entries of `same` from `start` on.

@@ -415,11 +415,11 @@ def refuse_lost_gradients(
     `differentiated` the numbers of the nodes through which the forward itself has differentiated once and for all,
     None where torch applied no function of autograd itself. `former` are tensors that no longer require grad.
     """
-    late = [v for op in tape.ops for v in op.values() if not v.requires_grad and requires_grad_of(v.fake)]
+    late = [v for op in tape.ops for v in op.values() if not v.requires_grad and v.requires_grad_now]
     given = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
         quiet = [op for op in tape.ops if op.kind == "call_function" and not op.grad and not op.writes]
-        given = [v for op in quiet for v in op.values() if requires_grad_of(v.fake)]
+        given = [v for op in quiet for v in op.values() if v.requires_grad_now]
     written = tape.written_storages()
     functions = ((v, node) for v in given for node in _functions(v, behind_writes=v.storage in written))
     unseen = next((v for v, node in functions if sequence_number(node) not in (differentiated or ())), None)

@@ -11,14 +11,17 @@ Data flow:
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from scopetrace._compat.ops import eager, is_collective, is_op
-from scopetrace._compat.tensors import FakeMaker, without_dispatch
+from scopetrace._compat.questions import inference_mode_enabled
+from scopetrace._compat.tensors import FakeMaker, normal_tensors, without_dispatch
 from scopetrace.containers.structure import instantiate, leaves, map_structure
-from scopetrace.infer.rules import Outputs
+from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.tape import Call, Op, Value, map_argument
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -41,6 +44,8 @@ class Step(NamedTuple):
     values: list[Value]
     outputs: Outputs | None
     """What its results are; None for one that is recorded anew."""
+    is_inner: bool
+    """Whether nothing but copied ops reads its results, or what shares memory with them."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -90,6 +95,20 @@ class Original:
             return "it reads a tensor that is none of its arguments"
         return ""
 
+    def prepare(self, outputs_of: Callable[[Op], Outputs | None]) -> None:
+        """Find how each op is repeated; `outputs_of` says what the results of one are, None where it is not known."""
+        steps = [(op, op.inputs(), op.values(), outputs_of(op)) for op in self.ops]
+        seen = [*self.inputs, *self.outside, *self.asked, *leaves(self.call.outputs, Value)]
+        seen += [v for v, _, _ in self.contiguous]
+        for op, inputs, values, outputs in steps:
+            if outputs is None or not outputs.is_static():
+                seen += values if op.kind == "get_attr" else (*inputs, *values)
+        shared = {v.storage for v in seen}
+        self.steps = [Step(*step, all(v.storage not in shared for v in step[2])) for step in steps]
+        for inner in self.calls:
+            assert inner.parent is not None
+            self.inside.setdefault(inner.parent, []).append(inner)
+
 
 class CallOpener(Protocol):
     """Puts calls on the tape."""
@@ -138,6 +157,7 @@ class Replay:
         self._frames = {id(outer): outer if outer == call.frames else call.frames}
         self._starts: list[int] = []
         self._quiet = without_dispatch()
+        self._makes_later = not inference_mode_enabled()
 
     def _known(self, v: Value) -> Value:
         """The value of the tensor that stands for one that was on the tape before the original."""
@@ -210,10 +230,7 @@ class Replay:
         """Put everything on the tape. Returns what the module would."""
         original, tools = self.original, self._tools
         if not original.steps:
-            original.steps = [Step(op, op.inputs(), op.values(), self._outputs_of(op)) for op in original.ops]
-            for inner in original.calls:
-                assert inner.parent is not None
-                original.inside.setdefault(inner.parent, []).append(inner)
+            original.prepare(self._outputs_of)
         outer, self._builder.op_frames = self._builder.op_frames, None
         try:
             with self._quiet:
@@ -298,10 +315,32 @@ class Replay:
         args = tuple([now[x] if type(x) is Value else self._argument(x) for x in op.args])
         kwargs = {name: self._argument(x) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
         inputs = [now[v] for v in step.inputs]
-        made = self._values.new_inferred(outputs, outputs.make(self._tools.maker, [v.fake for v in inputs]), inputs)
+        made: list[Value | None]
+        if step.is_inner and self._makes_later:
+            made = [self._later(meta, slot, inputs) for slot, meta in enumerate(outputs.tensors)]
+        else:
+            fakes = outputs.make(self._tools.maker, inputs)
+            made = self._values.new_inferred(outputs, fakes, inputs)
         now.update(zip(step.values, [v for v in made if v is not None], strict=True))
         new = Op(op.kind, op.target, args, kwargs, outputs.contained(made), *place, op.grad, autocast=op.autocast)
         self._builder.tape.ops.append(new)
+
+    def _later(self, meta: OutputMeta | Identity | None, slot: int, inputs: list[Value]) -> Value | None:
+        """As `ValueTable.new_inferred`, of a result that Python never gets. Its tensor is made when it is asked for."""
+        if meta is None:
+            return None
+        if isinstance(meta, Identity):
+            same = inputs[meta.input]
+            make: Callable[[], torch.Tensor] = functools.partial(getattr, same, "fake")
+            new = Value.later(make, slot, same.storage, same.key, same.offset, same.requires_grad)
+            new.autograd_placeholder = same.autograd_placeholder
+            return new
+        base = None if meta.base is None else inputs[meta.base]
+        storage, start = (self._values.new_storage(), 0) if base is None else (base.storage, base.offset)
+        make = functools.partial(_made, self._tools.maker, meta, base)
+        new = Value.later(make, slot, storage, meta.key, start + meta.offset, meta.requires_grad)
+        new.autograd_placeholder = meta.requires_grad
+        return new
 
     def _is_known(self, op: Op) -> bool:
         """Whether the attribute that stands for one that is read here is on the tape already."""
@@ -336,3 +375,9 @@ class Replay:
         if not same or len(new.writes) != len(op.writes) or len(made) != len(op.values()):
             raise Retrace("an op does something else when it is repeated", Assumptions(records_all=True))
         self._now.update(made)
+
+
+def _made(maker: FakeMaker, meta: OutputMeta, base: Value | None) -> torch.Tensor:
+    fake = None if base is None else base.fake
+    with without_dispatch(), normal_tensors():
+        return meta.make(maker, fake)
