@@ -8,6 +8,8 @@ from torch import nn
 import scopetrace as st
 from scopetrace.api.runnable import program_of
 
+_aten = torch.ops.aten
+
 
 @pytest.fixture(autouse=True)
 def also_small_calls(monkeypatch):
@@ -159,6 +161,37 @@ def test_layers_repeat_that_are_unlike_the_first(monkeypatch):
     model = Net(*(Nested(2) for _ in range(5)))
     report = st.trace(model, torch.ones(2, 1), reuse=True).reuse  # the first is given what requires no gradient
     assert report.replayed == {"Nested": 3}
+
+
+def values(trace):
+    """The values on the recorded tape of a trace."""
+    return [v for op in program_of(trace).recorded.ops for v in op.values()]
+
+
+def test_tensors_of_repeated_calls_are_made_when_asked_for():
+    model = Net(*(Layer(i) for i in range(3)))
+    with torch.no_grad():
+        trace = st.trace(model, torch.ones(2, 4), reuse=True)
+    unmade = [v for v in values(trace) if v.unmade is not None]
+    assert [v.op.target for v in unmade] == 2 * [_aten.linear.default, _aten.relu.default, _aten.mul.Tensor]
+    assert unmade[0].copy(0).fake is unmade[0].fake
+    assert (unmade[0].fake.shape, unmade[0].unmade) == ((2, 4), None)
+    assert trace.graph_module is not None
+    assert not any(v.unmade is not None for v in values(trace))
+
+
+@pytest.mark.parametrize("targets", [["layers"], ["repeated"], [True], ["layers", nn.ReLU]])
+def test_outlines_are_the_same(targets):
+    layers = [Layer(i) for i in range(6)]
+    layers[4].eps = 0.1
+    model = Net(Net(*layers[:3]), Net(*layers[3:]), Net(Layer(6), Layer(7), Layer(8)), Layer(9))
+    with torch.no_grad():
+        outlines = [st.trace(model, torch.ones(2, 4), reuse=reuse).outline(*targets) for reuse in (False, True)]
+    texts = [
+        (str(o), o.graph_module.code, [(str(f), f.graph_module.code, len(f.calls)) for f in o.functions])
+        for o in outlines
+    ]
+    assert texts[0] == texts[1]
 
 
 DYNAMIC = {"dynamic_shapes": {"x": {0: torch.export.Dim("n")}}}

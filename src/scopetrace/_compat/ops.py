@@ -26,7 +26,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch._C import DispatchKey
@@ -427,6 +427,22 @@ def building() -> Iterator[None]:
         finally:
             if enabled:
                 gc.enable()
+
+
+T = TypeVar("T")
+
+
+def in_large_stack(run: Callable[..., T], *args: Any) -> T:
+    """What `run(*args)` returns. What it calls shares one piece of the memory that Python keeps frames in.
+
+    CPython takes that memory in pieces of 16 KB. Where the frames of a loop happen to be at the end of one, each call
+    takes a piece from the system and gives it back, so that a trace takes up to half as long again, depending on how
+    deep it was called. A piece is as large as the frame that it begins with needs, and this one says that it is large.
+    """
+    return run(*args)
+
+
+in_large_stack.__code__ = in_large_stack.__code__.replace(co_stacksize=33_000)
 
 
 # Transforms ----------------------------------------------------------------------------------------------------------

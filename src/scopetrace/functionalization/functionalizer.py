@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import auto_functionalized, building, is_op, schema_of
+from scopetrace._compat.ops import auto_functionalized, building, in_large_stack, is_op, schema_of
 from scopetrace._compat.symbols import to_expr
 from scopetrace._compat.tensors import dense_order
 from scopetrace.containers.structure import leaves, map_structure
@@ -55,7 +55,7 @@ class Functionalizer(TapeCopier):
     def run(self) -> FunctionalTape:
         """The functional tape. Raises FunctionalizationError."""
         with building():
-            return self._run_program()
+            return in_large_stack(self._run_program)
 
     def _run_program(self) -> FunctionalTape:
         assert isinstance(self.old, RecordedTape) and isinstance(self.new, FunctionalTape)

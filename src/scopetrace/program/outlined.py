@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.ops import building
+from scopetrace._compat.ops import building, in_large_stack
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
 from scopetrace.ir.selection import Target, is_named, target_text
@@ -133,7 +133,7 @@ class _Inlining(torch.fx.Interpreter):
 def outline_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> OutlinedTrace:
     """Make functions of the calls that `targets` name; see `Trace.outline`. Raises OutlineError."""
     with building():
-        return _outlined(source.without_regions(), list(targets))
+        return in_large_stack(_outlined, source.without_regions(), list(targets))
 
 
 def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:

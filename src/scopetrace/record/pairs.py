@@ -30,7 +30,7 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.ir.reads import MISSING, Missing, content_of
 from scopetrace.record.code import ATOMS, is_users
-from scopetrace.record.model import BOOKKEEPING, Saved, attributes_and_slots, own_dict, short, slots_of
+from scopetrace.record.model import Saved, attributes_and_slots, own_dict, own_names, short, slots_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_TABLES = ("_parameters", "_buffers")
@@ -160,11 +160,10 @@ class Pairs:
 
     def _attributes(self, prefix: str, a: Any, b: Any) -> None:
         left, right = self._watch.attributes(a), self._watch.attributes(b)
-        is_module = isinstance(a, torch.nn.Module)
-        for key in left if left.keys() == right.keys() else dict.fromkeys((*left, *right)):
+        names = tuple(left if left.keys() == right.keys() else dict.fromkeys((*left, *right)))
+        for key in own_names(names) if isinstance(a, torch.nn.Module) else names:
             x, y = left.get(key, MISSING), right.get(key, MISSING)
-            is_equal = x is y and type(x) in ATOMS
-            if not is_equal and not (is_module and key in BOOKKEEPING) and self._may_have_read(a, key):
+            if not (x is y and type(x) in ATOMS) and self._may_have_read(a, key):
                 self.value(prefix + key, x, y)
 
     @staticmethod

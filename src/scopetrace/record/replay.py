@@ -23,7 +23,7 @@ from scopetrace._compat.tensors import FakeMaker, normal_tensors, without_dispat
 from scopetrace.containers.structure import instantiate, leaves, map_structure
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import Call, Op, Value, map_argument
+from scopetrace.ir.tape import Call, Op, Value, map_argument, values_in
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.object_reads import Noted, ObjectReads
 from scopetrace.record.ops import OpRecorder
@@ -46,6 +46,10 @@ class Step(NamedTuple):
     """What its results are; None for one that is recorded anew."""
     is_inner: bool
     """Whether nothing but copied ops reads its results, or what shares memory with them."""
+    given: list[tuple[int, Value]]
+    """Its arguments that are values, each with its position."""
+    nested: list[int]
+    """The positions of its arguments that hold values."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -68,6 +72,8 @@ class Original:
     """The attributes that are constants written in the code."""
     steps: list[Step] = dataclasses.field(default_factory=list)
     """One for each op, known since the first repetition."""
+    makers: dict[int, Callable[[], torch.Tensor]] = dataclasses.field(default_factory=dict)
+    """By id of the metadata in a step, what makes such a tensor in memory of its own."""
     inside: dict[Call, list[Call]] = dataclasses.field(default_factory=dict)
     """The calls in each call."""
 
@@ -104,7 +110,10 @@ class Original:
             if outputs is None or not outputs.is_static():
                 seen += values if op.kind == "get_attr" else (*inputs, *values)
         shared = {v.storage for v in seen}
-        self.steps = [Step(*step, all(v.storage not in shared for v in step[2])) for step in steps]
+        for step in steps:
+            given = [(i, x) for i, x in enumerate(step[0].args) if type(x) is Value]
+            nested = [i for i, x in enumerate(step[0].args) if type(x) is not Value and values_in(x)]
+            self.steps.append(Step(*step, all(v.storage not in shared for v in step[2]), given, nested))
         for inner in self.calls:
             assert inner.parent is not None
             self.inside.setdefault(inner.parent, []).append(inner)
@@ -312,17 +321,24 @@ class Replay:
     def _copy(self, step: Step, outputs: Outputs, place: tuple[Scope, Call, Frames]) -> None:
         """An op whose results follow from the metadata of its inputs."""
         op, now = step.op, self._now
-        args = tuple([now[x] if type(x) is Value else self._argument(x) for x in op.args])
+        args = [*op.args]
+        for i, v in step.given:
+            args[i] = now[v]
+        for i in step.nested:
+            args[i] = self._argument(args[i])
         kwargs = {name: self._argument(x) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
         inputs = [now[v] for v in step.inputs]
         made: list[Value | None]
         if step.is_inner and self._makes_later:
             made = [self._later(meta, slot, inputs) for slot, meta in enumerate(outputs.tensors)]
         else:
-            fakes = outputs.make(self._tools.maker, inputs)
-            made = self._values.new_inferred(outputs, fakes, inputs)
-        now.update(zip(step.values, [v for v in made if v is not None], strict=True))
-        new = Op(op.kind, op.target, args, kwargs, outputs.contained(made), *place, op.grad, autocast=op.autocast)
+            made = self._values.new_inferred(outputs, outputs.make(self._tools.maker, inputs), inputs)
+        if len(made) == 1 and made[0] is not None:
+            now[step.values[0]] = made[0]
+        else:
+            now.update(zip(step.values, [v for v in made if v is not None], strict=True))
+        out = outputs.contained(made)
+        new = Op(op.kind, op.target, tuple(args), kwargs, out, *place, op.grad, autocast=op.autocast)
         self._builder.tape.ops.append(new)
 
     def _later(self, meta: OutputMeta | Identity | None, slot: int, inputs: list[Value]) -> Value | None:
@@ -335,12 +351,21 @@ class Replay:
             new = Value.later(make, slot, same.storage, same.key, same.offset, same.requires_grad)
             new.autograd_placeholder = same.autograd_placeholder
             return new
-        base = None if meta.base is None else inputs[meta.base]
-        storage, start = (self._values.new_storage(), 0) if base is None else (base.storage, base.offset)
-        make = functools.partial(_made, self._tools.maker, meta, base)
-        new = Value.later(make, slot, storage, meta.key, start + meta.offset, meta.requires_grad)
+        if meta.base is None:
+            storage, start = self._values.new_storage(), meta.offset
+            make = self.original.makers.get(id(meta)) or self._maker_of(meta)
+        else:
+            base = inputs[meta.base]
+            storage, start = base.storage, base.offset + meta.offset
+            make = functools.partial(_made, self._tools.maker, meta, base)
+        new = Value.later(make, slot, storage, meta.key, start, meta.requires_grad)
         new.autograd_placeholder = meta.requires_grad
         return new
+
+    def _maker_of(self, meta: OutputMeta) -> Callable[[], torch.Tensor]:
+        """What makes a tensor in memory of its own."""
+        make = self.original.makers[id(meta)] = functools.partial(_made, self._tools.maker, meta, None)
+        return make
 
     def _is_known(self, op: Op) -> bool:
         """Whether the attribute that stands for one that is read here is on the tape already."""

@@ -242,9 +242,9 @@ class CallRecorderWithReuse(CallRecorder):
             self._report.replayed[name] += 1
             return self._replayed(call, found)
         out = super().run(call, entered, run, args, kwargs)
-        group.is_small = call.stop - call.start < FEWEST_OPS
-        self._report.traced[name] += not group.is_small
-        if found is not None and not group.is_small:
+        is_small = group.kind.is_small = call.stop - call.start < FEWEST_OPS
+        self._report.traced[name] += not is_small
+        if found is not None and not is_small:
             self._kept += 1
             with self._looking():
                 problem = self._problem(found, out, args[1:], kwargs)
@@ -260,7 +260,7 @@ class CallRecorderWithReuse(CallRecorder):
         if group is None or call.parent is None or not self._builder.is_plain() or call.replaced:
             return None
         is_alone = group.size == 1 and call.index == 0
-        if is_alone or group.is_small or group.in_vain > _FEW:
+        if is_alone or group.kind.is_small or group.in_vain > _FEW:
             return None
         return group if group.originals or self._may_keep() else None
 
@@ -291,7 +291,7 @@ class CallRecorderWithReuse(CallRecorder):
             self._note(call, reason)
         if given is None or group.in_vain > _FEW or not self._may_keep():
             return None
-        if not self._state.is_unchanged():
+        if not self._state.is_unchanged(draws=False):
             self._renew()
         if not self._groups or not all(map(self._state.is_same, module.modules())):
             return None
@@ -349,8 +349,11 @@ class CallRecorderWithReuse(CallRecorder):
             return changed
         if settings() != kept.settings:
             return "it changes a setting of torch"
-        if not kept.state.is_unchanged() or not all(map(self._state.is_same, call.module.modules())):
+        if not kept.state.is_unchanged(draws=False) or not all(map(self._state.is_same, call.module.modules())):
             return "it writes to Python objects"
+        if not kept.state.is_unchanged():  # by it, or before it
+            self._renew()
+            return "random generators of Python have changed"
         asked, contiguous = self._asked.asked[kept.asked :], self._asked.contiguous[kept.contiguous :]
         ops, calls = tape.ops[call.start : call.stop], tape.calls[call.position + 1 :]
         if not all(self._state.knows(inner.module) for inner in calls):
@@ -443,30 +446,42 @@ class _Kept:
 
 
 @dataclasses.dataclass(eq=False)
+class _Kind:
+    """Modules of one class with such submodules. Those with parameters of other shapes are as small or large."""
+
+    is_small: bool
+    """Whether the last call had fewer ops than can be repeated."""
+
+
+@dataclasses.dataclass(eq=False)
 class _Group:
     """Modules that look alike: of one class, with such submodules and parameters."""
 
+    kind: _Kind
     size: int = 0
     originals: list[_Kept] = dataclasses.field(default_factory=list)
     in_vain: int = 0
     """How many calls ran since the last one that was copied."""
-    is_small: bool = False
 
 
 def _groups(root: torch.nn.Module | None) -> dict[int, _Group]:
     """By id, of each module those that look like it."""
     groups: dict[Any, _Group] = {}
+    kinds: dict[Any, _Kind] = {}
     known: dict[int, _Group] = {}
 
     def visit(module: torch.nn.Module) -> _Group:
         if id(module) not in known:
-            known[id(module)] = _Group()  # of one that is inside of itself
+            known[id(module)] = _Group(_Kind(True))  # of one that is inside of itself
             own = module.__dict__
-            inside = tuple([(name, id(visit(m))) for name, m in own["_modules"].items() if m is not None])
+            inside = [(name, visit(m)) for name, m in own["_modules"].items() if m is not None]
+            is_small = not inside and type(module).__module__.startswith("torch.nn.modules.")
+            like = type(module), tuple([(name, id(m.kind)) for name, m in inside])
+            kind = kinds.setdefault(like, _Kind(is_small))
             shapes = tuple([p.shape for p in own["_parameters"].values() if p is not None])
-            known[id(module)] = group = groups.setdefault((type(module), inside, shapes), _Group())
+            same = type(module), tuple([(name, id(m)) for name, m in inside]), shapes
+            known[id(module)] = group = groups.setdefault(same, _Group(kind))
             group.size += 1
-            group.is_small = not inside and type(module).__module__.startswith("torch.nn.modules.")
         return known[id(module)]
 
     if root is not None and not any(isinstance(m, torch.jit.ScriptModule) for m in root.modules()):

@@ -23,7 +23,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.export import additional_inputs, without_wrappers
-from scopetrace._compat.ops import building, dispatching_to, eager
+from scopetrace._compat.ops import building, dispatching_to, eager, in_large_stack
 from scopetrace._compat.patches import observing
 from scopetrace._compat.questions import hooks_of_all_modules, settings
 from scopetrace._compat.tensors import (
@@ -172,7 +172,7 @@ def retraced(attempt: Callable[[Assumptions], T]) -> T:
     with building():
         while True:
             try:
-                return attempt(assumptions)
+                return in_large_stack(attempt, assumptions)
             except Retrace as failed:
                 assumptions |= failed.needed
 
