@@ -331,7 +331,7 @@ class Values:
         if found is None:
             return None
         with without_dispatch():
-            return found, [meta.make(self.factory, [v.fake for v in inputs]) for meta in found.tensors]
+            return found, found.make(self.factory, inputs)
 
 
 def facts(t: torch.Tensor, inputs: list[torch.Tensor]) -> Any:
