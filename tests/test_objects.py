@@ -2,9 +2,12 @@
 
 import copy
 import dataclasses
+import functools
+import operator
 import pickle
 import threading
 import types
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import scopetrace as st
 from scopetrace.api.runnable import program_of
 
 X = torch.arange(4.0)
+GET = operator.itemgetter(0)
 
 
 class Layer:
@@ -352,6 +356,51 @@ def test_a_registered_class_may_compute_when_an_instance_is_made():
         found, back = tr(x, Computing(first.tensors[0].clone()))
         torch.testing.assert_close(found, wanted)
         torch.testing.assert_close(back.tensors[0], given.tensors[0])
+
+
+# Results that hold tensors where no container shows them -------------------------------------------------------------
+
+
+class Slots:
+    __slots__ = ("held",)
+
+    def __init__(self, held):
+        self.held = held
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *(lambda t: t.tolist, lambda t: (t * 2).sum, lambda t: lambda: t, lambda t: lambda default=t: default),
+        *(
+            lambda t: functools.partial(torch.add, t),
+            lambda t: [t].append,
+            lambda t: Slots(t),
+            lambda t: {"a": t}.items(),
+        ),
+        *(lambda t: types.MappingProxyType({"a": t}), lambda t: ValueError(t), lambda t: slice(t.sum(), None)),
+        *(
+            lambda t: weakref.ref(t),
+            lambda t: t.untyped_storage(),
+            lambda t: nn.ParameterList([t]),
+            lambda t: nn.Linear(2, 2),
+        ),
+    ],
+)
+@pytest.mark.parametrize("place", [lambda x: x, lambda x: {"inner": [x]}])
+def test_a_result_that_holds_a_tensor_in_hiding_is_refused(make, place):
+    with pytest.raises(
+        st.errors.OpaqueOutputError, match=r"the result(\['inner'\]\[0\])? is a \w+ (that holds|with tensors)"
+    ):
+        st.trace(lambda x: (place(make(x * 2)),)[0], (torch.ones(2),))
+
+
+def test_results_without_tensors_are_kept():
+    model = nn.Linear(2, 2)
+    model.settings = types.SimpleNamespace(a=[1, len])
+    forward = lambda self, x: (len, GET, self.settings, self.reset_parameters, self, x * 2)  # noqa: E731
+    given = st.trace(lambda x: forward(model, x), (torch.ones(2),))(torch.ones(2))
+    assert given[:5] == forward(model, torch.ones(2))[:5]
 
 
 # Objects that the forward makes ---------------------------------------------------------------------------------------

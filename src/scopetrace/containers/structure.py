@@ -492,6 +492,12 @@ def refuse_hidden(x: Any, kinds: tuple[type, ...], where: str, object_types: Col
                 )
 
 
+def opaque_leaves(x: Any, object_types: Collection[type]) -> list[tuple[str, Any]]:
+    """The leaves of a value, with their paths, that are neither tensors, numbers, text, nor the like."""
+    plain = (torch.Tensor, *_NUMBERS, *_PLAIN)
+    return [(path, item) for path, item in leaves_with_path(x, "", object_types) if not isinstance(item, plain)]
+
+
 def refuse_without_structure(result: Any, kinds: tuple[type, ...], object_types: Collection[type]) -> None:
     """Raise OpaqueOutputError where a result has an iterator, or a collection without keys of instances of `kinds`."""
     for path, item in leaves_with_path(result, "", object_types):

@@ -46,6 +46,7 @@ from scopetrace.containers.structure import (
     leaves_with_path,
     map_structure,
     object_classes,
+    opaque_leaves,
     refuse_hidden,
     refuse_without_structure,
     tensor_holders,
@@ -88,6 +89,7 @@ from scopetrace.record.effects import (
     settings_left,
     without_hidden_gradients,
 )
+from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.model import Model, holds_iterator
 from scopetrace.record.object_reads import ObjectReads, Watched
 from scopetrace.record.ops import OpRecorder, RunGraph
@@ -355,6 +357,9 @@ class Recording:
             if self.builder.texts or self.factory.shape_env.var_to_range:
                 refuse_text(self.builder.texts, leaves_with_path((out, fakes), "", object_types))
             refuse_hidden(out, (FakeTensor,), "the result", object_types)
+            opaque = opaque_leaves(out, object_types)
+            if opaque:
+                refuse_leaks(opaque)
             refuse_hidden(fakes, (FakeTensor,), "the arguments", object_types)
         return fakes
 
