@@ -1072,3 +1072,15 @@ def test_detaching_in_place_what_a_view_made_under_no_grad_is_of():
 
     with pytest.raises(st.errors.UnsupportedOpError, match="detaches in place a tensor of which it has made a view"):
         st.trace(forward, (torch.ones(2, 3, requires_grad=True),))
+
+
+def test_the_gradient_of_a_tensor_with_other_data_is_not_known_once_it_is_written():
+    def run(x, y):
+        x.data = y.detach().clone()
+        with torch.no_grad():
+            y[torch.tensor([0])] = 2
+        return y * (2 if x.grad is None else 3)
+
+    x = torch.ones(2, 3, requires_grad=True)
+    with pytest.raises(st.errors.UnsupportedOpError, match=r"gradient of a tensor of which it has set `\.data`"):
+        st.trace(run, (x, x))

@@ -191,7 +191,15 @@ class GradientRecorder:
         if value.op.kind != "call_function":
             return value
         outside = (*self._tape.inputs, *(v for _, v in self._tape.attribute_reads()))
-        return next((v for v in outside if v.fake is value.fake), value)
+        found = next((v for v in outside if v.fake is value.fake), None)
+        if found is None and self._values.is_outside(value.fake):
+            raise UnsupportedOpError(
+                "the forward asks for the gradient of a tensor of which it has set `.data` and that it has written",
+                op="Tensor.grad",
+                **self._builder.where(),
+                hint="ask before it is written",
+            )
+        return value if found is None else found
 
     def _read(self, entry: _Gradient) -> None:
         """Find out what a `grad` is: whether it was None before is a fact that each call is compared with."""
