@@ -1084,3 +1084,21 @@ def test_the_gradient_of_a_tensor_with_other_data_is_not_known_once_it_is_writte
     x = torch.ones(2, 3, requires_grad=True)
     with pytest.raises(st.errors.UnsupportedOpError, match=r"gradient of a tensor of which it has set `\.data`"):
         st.trace(run, (x, x))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_view_made_under_no_grad_of_what_was_written_in_another_layout_stays_a_leaf(transposed):
+    def run(x):
+        x.masked_fill_(x == 2, 0)
+        with torch.no_grad():
+            row = x[0]
+        product = row.detach() * row
+        with torch.no_grad():
+            return product[0]
+
+    def given():
+        x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_() * 1
+        return x.t() if transposed else x
+
+    found, wanted = st.trace(run, (given(),))(given()), run(given())
+    assert (found.requires_grad, found.is_leaf) == (wanted.requires_grad, wanted.is_leaf) == (True, True)
