@@ -145,7 +145,7 @@ def test_as_strided_of_an_input_that_begins_elsewhere_is_refused_at_the_call():
 @pytest.mark.parametrize(
     "run",
     [
-        lambda x: x.untyped_storage().resize_(0),
+        lambda x: (x.untyped_storage().resize_(0), x)[1],
         lambda x: ((y := x * 2), y.untyped_storage().resize_(0))[0],
         lambda x: ((y := x * 2), z := y[0], y.untyped_storage().resize_(0), z + 1)[3],
     ],

@@ -164,3 +164,13 @@ def test_a_file_keeps_which_parts_are_the_caller_s(tmp_path):
     assert whole is given
     assert given["list"] is inner
     assert torch.equal(given["new"], torch.full((2,), 2.0))
+
+
+def test_results_that_share_memory_as_another_dtype_in_another_layout_are_refused():
+    def run(x):
+        x.copy_(torch.arange(6).view(3, 2))
+        z = x * 1
+        return z.real, z.real[0]
+
+    with pytest.raises(st.FunctionalizationError, match="views of another dtype"):
+        st.trace(run, (torch.zeros(2, 3, dtype=torch.complex64).t(),))

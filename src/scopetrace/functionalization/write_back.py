@@ -206,14 +206,21 @@ class _Builder:
         return given
 
     def _moved_owner(self, leaf: Value) -> Value | None:
-        """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise."""
+        """The first tensor of the memory, if several results lie in it and the graph lays one of them out otherwise.
+
+        Raises FunctionalizationError where they are of several dtypes.
+        """
         if self._alone.get(leaf.storage, 1) == 1 or leaf.fake.layout is not torch.strided:
             return None
         sharing = [v for v in self._outputs if isinstance(v, Value) and v.storage == leaf.storage]
         if all(to_expr(self.read(v).fake.stride()) == to_expr(v.fake.stride()) for v in sharing):
             return None
         owner = next(v for op in self.old.ops for v in op.values() if v.storage == leaf.storage)
-        return owner if all(v.fake.dtype == owner.fake.dtype for v in sharing) else None
+        if any(v.fake.dtype != owner.fake.dtype for v in sharing):
+            raise refusal(
+                "results share memory as views of another dtype, in another layout than in the graph", leaf.op
+            )
+        return owner
 
     def _plain(self, old: Value, present: Value) -> FromGraph:
         new = self.read(old) if present is old else present
