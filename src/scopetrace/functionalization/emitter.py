@@ -42,7 +42,7 @@ class Emitter:
         args, kwargs = self._lift(origin, (args, kwargs))
         out = self.inference.run(func, args, kwargs)
         inputs = values_in((args, kwargs))
-        seen = {v.storage for v in inputs if v.requires_grad and func is not _aten.detach.default}
+        carries = origin.grad and func is not _aten.detach.default and any(v.requires_grad for v in inputs)
         given = {id(v.fake): v.storage for v in inputs}
         known = {storage_id(v.fake): v.storage for v in inputs}
 
@@ -50,7 +50,6 @@ class Emitter:
             if not isinstance(t, torch.Tensor):
                 return t
             storage = given.get(id(t), known.get(storage_id(t)))
-            carries = bool(seen) if origin.grad else storage in seen  # under no_grad views alone require grad
             differentiable = carries and (t.is_floating_point() or t.is_complex())
             if differentiable and id(t) not in given and not t.requires_grad and t.is_leaf:
                 t.requires_grad_()  # stands for the history that the real run has

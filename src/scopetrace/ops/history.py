@@ -38,7 +38,12 @@ def _backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
     return grad, None
 
 
-overwrite.register_autograd(_backward)
+def _setup(ctx: Any, inputs: tuple[torch.Tensor, torch.Tensor], output: torch.Tensor) -> None:
+    if not ctx.needs_input_grad[0]:
+        ctx.mark_non_differentiable(output)
+
+
+overwrite.register_autograd(_backward, setup_context=_setup)
 
 OVERWRITE = torch.ops.scopetrace.overwrite.default
 torch.library.define("scopetrace::once_differentiable", "(Tensor gradient, Tensor[] given) -> Tensor")
