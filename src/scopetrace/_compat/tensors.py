@@ -80,6 +80,7 @@ is_leaf_of: Callable[[torch.Tensor], bool] = _base.is_leaf.__get__
 is_inference_of: Callable[[torch.Tensor], bool] = _base.is_inference
 is_conj_of: Callable[[torch.Tensor], bool] = _base.is_conj
 is_neg_of: Callable[[torch.Tensor], bool] = _base.is_neg
+nbytes_of: Callable[[torch.UntypedStorage], Any] = torch.UntypedStorage.nbytes
 _inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
 """What `x.stride()`, `x.requires_grad` and so on call: in a trace these report who asks."""
 
@@ -192,7 +193,7 @@ class FakeMaker:
         nbytes, size, stride, offset = place
         if isinstance(nbytes, int) and type(offset) is int and offset == 0:
             meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-            if meta.untyped_storage().nbytes() == nbytes:
+            if nbytes_of(meta.untyped_storage()) == nbytes:
                 return self._wrap(meta, device, requires_grad)
         memory = torch.empty(0, dtype=dtype, device="meta")
         _resize_storage(memory, nbytes)  # empty_strided would compute the bytes of symbolic sizes again, in sympy
@@ -216,7 +217,7 @@ class FakeMaker:
         requires_grad: bool,
     ) -> torch.Tensor:
         """A fake over the storage of `base`, with its version counter."""
-        numbers = (*size, *stride, offset, base.untyped_storage().nbytes())
+        numbers = (*size, *stride, offset, nbytes_of(base.untyped_storage()))
         symbolic = is_symbolic(base) or torch.SymInt in map(type, numbers)
         # as a meta tensor: kernels of other devices take no symbols
         as_meta = in_kernel_invocation_manager(self.mode) if symbolic else _NOTHING
@@ -335,10 +336,10 @@ class FakeFactory(FakeMaker):
             self._keep.append(storage)
             meta = torch.empty_strided(real.size(), stride_of(real), dtype=real.dtype, device="meta")
             known = meta.untyped_storage()
-            if offset_of(real) == 0 and known.nbytes() == storage.nbytes():
+            if offset_of(real) == 0 and nbytes_of(known) == nbytes_of(storage):
                 self._storages[storage._cdata] = known
                 return meta
-            known = self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
+            known = self._storages[storage._cdata] = torch.UntypedStorage(nbytes_of(storage), device="meta")
         meta = torch.empty(0, dtype=real.dtype, device="meta")
         return meta.set_(known, real.storage_offset(), real.size(), real.stride())
 

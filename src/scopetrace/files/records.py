@@ -19,7 +19,7 @@ from scopetrace.ir.side_effects import SideEffect
 _TAPES = (tape.RecordedTape, tape.FunctionalTape, tape.BodyTape)
 
 TABLES: dict[type, str] = {
-    **{tape.Value: "values", tape.Op: "ops", tape.Call: "calls", Scope: "scopes"},
+    **{tape.Value: "values", tape.UnmadeValue: "values", tape.Op: "ops", tape.Call: "calls", Scope: "scopes"},
     **dict.fromkeys(_TAPES, "tapes"),
 }
 """The tables of what a program refers to from several places. Each is written once, as a row."""

@@ -365,10 +365,10 @@ class TapeCopier(abc.ABC):
             return map_structure(lambda v: self.operand(v, op), x, Value)
 
         def now(leaf: Any) -> Any:
-            return self.operand(leaf, op) if type(leaf) is Value else leaf
+            return self.operand(leaf, op) if isinstance(leaf, Value) else leaf
 
         def in_order(leaf: Any) -> Any:
-            return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if type(leaf) is Value else leaf
+            return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if isinstance(leaf, Value) else leaf
 
         draws = is_random(op.target) and not _returns_operand(op)
         return map_argument(in_order if draws else now, x)

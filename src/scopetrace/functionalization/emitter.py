@@ -122,7 +122,7 @@ class Emitter:
             return v.copy(given[v.storage])
 
         outs = op.outputs
-        outputs: Any = value(outs) if type(outs) is Value else map_structure(value, outs, Value)
+        outputs: Any = value(outs) if isinstance(outs, Value) else map_structure(value, outs, Value)
         for slot, like in enumerate(more, len(outputs) if more else 0):
             outputs = (*outputs, Value(self.inference.like(like.fake), slot, next(self._storages), None))
         return self._append(op, op.kind, op.target, args, kwargs, outputs)

@@ -24,6 +24,7 @@ from scopetrace._compat.tensors import (
     is_conj_of,
     is_neg_of,
     is_symbolic,
+    nbytes_of,
     offset_of,
     requires_grad_of,
     run_fake,
@@ -75,7 +76,7 @@ class Inference:
         size, stride, offset = fake.size(), stride_of(fake), offset_of(fake)
         if is_symbolic(fake):
             size, stride, offset = to_expr(size), to_expr(stride), to_expr(offset)
-        nbytes = fake.untyped_storage().nbytes()
+        nbytes = nbytes_of(fake.untyped_storage())
         if type(nbytes) is not int:  # it may be symbolic where the tensor itself is not
             nbytes = self._expanded(to_expr(nbytes))
         facts = (size, stride, offset, fake.dtype, fake.device, requires_grad_of(fake), nbytes)
@@ -127,7 +128,7 @@ class Inference:
     def _describe(self, items: Iterable[Any], key: list[Any]) -> bool:
         """Append what the items are to `key`; False where that cannot be said."""
         for x in items:
-            kind = type(x)
+            kind = Value if isinstance(x, Value) else type(x)
             key.append(kind)  # 1, 1.0 and True are equal
             if kind is Value:
                 number = self.key_of(x.fake) if x.key is None else x.key

@@ -38,7 +38,7 @@ from scopetrace._compat.tensors import (
     storage_id,
     without_dispatch,
 )
-from scopetrace.ir.tape import Value, flat, map_argument
+from scopetrace.ir.tape import UnmadeValue, Value, flat, map_argument
 from scopetrace.ops import views
 from scopetrace.ops.views import Int, Sizes, ViewArguments
 
@@ -268,7 +268,7 @@ def replaced(x: Any, fakes: dict[int, torch.Tensor], number: Callable[[Any], int
 
 _FLOATS = frozenset({torch.float32, torch.float64, torch.float16, torch.bfloat16})
 _INDICES = frozenset({torch.int64, torch.int32})
-_PLAIN = frozenset({Value, int, float, str, type(None)})
+_PLAIN = frozenset({Value, UnmadeValue, int, float, str, type(None)})
 """Types of arguments that every elementwise op takes, or raises for whatever the sizes are."""
 
 
@@ -291,7 +291,7 @@ def _dtype_of_elementwise(
     values = (*args, *kwargs.values())
     if any(t.dtype != dtype for t in fakes) or any(type(a) not in _PLAIN for a in values):
         return None
-    given = tuple([(type(a), min(a.fake.dim(), 1) if type(a) is Value else a) for a in values])
+    given = tuple([(Value, min(a.fake.dim(), 1)) if isinstance(a, Value) else (type(a), a) for a in values])
     return _asked_dtype(func, dtype, given, tuple(kwargs))
 
 

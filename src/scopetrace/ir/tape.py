@@ -61,14 +61,10 @@ Template = Any
 class Value:
     """A tensor of the program: one output of one op. It belongs to the tape of that op."""
 
-    __slots__ = (
-        *("autograd_placeholder", "fake", "key", "offset", "op", "real", "requires_grad", "slot", "storage", "unmade"),
-    )
+    __slots__ = ("autograd_placeholder", "fake", "key", "offset", "op", "real", "requires_grad", "slot", "storage")
 
     fake: torch.Tensor
     """Its metadata: shape, dtype, strides, device."""
-    unmade: Callable[[], torch.Tensor] | None
-    """Makes `fake`, of a value of which nobody has asked for it yet; else None."""
     op: Op
     """The op that made it: the first one that has it among its outputs."""
     slot: int
@@ -97,24 +93,48 @@ class Value:
         self.offset = offset_of(fake) if fake.layout is torch.strided else 0
         self.real = None
         self.autograd_placeholder = False
-        self.unmade = None
 
-    @classmethod
-    def later(
-        cls,
+    @property
+    def requires_grad_now(self) -> bool:
+        """Whether `fake` requires grad."""
+        return requires_grad_of(self.fake)
+
+    def copy(self, storage: int) -> Value:
+        """A value for the same tensor, for an op of another tape. It becomes that of the op that is made with it."""
+        new = Value.__new__(Value)
+        new.fake, new.slot, new.storage, new.key = self.fake, self.slot, storage, self.key
+        new.offset, new.requires_grad, new.real = self.offset, self.requires_grad, self.real
+        new.autograd_placeholder = self.autograd_placeholder
+        new.op = None  # type: ignore[assignment]
+        return new
+
+    def __repr__(self) -> str:
+        return f"Value({self.op.kind} {self.op.target}, {self.slot})"
+
+
+class UnmadeValue(Value):
+    """A value whose `fake` is made when it is asked for, and which no tensor stands for before.
+
+    A class of its own: reading any attribute takes longer where the class has a `__getattr__`.
+    """
+
+    __slots__ = ("unmade",)
+
+    unmade: Callable[[], torch.Tensor] | None
+    """Makes `fake`; None once that is made."""
+
+    def __init__(
+        self,
         unmade: Callable[[], torch.Tensor],
         slot: int,
         storage: int,
         key: int | None,
         offset: int | torch.SymInt,
         requires_grad: bool,
-    ) -> Value:
-        """A value whose `fake` is made when it is asked for, and which no tensor stands for before."""
-        new = cls.__new__(cls)
-        new.unmade, new.slot, new.storage, new.key = unmade, slot, storage, key
-        new.offset, new.requires_grad, new.real = offset, requires_grad, None
-        new.op, new.autograd_placeholder = None, False  # type: ignore[assignment]
-        return new
+    ) -> None:
+        self.unmade, self.slot, self.storage, self.key = unmade, slot, storage, key
+        self.offset, self.requires_grad, self.real = offset, requires_grad, None
+        self.op, self.autograd_placeholder = None, False  # type: ignore[assignment]
 
     if not TYPE_CHECKING:  # for the one attribute that may not be set
 
@@ -131,19 +151,12 @@ class Value:
 
     def copy(self, storage: int) -> Value:
         """A value for the same tensor, for an op of another tape. It becomes that of the op that is made with it."""
-        new = Value.__new__(Value)
-        new.slot, new.storage, new.key, new.unmade = self.slot, storage, self.key, None
         if self.unmade is None:
-            new.fake = self.fake
-        else:
-            new.unmade = functools.partial(getattr, self, "fake")
-        new.offset, new.requires_grad, new.real = self.offset, self.requires_grad, self.real
-        new.autograd_placeholder = self.autograd_placeholder
-        new.op = None  # type: ignore[assignment]
+            return super().copy(storage)
+        later = functools.partial(getattr, self, "fake")
+        new = UnmadeValue(later, self.slot, storage, self.key, self.offset, self.requires_grad)
+        new.real, new.autograd_placeholder = self.real, self.autograd_placeholder
         return new
-
-    def __repr__(self) -> str:
-        return f"Value({self.op.kind} {self.op.target}, {self.slot})"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,7 +259,7 @@ class Op:
         fields["outputs"], fields["scope"], fields["call"], fields["frames"] = outputs, scope, call, frames
         fields["grad"], fields["writes"], fields["unbacked"], fields["tracked"] = grad, writes, unbacked, tracked
         fields["meta"], fields["autocast"], fields["phase"] = meta, autocast, phase
-        if type(outputs) is Value:
+        if isinstance(outputs, Value):
             outputs.op = outputs.op or self
         elif outputs is not None:
             for value in self.values():
@@ -655,7 +668,7 @@ def map_argument(fn: Callable[[Any], Any], x: Any) -> Any:
 
 def values_in(x: Any) -> list[Value]:
     """The values among the leaves of an op's arguments or outputs, in order. Of a template, use `leaves`."""
-    if type(x) is Value:
+    if isinstance(x, Value):
         return [x]
     found: list[Value] = []
     _collect((x,), found)
@@ -672,6 +685,8 @@ def _collect(items: Iterable[Any], found: list[Value]) -> None:
                 _collect(x, found)
             elif isinstance(x, dict):
                 _collect(x.values(), found)
+            elif isinstance(x, Value):
+                found.append(x)
 
 
 _LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype})  # as most leaves are: isinstance takes longer

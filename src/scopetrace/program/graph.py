@@ -158,7 +158,7 @@ class FxLowering:
 
     def lower(self, x: Any) -> Any:
         """A structure of arguments or results with nodes in place of tape values and symbolic numbers."""
-        if type(x) is Value:
+        if isinstance(x, Value):
             return self._nodes[x]
         if type(x) in (int, float, bool, str, type(None)):
             return x

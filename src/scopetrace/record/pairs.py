@@ -22,6 +22,7 @@ from scopetrace._compat.tensors import (
     is_conj_of,
     is_inference_of,
     is_neg_of,
+    nbytes_of,
     offset_of,
     requires_grad_of,
     storage_id,
@@ -250,7 +251,7 @@ def _facts(t: torch.Tensor) -> Any:
     plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not tags_of(t)
     if not plain or (requires_grad_of(t) and type(t) is torch.Tensor) or is_conj_of(t) or is_neg_of(t):
         return None
-    place = t.size(), stride_of(t), offset_of(t), t.untyped_storage().nbytes()
+    place = t.size(), stride_of(t), offset_of(t), nbytes_of(t.untyped_storage())
     return type(t), t.dtype, t.device, place, requires_grad_of(t), is_inference_of(t)
 
 

@@ -23,7 +23,7 @@ from scopetrace._compat.tensors import FakeMaker, normal_tensors, without_dispat
 from scopetrace.containers.structure import instantiate, leaves, map_structure
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import Call, Op, Value, map_argument, values_in
+from scopetrace.ir.tape import Call, Op, UnmadeValue, Value, map_argument, values_in
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.object_reads import Noted, ObjectReads
 from scopetrace.record.ops import OpRecorder
@@ -111,8 +111,8 @@ class Original:
                 seen += values if op.kind == "get_attr" else (*inputs, *values)
         shared = {v.storage for v in seen}
         for step in steps:
-            given = [(i, x) for i, x in enumerate(step[0].args) if type(x) is Value]
-            nested = [i for i, x in enumerate(step[0].args) if type(x) is not Value and values_in(x)]
+            given = [(i, x) for i, x in enumerate(step[0].args) if isinstance(x, Value)]
+            nested = [i for i, x in enumerate(step[0].args) if not isinstance(x, Value) and values_in(x)]
             self.steps.append(Step(*step, all(v.storage not in shared for v in step[2]), given, nested))
         for inner in self.calls:
             assert inner.parent is not None
@@ -221,11 +221,9 @@ class Replay:
 
     def _argument(self, x: Any) -> Any:
         kind = type(x)
-        if kind is Value:
-            return self._now[x]
         if kind is list or kind is tuple:
             return kind([self._argument(item) for item in x])
-        return x
+        return self._now[x] if isinstance(x, Value) else x
 
     def _tensor(self, v: Value) -> torch.Tensor:
         """What Python has for a value."""
@@ -348,7 +346,7 @@ class Replay:
         if isinstance(meta, Identity):
             same = inputs[meta.input]
             make: Callable[[], torch.Tensor] = functools.partial(getattr, same, "fake")
-            new = Value.later(make, slot, same.storage, same.key, same.offset, same.requires_grad)
+            new = UnmadeValue(make, slot, same.storage, same.key, same.offset, same.requires_grad)
             new.autograd_placeholder = same.autograd_placeholder
             return new
         if meta.base is None:
@@ -358,7 +356,7 @@ class Replay:
             base = inputs[meta.base]
             storage, start = base.storage, base.offset + meta.offset
             make = functools.partial(_made, self._tools.maker, meta, base)
-        new = Value.later(make, slot, storage, meta.key, start, meta.requires_grad)
+        new = UnmadeValue(make, slot, storage, meta.key, start, meta.requires_grad)
         new.autograd_placeholder = meta.requires_grad
         return new
 
@@ -389,7 +387,7 @@ class Replay:
         ops = self._builder.tape.ops
         inputs, start = [self._now[v] for v in op.inputs()], len(ops)
         args, kwargs = map_argument(
-            lambda x: self._tensor(self._now[x]) if type(x) is Value else x, (op.args, op.kwargs)
+            lambda x: self._tensor(self._now[x]) if isinstance(x, Value) else x, (op.args, op.kwargs)
         )
         self._tools.ops.record(op.target, args, kwargs)
         new = ops[-1]

@@ -65,7 +65,7 @@ class Identities:
 
 def _identities(tape: FunctionalTape) -> Iterator[tuple[Value, Value]]:
     for op in tape.ops:
-        if op.kind == "call_function" and type(op.outputs) is Value:
+        if op.kind == "call_function" and isinstance(op.outputs, Value):
             for value in op.inputs()[:1]:
                 if op.outputs.fake is value.fake:
                     yield op.outputs, value
