@@ -2,6 +2,7 @@
 
 import copy
 import random
+import sys
 import threading
 
 import numpy
@@ -423,3 +424,22 @@ def test_other_threads_go_on_as_they_were_while_one_traces():
         goes_on.set()
         thread.join()
     assert torch.compiler._is_compiling_flag is False and torch.compiler._is_exporting_flag is False
+
+
+def test_a_call_compares_the_state_in_few_python_calls():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+    trace, x = st.trace(model, torch.ones(2, 8)), torch.ones(2, 8)
+    trace(x)
+    called = []
+
+    def note(frame, event, arg):
+        if event == "call":
+            called.append(frame.f_code.co_qualname)
+
+    sys.setprofile(note)
+    try:
+        trace(x)
+    finally:
+        sys.setprofile(None)
+    compared = [name for name in called if name.startswith(("StateCheck", "ModuleTables", "_compare", "CallInputs"))]
+    assert compared == ["StateCheck.run_state", "StateCheck._compare_state", "ModuleTables.unchanged"]

@@ -90,7 +90,10 @@ _methods = {name: getattr(torch.Tensor, name) for name in METHODS}
 _CPU = torch.device("cpu")
 _properties = {name: getattr(torch.Tensor, name).__get__ for name in PROPERTIES}
 _default_device, _is_autocast_enabled = torch.get_default_device, torch.is_autocast_enabled
-_any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
+"""Whether autocast is on for any type of device."""
+AUTOCAST = "torch.autocast"
+"""The name of the flag that `autocast_state` tells."""
 _AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "hpu", "mps")
 
 default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
@@ -102,7 +105,7 @@ default_device: Callable[[], torch.device] = torch.get_default_device
 
 def autocast_state() -> tuple[tuple[str, torch.dtype], ...]:
     """The types of device for which autocast is on, each with its dtype."""
-    if not _any_autocast():
+    if not any_autocast():
         return ()
     return tuple((d, torch.get_autocast_dtype(d)) for d in _AUTOCAST_DEVICES if _is_autocast_enabled(d))
 
@@ -112,7 +115,7 @@ def flag(name: str, args: tuple[Any, ...]) -> Any:
 
     `torch.autocast` is `autocast_state`.
     """
-    if name == "torch.autocast":
+    if name == AUTOCAST:
         return autocast_state()
     if name == "torch.get_default_device" and not torch._C._len_torch_function_stack():
         return _CPU  # another one is a mode on that stack; torch's own function takes 9 µs
@@ -134,7 +137,7 @@ _OF_MODES = {*(name for name in _flags if "autocast" in name), "torch.get_defaul
 def settings() -> dict[str, Any]:
     """The state of the process that a forward may change, by name."""
     found = {name: ask() for name, ask in (*_flags.items(), *_BACKENDS) if name not in _OF_MODES}
-    return {**found, "torch.autocast": autocast_state()}
+    return {**found, AUTOCAST: autocast_state()}
 
 
 def function_modes() -> int:

@@ -475,7 +475,7 @@ class ModuleTables:
         self._empty = [table for table in self._now if not table]
         self._filled = [table for table in self._now if table]
         self._filled_then = [table for table in self._then if table]
-        self._classes = list(map(type, self._modules))
+        self._classes = [(m, type(m)) for m in self._modules]
         self._methods = [methods - m.__dict__.keys() for _, m, methods in found]
         self._without = [(table, name) for table, names in zip(own, self._methods, strict=True) for name in names]
         self._forwards = [(table, table["forward"]) for table in own if "forward" in table]
@@ -489,13 +489,16 @@ class ModuleTables:
 
     def unchanged(self) -> bool:
         """Whether all is what it was. A call asks this, so it takes few microseconds for a hundred modules."""
-        return not (
-            any(self._empty)
-            or self._filled != self._filled_then
-            or list(map(type, self._modules)) != self._classes
-            or any([name in table for table, name in self._without])
-            or any([own.get("forward") != forward for own, forward in self._forwards])
-        )
+        for module, kind in self._classes:
+            if type(module) is not kind:
+                return False
+        for table, name in self._without:
+            if name in table:
+                return False
+        for table, forward in self._forwards:
+            if table.get("forward") != forward:
+                return False
+        return not any(self._empty) and self._filled == self._filled_then
 
     def changes(self) -> Iterator[TableChange]:
         """The tables that are not what they were."""
@@ -506,8 +509,8 @@ class ModuleTables:
         for owner, new, old in zip(owners, self._now, self._then, strict=True):
             if new != old:
                 yield TableChange(*owner, old, new)
-        then = zip(self._modules, self._names, self._classes, self._methods, strict=True)
-        for module, name, kind, methods in then:
+        then = zip(self._classes, self._names, self._methods, strict=True)
+        for (module, kind), name, methods in then:
             if type(module) is not kind:
                 names = kind.__name__, type(module).__name__
                 yield TableChange(module, name, CODE, {"class": names[0]}, {"class": names[1]})

@@ -13,6 +13,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import types
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import one_at_a_time
-from scopetrace._compat.questions import fact_of
+from scopetrace._compat.questions import AUTOCAST, any_autocast, fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import (
     buffers_of,
@@ -255,7 +256,9 @@ class CallBoundary:
         if self._takes_dicts:
             args, kwargs = self._in_order(args, kwargs)
         inputs = Entered(self._match(args, kwargs))
-        self.check.run(CallInputs(args, kwargs, inputs), self._number(inputs))
+        if self.check.facts:
+            self.check.run_facts(CallInputs(args, kwargs, inputs), self._number(inputs))
+        self.check.run_state()
         if self._writes_inputs and torch.is_grad_enabled():
             self._check_gradients(inputs)
         if isinstance(self.tape.outputs, Returned):
@@ -607,35 +610,44 @@ class StateCheck:
 
     def __init__(self, tape: ProgramTape) -> None:
         self._tape = tape
-        self._plain: list[tuple[Any, str, Any, Read]] = []
-        self._slots: list[tuple[Any, str, Any, Read]] = []
-        """Of each read of a class, what is there now: mostly the one comparison that a call makes."""
-        self._functions: list[tuple[types.FunctionType, types.CodeType, Any, Any, Read]] = []
-        """The same of functions: code and default arguments."""
+        self._asked: list[tuple[Callable[[], Any], Any, Read]] = []
+        """Of each read whose answer is one object as long as nobody assigns: what asks, and that object.
+
+        Mostly that is all that a call compares. A loop over few takes less time than `map` and `all`, or a generator.
+        """
+        self._numbers: list[tuple[Any, str, Any, Read]] = []
+        """Of numbers and text in attributes and globals: table, key and value."""
         self._others: list[Read] = []
         self.facts: list[tuple[Place, Read]] = []
         """What was read of inputs."""
         for read in (part for whole in tape.reads for part in whole.parts):
             self._add(read)
-        self._numbers = [entry for entry in self._plain if type(entry[2]) in _NUMBERS]
 
     def _add(self, read: Read) -> None:
-        place = read.place
-        if isinstance(place, InTable) and _is_constant(read.value) and _is_constant(place.table.get(place.key)):
-            self._plain.append((place.table, place.key, read.value, read))
+        place, then = read.place, read.value
+        if isinstance(place, InTable) and _is_constant(then) and _is_constant(place.table.get(place.key)):
+            self._asked.append((functools.partial(place.table.get, place.key, MISSING), then, read))
+            if type(then) in _NUMBERS:
+                self._numbers.append((place.table, place.key, then, read))
         elif place.kind == "input":
             self.facts.append((place, read))
-        elif isinstance(place, InSlot) and _is_constant(read.value) and same(read.value, place.now(_NO_INPUTS)):
-            self._slots.append((place.owner, place.key, getattr(place.owner, place.key, MISSING), read))
-        elif isinstance(place, OfFunctions) and same(read.value, place.now(_NO_INPUTS)):
-            self._functions += [(f, f.__code__, f.__defaults__, f.__kwdefaults__, read) for f in place.functions]
+        elif isinstance(place, InSlot) and _is_constant(then) and same(then, place.now(_NO_INPUTS)):
+            self._ask_again(functools.partial(getattr, place.owner, place.key, MISSING), read)
+        elif isinstance(place, OfFunctions) and same(then, place.now(_NO_INPUTS)):
+            for f, part in itertools.product(place.functions, ("__code__", "__defaults__", "__kwdefaults__")):
+                self._ask_again(functools.partial(getattr, f, part), read)
             if any(f.__kwdefaults__ for f in place.functions):
                 self._others.append(read)  # dicts, which may be changed
+        elif isinstance(place, Flag) and place.function == AUTOCAST and not then:
+            self._asked.append((any_autocast, False, read))
         else:
             self._others.append(read)
 
-    def run(self, call: CallInputs, number: Number) -> None:
-        """Raise InputMismatchError for a fact of an input, StateMismatchError for all else, that differs."""
+    def _ask_again(self, ask: Callable[[], Any], read: Read) -> None:
+        self._asked.append((ask, ask(), read))
+
+    def run_facts(self, call: CallInputs, number: Number) -> None:
+        """Raise InputMismatchError for a fact of an input that differs."""
         for place, read in self.facts:
             value, now = _in_numbers(read.value, number), place.now(call)
             if isinstance(place, OfInput) and place.fact == "layout":
@@ -643,7 +655,6 @@ class StateCheck:
                 value = tuple([0 if n == 1 else stride for n, stride in zip(sizes, value, strict=True)])
             if not same(value, now):
                 raise _mismatch(read, value, now)
-        self.run_state()
 
     def run_state(self) -> None:
         """Raise StateMismatchError for what is not as it was, beside the inputs."""
@@ -654,15 +665,8 @@ class StateCheck:
                 self._compare_state()
 
     def _compare_state(self) -> None:
-        for table, key, value, read in self._plain:
-            now = table.get(key, MISSING)
-            if now is not value and not same(value, now):
-                raise _mismatch(read, value, now)
-        for owner, key, value, read in self._slots:
-            if getattr(owner, key, MISSING) is not value:
-                _compare(read)
-        for f, code, defaults, of_keywords, read in self._functions:
-            if f.__code__ is not code or f.__defaults__ is not defaults or f.__kwdefaults__ is not of_keywords:
+        for ask, answer, read in self._asked:
+            if ask() is not answer:
                 _compare(read)
         for read in self._others:
             _compare(read)
