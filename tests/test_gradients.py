@@ -1100,3 +1100,55 @@ def test_what_a_hidden_write_brings_does_not_make_a_result_require_grad(grad):
     found = trace(torch.ones(2, requires_grad=grad))
     assert torch.equal(found, run(torch.ones(2)))
     assert found.requires_grad is grad
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_view_made_under_no_grad_of_what_was_written_in_another_layout_stays_a_leaf(transposed):
+    def run(x):
+        x.masked_fill_(x == 2, 0)
+        with torch.no_grad():
+            row = x[0]
+        product = row.detach() * row
+        with torch.no_grad():
+            return product[0]
+
+    def given():
+        x = torch.linspace(-1, 1, 24).view(4, 6).requires_grad_() * 1
+        return x.t() if transposed else x
+
+    found, wanted = st.trace(run, (given(),))(given()), run(given())
+    assert (found.requires_grad, found.is_leaf) == (wanted.requires_grad, wanted.is_leaf) == (True, True)
+
+
+def test_a_written_input_that_is_read_under_no_grad_keeps_what_the_write_brought():
+    p = torch.ones(6, requires_grad=True)
+
+    def run(x, y):
+        y[0].mul_(p)
+        with torch.inference_mode():
+            torch.add(x, 1, out=x)
+        with torch.no_grad():
+            y.narrow(0, 0, 2)
+        return x.view_as(x)
+
+    def given():
+        x = torch.ones(4, 6) * 1
+        return x, x[1:]
+
+    (x, y), (a, b) = given(), given()
+    found, wanted = st.trace(run, given())(x, y), run(a, b)
+    assert [t.requires_grad for t in (found, x, y)] == [t.requires_grad for t in (wanted, a, b)] == 3 * [True]
+
+
+def test_a_view_made_in_inference_mode_of_what_was_written_leaves_autograd():
+    def run(x):
+        leaf = x.detach().requires_grad_()
+        with torch.inference_mode():
+            row, _ = leaf.unbind()
+            leaf.clamp_(-1, 1)
+        slope = torch.func.grad(lambda t: (t * p).cos().sum())(x)
+        row.requires_grad_(False)
+        return slope
+
+    p, x = torch.ones(3, requires_grad=True), torch.ones(2, 3)
+    assert torch.equal(st.trace(run, (x,))(x), run(x))

@@ -84,6 +84,15 @@ nbytes_of: Callable[[torch.UntypedStorage], Any] = torch.UntypedStorage.nbytes
 _inference_mode: Callable[[], bool] = torch.is_inference_mode_enabled
 """What `x.stride()`, `x.requires_grad` and so on call: in a trace these report who asks."""
 
+
+def is_known_leaf(t: torch.Tensor) -> bool:
+    """`t.is_leaf`; False of a view made in inference mode whose base was written since, of which torch says nothing."""
+    try:
+        return is_leaf_of(t)
+    except RuntimeError:
+        return False
+
+
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = _base._base.__get__
 """What autograd takes a tensor for a view of."""
 

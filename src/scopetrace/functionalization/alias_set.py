@@ -169,7 +169,8 @@ class AliasSet:
 
     def _read_root(self, old: Value, reader: Op) -> Value:
         assert self._row is not None, "a root has a value once its op ran"
-        emit = self._emitter.simplifying(reader, grad=reader.grad or old.requires_grad)
+        has_grad = reader.grad or old.requires_grad or self._row.requires_grad
+        emit = self._emitter.simplifying(reader, grad=has_grad)
         new: Value = self._of_row(old, reader).forward(emit, self._row)
         self._present[old] = (new, self.version)
         return new

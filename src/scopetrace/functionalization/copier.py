@@ -59,8 +59,8 @@ class TapeCopier(abc.ABC):
     def __init__(self, old: RecordedTape | BodyTape) -> None:
         self.old = old
         self.new = _started(old)
-        self.emitter = Emitter(self.new)
         self.grad = any(op.grad for op in old.ops)
+        self.emitter = Emitter(self.new, has_grad=self.grad)
         self._writers = [i for i, op in enumerate(old.ops) if op.writes]
         self.sets: dict[int, AliasSet] = {
             v.storage: AliasSet(self.emitter, self._bring) for i in self._writers for v in old.ops[i].writes

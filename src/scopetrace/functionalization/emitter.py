@@ -25,8 +25,14 @@ _aten = torch.ops.aten
 class Emitter:
     """Appends to `tape`."""
 
-    def __init__(self, tape: ProgramTape | BodyTape, storages: Iterator[int] | None = None) -> None:
-        """`storages` gives numbers of storages that the tape does not have; a recorded tape has none below 0."""
+    def __init__(
+        self, tape: ProgramTape | BodyTape, storages: Iterator[int] | None = None, *, has_grad: bool = True
+    ) -> None:
+        """`storages` gives numbers of storages that the tape does not have; a recorded tape has none below 0.
+
+        `has_grad`: whether autograd is on at one of the ops.
+        """
+        self._has_grad = has_grad
         self.tape = tape
         self.calls: dict[Call, Call] = {}
         """The calls of the tape, by those of the recorded one; a call that is no key stands for itself."""
@@ -42,7 +48,8 @@ class Emitter:
         args, kwargs = self._lift(origin, (args, kwargs))
         out = self.inference.run(func, args, kwargs)
         inputs = values_in((args, kwargs))
-        carries = origin.grad and func is not _aten.detach.default and any(v.requires_grad for v in inputs)
+        carries = self._has_grad and func is not _aten.detach.default
+        seen = {v.storage for v in inputs if v.requires_grad and carries}
         given = {id(v.fake): v.storage for v in inputs}
         known = {storage_id(v.fake): v.storage for v in inputs}
 
@@ -50,7 +57,8 @@ class Emitter:
             if not isinstance(t, torch.Tensor):
                 return t
             storage = given.get(id(t), known.get(storage_id(t)))
-            differentiable = carries and (t.is_floating_point() or t.is_complex())
+            required = bool(seen) if origin.grad else storage in seen  # under no_grad views alone require grad
+            differentiable = required and (t.is_floating_point() or t.is_complex())
             if differentiable and id(t) not in given and not t.requires_grad and t.is_leaf:
                 t.requires_grad_()  # stands for the history that the real run has
             made = Value(t, slot, next(self._storages) if storage is None else storage, None)
@@ -94,7 +102,8 @@ class Emitter:
     def simplified(self, origin: Op, func: Any, args: tuple[Any, ...]) -> Value | tuple[Any, tuple[Any, ...]]:
         """As `rewrites.simplified`, where the grad mode of the origin allows it."""
         found = rewrites.simplified(func, args, self._call_of(origin))
-        return (func, args) if isinstance(found, Value) and found.requires_grad and not origin.grad else found
+        is_leaf = self._has_grad and not origin.grad  # a view of what requires grad, of which `found` is none
+        return (func, args) if is_leaf and isinstance(found, Value) and found.requires_grad else found
 
     def copy(
         self,

@@ -95,7 +95,7 @@ class _TapeDecomposer:
         self.old, self.table, self.calls, self.storages = old, table, calls, storages
         self.bodies, self.known = bodies, known
         self.new: Any = dataclasses.replace(old, ops=[], calls=[], attributes=dict(old.attributes))
-        self.emitter = Emitter(self.new, storages)
+        self.emitter = Emitter(self.new, storages, has_grad=any(op.grad for op in old.ops))
         self.values: dict[Value, Value] = {}
         """By value of the old tape, that of the new one."""
 
@@ -226,7 +226,7 @@ class _Body:
         self.op, self.table = op, around.table
         self.mode, self.env = around.old.fake_mode, around.old.shape_env
         self.tape = BodyTape(op.scope, fake_mode=self.mode, inference=around.emitter.inference, name="decomposition")
-        self.emitter = Emitter(self.tape, around.storages)
+        self.emitter = Emitter(self.tape, around.storages, has_grad=op.grad)
         self.fakes = FakeRun(self.mode, lambda t: self.emitter.constant(self._origin(), t))
         self.own = {v: self._add_input(i, v) for i, v in enumerate(operands)}
         self.fakes.learn(self.own.values())

@@ -28,7 +28,14 @@ from torch.nn.utils import parametrize
 from scopetrace._compat.export import is_guard
 from scopetrace._compat.gradients import is_module_hook, next_sequence_number, node_number
 from scopetrace._compat.ops import eager, paused, unwrapped
-from scopetrace._compat.tensors import FakeTensor, id_of_storage, is_inference_of, requires_grad_of, version_of
+from scopetrace._compat.tensors import (
+    FakeTensor,
+    id_of_storage,
+    is_inference_of,
+    is_known_leaf,
+    requires_grad_of,
+    version_of,
+)
 from scopetrace.containers.structure import leaves_with_path, map_structure, tensor_holders
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
@@ -342,7 +349,7 @@ class CallRecorder:
     def _leave_history(self, t: torch.Tensor) -> None:
         """A leaf of the forward no longer requires grad; what was computed from it before still does."""
         names = self._values.names_of(t)
-        if requires_grad_of(t) and t.is_leaf and not any(v.autograd_placeholder for v in names):
+        if requires_grad_of(t) and is_known_leaf(t) and not any(v.autograd_placeholder for v in names):
             self._builder.former_leaves += names
 
     def _refuse_flag(self, problem: str, name: str) -> None:
