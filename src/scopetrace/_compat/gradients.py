@@ -110,6 +110,9 @@ class HookListener(Protocol):
     def leave_saved_tensors_hooks(self, mark: tuple[int, int]) -> None:
         """The forward leaves `saved_tensors_hooks` that it entered at `mark`."""
 
+    def leave_offloading(self, mark: tuple[int, int]) -> None:
+        """The forward leaves `save_on_cpu`, which it entered at `mark`."""
+
     def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None) -> None:
         """A checkpointed region that began at `mark` ends; `context_fn` chooses what it keeps, None for nothing."""
 
@@ -304,12 +307,15 @@ def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: 
     """Those of torch itself (checkpointing, `save_on_cpu`) leave values and gradients as they are."""
     enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
     marks: dict[int, tuple[int, int]] = {}
+    offloading: dict[int, tuple[int, int]] = {}
     chosen: dict[int, Any] = {}
 
     def __enter__(self: Any) -> None:
         if mine() and (_is_users(self) or type(self).__module__ == torch.utils.checkpoint.__name__):
             marks[id(self)] = listener.mark()
             chosen[id(self)] = _context_fn(sys._getframe(1))
+        elif mine() and isinstance(self, torch.autograd.graph.save_on_cpu):
+            offloading[id(self)] = listener.mark()
         if id(self) not in marks or not (_is_users(self) or listener.differentiates):
             enter(self)
 
@@ -317,6 +323,8 @@ def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: 
         mark = marks.pop(id(self), None)
         if mark is None or not (_is_users(self) or listener.differentiates):
             leave(self, *error)
+        if id(self) in offloading:
+            listener.leave_offloading(offloading.pop(id(self)))
         if mark is not None and error == (None, None, None):
             if _is_users(self):
                 listener.leave_saved_tensors_hooks(mark)

@@ -72,6 +72,7 @@ class TapeCopier(abc.ABC):
         self._copies: dict[Value, Value] = {}  # of values whose op was copied on copies of its operands
         self._outside: set[int] = set()  # written storages of inputs and attributes
         self._held: dict[int, list[Value]] = {}  # attributes read so far, by storage
+        self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
         self._boundaries: list[Boundary] = []
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
@@ -107,13 +108,15 @@ class TapeCopier(abc.ABC):
         """As `read`, for an operand: a copy where autograd may keep memory from outside, which the write-back changes.
 
         In eager the write came before the op: what it left alone, as a part of `old` or the source of a copy, stays.
-        Memory that was not written so far is written after the op in eager too, where a backward pass raises as well.
+        Memory that was not written so far is written after the op in eager too, where a backward pass raises as well,
+        but for ops of which autograd keeps copies.
         """
         aliases = self.sets.get(old.storage)
         if aliases is None:
             return self.values[old]
         new = aliases.read(old, reader)
         is_same = new.storage == old.storage and not (aliases.version or aliases.reshaped)
+        is_same = is_same and reader not in self._offloaded
         if not is_same and new.storage in self._outside and reader.grad and _requires_grad(reader):
             new = self.emitter.run(reader, _aten.clone.default, (new,), {})
         return new
