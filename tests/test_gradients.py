@@ -1152,3 +1152,15 @@ def test_a_view_made_in_inference_mode_of_what_was_written_leaves_autograd():
 
     p, x = torch.ones(3, requires_grad=True), torch.ones(2, 3)
     assert torch.equal(st.trace(run, (x,))(x), run(x))
+
+
+@pytest.mark.parametrize("method", ["retain_grad", "register_hook"])
+def test_a_hook_on_an_input_whose_memory_got_a_gradient_through_another(method):
+    def run(x, y):
+        y.mul_(p)
+        x.register_hook(lambda grad: grad) if method == "register_hook" else x.retain_grad()
+        return y
+
+    p, x = torch.ones(3, requires_grad=True), torch.ones(2, 3) * 1
+    with pytest.raises(st.errors.UnsupportedOpError, match="hook"):
+        st.trace(run, (x, x[1:]))
