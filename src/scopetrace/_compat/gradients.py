@@ -11,6 +11,7 @@ Backward hooks of modules are functions of autograd, which `_compat.patches` rep
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 import sys
@@ -35,6 +36,10 @@ _TAKES_GRADIENTS = prefixes(TORCH_DIRECTORY, "optim/", "nn/utils/clip_grad.py", 
 _MODULES = prefixes(TORCH_DIRECTORY, "nn/modules/module.py")
 _TAKES_NODES = (*_MODULES, *prefixes(TORCH_DIRECTORY, "autograd/graph.py"))
 _HOOK_ON_SEVERAL = torch.autograd.graph.register_multi_grad_hook.__code__
+
+
+SavedTensorsHooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""`pack_hook` and `unpack_hook` of `saved_tensors_hooks`."""
 
 
 class GradientListener(Protocol):
@@ -102,7 +107,18 @@ class HookListener(Protocol):
 
     @property
     def differentiates(self) -> bool:
-        """Whether the forward may differentiate, so that checkpointed regions keep what their backward reads."""
+        """Whether the forward may differentiate, so that the backward of checkpointed regions may be part of it."""
+
+    def begin_checkpointed(
+        self, arguments: list[torch.Tensor], *, early_stop: bool, context_fn: Any = None
+    ) -> SavedTensorsHooks:
+        """A checkpointed region begins, in a forward that may differentiate. Returns what autograd saves by in it.
+
+        `early_stop` says whether backward runs the region only until it has what it needs.
+        """
+
+    def end_checkpointed(self) -> None:
+        """The region that began last ends."""
 
     def mark(self) -> tuple[int, int]:
         """A mark of this place in the program."""
@@ -306,44 +322,107 @@ def _report_gradients(replace: Replace, listener: HookListener, mine: Mine) -> N
 def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: Mine) -> None:
     """Those of torch itself (checkpointing, `save_on_cpu`) leave values and gradients as they are."""
     enter, leave = _saved_tensors_hooks.__enter__, _saved_tensors_hooks.__exit__
-    marks: dict[int, tuple[int, int]] = {}
-    offloading: dict[int, tuple[int, int]] = {}
-    chosen: dict[int, Any] = {}
+    exits: dict[int, Callable[..., None]] = {}
 
     def __enter__(self: Any) -> None:
-        if mine() and (_is_users(self) or type(self).__module__ == torch.utils.checkpoint.__name__):
-            marks[id(self)] = listener.mark()
-            chosen[id(self)] = _context_fn(sys._getframe(1))
-        elif mine() and isinstance(self, torch.autograd.graph.save_on_cpu):
-            offloading[id(self)] = listener.mark()
-        if id(self) not in marks or not (_is_users(self) or listener.differentiates):
+        if mine() and _is_users(self):
+            exits[id(self)] = functools.partial(_leave_users, listener, listener.mark())
+        elif mine() and type(self).__module__ == torch.utils.checkpoint.__name__:
+            exits[id(self)] = _enter_region(listener, self, enter, leave, sys._getframe(1))
+        else:
             enter(self)
+            if mine() and isinstance(self, torch.autograd.graph.save_on_cpu):
+                exits[id(self)] = functools.partial(_leave_offloading, listener, listener.mark(), leave, self)
 
     def __exit__(self: Any, *error: Any) -> None:
-        mark = marks.pop(id(self), None)
-        if mark is None or not (_is_users(self) or listener.differentiates):
-            leave(self, *error)
-        if id(self) in offloading:
-            listener.leave_offloading(offloading.pop(id(self)))
-        if mark is not None and error == (None, None, None):
-            if _is_users(self):
-                listener.leave_saved_tensors_hooks(mark)
-            else:
-                listener.on_recomputed(mark, chosen.pop(id(self)))
+        exits.pop(id(self), functools.partial(leave, self))(*error)
 
     replace(_saved_tensors_hooks, "__enter__", __enter__)
     replace(_saved_tensors_hooks, "__exit__", __exit__)
 
 
-def _context_fn(frame: FrameType | None) -> Any:
-    """The `context_fn` of the function that checkpoints, which runs in `frame` or around it; None for its default."""
+def _leave_users(listener: HookListener, mark: tuple[int, int], *error: Any) -> None:
+    if error == (None, None, None):
+        listener.leave_saved_tensors_hooks(mark)
+
+
+def _leave_offloading(
+    listener: HookListener, mark: tuple[int, int], leave: Callable[..., None], hooks: Any, *error: Any
+) -> None:
+    leave(hooks, *error)
+    listener.leave_offloading(mark)
+
+
+def _enter_region(
+    listener: HookListener, hooks: Any, enter: Callable[..., None], leave: Callable[..., None], frame: FrameType
+) -> Callable[..., None]:
+    """A region of torch.utils.checkpoint begins, by its `hooks`, in `frame`. Returns what is to be called at its end."""
+    mark = listener.mark()
+    arguments, early_stop, context_fn = _how_checkpointed(frame)
+    stack = contextlib.ExitStack()
+    if listener.differentiates:
+        stack.enter_context(checkpointed(listener, arguments, early_stop=early_stop, context_fn=context_fn))
+    else:
+        enter(hooks)
+        stack.callback(leave, hooks, None, None, None)
+
+    def end(*error: Any) -> None:
+        stack.close()
+        if error == (None, None, None):
+            listener.on_recomputed(mark, context_fn)
+
+    return end
+
+
+@contextlib.contextmanager
+def checkpointed(
+    listener: HookListener, arguments: Iterable[Any], *, early_stop: bool, context_fn: Any = None
+) -> Iterator[None]:
+    """Inside, a region under checkpointing runs in a forward that differentiates."""
+    tensors = [t for t in arguments if isinstance(t, torch.Tensor)]
+    hooks = listener.begin_checkpointed(tensors, early_stop=early_stop, context_fn=context_fn)
+    torch._C._autograd._push_saved_tensors_default_hooks(*hooks)
+    try:
+        yield
+    finally:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        listener.end_checkpointed()
+
+
+def _how_checkpointed(frame: FrameType | None) -> tuple[tuple[Any, ...], bool, Any]:
+    """Of the function that checkpoints, which runs in `frame` or around it: its arguments, `early_stop`, `context_fn`.
+
+    `context_fn` is None for its default.
+    """
     checkpoint = torch.utils.checkpoint
     while frame is not None and frame.f_code.co_filename == checkpoint.__file__:
-        if "context_fn" in frame.f_locals:
-            found = frame.f_locals["context_fn"]
-            return None if found is checkpoint.noop_context_fn else found
+        found = frame.f_locals
+        if "context_fn" in found:
+            context_fn = found["context_fn"]
+            early_stop = getattr(found.get("new_frame"), "early_stop", True)
+            return found.get("args", ()), early_stop, None if context_fn is checkpoint.noop_context_fn else context_fn
         frame = frame.f_back
-    return None
+    return (), True, None
+
+
+def policy_of(context_fn: Any) -> Callable[..., bool]:
+    """Whether a policy of selective checkpointing keeps what an op, called with some arguments, gives.
+
+    It is asked for each op of a region, in order. Other kinds of `context_fn` keep nothing.
+    """
+    policy = getattr(context_fn()[0], "policy_fn", None) if context_fn is not None else None
+    if policy is None:
+        return lambda *_, **__: False
+    checkpoint = torch.utils.checkpoint
+    keeps = (checkpoint.CheckpointPolicy.MUST_SAVE, checkpoint.CheckpointPolicy.PREFER_SAVE)
+
+    def asked(out: Any, func: Any, /, *args: Any, **kwargs: Any) -> bool:
+        if func in checkpoint.SAC_IGNORED_OPS:
+            return False
+        found = policy(checkpoint.SelectiveCheckpointContext(is_recompute=False, op_output=out), func, *args, **kwargs)
+        return found is True or found in keeps
+
+    return asked
 
 
 def _is_users(hooks: Any) -> bool:
@@ -363,11 +442,6 @@ def saved_in_storage(results: list[torch.Tensor], storage: int) -> bool:
             return True
         work += [found for found, _ in node.next_functions]
     return False
-
-
-def has_saved_tensors(node: Any) -> bool:
-    """Whether a node of autograd's graph has saved tensors."""
-    return any(True for _ in _saved_by(node))
 
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:

@@ -31,7 +31,9 @@ NAMES = {
         _current_autograd_node
         _get_mkldnn_enabled _is_any_autocast_enabled _len_torch_function_stack _set_grad_enabled _set_mkldnn_enabled
         _set_throw_on_mutable_data_ptr""",
-    "torch._C._autograd": "_get_sequence_nr _unsafe_set_version_counter",
+    "torch._C._autograd": """
+        _get_sequence_nr _pop_saved_tensors_default_hooks _push_saved_tensors_default_hooks
+        _unsafe_set_version_counter""",
     "torch._C:DispatchKey": "AutocastCPU AutocastCUDA AutocastHPU AutocastMPS AutocastXPU PreDispatch Python",
     "torch._C:_TorchDispatchModeKey": "PROXY",
     "torch._C:ScriptMethod": "_debug_flush_compilation_cache",

@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.gradients import HookListener, report_hooks
+from scopetrace._compat.gradients import HookListener, checkpointed, report_hooks
 from scopetrace._compat.ops import device_at_once, eager, hop_entry_points, in_transform, is_recording, short_way
 from scopetrace._compat.questions import MISSING, Mine, Replace, ValueListener, report_values
 from scopetrace._compat.sources import NOT_THE_MODEL
@@ -384,7 +384,11 @@ def _reentrant(observer: Observer, function: Callable[..., Any], args: Any) -> A
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
     observer.on_reentrant(tensors)
     keeps = any(map(requires_grad_of, tensors))
-    with contextlib.nullcontext() if keeps else torch.no_grad():
+    with contextlib.ExitStack() as stack:
+        if not keeps:
+            stack.enter_context(torch.no_grad())
+        elif observer.differentiates:
+            stack.enter_context(checkpointed(observer, tensors, early_stop=False))
         out = function(*args)
     observer.on_recomputed(mark)
     return out

@@ -23,7 +23,7 @@ from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Selection
 from scopetrace.ir.write_back import WriteBack
 from scopetrace.program.activations import CallValues, activations
-from scopetrace.program.graph import phase_of, scope_path
+from scopetrace.program.graph import is_recomputed, phase_of, scope_path
 from scopetrace.program.lint import lint
 from scopetrace.program.selection import Calls
 from scopetrace.program.traced import ModuleCall, TracedProgram
@@ -150,6 +150,18 @@ class Shown(Runnable):
         if not isinstance(node, torch.fx.Node):
             raise ArgumentTypeError(f"phase_of takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}")
         return phase_of(node)
+
+    def is_recomputed(self, node: torch.fx.Node) -> bool:
+        """Whether a node of `backward` is an op of the forward that runs again, under `torch.utils.checkpoint`.
+
+        Its scope is that of the op, and the op's module call has it among `ModuleCall.backward_nodes`. Raises
+        ArgumentTypeError for what is no `torch.fx.Node`.
+        """
+        if not isinstance(node, torch.fx.Node):
+            raise ArgumentTypeError(
+                f"is_recomputed takes a torch.fx.Node of graph_module.graph, not {type(node).__name__}"
+            )
+        return is_recomputed(node)
 
     @property
     def calls(self) -> Calls:

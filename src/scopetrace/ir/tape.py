@@ -179,6 +179,8 @@ class Phase:
     """Of `backward`, the position in `Tape.calls` of the call that made the op of the forward to which it belongs."""
     scope: Scope | None = None
     """Of `backward`, the scope of that op."""
+    recomputed: bool = False
+    """Whether it is that op itself, which runs again in a region under `torch.utils.checkpoint`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,7 +192,7 @@ class BackwardNode:
     stop: int
     """The number of ops on the tape when it had run."""
     has_saved: bool
-    """Whether it has saved tensors, so that it makes a checkpointed region run again. False outside of such regions."""
+    """Whether it has saved tensors in a region under `torch.utils.checkpoint`, which runs again for them."""
 
 
 GIVEN_META = ("custom", "nn_module_stack", "fwd_nn_module_stack")

@@ -418,12 +418,19 @@ def set_place(node: torch.fx.Node, scope: str, call: int, phase: Phase | None = 
         place["phase"] = phase.name
     if phase is not None and phase.scope is not None:
         place["forward"] = {"scope": phase.scope.path, "call": phase.call}
+    if phase is not None and phase.recomputed:
+        place["recomputed"] = True
     node.meta.setdefault("custom", {})[KEY] = place
 
 
 def phase_of(node: torch.fx.Node) -> str:
     """`forward`, `backward` or `other`."""
     return str((_place(node) or {}).get("phase", "forward"))
+
+
+def is_recomputed(node: torch.fx.Node) -> bool:
+    """Whether it is an op of the forward that runs again in backward, in a region under `torch.utils.checkpoint`."""
+    return bool((_place(node) or {}).get("recomputed", False))
 
 
 def forward_place(node: torch.fx.Node) -> tuple[str, int] | None:

@@ -111,6 +111,11 @@ class TapeBuilder:
         self.made_nodes: list[tuple[int, Op | Phase]] = []
         """The ops that made nodes of autograd's graph, and the number of the first one; of a function of autograd, the
         phase of its backward. Of a recording in which torch runs every op."""
+        self.run_again: set[tuple[int, int]] = set()
+        """Of the checkpointed regions that a backward of the forward has run again, where they start and stop."""
+        self.saving: set[int] = set()
+        """Of a recording in which torch runs every op, the numbers of the nodes that save tensors in checkpointed
+        regions."""
         self.differentiated: set[int] = set()
         """The numbers of the nodes through which the forward itself has differentiated."""
         self.loses_device: UnsupportedOpError | None = None
@@ -357,6 +362,13 @@ class ValueTable:
         self.by_id[id(t)] = value
         self._keep.append(t)
         return value
+
+    def known(self, t: torch.Tensor) -> Value | None:
+        """The value of a tensor; None for a result of the op that torch is running."""
+        found = self.by_id.get(id(unwrapped(t)))
+        if found is None or not isinstance(t, FakeTensor) or found.storage == storage_id(t):
+            return found
+        return None
 
     def in_storage(self, storage: int) -> list[Value]:
         """The values that lie in a storage, in the order in which they were made."""

@@ -26,7 +26,7 @@ import torch.fx
 from torch.nn.utils import parametrize
 
 from scopetrace._compat.export import is_guard
-from scopetrace._compat.gradients import is_module_hook, next_sequence_number, node_number
+from scopetrace._compat.gradients import SavedTensorsHooks, is_module_hook, next_sequence_number, node_number
 from scopetrace._compat.ops import eager, paused, unwrapped
 from scopetrace._compat.tensors import (
     FakeTensor,
@@ -43,6 +43,7 @@ from scopetrace.ir.selection import Place, Target, is_named, several
 from scopetrace.ir.tape import GIVEN_META, Call, Phase, Value
 from scopetrace.ops.history import can_require_grad, is_cut, is_view
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
+from scopetrace.record.checkpoints import CheckpointedRegion
 from scopetrace.record.gradients import GradientRecorder
 from scopetrace.record.model import Model, own_names
 from scopetrace.record.ops import OpRecorder
@@ -87,6 +88,8 @@ class CallRecorder:
         self._classes: dict[Any, type] = {}
         self.paused = False
         """Whether a leaf module is running, so that the patches stay out of the way."""
+        self._checkpointed: list[CheckpointedRegion] = []
+        self._open_regions: list[CheckpointedRegion] = []
         self._entered: list[set[str]] = []  # of each open call, which of "call" and "forward" it was entered by
 
     # ---------------------------------------------------------------- calls
@@ -94,7 +97,11 @@ class CallRecorder:
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the traced callable as the outermost call."""
         call = self._open(self._model.root, "", self._builder.tape.root, args, kwargs)
-        return self.run(call, set(), fn, args, kwargs)
+        try:
+            return self.run(call, set(), fn, args, kwargs)
+        finally:
+            for region in self._checkpointed:
+                region.forget()
 
     def on_call(self, module: torch.nn.Module, method: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """A module is called, or its forward: by the call that is open, or by the user in place of a call."""
@@ -368,6 +375,21 @@ class CallRecorder:
     def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None) -> None:
         """A checkpointed region ends."""
         self._builder.end_region(CHECKPOINT, mark, context_fn)
+
+    def begin_checkpointed(
+        self, arguments: list[torch.Tensor], *, early_stop: bool, context_fn: Any = None
+    ) -> SavedTensorsHooks:
+        """As `HookListener.begin_checkpointed`."""
+        outer = self._open_regions[-1] if self._open_regions else None
+        parts = self._builder, self._values, self._ops.record
+        region = CheckpointedRegion(*parts, outer, arguments, early_stop=early_stop, context_fn=context_fn)
+        self._checkpointed.append(region)
+        self._open_regions.append(region)
+        return region.hooks()
+
+    def end_checkpointed(self) -> None:
+        """As `HookListener.end_checkpointed`."""
+        self._open_regions.pop().end()
 
     def on_nested_region(self, run: Callable[[], Any]) -> Any:
         """A function under `torch.compiler.nested_compile_region` is called."""

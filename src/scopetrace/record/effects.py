@@ -8,7 +8,6 @@ Data flow:
     a SideEffect whose name the forward reads elsewhere, and each draw -> baked into the program
     inputs and attributes that require grad, and tensors that the forward makes require grad -> `History`: a bit each
     a result, or what an input or attribute becomes, with the second bit alone -> UnsupportedOpError
-    memory that a checkpointed region reads and that changes later -> UnsupportedOpError
 
 Tensors that the graph carries are no side effects: those that the forward binds to attributes of modules. Draws from
 generators that are objects (`random.Random(0)`) are seen by their state: see `record.model`.
@@ -21,7 +20,6 @@ import collections
 import contextlib
 import datetime
 import functools
-import itertools
 import operator
 import os
 import random
@@ -45,13 +43,12 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, content_of
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import AttributeWrite, Call, Op, Phase, RecordedTape, Value
+from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
 from scopetrace.ops.functional_variants import covers
 from scopetrace.ops.history import DETACHED, History, can_require_grad
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_users, is_users_class, names_of
 from scopetrace.record.model import Change, Model, Snapshot, Words, holds_fake, same, short
-from scopetrace.record.regions import CHECKPOINT, Region
 from scopetrace.record.uses import are_only_shown, kept_in, uses
 
 # Draws ---------------------------------------------------------------------------------------------------------------
@@ -565,32 +562,6 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
         for v in op.writes:
             found |= sharing[v.storage] if op.grad != tape.grad or history.is_detached(v) else 0
         yield from ((leaf, op) for i, leaf in enumerate(plain) if found >> i & 1)
-
-
-def refuse_recomputed(tape: RecordedTape, regions: Iterable[Region], passed: Container[Op | Phase]) -> None:
-    """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before.
-
-    That is after the forward, or at the first backward in it if it goes through the region, that is through ops of
-    `passed`.
-    """
-    for region in regions:
-        ops = tape.ops[region.start : region.stop]
-        if region.hop is not CHECKPOINT or not region.requires_grad(tape):
-            continue
-        made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _aliases(v, op)}
-        read = {v.storage for op in ops for v in op.inputs()} - made
-        later: Iterable[Op] = tape.ops[region.start :]
-        if any(op in passed for op in ops):
-            later = itertools.takewhile(lambda op: op.phase is None, later)
-        for op in later:
-            if any(v.storage in read for v in op.writes):
-                raise UnsupportedOpError(
-                    "a checkpointed region (torch.utils.checkpoint) reads a tensor that it or a later op writes, so "
-                    "that eager computes gradients from the new data, or writes twice",
-                    **_place(op),
-                    hint="trace the model without checkpointing, which gives the same results; or write to the tensor "
-                    "before the region",
-                )
 
 
 def refuse_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> None:

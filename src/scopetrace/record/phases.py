@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.gradients import current_node, has_saved_tensors, nodes_of, sequence_number
+from scopetrace._compat.gradients import current_node, nodes_of, sequence_number
 from scopetrace._compat.ops import unwrapped
 from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, flat
 from scopetrace.record.builder import TapeBuilder, ValueTable
@@ -84,7 +84,7 @@ class PhaseRecorder:
     def _on_end(self, node: Any, *, keeps_graph: bool) -> Any:
         number, after, tape = sequence_number(node), node.next_functions, self._builder.tape
         op = None if hasattr(node, "variable") else self._maker_of(number)
-        has_saved = bool(self._builder.regions) and has_saved_tensors(node)
+        has_saved = number in self._builder.saving
 
         def ended(found: Any, _: Any) -> None:
             if not keeps_graph:

@@ -69,6 +69,7 @@ from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
+from scopetrace.record.checkpoints import refuse_bound_again, refuse_recomputed
 from scopetrace.record.data import NoRealValue, refuse_text
 from scopetrace.record.dynamic_shapes import (
     Argument,
@@ -84,7 +85,6 @@ from scopetrace.record.effects import (
     refuse_detached_inputs,
     refuse_lost_gradients,
     refuse_lost_hooks,
-    refuse_recomputed,
     refuse_tags,
     settings_left,
     without_hidden_gradients,
@@ -375,8 +375,10 @@ class Recording:
         refuse_lost_hooks(tape, results, self.builder.hooked, self.builder.differentiated)
         differentiated = self.builder.differentiated if self.builder.functions_apart else None
         refuse_lost_gradients(tape, results, self.values.examples, differentiated, self.builder.former_leaves)
-        passed = {op for number, op in self.builder.made_nodes if number in self.builder.differentiated}
-        refuse_recomputed(tape, self.builder.regions, passed)
+        if self.builder.regions:
+            passed = {op for number, op in self.builder.made_nodes if number in self.builder.differentiated}
+            refuse_recomputed(tape, self.builder.regions, passed, self.builder.run_again)
+            refuse_bound_again(tape, self.builder.run_again)
         refuse_detached_inputs(tape, self.values.examples)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()

@@ -37,7 +37,19 @@ from scopetrace.ir.selection import Selection, Target, is_named, is_scope_named,
 from scopetrace.ir.tape import signature_of
 from scopetrace.program.graph import FxLowering, named, node_value, typed
 from scopetrace.program.traced import ModuleCall, TracedProgram
-from scopetrace.view.tree import Folder, Namer, Op, Run, Section, Tree, module_prefix, op_text, value_text
+from scopetrace.view.tree import (
+    BACKWARD,
+    RECOMPUTED,
+    Folder,
+    Namer,
+    Op,
+    Run,
+    Section,
+    Tree,
+    module_prefix,
+    op_text,
+    value_text,
+)
 
 _INDENT = "  "
 _LIMIT = 8  # items of a container that a header shows
@@ -112,7 +124,7 @@ class _Writer:
             yield f"{indent}{label}" + (f"  # {_count(section.op_count, 'op')}" if is_closed else "")
             if is_closed:
                 return
-            depth += section.user_scope != "backward"
+            depth += section.user_scope not in (BACKWARD, RECOMPUTED)
         elif section.user_scope:
             yield f'{indent}scope("{label}")'
         elif section.program is not None:

@@ -28,8 +28,21 @@ from scopetrace.containers.structure import container_type, leaves, open_contain
 from scopetrace.formatting import LONGEST, short_repr
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.tape import BodyTape, Tape
-from scopetrace.program.graph import FxLowering, call_position, forward_place, node_value, scope_path, type_text
+from scopetrace.program.graph import (
+    FxLowering,
+    call_position,
+    forward_place,
+    is_recomputed,
+    node_value,
+    scope_path,
+    type_text,
+)
 from scopetrace.program.traced import ModuleCall, TracedProgram
+
+BACKWARD = "backward"
+"""The label of the section for backward."""
+RECOMPUTED = "recomputed"
+"""In it, that of the section for ops of the forward that run again."""
 
 
 @dataclasses.dataclass(slots=True, eq=False)
@@ -167,7 +180,7 @@ class _Filling:
                 self._add_call(coming.popleft()[1])
             section = self._section(position)
             if forward is not None:
-                section, path = self._backward(section, *forward), ""
+                section, path = self._backward(section, *forward, again=is_recomputed(node)), ""
             found += self._add_op(node, section, path)
         for _, call in coming:
             self._add_call(call)
@@ -200,10 +213,15 @@ class _Filling:
         """The section of a call in this graph; `top` for a call around the graph."""
         return self._sections.get(position, self._top)
 
-    def _backward(self, section: Section, path: str, position: int) -> Section:
-        """The section for the backward of ops of the forward in a call and scope, in the section where it runs."""
+    def _backward(self, section: Section, path: str, position: int, *, again: bool) -> Section:
+        """The section for the backward of ops of the forward in a call and scope, in the section where it runs.
+
+        With `again`, that for these ops themselves, where they run again.
+        """
         outer, call = section.path, self._tree.calls[position]
-        section = _last_backward(section, outer, section.call, "backward")
+        section = _last_backward(section, outer, section.call, BACKWARD)
+        if again:
+            section = _last_backward(section, outer, section.call, RECOMPUTED)
         around: dict[str, ModuleCall] = {}
         while call.parent is not None:
             around[call.scope.path], call = call, call.parent

@@ -1,0 +1,311 @@
+"""What backward computes again of a region under `torch.utils.checkpoint`, where the forward differentiates.
+
+Data flow:
+    the region runs, and autograd saves tensors in it -> these tensors, and up to which op the region makes them
+    a backward asks for one of them -> the region's ops are recorded again, with new results -> the new one of it
+    an op that draws random numbers, or that a policy of selective checkpointing keeps -> its result of the forward
+
+This is what torch.utils.checkpoint does, except that Python does not run again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import torch
+
+from scopetrace._compat.gradients import SavedTensorsHooks, current_node, next_sequence_number, policy_of
+from scopetrace._compat.ops import is_op, is_random, schema_of
+from scopetrace._compat.tensors import version_of
+from scopetrace.containers.structure import Returned, leaves
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.scopes import source_of
+from scopetrace.ir.tape import Op, Phase, RecordedTape, Value, flat, map_argument, values_in
+from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.regions import CHECKPOINT, Region
+
+RecordOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Records an op on fake tensors, and gives its results."""
+
+
+class _Saved(NamedTuple):
+    """A tensor that autograd has saved in a region."""
+
+    tensor: torch.Tensor
+    value: Value | None
+    """None where the op that runs makes it."""
+    before: int
+    """The number of ops on the tape."""
+    running: Any
+    """The op that runs."""
+
+    @property
+    def is_result(self) -> bool:
+        """Whether the op that runs makes it or, in place, leaves it."""
+        return self.value is None or (is_op(self.running) and torch.Tag.inplace in self.running.tags)
+
+
+class CheckpointedRegion:
+    """One run of a region in the forward."""
+
+    def __init__(
+        self,
+        builder: TapeBuilder,
+        values: ValueTable,
+        record: RecordOp,
+        outer: CheckpointedRegion | None,
+        arguments: Sequence[torch.Tensor],
+        *,
+        early_stop: bool,
+        context_fn: Any,
+    ) -> None:
+        """The region begins.
+
+        Args:
+            outer: the one around it, which runs again before it does.
+            arguments: the tensors that it is called with, which may not be written before it runs again.
+        """
+        self._builder = builder
+        self._tape = builder.tape
+        self._values = values
+        self._record = record
+        self._outer = outer
+        self._arguments = [(t, version_of(values.value_of(t).fake)) for t in arguments]
+        self._early_stop = early_stop
+        self._context_fn = context_fn
+        self._start = len(self._tape.ops)
+        self._stop: int | None = None
+        self._saved: list[_Saved] = []
+        self._held = [self]
+        self._again: dict[Value, Value] = {}
+        self._backward = 0
+
+    def end(self) -> None:
+        """The region ends."""
+        self._stop = len(self._tape.ops)
+        if self._backward:
+            self._builder.run_again.add((self._start, self._stop))
+
+    def hooks(self) -> SavedTensorsHooks:
+        """What autograd saves tensors by, and reads them, until `forget` is called.
+
+        Autograd's graph has references to these, which Python's collector does not see, and the region has some to it.
+        """
+        held = self._held
+        return (lambda t: held[0].pack(t)), (lambda number: held[0].unpack(number))
+
+    def forget(self) -> None:
+        """Nothing is asked for any more."""
+        self._held.clear()
+
+    def pack(self, t: torch.Tensor) -> int:
+        """Autograd saves a tensor. The number stands for it."""
+        self._builder.saving.add(next_sequence_number() - 1)
+        self._saved.append(_Saved(t, self._values.known(t), len(self._tape.ops), self._builder.running))
+        return len(self._saved) - 1
+
+    def unpack(self, number: int) -> torch.Tensor:
+        """Autograd reads a tensor: in a backward, that of the region's next run."""
+        saved = self._saved[number]
+        if current_node() is None:
+            return saved.tensor
+        found = self.again().get(self._value(saved))
+        return saved.tensor if found is None else found.fake
+
+    def _value(self, saved: _Saved) -> Value:
+        if saved.value is not None:
+            return saved.value
+        made = (v for op in self._tape.ops[saved.before :] for v in op.values() if v.fake is saved.tensor)
+        found = next(made, None)
+        return self._values.value_of(saved.tensor) if found is None else found
+
+    def _after(self, saved: _Saved) -> int:
+        """The position after the op that ran when autograd saved a tensor."""
+        ops = self._tape.ops
+        made = [self._value(saved).op] if saved.value is None else []
+        found = (i for i in range(saved.before, len(ops)) if ops[i].target is saved.running or ops[i] in made)
+        return 1 + next(found, saved.before - 1)
+
+    def again(self) -> dict[Value, Value]:
+        """What the region makes when it runs again in this backward, by what it made in the forward."""
+        backward = len(self._tape.backwards)
+        if self._backward != backward:
+            self._backward = backward
+            if self._stop is not None:
+                self._builder.run_again.add((self._start, self._stop))
+            self._again = {} if self._outer is None else dict(self._outer.again())
+            self._refuse_stale()
+            with torch.no_grad():
+                for op in self._repeated():
+                    self._repeat(op)
+        return self._again
+
+    def _repeat(self, op: Op) -> None:
+        def given(x: Any) -> Any:
+            return self._again.get(x, x).fake if isinstance(x, Value) else x
+
+        before = len(self._tape.ops)
+        out = self._record(op.target, *map_argument(given, (op.args, op.kwargs)))
+        place = (0 if op.call is None else op.call.position, op.scope)
+        if op.phase is not None and op.phase.scope is not None:  # of a backward inside of the region
+            place = op.phase.call, op.phase.scope
+        phase = Phase("backward", *place, recomputed=True)
+        for i in range(before, len(self._tape.ops)):
+            made = self._tape.ops[i]
+            kept = {"phase": phase, "frames": op.frames, "meta": op.meta, "autocast": op.autocast}
+            self._tape.ops[i] = made.replace(**kept)
+            for v in made.values():
+                v.op = self._tape.ops[i] if v.op is made else v.op
+        for old, new in zip(flat(op.outputs), flat(out), strict=True):
+            if isinstance(old, Value):
+                self._again[old] = self._values.value_of(new)
+
+    # ---------------------------------------------------------------- which ops
+
+    def _repeated(self) -> list[Op]:
+        ops = self._tape.ops[self._start : self._last()]
+        kept = list(self._kept(ops))
+        storages = {v.storage for op in kept for v in (*op.values(), *op.writes)}
+        self._refuse_written(ops, kept, storages)
+        return [
+            op
+            for op in ops
+            if op.kind == "call_function"
+            and op not in kept
+            and all(v.storage not in storages for v in (*op.values(), *op.writes))
+        ]
+
+    def _last(self) -> int:
+        """The position after the last op that has to run again."""
+        if not self._early_stop:
+            return len(self._tape.ops) if self._stop is None else self._stop
+        return max((self._after(s) if s.is_result else s.before for s in self._saved), default=self._start)
+
+    def _kept(self, ops: list[Op]) -> Iterator[Op]:
+        """The ops that do not run again: random numbers, numbers that Python has, what a policy says."""
+        policy = policy_of(self._context_fn)
+        for i, op in enumerate(ops):
+            if op.kind in ("placeholder", "get_attr"):
+                continue
+            fake = map_argument(lambda x: x.fake if isinstance(x, Value) else x, (op.outputs, op.args, op.kwargs))
+            if is_op(op.target) and policy(fake[0], op.target, *fake[1], **fake[2]):
+                storages = {v.storage for v in op.values()}
+                written = (other for other in ops[i + 1 :] if any(v.storage in storages for v in other.writes))
+                for other in written:
+                    self._refuse("writes to what its policy keeps", other, "write out of place")
+                yield op
+            elif op.kind != "call_function" or not is_op(op.target) or op.unbacked or _draws(op):
+                yield op
+
+    def _refuse_stale(self) -> None:
+        """Refuse where torch finds that what autograd needs was written, or does not find it and is wrong."""
+        ops = self._tape.ops[: self._last()]
+        for saved in self._saved:
+            storage = self._value(saved).storage
+            for op in ops[self._after(saved) :]:
+                if any(v.storage == storage for v in _declared_writes(op)):
+                    self._refuse("writes to what autograd has saved in it", op, "write out of place")
+        for t, version in self._arguments:
+            if version_of(self._values.value_of(t).fake) != version:
+                op = next(op for op in reversed(self._tape.ops) if self._values.value_of(t) in op.values())
+                self._refuse("has an argument that is written before backward needs it", op, "write out of place")
+
+    def _refuse(self, what: str, op: Op, hint: str) -> NoReturn:
+        raise UnsupportedOpError(
+            f"a checkpointed region (torch.utils.checkpoint) {what}",
+            **_place(op),
+            hint=hint,
+        )
+
+    def _refuse_written(self, ops: list[Op], kept: list[Op], storages: set[int]) -> None:
+        """Refuse where what is kept was there before the region, or is written after it."""
+        made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
+        later = (op for op in self._tape.ops[self._last() :] if any(v.storage in storages for v in op.writes))
+        first = next((op for op in kept if any(v.storage not in made for v in op.writes)), next(later, None))
+        if first is not None:
+            hint = "clone() it before it is written; or trace the model without checkpointing"
+            self._refuse("keeps a tensor, which is written outside of it", first, hint)
+
+
+def refuse_recomputed(
+    tape: RecordedTape,
+    regions: Iterable[Region],
+    passed: Container[Op | Phase],
+    run_again: Container[tuple[int, int]],
+) -> None:
+    """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before.
+
+    That is after the forward, or at the first backward in it if it goes through the region, that is through ops of
+    `passed`; not where that backward, as a part of the program, has run the region again, as those of `run_again`.
+    """
+    for region in regions:
+        ops = tape.ops[region.start : region.stop]
+        if region.hop is not CHECKPOINT or not region.requires_grad(tape):
+            continue
+        if (region.start, region.stop) in run_again and any(op in passed for op in ops):
+            continue
+        made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
+        read = {v.storage for op in ops for v in op.inputs()} - made
+        later: Iterable[Op] = tape.ops[region.start :]
+        if any(op in passed for op in ops):
+            later = itertools.takewhile(lambda op: op.phase is None, later)
+        for op in later:
+            if any(v.storage in read for v in op.writes):
+                raise UnsupportedOpError(
+                    "a checkpointed region (torch.utils.checkpoint) reads a tensor that it or a later op writes, so "
+                    "that eager computes gradients from the new data, or writes twice",
+                    **_place(op),
+                    hint="trace the model without checkpointing, which gives the same results; or write to the tensor "
+                    "before the region",
+                )
+
+
+def refuse_bound_again(tape: RecordedTape, run_again: Iterable[tuple[int, int]]) -> None:
+    """Raise UnsupportedOpError where eager runs Python a second time that keeps a tensor, in a region that runs again.
+
+    It may read what it kept the first time.
+    """
+    inside = {v for start, stop in run_again for op in tape.ops[start:stop] for v in op.values()}
+    bound = [(w.path, w.value) for w in tape.attribute_writes if w.of is None]
+    if isinstance(tape.outputs, Returned):
+        bound += [("".join(e.path[1:]), v) for e in tape.outputs.effects for v in leaves(e.content, Value)]
+    for name, value in bound if inside else ():
+        if value in inside:
+            raise UnsupportedOpError(
+                f"a checkpointed region (torch.utils.checkpoint) binds a new tensor to {name}, and does it again when "
+                "backward runs it again",
+                **_place(value.op),
+                hint="write to a tensor that is there, with copy_(); or return it from the region and bind it outside",
+            )
+
+
+def _place(op: Op) -> dict[str, str | None]:
+    return {"op": str(op.target), "module": str(op.scope), "source": source_of(op.frames)}
+
+
+def _is_alias(v: Value, op: Op) -> bool:
+    return any(i.storage == v.storage for i in op.inputs())
+
+
+def _draws(op: Op) -> bool:
+    """Whether an op draws random numbers: one for dropout does where it drops something.
+
+    The kernel for RNNs on the CPU counts too: it makes what its backward reads only where autograd is on.
+    """
+    if not is_random(op.target):
+        return op.target is torch.ops.aten.mkldnn_rnn_layer.default
+    names = schema_of(op.target).names
+    given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
+    return given.get("train") is not False and 0 not in (given.get("dropout_p"), given.get("p"))
+
+
+def _declared_writes(op: Op) -> Iterator[Value]:
+    """What an op writes as autograd counts it, which leaves out the statistics of batch norms."""
+    schema = schema_of(op.target) if op.writes and is_op(op.target) else None
+    if schema is None or (schema.returns and not any(r.is_written or r.is_out for r in schema.returns)):
+        return
+    for i, argument in enumerate(schema.arguments):
+        given = op.args[i] if i < len(op.args) else op.kwargs.get(argument.name)
+        yield from values_in(given) if argument.is_written else ()
