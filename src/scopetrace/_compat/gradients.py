@@ -356,7 +356,7 @@ def _leave_offloading(
 def _enter_region(
     listener: HookListener, hooks: Any, enter: Callable[..., None], leave: Callable[..., None], frame: FrameType
 ) -> Callable[..., None]:
-    """A region of torch.utils.checkpoint begins, by its `hooks`, in `frame`. Returns what is to be called at its end."""
+    """A region of torch.utils.checkpoint begins, by its `hooks`, in `frame`. Returns what to call at its end."""
     mark = listener.mark()
     arguments, early_stop, context_fn = _how_checkpointed(frame)
     stack = contextlib.ExitStack()
