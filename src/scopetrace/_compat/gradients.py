@@ -79,8 +79,13 @@ class GradientListener(Protocol):
     def on_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler of gradients begins to scale, or has made the tensors that it does it with."""
 
+    def on_scaled_step(
+        self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor], step: Callable[[], Any]
+    ) -> Any:
+        """A scaler lets an optimizer step unless one of `found`, numbers, is other than 0. Returns what `step` does."""
+
     def on_python_step(self, by: object, optimizer: torch.optim.Optimizer) -> None:
-        """A step in which Python decides: a scheduler's, or that of a scaler whether an optimizer steps."""
+        """A scheduler steps: Python decides."""
 
 
 class HookListener(Protocol):

@@ -317,10 +317,13 @@ def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
             observer.gradients.on_scaler(self)
         return scale(self, outputs)
 
-    def decides(self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        if mine():
-            observer.gradients.on_python_step(self, optimizer)
-        return decide(self, optimizer, *args, **kwargs)
+    def decides(
+        self: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> Any:
+        if not mine():
+            return decide(self, optimizer, state, *args, **kwargs)
+        found = state["found_inf_per_device"].values()
+        return observer.gradients.on_scaled_step(optimizer, found, functools.partial(optimizer.step, *args, **kwargs))
 
     def steps(self: torch.optim.lr_scheduler.LRScheduler, *args: Any, **kwargs: Any) -> None:
         if mine():

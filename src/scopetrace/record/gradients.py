@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +24,7 @@ from scopetrace._compat.ops import can_decompose, eager, in_transform, is_op, pa
 from scopetrace._compat.patches import exporting
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view
+from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import Asked, OfInput, OfTensor, Place
 from scopetrace.ir.tape import AttributeWrite, Value
@@ -257,6 +258,18 @@ class GradientRecorder:
             if isinstance(setting, torch.Tensor):
                 self._model.state_names[id(setting)] = f"{name}_{key}"
             self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
+        self._make_state(optimizer)
+        self._stepping.enter_context(self._of_optimizer(optimizer))
+        self._stepping.enter_context(exporting(False))  # optimizers that are compiled compute in other ways
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """The step has ended."""
+        self._stepping.close()
+        name = f"the parameters and state of {type(optimizer).__name__}"
+        self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))
+
+    def _make_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Make the state that an optimizer does not have yet, and name it."""
         params = [p for group in optimizer.param_groups for p in group["params"] if self.get(p) is not None]
         with eager():
             made = new_state(optimizer, params)
@@ -267,16 +280,35 @@ class GradientRecorder:
             for key, x in state.items():
                 if isinstance(x, torch.Tensor):
                     self._model.name_state(x, p, str(key))
-        self._builder.state.push_scope(f"{name}.step")
-        self._stepping.enter_context(self._phases.of(OTHER))
-        self._stepping.enter_context(exporting(False))  # optimizers that are compiled compute in other ways
 
-    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """The step has ended."""
-        self._stepping.close()
-        self._builder.state.pop_scope()
-        name = f"the parameters and state of {type(optimizer).__name__}"
-        self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))
+    def on_scaled_step(
+        self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor], step: Callable[[], Any]
+    ) -> Any:
+        """A scaler lets an optimizer step where gradients are finite: its ops run, and take back what they wrote."""
+        self._make_state(optimizer)
+        settings = (setting_of(optimizer, i, key) for i, key in settings_of(optimizer))
+        owned = [*optimizer.state.values(), {"settings": list(settings)}]
+        state = [x for values in owned for x in leaves(list(values.values()), torch.Tensor)]
+        tensors = [*(p for group in optimizer.param_groups for p in group["params"]), *state]
+        with self._of_optimizer(optimizer), torch.no_grad():
+            skips = {d: torch.stack([n.to(d) for n in found]).sum() != 0 for d in {t.device for t in tensors}}
+            before = {id(t): (t, t.clone()) for t in tensors}
+        start = len(self._tape.ops)
+        out = step()
+        written = {v.storage for op in self._tape.ops[start:] for v in op.writes}
+        with self._of_optimizer(optimizer), torch.no_grad():
+            for t, old in before.values():
+                if self._values.value_of(t).storage in written:
+                    t.copy_(torch.where(skips[t.device], old, t))
+        return out
+
+    @contextlib.contextmanager
+    def _of_optimizer(self, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+        """Inside, ops are of a step of the optimizer."""
+        self._builder.state.push_scope(f"{type(optimizer).__name__}.step")
+        with self._phases.of(OTHER):
+            yield
+        self._builder.state.pop_scope()  # not after an error, which ends the recording
 
     def on_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """Name a scaler's tensors, which it has from now on."""
@@ -288,13 +320,6 @@ class GradientRecorder:
     def on_python_step(self, by: object, optimizer: torch.optim.Optimizer) -> NoReturn:
         """Refuse a step in which Python decides."""
         kind, name = type(by).__name__, type(optimizer).__name__
-        if isinstance(by, torch.amp.GradScaler):
-            self._refuse(
-                f"GradScaler.step looks at the gradients before it steps {name}",
-                f"give {name} fused=True, so that its step does nothing where gradients are not finite; or call "
-                "scaler.step outside of the trace",
-                "GradScaler.step",
-            )
         self._refuse(
             f"{kind}.step changes settings of {name}, which are numbers of Python",
             f"call {kind}.step after each call of the trace, and give {name} its lr as a tensor, which it then writes",
