@@ -25,6 +25,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scopetrace._compat.gradients import HookListener, checkpointed, report_hooks
 from scopetrace._compat.ops import device_at_once, eager, hop_entry_points, in_transform, is_recording, short_way
@@ -55,6 +56,9 @@ class Observer(HookListener, ValueListener, Protocol):
 
     def on_unseen_function(self) -> None:
         """A `torch.autograd.Function` is applied, to tensors that are not known."""
+
+    def on_dispatch_mode(self, name: str) -> None:
+        """The forward enters a `TorchDispatchMode` that torch does not have, a class of this name."""
 
     def on_reentrant(self, tensors: list[torch.Tensor]) -> None:
         """A reentrant checkpoint begins: its results require grad only if one of these does."""
@@ -110,6 +114,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         _report_module_calls(replace, observer, mine, modules)
         _report_backward(replace, observer, mine)
         _report_custom_functions(replace, observer, mine)
+        _report_modes(replace, observer, mine)
         report_hooks(replace, observer, mine)
         _report_seeding(replace, observer, lambda: is_recording() and mine())
         _report_object_collectives(replace, observer, mine)
@@ -334,6 +339,23 @@ def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
     replace(scaler, "scale", scales)
     replace(scaler, "_maybe_opt_step", decides)
     replace(scheduler, "step", steps)
+
+
+def _report_modes(replace: Replace, observer: Observer, mine: Mine) -> None:
+    """Modes that see ops below autograd, where a trace has only their metadata."""
+    enter = TorchDispatchMode.__enter__
+
+    def __enter__(self: TorchDispatchMode) -> Any:
+        kind = type(self)
+        if mine() and not kind.__module__.startswith(_QUIET_MODES):
+            observer.on_dispatch_mode(kind.__name__)
+        return enter(self)
+
+    replace(TorchDispatchMode, "__enter__", __enter__)
+
+
+_QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "torch.utils.checkpoint", "scopetrace.")
+"""Modules whose modes change no results, and tell Python nothing as `FlopCounterMode` does."""
 
 
 def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -> None:

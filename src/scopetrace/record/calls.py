@@ -276,6 +276,16 @@ class CallRecorder:
         """Torch applies a function: where the forward differentiates, to the fake tensors of parameters."""
         return self.gradients.differentiated(t) if self._builder.functions_apart else t
 
+    def on_dispatch_mode(self, name: str) -> None:
+        """The forward enters a mode of its own. An error here would leave what entered it half entered."""
+        error = UnsupportedOpError(
+            f"the forward enters {name}, a TorchDispatchMode: what it does to ops is not in the graph",
+            op="TorchDispatchMode.__enter__",
+            **self._builder.where(),
+            hint="enter it around calls of the trace, or write it as a TorchFunctionMode, which is recorded",
+        )
+        self._builder.deferred.append(error)
+
     def on_reentrant(self, tensors: list[torch.Tensor]) -> None:
         """A reentrant checkpoint begins."""
         for t in tensors:

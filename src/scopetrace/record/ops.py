@@ -441,8 +441,8 @@ class OpRecorder:
             )
         if call.facts.has_dtype and not call.inputs and isinstance(outputs, Value):
             kwargs = {**kwargs, "dtype": outputs.fake.dtype}  # the default is that of the trace
-        if self.reads.awaits_default_dtype and _has_default_dtype(call, outputs):
-            self.reads.on_default_dtype()
+        if self.reads.minds_default_dtype() and _has_default_dtype(call, outputs):
+            self.reads.on_default_dtype(call.facts.func if call.inputs else None)
         if self.reads.awaits_default_device and call.facts.has_dtype and not call.inputs:
             self.reads.on_default_device(kwargs.get("device"))
         self._builder.append("call_function", call.facts.func, call.args, kwargs, outputs, *rest)

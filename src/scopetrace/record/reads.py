@@ -57,8 +57,7 @@ class ReadRecorder:
         self.awaits_default_device = True
         """Whether a tensor of the default device is to be told by `on_default_device`."""
         self._default_dtype = questions.default_dtype()
-        self.awaits_default_dtype = True
-        """Whether a tensor of the default dtype is to be told by `on_default_dtype`."""
+        self._awaits_default_dtype = True
 
     @contextlib.contextmanager
     def watching(self, mine: questions.Mine, reach: Reach, tags: Set[str]) -> Iterator[None]:
@@ -153,11 +152,25 @@ class ReadRecorder:
         self.awaits_cast = False
         self.note_once("torch.autocast", self._autocast, Flag("torch.autocast", ()))
 
-    def on_default_dtype(self) -> None:
-        """The dtype of a new tensor is the default one, which the forward may have set itself."""
-        if questions.default_dtype() == self._default_dtype:
-            self.awaits_default_dtype = False
+    def minds_default_dtype(self) -> bool:
+        """Whether a tensor of the default dtype is to be told by `on_default_dtype`."""
+        return self._awaits_default_dtype or questions.default_dtype() is not self._default_dtype
+
+    def on_default_dtype(self, func: Any = None) -> None:
+        """The dtype of a new tensor is the default one, which the forward may have set itself.
+
+        `func` is the op where it decides by itself, as of a division of integers, rather than taking a dtype.
+        """
+        if questions.default_dtype() is self._default_dtype:
+            self._awaits_default_dtype = False
             self.on_flag("torch.get_default_dtype", (), self._default_dtype)
+        elif func is not None:
+            raise UnsupportedOpError(
+                f"the forward has set the default dtype, {questions.default_dtype()}, and an op of integers gives it",
+                op=str(func),
+                **self._builder.where(),
+                hint="convert the operand first: x.to(torch.get_default_dtype())",
+            )
 
     def on_default_device(self, device: torch.device | None) -> None:
         """A new tensor is on `device`, which may be the default one: the op does not tell whether it was given."""
