@@ -3,6 +3,7 @@
     python -m benchmarks.steps                        # all models of the zoo (--zoo FOLDER), one process
     python -m benchmarks.steps --only 'hf:*bert*' --joint
     python -m benchmarks.steps --every 23 --adamw 3   # three steps of AdamW
+    python -m benchmarks.steps --only-joint           # torch's joint graph alone
     python -m benchmarks.steps --report-only          # print the last table again
 
 Columns:
@@ -12,7 +13,8 @@ Columns:
     backward  ops of backward, and how many of them have a module call of the forward
     saved     bytes that `Trace.memory` says are saved, over those that `saved_tensors_hooks` sees in eager
     peak      its peak over that of eager, where a dispatch mode counts the storages that are alive
-    joint     with --joint: whether `aot_export_joint_with_descriptors` takes the model; its seconds over ours
+    joint     with --joint: whether Dynamo and `aot_export_joint_with_descriptors` take the model; their seconds over
+              ours, and the ops of backward whose module of the forward the graph knows
 """
 
 from __future__ import annotations
@@ -172,30 +174,41 @@ def check(st: Any, build: each_model.Build, *, joint: bool, adamw: int) -> Row:
         with LiveStorages(held) as live:
             eager.step()
         row["peak"] = memory.peak_bytes / live.peak
-    if joint:
-        row["joint"] = joint_seconds(build)
-    return row
+    return {**row, **joint_of(build)} if joint else row
 
 
-def joint_seconds(build: each_model.Build) -> float | None:
-    """Seconds of torch's own joint graph; None where it does not take the model."""
+def joint_of(build: each_model.Build) -> Row:
+    """Seconds of torch's own joint graph, its ops of backward, and of how many it knows the module of the forward.
+
+    Dynamo captures the model first: without it no op knows its module, and fewer models are taken.
+    """
+    from torch._dynamo.functional_export import dynamo_graph_capture_for_export
     from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 
     model, args, kwargs = build()
     start = time.process_time()
     try:
         with contextlib.ExitStack() as stack:
-            aot_export_joint_with_descriptors(stack, model, args, kwargs)
-    except Exception:
-        return None
-    return time.process_time() - start
+            captured = dynamo_graph_capture_for_export(model)(*args, **kwargs)
+            graph = aot_export_joint_with_descriptors(stack, captured, args, kwargs).graph_module.graph
+    except TimeoutError:
+        raise
+    except Exception as error:
+        return {"joint": None, "joint_error": f"{type(error).__name__}: {str(error).splitlines()[:1]}"}
+    seconds = time.process_time() - start
+    ops = [n for n in graph.nodes if n.op == "call_function"]
+    backward = [n for n in ops if n.meta.get("partitioner_tag") == "is_backward"]
+    known = sum(bool(n.meta.get("fwd_nn_module_stack") or n.meta.get("nn_module_stack")) for n in backward)
+    return {"joint": seconds, "joint_backward": len(backward), "joint_known": known}
 
 
 def line(row: Row) -> list[str]:
     """The cells of one model."""
     ours, theirs = row.get("seconds"), row.get("joint")
     ratios = [f"{row[key]:.2f}" if row.get(key) else "-" for key in ("saved", "peak")]
-    joint = f"{theirs / ours:.1f}" if theirs and ours else "no" if "joint" in row else ""
+    joint = "no" if "joint" in row else ""
+    if theirs:
+        joint = f"{row['joint_known']}/{row['joint_backward']}" + (f", {theirs / ours:.1f}" if ours else "")
     backward = f"{row['with_call']}/{row['backward']}" if "backward" in row else "-"
     return [row["model"], "ok" if row.get("ok") else "no", report.seconds(ours), backward, *ratios, joint]
 
@@ -220,6 +233,12 @@ def report_rows(rows: Sequence[Row]) -> str:
     if both:
         whole = sum(row["joint"] for row in both) / sum(row["seconds"] for row in both)
         lines.append(f"  the joint graph of AOTAutograd, {len(both)} models: {whole:.1f} times our seconds")
+    taken = [row for row in rows if row.get("joint")]
+    if taken:
+        counts = sum(row["joint_known"] for row in taken), sum(row["joint_backward"] for row in taken)
+        lines.append(
+            f"  it takes {len(taken)} of {len(rows)} models, and knows the module of {counts[0]} of {counts[1]} ops"
+        )
     return "\n".join([*lines, *(f"  {r['model']}: {r.get('error')}" for r in rows if not r.get("ok"))])
 
 
@@ -227,6 +246,7 @@ def main(argv: list[str] | None = None) -> int:
     """Check the models; the exit code is 1 if one is wrong, not if one is refused."""
     parser = each_model.parser(__doc__, "steps.jsonl")
     parser.add_argument("--joint", action="store_true", help="the column of aot_export_joint_with_descriptors")
+    parser.add_argument("--only-joint", action="store_true", help="that column alone")
     parser.add_argument("--adamw", type=int, default=0, metavar="N", help="N calls of a step with AdamW")
     parser.add_argument("--limit", type=int, default=300, help="seconds for a model")
     options = parser.parse_args(argv)
@@ -234,6 +254,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def limited(name: str, build: each_model.Build) -> Row:
         with each_model.time_limit(options.limit):
+            if options.only_joint:
+                return joint_of(trainable(build))
             return check(st, build, joint=options.joint, adamw=options.adamw)
 
     rows = each_model.run(options, limited, line, report_rows)
