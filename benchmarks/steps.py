@@ -4,6 +4,7 @@
     python -m benchmarks.steps --only 'hf:*bert*' --joint
     python -m benchmarks.steps --every 23 --adamw 3   # three steps of AdamW
     python -m benchmarks.steps --only-joint           # torch's joint graph alone
+    python -m benchmarks.steps --checkpointing        # with the models' own torch.utils.checkpoint, where they have it
     python -m benchmarks.steps --report-only          # print the last table again
 
 Columns:
@@ -95,6 +96,17 @@ def _tensors(x: Any) -> list[torch.Tensor]:
     return [t for item in items if isinstance(item, (torch.Tensor, dict, list, tuple)) for t in _tensors(item)]
 
 
+def checkpointing(model: torch.nn.Module) -> None:
+    """Let a model of transformers or timm run its layers under torch.utils.checkpoint, where it can."""
+    for name, given in (
+        ("gradient_checkpointing_enable", ({"use_reentrant": False},)),
+        ("set_grad_checkpointing", (True,)),
+    ):
+        if hasattr(model, name):
+            with contextlib.suppress(ValueError, AssertionError):  # it has the method and says that it cannot
+                getattr(model, name)(*given)
+
+
 def trainable(build: each_model.Build) -> each_model.Build:
     """The same model for training, with floating inputs that require grad.
 
@@ -123,8 +135,10 @@ def trainable(build: each_model.Build) -> each_model.Build:
 class Twin:
     """A model and a function that trains it for one step."""
 
-    def __init__(self, build: each_model.Build, adamw: bool) -> None:
+    def __init__(self, build: each_model.Build, adamw: bool, checkpoints: bool) -> None:
         self.model, self.args, self.kwargs = build()
+        if checkpoints:
+            checkpointing(self.model)
         self.given = [t for t in tree_leaves((self.args, self.kwargs)) if isinstance(t, torch.Tensor)]
         self.optimizer = torch.optim.AdamW(self.model.parameters()) if adamw else None
 
@@ -153,10 +167,10 @@ class Twin:
         return [t.detach() for t in [*self.model.parameters(), *self.model.buffers(), *self.given]]
 
 
-def check(st: Any, build: each_model.Build, *, joint: bool, adamw: int) -> Row:
+def check(st: Any, build: each_model.Build, *, joint: bool, adamw: int, checkpoints: bool) -> Row:
     """One model, traced once, called once, beside another instance in eager."""
     build = trainable(build)
-    ours, eager = Twin(build, bool(adamw)), Twin(build, bool(adamw))
+    ours, eager = (Twin(build, bool(adamw), checkpoints) for _ in range(2))
     start = time.process_time()
     tr = st.trace(ours.step)
     row: Row = {"seconds": time.process_time() - start}
@@ -165,6 +179,7 @@ def check(st: Any, build: each_model.Build, *, joint: bool, adamw: int) -> Row:
     row["ok"] = row["error"] is None
     nodes = [n for n in tr.graph_module.graph.nodes if tr.phase_of(n) == "backward"]
     row["backward"], row["with_call"] = len(nodes), len({*nodes} & {*tr.calls[0].backward_nodes})
+    row["recomputed"] = sum(map(tr.is_recomputed, nodes))
     if not adamw:
         held = eager.held()
         memory, saved = tr.memory(), saved_by_autograd(eager.loss, held)
@@ -216,12 +231,15 @@ def line(row: Row) -> list[str]:
 def report_rows(rows: Sequence[Row]) -> str:
     """The table, the totals and what is missed."""
     right = [row for row in rows if row.get("ok")]
+    again = [row["recomputed"] for row in right if row.get("recomputed")]
     owned = sum(r["with_call"] for r in right), sum(r["backward"] for r in right)
     lines = [
         report.table([HEADER, *map(line, rows)]),
         "",
         f"{len(rows)} models: equal to eager {len(right)}; {owned[0]} of {owned[1]} ops of backward have a call",
     ]
+    if again:
+        lines.append(f"  {sum(again)} of them run again under torch.utils.checkpoint, in {len(again)} models")
     for key in ("saved", "peak"):
         ratios = sorted(row[key] for row in right if row.get(key))
         if ratios:
@@ -247,6 +265,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = each_model.parser(__doc__, "steps.jsonl")
     parser.add_argument("--joint", action="store_true", help="the column of aot_export_joint_with_descriptors")
     parser.add_argument("--only-joint", action="store_true", help="that column alone")
+    parser.add_argument("--checkpointing", action="store_true", help="with the models' own checkpointing")
     parser.add_argument("--adamw", type=int, default=0, metavar="N", help="N calls of a step with AdamW")
     parser.add_argument("--limit", type=int, default=300, help="seconds for a model")
     options = parser.parse_args(argv)
@@ -256,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         with each_model.time_limit(options.limit):
             if options.only_joint:
                 return joint_of(trainable(build))
-            return check(st, build, joint=options.joint, adamw=options.adamw)
+            return check(st, build, joint=options.joint, adamw=options.adamw, checkpoints=options.checkpointing)
 
     rows = each_model.run(options, limited, line, report_rows)
     return int(any("ok" in row and not row["ok"] for row in rows))
