@@ -175,8 +175,15 @@ def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
     return found is not None if name == "grad_fn" else found
 
 
+class NoData(RuntimeError):
+    """Python needs data that a tensor in a trace does not have."""
+
+
 class Listener(Protocol):
     """Who is told of questions."""
+
+    def on_failed(self, error: Exception) -> None:
+        """A question to a tensor has raised this."""
 
     def on_flag(self, name: str, args: tuple[Any, ...] | None, answer: Any) -> None:
         """A question about the state of the process: `torch.is_grad_enabled`; no `args` for what is no function."""
@@ -256,7 +263,11 @@ def _method(name: str, listener: Listener, asked: Mine) -> Callable[..., Any]:
     ask = _methods[name]
 
     def method(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        answer = ask(self, *args, **kwargs)
+        try:
+            answer = ask(self, *args, **kwargs)
+        except Exception as error:
+            listener.on_failed(error)
+            raise
         if _slots._schema_check_mode is not None and asked():
             listener.on_fact(self, name, (*args, *kwargs.values()), answer)
         return answer
@@ -562,6 +573,9 @@ class ValueListener(Protocol):
     def on_storage_nbytes(self, storage: torch.UntypedStorage) -> None:
         """The model asks for the size of a storage."""
 
+    def on_failed(self, error: Exception) -> None:
+        """As `Listener.on_failed`."""
+
     def on_numpy(self, t: torch.Tensor) -> Any:
         """A tensor becomes an array of NumPy. Returns the tensor to take it from, or NotImplemented."""
 
@@ -582,15 +596,43 @@ def report_values(replace: Replace, listener: ValueListener, mine: Mine) -> None
     replace(torch.Tensor, "_is_view", _asked("_is_view", torch.Tensor._is_view, listener, mine))
     replace(torch.Tensor, "_base", property(_asked("_base", base.__get__, listener, mine)))
     replace(torch.UntypedStorage, "nbytes", _nbytes(torch.UntypedStorage.nbytes, listener, mine))
+    for owner, names in _OF_MEMORY.items():
+        for name in names.split():
+            replace(owner, name, _may_fail(getattr(owner, name), listener))
     replace(_Text, "mine", staticmethod(mine))
     replace(warnings, "warn", _warning_of_text())
+
+
+_OF_MEMORY: dict[Any, str] = {
+    torch.Tensor: "data_ptr share_memory_ __dlpack__",
+    torch.UntypedStorage: "data_ptr __getitem__ tolist",
+    torch.TypedStorage: "data_ptr __getitem__ tolist",
+    torch.utils.dlpack: "to_dlpack",
+}
+"""What asks for the address of data, or for the data there: it raises for tensors in a trace."""
+
+
+def _may_fail(outer: Callable[..., Any], listener: ValueListener) -> Callable[..., Any]:
+    @functools.wraps(outer)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return outer(*args, **kwargs)
+        except Exception as error:
+            listener.on_failed(error)
+            raise
+
+    return asked
 
 
 def _array(outer: Callable[..., Any], listener: ValueListener, mine: Mine) -> Callable[..., Any]:
     def numpy(self: torch.Tensor, *, force: bool = False) -> Any:
         found = listener.on_numpy(self) if mine() else NotImplemented
         if found is NotImplemented:
-            return outer(self, force=force)
+            try:
+                return outer(self, force=force)
+            except Exception as error:
+                listener.on_failed(error)
+                raise
         with eager():
             array = outer(found, force=force)
         array.flags.writeable = False  # a write to it would not be in the graph
@@ -675,7 +717,7 @@ class _Text(str):
 def _not_looked_into(name: str) -> Callable[..., Any]:
     def read(self: str, *args: Any) -> Any:
         if _Text.mine() and asked_by_model():
-            raise RuntimeError("the text of a tensor in a trace doesn't have data")
+            raise NoData("the text of a tensor in a trace doesn't have data")
         return getattr(str, name)(self, *args)
 
     return read
@@ -714,7 +756,7 @@ def _of_elements(outer: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
 
     def called(self: torch.Tensor, *args: Any) -> Any:
         if mine() and isinstance(self, FakeTensor):
-            raise RuntimeError("a tensor in a trace doesn't have data for a function of its elements")
+            raise NoData("a tensor in a trace doesn't have data for a function of its elements")
         return outer(self, *args)
 
     return called

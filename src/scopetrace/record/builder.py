@@ -100,6 +100,8 @@ class TapeBuilder:
         """The op that torch is running now; None between ops."""
         self.failed: tuple[BaseException, Any] | None = None
         """The last exception that an op raised, and the op."""
+        self.raised: list[tuple[BaseException, Any]] = []
+        """Errors that the forward may have caught and that eager may not have, each with the op, if one raised it."""
         self.deferred: list[TraceError] = []
         """Errors that the forward may have caught, but after which the tape is not the program."""
         self.opaque_to_autograd: str | None = None
@@ -206,6 +208,7 @@ class TapeBuilder:
             yield
         except BaseException as error:
             self.failed = error, op
+            self.raised.append(self.failed)
             raise
         finally:
             self.running = outer

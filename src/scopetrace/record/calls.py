@@ -524,6 +524,10 @@ class CallRecorder:
         for t in inputs[:1]:
             self._reads.on_fact(t, "storage_nbytes", (), storage.nbytes())
 
+    def on_failed(self, error: Exception) -> None:
+        """As `Observer.on_failed`."""
+        self._builder.raised.append((error, None))
+
     def on_numpy(self, t: torch.Tensor) -> Any:
         """A tensor becomes an array of NumPy."""
         return self._ops.data.data_of(t)

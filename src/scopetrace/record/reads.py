@@ -108,6 +108,15 @@ class ReadRecorder:
         """As `Listener.on_question`."""
         self.note_once(name, answer, Asked(ask, args))
 
+    def on_failed(self, error: Exception) -> None:
+        """As `Listener.on_failed`."""
+        self._builder.raised.append((error, None))
+
+    def on_caught(self) -> None:
+        """The forward caught an error of an op, as of a write to a leaf. Autograd may decide whether there is one."""
+        for value in self._builder.tape.inputs:
+            self.on_gradient(value.fake)
+
     def on_member(self, t: torch.Tensor) -> None:
         """As `Listener.on_member`."""
         self.members[id(t)] = t

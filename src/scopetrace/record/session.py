@@ -69,6 +69,7 @@ from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
+from scopetrace.record.caught import caught, noting_errors
 from scopetrace.record.checkpoints import refuse_bound_again, refuse_recomputed
 from scopetrace.record.data import NoRealValue, refuse_text
 from scopetrace.record.dynamic_shapes import (
@@ -332,6 +333,7 @@ class Recording:
             with (
                 self._errors_explained(),
                 self._unseeded(),
+                noting_errors(self.builder.raised),
                 observing(calls, self.model.modules) as mine,
                 self.reads.watching(mine, effects.reach, effects.tag_names),
                 reads.watching(mine),
@@ -339,6 +341,7 @@ class Recording:
             ):
                 before = settings()
                 out = calls.run_root(self.ops.finishing(run), *tape.args)
+                self._refuse_caught()
                 tape.side_effects += settings_left(before, settings(), tape.root.path)
             if self._leaves:
                 refuse_unmatched(self._leaves, tape.calls)
@@ -362,6 +365,19 @@ class Recording:
                 refuse_leaks(opaque)
             refuse_hidden(fakes, (FakeTensor,), "the arguments", object_types)
         return fakes
+
+    def _refuse_caught(self) -> None:
+        """Raise where the forward has caught an error that eager does not raise, or that it may not."""
+        for error, op in caught(self.builder.raised):
+            self.builder.failed = error, op
+            explained: BaseException | None = error
+            if isinstance(error, Exception) and not isinstance(error, TraceError):
+                explained = self._explained(error, self._place(error))
+            if explained is not None:
+                explained.add_note("scopetrace: the forward has caught this error, which is none of the model's")
+                raise explained
+            self.reads.on_caught()
+        self.builder.raised.clear()
 
     def _refuse(self, forward: Callable[..., Any], others: list[Any]) -> None:
         """Raise where the tape is not what the forward does, or does not take the sizes that it is to take."""
