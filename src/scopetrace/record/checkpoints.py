@@ -117,8 +117,8 @@ class CheckpointedRegion:
     def _value(self, saved: _Saved) -> Value:
         if saved.value is not None:
             return saved.value
-        made = (v for op in self._tape.ops[saved.before :] for v in op.values() if v.fake is saved.tensor)
-        found = next(made, None)
+        after = itertools.islice(self._tape.ops, saved.before, None)
+        found = next((v for op in after for v in op.values() if v.fake is saved.tensor), None)
         return self._values.value_of(saved.tensor) if found is None else found
 
     def _after(self, saved: _Saved) -> int:
@@ -166,7 +166,7 @@ class CheckpointedRegion:
 
     def _repeated(self) -> list[Op]:
         ops = self._tape.ops[self._start : self._last()]
-        kept = list(self._kept(ops))
+        kept = set(self._kept(ops))
         storages = {v.storage for op in kept for v in (*op.values(), *op.writes)}
         self._refuse_written(ops, kept, storages)
         return [
@@ -201,12 +201,12 @@ class CheckpointedRegion:
 
     def _refuse_stale(self) -> None:
         """Refuse where torch finds that what autograd needs was written, or does not find it and is wrong."""
-        ops = self._tape.ops[: self._last()]
-        for saved in self._saved:
-            storage = self._value(saved).storage
-            for op in ops[self._after(saved) :]:
-                if any(v.storage == storage for v in _declared_writes(op)):
-                    self._refuse("writes to what autograd has saved in it", op, "write out of place")
+        ops = itertools.islice(self._tape.ops, self._start, self._last())
+        last = {v.storage: (i, op) for i, op in enumerate(ops, self._start) for v in _declared_writes(op)}
+        for saved in self._saved if last else ():
+            i, op = last.get(self._value(saved).storage, (-1, None))
+            if op is not None and i >= self._after(saved):
+                self._refuse("writes to what autograd has saved in it", op, "write out of place")
         for t, version in self._arguments:
             if version_of(self._values.value_of(t).fake) != version:
                 op = next(op for op in reversed(self._tape.ops) if self._values.value_of(t) in op.values())
@@ -219,10 +219,11 @@ class CheckpointedRegion:
             hint=hint,
         )
 
-    def _refuse_written(self, ops: list[Op], kept: list[Op], storages: set[int]) -> None:
+    def _refuse_written(self, ops: list[Op], kept: set[Op], storages: set[int]) -> None:
         """Refuse where what is kept was there before the region, or is written after it."""
         made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
-        later = (op for op in self._tape.ops[self._last() :] if any(v.storage in storages for v in op.writes))
+        after = itertools.islice(self._tape.ops, self._last(), None)
+        later = (op for op in after if any(v.storage in storages for v in op.writes))
         first = next((op for op in kept if any(v.storage not in made for v in op.writes)), next(later, None))
         if first is not None:
             hint = "clone() it before it is written; or trace the model without checkpointing"
