@@ -324,7 +324,7 @@ def outcome(call, m, x):
     return [None if t is None else t.detach().clone() for t in (*found, *tensors)]
 
 
-def beside_eager(region, kind, step):
+def beside_eager(region, kind, step, dynamic_shapes=None):
     torch.manual_seed(1)
     m, x = Parts(), torch.linspace(-1, 1, 12).reshape(3, 4)
     twin = copy.deepcopy(m)
@@ -338,13 +338,14 @@ def beside_eager(region, kind, step):
     except RuntimeError as raised:
         error = raised
     try:
-        trace = st.trace(program(m), (x.clone().requires_grad_(),))
+        trace = st.trace(program(m), (x.clone().requires_grad_(),), dynamic_shapes=dynamic_shapes)
     except (st.errors.ScopetraceError, RuntimeError) as refusal:
         if error is None and not isinstance(refusal, st.errors.ScopetraceError):
             raise
         return "refused" if error is None else "raises"
     if error is not None:
         return "raises" if any(text in str(error) for text in LOUDER_IN_EAGER) else f"runs, and eager raises {error}"
+    trace.lint()
     found = outcome(trace, m, x.clone().requires_grad_())
     close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
     for a, b in zip(found, expected, strict=True):
@@ -356,6 +357,12 @@ def test_steps_equal_eager():
     sample = [p for i, p in enumerate(PROGRAMS) if p[1:] == ("new", backward) or i % 13 == 0]
     found = [beside_eager(*program) for program in sample]
     assert {text for text in found if text.startswith("runs")} == set()
+    assert found.count("equal") > 0.75 * len(found)
+
+
+def test_steps_with_a_dynamic_batch():
+    sizes = {"x": {0: torch.export.Dim.AUTO}}
+    found = [beside_eager(region, "new", backward, sizes) for region in REGIONS]
     assert found.count("equal") > 0.75 * len(found)
 
 

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from scopetrace._compat.gradients import SavedTensorsHooks, current_node, next_sequence_number, policy_of
-from scopetrace._compat.ops import is_op, is_random, schema_of
+from scopetrace._compat.ops import is_op, is_random, paused, schema_of
 from scopetrace._compat.tensors import version_of
 from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import UnsupportedOpError
@@ -137,7 +137,7 @@ class CheckpointedRegion:
                 self._builder.run_again.add((self._start, self._stop))
             self._again = {} if self._outer is None else dict(self._outer.again())
             self._refuse_stale()
-            with torch.no_grad():
+            with paused(), torch.no_grad():
                 for op in self._repeated():
                     self._repeat(op)
         return self._again
