@@ -617,6 +617,17 @@ def test_the_flops_of_a_step_are_those_of_its_ops():
     assert [g for kind, g in link if kind == "reduce-scatter"] == found.backward_gathers
 
 
+def test_the_flops_of_what_runs_again_count():
+    model, ids = Blocks(together), torch.zeros(1, 3, dtype=torch.int64)
+    step = step_of(model)
+    tr = st.trace(step, (ids,))
+    found = st.distributed.plan(model, tr.order, classes=Block)
+    result = st.distributed.simulate(found, tr, ranks=2, bandwidth=1e6, flops=1e8)
+    with FlopCounterMode(display=False) as counter:
+        step(ids)
+    assert result.compute * 1e8 == pytest.approx(counter.get_total_flops())
+
+
 def last_unused(a, b, c, d, x):
     y = a(x)[0]
     b(y)
