@@ -4,6 +4,7 @@ import copy
 import io
 import itertools
 import pickle
+import types
 
 import pytest
 import torch
@@ -285,3 +286,54 @@ def test_generators_that_a_forward_sets_are_refused(run):
     with pytest.raises(RandomStateError):
         st.trace(run, (X,))
     assert torch.equal(torch.get_rng_state(), before)
+
+
+SPARSE = "x.to_sparse()  x[None].to_sparse_csr()  (x.to_sparse() * 2)  x.to_sparse().coalesce()  self.eye"
+
+
+@pytest.mark.parametrize("sparse", SPARSE.split("  "))
+@pytest.mark.parametrize("question", ["{}._nnz()", "{}.values().shape[0]", "len({}.values())", "{}.values().sum()"])
+@pytest.mark.filterwarnings("ignore")
+def test_the_elements_of_a_sparse_tensor_are_not_known(sparse, question):
+    self = types.SimpleNamespace(eye=torch.eye(3).to_sparse())
+    run = eval(f"lambda x: x * {question.format(sparse)}", {"self": self})
+    with pytest.raises(st.errors.DataDependentError, match="elements that a sparse tensor stores"):
+        st.trace(run, (torch.ones(3),))
+
+
+def test_the_elements_of_which_a_sparse_tensor_is_made_are_known():
+    def run(x):
+        sparse = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), x[:2], (3,))
+        return x * sparse._nnz(), sparse.to_dense(), x.to_sparse().to_dense()
+
+    x = torch.tensor([1.0, 2.0, 0.0])
+    torch.testing.assert_close(st.trace(run, (x,))(x + 1), run(x + 1))
+
+
+class Copies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("scale", torch.full((4,), 2.0))
+        self.register_buffer("part", self.scale[1:])
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.run(x)
+
+
+@torch.no_grad()
+def test_a_deep_copy_of_a_buffer_is_a_tensor_of_its_own():
+    net, x = Copies(), torch.randn(3, 4)
+    net.run = lambda x: (copy.deepcopy(net.scale).add_(1) * x, net.scale * 1, copy.deepcopy(net.norm)(x))
+    for found, wanted in zip(st.trace(net, (x,))(x + 1), net(x + 1), strict=True):
+        torch.testing.assert_close(found, wanted)
+    net.run = lambda x: copy.deepcopy([net.scale, net.part])[0] * x
+    with pytest.raises(UnsupportedOpError):
+        st.trace(net, (x,))
+
+
+def test_a_shallow_copy_of_a_buffer_is_refused():
+    net = Copies()
+    net.run = lambda x: copy.copy(net.scale) * x
+    with pytest.raises(UnsupportedOpError):
+        st.trace(net, (torch.randn(3, 4),))

@@ -585,8 +585,8 @@ def report_values(replace: Replace, listener: ValueListener, mine: Mine) -> None
     replace(torch.Tensor, "numpy", _array(torch.Tensor.numpy, listener, mine))
     replace(torch.Tensor, "__format__", _format(torch.Tensor.__format__, listener, mine))
     replace(torch.Tensor, "__repr__", _repr_of_tensor(torch.Tensor.__repr__, listener, mine))
-    for name in ("__reduce_ex__", "__deepcopy__"):
-        replace(torch.Tensor, name, _of_plain(getattr(torch.Tensor, name), listener, mine))
+    replace(torch.Tensor, "__reduce_ex__", _of_plain(torch.Tensor.__reduce_ex__, listener, mine))
+    replace(torch.Tensor, "__deepcopy__", _deepcopy(_of_plain(torch.Tensor.__deepcopy__, listener, mine), mine))
     for name in ("apply_", "map_", "map2_"):
         replace(torch.Tensor, name, _of_elements(getattr(torch.Tensor, name), mine))
     for cls in Symbolic:
@@ -747,6 +747,27 @@ def _of_plain(outer: Callable[..., Any], listener: ValueListener, mine: Mine) ->
         if mine() and isinstance(self, FakeTensor):
             listener.on_reduce()
         return outer(self, *args)
+
+    return copied
+
+
+def _deepcopy(outer: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
+    """Of a tensor of the model that autograd does not know, such as a buffer, the copy is an op.
+
+    Copies of tensors that share memory would share theirs.
+    """
+
+    def copied(self: torch.Tensor, memo: dict[Any, Any]) -> Any:
+        is_plain = type(self) is torch.Tensor and self.layout == torch.strided and not self.requires_grad
+        if not (is_plain and mine()) or id(self) in memo:
+            return outer(self, memo)
+        copies = memo.setdefault("scopetrace", set())
+        storage = self.untyped_storage()
+        if storage._cdata in copies or storage.nbytes() != self.numel() * self.itemsize:
+            return outer(self, memo)
+        copies.add(storage._cdata)
+        memo[id(self)] = self.clone()
+        return memo[id(self)]
 
     return copied
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import eager, is_collective, is_op, is_random
+from scopetrace._compat.ops import eager, is_collective, is_op, is_random, schema_of
 from scopetrace._compat.questions import fact_of
 from scopetrace._compat.shape_env import WatchedShapeEnv, bound_values, evaluated
 from scopetrace._compat.symbols import Symbolic, to_expr
@@ -36,7 +36,15 @@ _aten = torch.ops.aten
 _Wanted = tuple[Any, int]
 """A value or symbolic expression, and the number of ops before the place where it is wanted."""
 
-READERS = frozenset(
+_OF_STORED = frozenset(
+    getattr(_aten, name).default
+    for name in ("_nnz", "values", "_values", "indices", "_indices", "col_indices", "row_indices")
+)
+"""The ops that give the elements of a sparse tensor, or their number."""
+_FROM_ELEMENTS = re.compile(r"^aten::_?sparse_\w*tensor")
+"""The ops that take these: as many as are given are stored."""
+
+READERS = _OF_STORED.union(
     {
         _aten.item.default,
         _aten._local_scalar_dense.default,
@@ -45,7 +53,7 @@ READERS = frozenset(
         _aten.allclose.default,
     }
 )
-"""The ops that give Python a number or truth value in place of a tensor."""
+"""The ops that give Python a number or truth value, or a tensor of which data decides the size."""
 
 
 _LITERAL = (_aten.lift_fresh.default, _aten.lift_fresh_copy.default)
@@ -81,6 +89,9 @@ class DataReader:
 
         Raises DataDependentError, or torch's error that it stands for, where Python needs a value that there is not.
         """
+        if func in _OF_STORED:
+            self._refuse_unknown_count(func, args[0])
+            return NotImplemented
         found = self._example.constant(func, args, kwargs)
         if found is NotImplemented and func in (_aten.equal.default, _aten.allclose.default):
             answer = self._factory.shape_env.create_unbacked_symbool()
@@ -88,6 +99,20 @@ class DataReader:
             self._builder.append("call_function", func, args, kwargs, answer, unbacked=unbacked)
             return self.is_true(func, answer)
         return found
+
+    def _refuse_unknown_count(self, func: Any, sparse: Value) -> None:
+        """Raise where data decides how many elements a sparse tensor stores: a fake one says 0."""
+        made_by = sparse.op.target
+        if sparse.fake.layout is not torch.strided and not (
+            is_op(made_by) and _FROM_ELEMENTS.search(schema_of(made_by).name)
+        ):
+            raise DataDependentError(
+                "the forward asks for the elements that a sparse tensor stores, and data decides how many there are",
+                op=str(func),
+                **self._builder.where(),
+                hint="compute with the tensor as a whole, or pass its indices and values as arguments, and make it of "
+                "them by torch.sparse_coo_tensor",
+            )
 
     def is_true(self, func: Any, number: Any) -> bool:
         """The truth of what `func` gave, which Python wants at once."""

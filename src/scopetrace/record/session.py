@@ -586,6 +586,7 @@ _NO_FAKE = (
     "is not supported under torch.compile",  # torch.distributed.nn.functional
     "OpaqueTensorImpl",  # MKL-DNN
     "quantized nyi in meta tensors",
+    "Attempted to set the storage of a tensor on device",  # copy.copy
     "raw Tensor object is already associated",  # a lazy module that the forward makes
 )
 
