@@ -4,12 +4,15 @@ Data flow:
     facts of tensors, flags of torch, environment variables -> `_compat.questions` -> Read, once for each
     ops whose result autocast or the default dtype decides, blocks that switch autograd -> a Read of that state
     ops that gave a view and give a copy otherwise, such as `reshape` -> the strides of the inputs, where that matters
+    errors of scopetrace, of torch for want of data, and of ops -> those that the forward caught, by their tracebacks
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Set
+import functools
+import threading
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
@@ -17,10 +20,11 @@ import torch
 from scopetrace._compat import questions
 from scopetrace._compat.ops import in_gradient_transform, unwrapped
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.sources import PACKAGES
-from scopetrace._compat.tensors import requires_grad_of
+from scopetrace._compat.questions import NoData
+from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
+from scopetrace._compat.tensors import DATA_DEPENDENT, requires_grad_of
 from scopetrace.containers.structure import leaves
-from scopetrace.errors import UnsupportedOpError
+from scopetrace.errors import TraceError, UnsupportedOpError
 from scopetrace.ir.reads import NO_CALL, Asked, Flag, OfEnvironment, OfInput, OfTensor, Place, Read
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value
@@ -347,3 +351,39 @@ def _computed_from(value: Value) -> Iterator[Value]:
             seen.add(value)
             yield value
             values += value.op.inputs()
+
+
+# Errors that the forward catches -------------------------------------------------------------------------------------
+
+
+Raised = tuple[BaseException, Any]
+
+
+@contextlib.contextmanager
+def noting_errors(raised: list[Raised]) -> Iterator[None]:
+    """Inside, what this thread makes of the classes of such errors is appended to `raised`."""
+    thread = threading.get_ident()
+
+    def noted(make: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(make)
+        def __init__(self: BaseException, *args: Any, **kwargs: Any) -> None:
+            make(self, *args, **kwargs)
+            if threading.get_ident() == thread:
+                raised.append((self, None))
+
+        return __init__
+
+    with replacing() as replace:
+        for cls in (TraceError, NoData, *DATA_DEPENDENT):
+            replace(cls, "__init__", noted(cls.__init__))
+        yield
+
+
+def caught(raised: Iterable[Raised]) -> Iterator[Raised]:
+    """Those that code of the model has caught, rather than torch's or scopetrace's, each once."""
+    seen = set()
+    for error, op in raised:
+        tb = error.__traceback__
+        if tb is not None and not tb.tb_frame.f_code.co_filename.startswith(NOT_THE_MODEL) and id(error) not in seen:
+            seen.add(id(error))
+            yield error, op

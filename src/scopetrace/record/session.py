@@ -69,7 +69,6 @@ from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
-from scopetrace.record.caught import caught, noting_errors
 from scopetrace.record.checkpoints import refuse_bound_again, refuse_recomputed
 from scopetrace.record.data import NoRealValue, refuse_text
 from scopetrace.record.dynamic_shapes import (
@@ -94,7 +93,7 @@ from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.model import Model, holds_iterator
 from scopetrace.record.object_reads import ObjectReads, Watched
 from scopetrace.record.ops import OpRecorder, RunGraph
-from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.reads import ReadRecorder, caught, noting_errors
 from scopetrace.record.regions import CHECKPOINT, keep_regions
 from scopetrace.record.reuse import CallRecorderWithReuse, ReadRecorderWithReuse
 
