@@ -12,6 +12,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import scopetrace as st
 from scopetrace.api.functional import assert_pure, functional_backend, functionalize
 from scopetrace.errors import FunctionalizationError, InputMismatchError, ScopetraceError
 from scopetrace.program.graph import scope_path
@@ -661,3 +662,16 @@ def test_programs_that_count_from_the_start_of_the_memory_are_compiled_for_each(
     rows = torch.arange(8.0).view(2, 4)
     for row in rows:
         torch.testing.assert_close(run(row), row.as_strided((2,), (1,), 1) + 0)
+
+
+@pytest.mark.parametrize("dims", [(1, 6), (4, 1)])
+def test_an_expanded_input_that_is_written_gets_the_random_numbers_of_eager(dims):
+    def run(x):
+        x.select(dims.index(1), 1).exp_()
+        return torch.dropout(x, 0.5, True)
+
+    trace = st.trace(run, (torch.ones(dims).expand(4, 6),))
+    torch.manual_seed(0)
+    wanted = run(torch.ones(dims).expand(4, 6))
+    torch.manual_seed(0)
+    assert torch.equal(trace(torch.ones(dims).expand(4, 6)), wanted)

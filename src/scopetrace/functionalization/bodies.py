@@ -93,7 +93,13 @@ def in_order_of(emit: Emit, new: Value, old: torch.Tensor) -> Value:
 
 
 def _order(t: torch.Tensor, *, all_dims: bool = False) -> list[int]:
-    """The dimensions of more than one element, or all, from the slowest in memory to the fastest."""
+    """The dimensions of more than one element, or all, from the slowest in memory to the fastest.
+
+    Of an expanded tensor, those of what torch makes like it.
+    """
     strides = [example(s) for s in t.stride()]
+    if 0 in strides:
+        sizes = [example(n) for n in t.size()]
+        strides = list(torch.empty_like(torch.empty_strided(sizes, strides, device="meta")).stride())
     dims = [d for d in range(t.dim()) if all_dims or example(t.size(d)) != 1]
     return sorted(dims, key=lambda d: -strides[d])

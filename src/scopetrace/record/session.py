@@ -546,7 +546,8 @@ class Recording:
             problem = "the forward takes an attribute out of the __dict__ of a class, where a trace has another object"
             return UnsupportedOpError(problem, hint="ask the class for it: getattr(type(self), name)", **place)
         if any(text in str(error) for text in _NO_FAKE):
-            return UnsupportedOpError(str(error), op=None if running is None else str(running), **place)
+            hint = "do it outside of the forward, on tensors that have data"
+            return UnsupportedOpError(str(error), op=None if running is None else str(running), hint=hint, **place)
         if "modified by an inplace operation" in str(error):
             return UnsupportedOpError(
                 "the forward differentiates what it has written to since, and autograd needs the values from before",
@@ -585,6 +586,7 @@ _NO_FAKE = (
     "is not supported under torch.compile",  # torch.distributed.nn.functional
     "OpaqueTensorImpl",  # MKL-DNN
     "quantized nyi in meta tensors",
+    "_apply(): Couldn't swap",  # half() of a module in the forward
     "Attempted to set the storage of a tensor on device",  # copy.copy
     "raw Tensor object is already associated",  # a lazy module that the forward makes
 )
