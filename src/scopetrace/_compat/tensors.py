@@ -324,7 +324,7 @@ class FakeFactory(FakeMaker):
         return compute_unbacked_bindings(self.shape_env, outputs)
 
     def _make(self, real: torch.Tensor) -> torch.Tensor:
-        if not _is_plain(real):
+        if not is_plain_real(real):
             with torch._C._DisablePythonDispatcher():
                 converter = FakeTensorConverter()
                 env = self.shape_env if is_symbolic(real) else None
@@ -375,13 +375,14 @@ class _Converter(FakeTensorConverter):
 
     def from_real_tensor(self, fake_mode: Any, t: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         factory = self._factory()
-        if factory is not None and _is_plain(t) and not kwargs.get("symbolic_context"):
+        if factory is not None and is_plain_real(t) and not kwargs.get("symbolic_context"):
             with torch._C._DisableTorchDispatch():
                 return factory.from_real(t)
         return super().from_real_tensor(fake_mode, t, *args, **kwargs)
 
 
-def _is_plain(real: torch.Tensor) -> bool:
+def is_plain_real(real: torch.Tensor) -> bool:
+    """Whether the fake of a real tensor is made here, without an op."""
     return (
         type(real) in (torch.Tensor, torch.nn.Parameter, FakeTensor)
         and real.layout is torch.strided

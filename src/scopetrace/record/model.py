@@ -595,7 +595,9 @@ def _same_items(now: Any, before: Any) -> bool:
 
 def same_tables(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     """Whether two tables have the same keys in the same order, with the same objects."""
-    return _same_items(now, before) and all(map(operator.is_, now.values(), before.values()))
+    return len(now) == len(before) and (
+        not before or (all(map(operator.is_, now, before)) and all(map(operator.is_, now.values(), before.values())))
+    )
 
 
 def _same_pickle(now: Any, before: Any) -> bool:

@@ -23,6 +23,9 @@ from scopetrace.record.pairs import Watch
 
 _ENVIRONMENT: dict[Any, Any] = vars(os.environ)["_data"]  # of which os.environ makes text, which takes long
 
+_BUILTIN = frozenset({dict, list, set})
+"""The containers that are compared without a copy."""
+
 
 class State:
     """What the forward may read and write beside arguments, tensors and its modules, as it is now.
@@ -53,7 +56,7 @@ class State:
             and self._environment == _ENVIRONMENT
             and all(_are_same(get(table), old) for table, get, old in self._tables)
             and all(
-                kind.unchanged(kind.copy(owner), before)
+                kind.unchanged(owner if type(owner) in _BUILTIN else kind.copy(owner), before)
                 for owner, kind, before in self._watched
                 if draws or not kind.is_draw
             )

@@ -19,7 +19,7 @@ import torch
 
 from scopetrace._compat.ops import eager, is_collective, is_op
 from scopetrace._compat.questions import inference_mode_enabled
-from scopetrace._compat.tensors import FakeMaker, normal_tensors, without_dispatch
+from scopetrace._compat.tensors import FakeMaker, is_leaf_of, is_plain_real, normal_tensors, without_dispatch
 from scopetrace.containers.structure import instantiate, leaves, map_structure
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
@@ -50,6 +50,12 @@ class Step(NamedTuple):
     """Its arguments that are values, each with its position."""
     nested: list[int]
     """The positions of its arguments that hold values."""
+    only_values: bool
+    """Whether all of its arguments are values, and none has a name."""
+    is_plain_read: bool
+    """Whether it is an attribute, and its tensor one of which no op makes the metadata."""
+    place: tuple[int, int, Any]
+    """The ids of its scope and of the outer one of its frames, and the inner ones; 0 and None where it has none."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -111,9 +117,15 @@ class Original:
                 seen += values if op.kind == "get_attr" else (*inputs, *values)
         shared = {v.storage for v in seen}
         for step in steps:
-            given = [(i, x) for i, x in enumerate(step[0].args) if isinstance(x, Value)]
-            nested = [i for i, x in enumerate(step[0].args) if not isinstance(x, Value) and values_in(x)]
-            self.steps.append(Step(*step, all(v.storage not in shared for v in step[2]), given, nested))
+            op, is_inner = step[0], all(v.storage not in shared for v in step[2])
+            given = [(i, x) for i, x in enumerate(op.args) if isinstance(x, Value)]
+            nested = [i for i, x in enumerate(op.args) if not isinstance(x, Value) and values_in(x)]
+            only_values = len(given) == len(op.args) and not op.kwargs
+            is_plain_read = op.kind == "get_attr" and op not in self.literals and _is_plain(op.result.real)
+            place: tuple[int, int, Any] = id(op.scope), 0, None
+            if op.frames and not isinstance(op.frames, str):
+                place = id(op.scope), id(op.frames[0]), op.frames[1]
+            self.steps.append(Step(*step, is_inner, given, nested, only_values, is_plain_read, place))
         for inner in self.calls:
             assert inner.parent is not None
             self.inside.setdefault(inner.parent, []).append(inner)
@@ -291,12 +303,17 @@ class Replay:
         first, ops, scopes, known = self.original.call.start, self._builder.tape.ops, self._scopes, self._frames
         for step in self.original.steps[start - first : stop - first]:
             self._starts.append(len(ops))
-            op = step.op
-            scope, frames = scopes.get(id(op.scope)), known.get(id(op.frames))
-            place = scope or self._scope_of(op.scope), call, self._frames_of(op.frames) if frames is None else frames
+            op, (scope_id, outer_id, inner) = step.op, step.place
+            scope, outer = scopes.get(scope_id), known.get(outer_id)
+            frames: Frames = self._frames_of(op.frames) if outer is None else (outer, inner)
+            place = scope or self._scope_of(op.scope), call, frames
             if step.outputs is not None:
-                self._copy(step, step.outputs, place)
-            elif op.kind != "get_attr" or not self._is_known(op):
+                ops.append(self._copy(step, step.outputs, place))
+            elif op.kind == "get_attr" and self._is_known(op):
+                pass
+            elif step.is_plain_read:
+                self._anew(op, *place)
+            else:
                 self._quiet.__exit__(None, None, None)
                 try:
                     self._anew(op, *place)
@@ -316,16 +333,21 @@ class Replay:
             self._builder.op_frames = self._builder.autocast = None
             self._builder.state.leave_module(mark, raising=False)
 
-    def _copy(self, step: Step, outputs: Outputs, place: tuple[Scope, Call, Frames]) -> None:
+    def _copy(self, step: Step, outputs: Outputs, place: tuple[Scope, Call, Frames]) -> Op:
         """An op whose results follow from the metadata of its inputs."""
         op, now = step.op, self._now
-        args = [*op.args]
-        for i, v in step.given:
-            args[i] = now[v]
-        for i in step.nested:
-            args[i] = self._argument(args[i])
-        kwargs = {name: self._argument(x) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
-        inputs = [now[v] for v in step.inputs]
+        args: tuple[Any, ...]
+        if step.only_values:
+            inputs = [now[v] for _, v in step.given]
+            args, kwargs = tuple(inputs), op.kwargs
+        else:
+            inputs, changed = [now[v] for v in step.inputs], [*op.args]
+            for i, v in step.given:
+                changed[i] = now[v]
+            for i in step.nested:
+                changed[i] = self._argument(changed[i])
+            args = tuple(changed)
+            kwargs = {name: self._argument(x) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
         made: list[Value | None]
         if step.is_inner and self._makes_later:
             made = [self._later(meta, slot, inputs) for slot, meta in enumerate(outputs.tensors)]
@@ -336,8 +358,7 @@ class Replay:
         else:
             now.update(zip(step.values, [v for v in made if v is not None], strict=True))
         out = outputs.contained(made)
-        new = Op(op.kind, op.target, tuple(args), kwargs, out, *place, op.grad, autocast=op.autocast)
-        self._builder.tape.ops.append(new)
+        return Op(op.kind, op.target, args, kwargs, out, *place, op.grad, autocast=op.autocast)
 
     def _later(self, meta: OutputMeta | Identity | None, slot: int, inputs: list[Value]) -> Value | None:
         """As `ValueTable.new_inferred`, of a result that Python never gets. Its tensor is made when it is asked for."""
@@ -398,6 +419,10 @@ class Replay:
         if not same or len(new.writes) != len(op.writes) or len(made) != len(op.values()):
             raise Retrace("an op does something else when it is repeated", Assumptions(records_all=True))
         self._now.update(made)
+
+
+def _is_plain(real: torch.Tensor | None) -> bool:
+    return real is not None and is_leaf_of(real) and is_plain_real(real)
 
 
 def _made(maker: FakeMaker, meta: OutputMeta, base: Value | None) -> torch.Tensor:

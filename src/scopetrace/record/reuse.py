@@ -48,9 +48,9 @@ _FEW = 4
 nothing more is tried."""
 FEWEST_OPS = 12
 """A call of fewer ops is recorded: to compare it takes as long."""
-_FREE = 6
-"""So many calls become originals at once. Each further one waits for ten times FEWEST_OPS more ops on the tape, so that
-it takes little time where calls never repeat."""
+_FREE = 5
+"""So many calls become originals at once. Each further one waits for twenty times FEWEST_OPS more ops on the tape, so
+that it takes little time where calls never repeat."""
 
 
 class ReadRecorderWithReuse(ReadRecorder):
@@ -266,7 +266,7 @@ class CallRecorderWithReuse(CallRecorder):
 
     def _may_keep(self) -> bool:
         """Whether one more call may become an original."""
-        return 10 * FEWEST_OPS * (self._kept - _FREE) <= len(self._builder.tape.ops)
+        return 20 * FEWEST_OPS * (self._kept - _FREE) <= len(self._builder.tape.ops)
 
     def _note(self, call: Call, reason: str) -> None:
         self._report.not_shared.append(NotShared(call.scope.path, type(call.module).__name__, reason))
