@@ -70,8 +70,11 @@ class GradientListener(Protocol):
     def set(self, t: torch.Tensor, new: torch.Tensor | None) -> bool:
         """The forward sets `t.grad`. Returns whether the listener did that."""
 
-    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer begins a step."""
+    def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """The forward makes an optimizer."""
+
+    def on_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """An optimizer begins a step. Returns what it is to call in place of `closure`."""
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The step has ended."""
@@ -319,7 +322,7 @@ def _report_gradients(replace: Replace, listener: HookListener, mine: Mine) -> N
     def of_groups(self: Any) -> list[torch.Tensor]:
         return [p for group in self.param_groups for p in group["params"]]
 
-    replace(torch.Tensor, "grad", property(get_grad, set_grad, grad.__delete__))
+    replace(torch.Tensor, "grad", property(get_grad, set_grad, lambda t: set_grad(t, None)))
     replace(module, "zero_grad", zero_grad(module.zero_grad, module.parameters))
     replace(optimizer, "zero_grad", zero_grad(optimizer.zero_grad, of_groups))
 

@@ -100,6 +100,7 @@ NAMES = {
     "torch.nn.modules._functions": "BackwardHookFunction",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim forward",
+    "torch.optim.lr_scheduler:LRScheduler": "_update_lr",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",
     "torch.utils._sympy.functions": "FloorDiv Max",
     "torch.utils._sympy.interp": "_run_sympy_handler sympy_interp",

@@ -136,8 +136,8 @@ def is_op(target: Any) -> TypeGuard[OpOverload]:
 
 
 def can_decompose(op: OpOverload) -> bool:
-    """Whether `op.decompose` can run the op as a composition of others. Those of `prim` are not in the dispatcher."""
-    return op.namespace != "prim" and op._can_decompose()
+    """Whether `op.decompose` can run the op as a composition of others: not one that the dispatcher does not know."""
+    return torch._C._dispatch_has_kernel(op.name()) and op._can_decompose()
 
 
 def op_overloads(namespace: str, name: str) -> list[OpOverload]:
@@ -518,7 +518,7 @@ def autocast_dtype(device: str) -> torch.dtype | None:
 @functools.cache
 def autocast_may_change(func: OpOverload) -> bool:
     """Whether autocast, if it is on, casts the inputs of an op or of the ops that it is composed of."""
-    if func.namespace == "prim":  # questions about metadata, which C++ does not know
+    if not torch._C._dispatch_has_kernel(func.name()):  # a question about metadata, which C++ does not know
         return False
     if any(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key) for key in _AUTOCAST_KEYS.values()):
         return True

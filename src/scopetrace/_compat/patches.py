@@ -123,7 +123,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         index_with_symbols(replace, mine)
         compare_symbols(replace, mine)
         behave_as_numbers(replace, mine)
-        _report_steps(stack, observer, lambda: is_recording() and mine())
+        _report_steps(stack, replace, observer, lambda: is_recording() and mine())
         _report_scalers(replace, observer, lambda: is_recording() and mine())
         for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way(), device_at_once()):
             replace(owner, name, value)
@@ -290,17 +290,30 @@ def _report_backward(replace: Replace, observer: Observer, mine: Mine) -> None:
     replace(torch.autograd.forward_ad, "make_dual", make_dual)
 
 
-def _report_steps(stack: contextlib.ExitStack, observer: Observer, mine: Mine) -> None:
-    """The steps of optimizers."""
+def _report_steps(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:
+    """Optimizers that are made, and the steps of all."""
+    make = torch.optim.Optimizer.__init__
 
-    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def made(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
         if mine():
-            observer.gradients.on_step(optimizer)
+            observer.gradients.on_optimizer(self)
+
+    def before(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+        if not mine():
+            return None
+        is_named = len(args) < 2  # the optimizer is the first
+        closure = kwargs.get("closure") if is_named else args[1]
+        run = observer.gradients.on_step(optimizer, closure if callable(closure) else None)
+        if run is None:
+            return None
+        return (args, {**kwargs, "closure": run}) if is_named else ((args[0], run, *args[2:]), kwargs)
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if mine():
             observer.gradients.after_step(optimizer)
 
+    replace(torch.optim.Optimizer, "__init__", made)
     stack.callback(register_optimizer_step_pre_hook(before).remove)
     stack.callback(register_optimizer_step_post_hook(after).remove)
 
@@ -309,7 +322,7 @@ def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
     """Scalers of gradients, and schedulers of learning rates."""
     scaler, scheduler = torch.amp.GradScaler, torch.optim.lr_scheduler.LRScheduler
     begin, scale, decide = scaler._lazy_init_scale_growth_tracker, scaler.scale, scaler._maybe_opt_step
-    step = scheduler.step
+    update = scheduler._update_lr
 
     def begins(self: torch.amp.GradScaler, device: torch.device) -> None:
         with eager() if mine() else contextlib.nullcontext():
@@ -330,15 +343,15 @@ def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
         found = state["found_inf_per_device"].values()
         return observer.gradients.on_scaled_step(optimizer, found, functools.partial(optimizer.step, *args, **kwargs))
 
-    def steps(self: torch.optim.lr_scheduler.LRScheduler, *args: Any, **kwargs: Any) -> None:
+    def updates(self: torch.optim.lr_scheduler.LRScheduler, *args: Any, **kwargs: Any) -> None:
         if mine():
             observer.gradients.on_python_step(self, self.optimizer)
-        step(self, *args, **kwargs)
+        update(self, *args, **kwargs)
 
     replace(scaler, "_lazy_init_scale_growth_tracker", begins)
     replace(scaler, "scale", scales)
     replace(scaler, "_maybe_opt_step", decides)
-    replace(scheduler, "step", steps)
+    replace(scheduler, "_update_lr", updates)  # what `step` calls, which may have been bound before the trace
 
 
 def _report_modes(replace: Replace, observer: Observer, mine: Mine) -> None:

@@ -244,12 +244,16 @@ class OfTensor:
 
     module: torch.nn.Module
     name: str
+    """The attribute that holds it, as `weight`; or `weight.grad`."""
     fact: str
     kind, stays = "tensor", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
-        tensor = getattr(self.module, self.name, None)
+        name, _, of_it = self.name.partition(".")
+        tensor = getattr(self.module, name, None)
+        if of_it:
+            tensor = getattr(tensor, of_it, None)
         return fact_of(tensor, self.fact, ()) if isinstance(tensor, torch.Tensor) else MISSING
 
 

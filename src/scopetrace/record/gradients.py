@@ -31,7 +31,7 @@ from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model
-from scopetrace.record.optimizers import new_state, setting_of, settings_of, tensors_of
+from scopetrace.record.optimizers import new_state, setting_of, settings_of, state_of, tensors_of
 from scopetrace.record.phases import OTHER, PhaseRecorder
 from scopetrace.record.reads import ReadRecorder
 
@@ -56,6 +56,19 @@ class _Gradient:
     is_read: bool = False
 
 
+@dataclasses.dataclass
+class _Step:
+    """A step of an optimizer, while it runs."""
+
+    optimizer: torch.optim.Optimizer
+    is_inside: bool
+    """Whether the forward has made the optimizer."""
+    stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """The scope and phase of its ops."""
+    state: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
+    """Its `state_of` before it writes."""
+
+
 class GradientRecorder:
     """Records what one forward does with gradients; the `GradientListener` of `_compat.gradients`."""
 
@@ -68,7 +81,8 @@ class GradientRecorder:
         self._phases = PhaseRecorder(builder, values)
         self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
-        self._stepping = contextlib.ExitStack()
+        self._stepping: list[_Step] = []  # those that have begun, the innermost last
+        self._made: list[torch.optim.Optimizer] = []  # in the forward
 
     # ---------------------------------------------------------------- differentiating
 
@@ -249,8 +263,44 @@ class GradientRecorder:
 
     # ---------------------------------------------------------------- optimizers
 
-    def on_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """An optimizer begins a step: its ops have a scope of their own. A call is compared with its settings."""
+    def on_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """The forward has made an optimizer: what it keeps is of this call alone."""
+        self._made.append(optimizer)
+
+    def on_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
+        """An optimizer begins a step: its ops have a scope of their own. A call is compared with its settings.
+
+        Returns what it is to call in place of `closure`, whose ops are none of the step.
+        """
+        step = _Step(optimizer, any(optimizer is made for made in self._made))
+        self._stepping.append(step)
+        if not step.is_inside:
+            self._note_settings(optimizer)
+        if closure is None:
+            self._resume(step)
+            return None
+        self._enter(step)
+
+        def run() -> Any:
+            step.stack.close()
+            found = closure()
+            self._resume(step)
+            return found
+
+        return run
+
+    def _resume(self, step: _Step) -> None:
+        """The gradients are known that a step takes."""
+        if not step.is_inside:
+            self._make_state(step.optimizer)
+            step.state = state_of(step.optimizer)
+        self._enter(step)
+
+    def _enter(self, step: _Step) -> None:
+        step.stack.enter_context(self._of_optimizer(step.optimizer))
+        step.stack.enter_context(exporting(False))  # optimizers that are compiled compute in other ways
+
+    def _note_settings(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__
         self._reads.note_once(f"the settings of {name}", settings_of(optimizer), Asked(settings_of, (optimizer,)))
         for i, key in settings_of(optimizer):
@@ -258,15 +308,25 @@ class GradientRecorder:
             if isinstance(setting, torch.Tensor):
                 self._model.state_names[id(setting)] = f"{name}_{key}"
             self._reads.note_once(f"{name}.param_groups[{i}][{key!r}]", setting, place)
-        self._make_state(optimizer)
-        self._stepping.enter_context(self._of_optimizer(optimizer))
-        self._stepping.enter_context(exporting(False))  # optimizers that are compiled compute in other ways
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """The step has ended."""
-        self._stepping.close()
+        step = self._stepping.pop()
+        step.stack.close()
+        if step.is_inside:
+            return
+        if state_of(optimizer) != step.state:
+            self._refuse_new_state(optimizer, step.state)
         name = f"the parameters and state of {type(optimizer).__name__}"
         self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))
+
+    def _refuse_new_state(self, optimizer: torch.optim.Optimizer, before: dict[tuple[int, str], int]) -> NoReturn:
+        name, made = type(optimizer).__name__, [key for key in state_of(optimizer) if key not in before]
+        if made:
+            problem, hint = f"{name} makes its state in its first step", "run optimizer.step() once before the trace"
+        else:
+            problem, hint = f"{name} puts other tensors in its state", 'write them in place: `state["x"].copy_(new)`'
+        self._refuse(problem, hint, f"{name}.step")
 
     def _make_state(self, optimizer: torch.optim.Optimizer) -> None:
         """Make the state that an optimizer does not have yet, and name it."""

@@ -642,7 +642,19 @@ _OF_NUMBERS = {
 """Ops whose backward reads both operands, with that for a number: a tensor of a number is none that torch could show to
 Python as the operand of a transform's backward."""
 
+
+def _refuse_batched(ops: OpRecorder, *_: Any) -> Any:
+    raise UnsupportedOpError(
+        "autograd differentiates by a batch of gradients at once (is_grads_batched=True, vectorize=True)",
+        op="torch.autograd.grad",
+        **ops._builder.where(),
+        hint="take torch.func.vmap of torch.func.vjp, torch.func.jacrev or hessian, or one gradient at a time",
+    )
+
+
 _REWRITES: dict[Any, Callable[..., Any]] = {
+    _aten._add_batch_dim.default: _refuse_batched,
+    _aten.size.default: lambda ops, t: tuple(t.shape),
     _aten.is_set_to.default: lambda ops, a, b: ops.values.are_one_view(a, b),
     _aten.lift_fresh.default: _lift_fresh,
     _aten.tensor_split.tensor_indices_or_sections: _split,

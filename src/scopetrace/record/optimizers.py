@@ -14,7 +14,7 @@ import torch
 
 from scopetrace.errors import UnsupportedOpError
 
-_BEGIN_WITH_ZEROS = ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "RAdam")
+_BEGIN_WITH_ZEROS = ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "RAdam", "Muon")
 """The classes of torch.optim whose first step does with a state of zeros what it does without one."""
 
 
@@ -36,11 +36,17 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[int]:
     return [*params, *(id(x) for x in state if isinstance(x, torch.Tensor))]
 
 
+def state_of(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], int]:
+    """The tensors of an optimizer's state: by the id of the parameter and the name, their ids."""
+    entries = [(p, key, x) for p, state in optimizer.state.items() for key, x in state.items()]
+    return {(id(p), key): id(x) for p, key, x in entries if isinstance(x, torch.Tensor)}
+
+
 def new_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
     """The state that an optimizer needs for those of the parameters for which it has none.
 
-    Its class steps once, on tensors without data. Raises UnsupportedOpError for an optimizer whose state does not begin
-    with zeros.
+    Its class steps once, on tensors without data. Raises UnsupportedOpError for one of torch.optim whose state does not
+    begin with zeros; others have theirs, or need none.
     """
     wanted = {id(p) for p in params if not optimizer.state.get(p)}
     made: dict[torch.Tensor, dict[str, Any]] = {}
@@ -57,9 +63,10 @@ def new_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) 
             shadow_optimizer.step()
             on_device = group.get("capturable") or group.get("fused")
             for p, shadow in zip(chosen, shadows, strict=True):
-                state = shadow_optimizer.state[shadow]
-                made[p] = {name: _zeros(x, p, on_device=bool(on_device)) for name, x in state.items()}
-        elif shadows:
+                if shadow in shadow_optimizer.state:
+                    state = shadow_optimizer.state[shadow]
+                    made[p] = {name: _zeros(x, p, on_device=bool(on_device)) for name, x in state.items()}
+        elif shadows and _is_torchs(optimizer):
             raise UnsupportedOpError(
                 f"{type(optimizer).__name__} has no state yet, and its first step is not like the others",
                 op=f"{type(optimizer).__name__}.step",
@@ -68,9 +75,12 @@ def new_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) 
     return made
 
 
+def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
 def _begins_with_zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    kind = type(optimizer)
-    is_known = kind.__module__.startswith("torch.optim.") and kind.__name__ in _BEGIN_WITH_ZEROS
+    is_known = _is_torchs(optimizer) and type(optimizer).__name__ in _BEGIN_WITH_ZEROS
     return is_known and not (group.get("momentum") and group.get("dampening"))
 
 

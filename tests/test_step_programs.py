@@ -1,0 +1,284 @@
+"""Small training steps, a way to differentiate by a treatment of gradients by an optimizer, each beside eager."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import scopetrace as st
+from tests.steps import Net, batches, equal
+
+
+def of_parameters(model, x, y):
+    loss, params = F.cross_entropy(model(x), y), list(model.parameters())
+    for p, gradient in zip(params, torch.autograd.grad(loss, params), strict=True):
+        p.grad = gradient
+    return loss
+
+
+def by_torch_func(model, x, y):
+    def loss_of(params):
+        return F.cross_entropy(torch.func.functional_call(model, params, (x,)), y)
+
+    gradients, loss = torch.func.grad_and_value(loss_of)({k: p.detach() for k, p in model.named_parameters()})
+    for name, p in model.named_parameters():
+        p.grad = gradients[name]
+    return loss
+
+
+def penalty(model, x, y):
+    x = x.detach().requires_grad_()
+    loss = F.cross_entropy(model(x), y)
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + gradient.square().sum()).backward()
+    return loss, gradient
+
+
+def two_losses(model, x, y):
+    out = model(x)
+    losses = F.cross_entropy(out, y), out.square().mean()
+    torch.autograd.backward(losses, [torch.tensor(1.0), torch.tensor(0.5)])
+    return losses
+
+
+def micro_batches(model, x, y):
+    total = torch.zeros(())
+    for part, label in zip(x.split(2), y.split(2), strict=True):
+        loss = F.cross_entropy(model(part), label) / 3
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def plain(model, x, y):
+    loss = F.cross_entropy(model(x), y)
+    loss.backward()
+    return loss
+
+
+def halve(model):
+    for p in model.parameters():
+        p.grad = p.grad * 0.5
+
+
+def scale(model):
+    for p in model.parameters():
+        p.grad *= 0.5
+
+
+def drop(model):
+    model.a.bias.grad = None
+
+
+def delete(model):
+    del model.a.bias.grad
+
+
+def share(model):
+    model.norm.bias.grad = model.norm.weight.grad
+
+
+def clip(model):
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+class Descent(torch.optim.Optimizer):
+    """An optimizer of a user, without state."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad * self.param_groups[0]["lr"])
+
+
+class Momentum(Descent):
+    """One that makes its state in its first step; with `rebinds`, it binds a new tensor in each."""
+
+    rebinds = False
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if "v" not in state:
+                state["v"] = torch.zeros_like(p)
+            if self.rebinds:
+                state["v"] = 0.9 * state["v"] + p.grad
+            else:
+                state["v"].mul_(0.9).add_(p.grad)
+            p.sub_(state["v"] * 0.1)
+
+
+def of_matrices(params):
+    return torch.optim.Muon([p for p in params if p.dim() == 2], 0.01)
+
+
+OPTIMIZERS = {
+    "none": lambda p: None,
+    "SGD": lambda p: torch.optim.SGD(p, 0.1),
+    "momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9),
+    "AdamW": lambda p: torch.optim.AdamW(p, 0.01),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, 0.01),
+    "Muon": of_matrices,
+    "own": Descent,
+}
+
+
+def step_of(model, optimizer, differentiate=plain, treat=lambda model: None):
+    def step(x, y):
+        model.zero_grad()
+        out = differentiate(model, x, y)
+        also = treat(model)
+        if optimizer is not None:
+            optimizer.step()
+        return out, also
+
+    return step
+
+
+def with_closure(model, optimizer):
+    def step(x, y):
+        def closure():
+            optimizer.zero_grad()
+            return plain(model, x, y)
+
+        return optimizer.step(closure)
+
+    return step
+
+
+def assert_like_eager(make, optimizer_of):
+    """The trace of `make(model, optimizer)` beside the same in eager, in three calls."""
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    ours, theirs = optimizer_of(model.parameters()), optimizer_of(twin.parameters())
+    step, eager = make(model, ours), make(twin, theirs)
+    trace = st.trace(step, batches()[0])
+    for args in batches():
+        found, expected = (torch.utils._pytree.tree_leaves(run(*args)) for run in (trace, eager))
+        assert all(map(equal, found, expected))
+        for (name, p), q in zip(model.named_parameters(), twin.named_parameters(), strict=True):
+            assert equal(p, q[1]), name
+            assert equal(p.grad, q[1].grad), f"{name}.grad"
+        if ours is not None:
+            torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), rtol=0, atol=0)
+    return trace
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("treat", [halve, scale, drop, delete, share, clip])
+def test_gradients_between_backward_and_step(treat, name):
+    assert_like_eager(lambda model, optimizer: step_of(model, optimizer, treat=treat), OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("name", ["none", "momentum"])
+@pytest.mark.parametrize("way", [of_parameters, by_torch_func, penalty, two_losses, micro_batches])
+def test_ways_to_differentiate(way, name):
+    assert_like_eager(lambda model, optimizer: step_of(model, optimizer, way), OPTIMIZERS[name])
+
+
+@pytest.mark.parametrize("name", ["SGD", "momentum", "AdamW", "Adagrad"])
+def test_a_step_that_gets_a_closure(name):
+    trace = assert_like_eager(with_closure, OPTIMIZERS[name])
+    kind = type(OPTIMIZERS[name](Net().parameters())).__name__
+    phases = {trace.phase_of(node) for node in trace.graph_module.graph.nodes if node.op == "call_function"}
+    assert phases == {"forward", "backward", "other"}
+    linear = next(node for node in trace.graph_module.graph.nodes if node.target is torch.ops.aten.addmm.default)
+    assert trace.scope_of(linear).path == "step/Net[model]/Linear[a]"
+    assert any(m.module == f"step/{kind}.step" for m in trace.mutations)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, lambda p: torch.optim.SGD(p, 0.1, momentum=0.9), Momentum])
+def test_an_optimizer_that_the_step_makes_begins_anew_in_each_call(make):
+    def step_that_makes(model, _):
+        def step(x, y):
+            return step_of(model, make(model.parameters()))(x, y)
+
+        return step
+
+    make(Net().parameters())  # the first of a class changes the class
+    assert_like_eager(step_that_makes, OPTIMIZERS["none"])
+
+
+def test_an_optimizer_of_a_user_keeps_its_state():
+    def warm(params):
+        params = list(params)
+        optimizer = Momentum(params)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        return optimizer
+
+    assert_like_eager(step_of, warm)
+
+
+def test_gradients_that_are_set_to_zero_are_there_before():
+    def make(model, optimizer):
+        def step(x, y):
+            optimizer.zero_grad(set_to_none=False)
+            loss = plain(model, x, y)
+            optimizer.step()
+            return loss
+
+        step(*batches()[0])
+        return step
+
+    assert_like_eager(make, OPTIMIZERS["momentum"])
+
+
+@pytest.mark.parametrize(
+    ("rebinds", "match"),
+    [
+        (False, r"(?s)Momentum makes its state in its first step.*run optimizer.step\(\) once before the trace"),
+        (True, r"(?s)Momentum puts other tensors in its state.*write them in place"),
+    ],
+)
+def test_state_that_a_step_binds_is_refused(rebinds, match):
+    model = Net()
+    optimizer = Momentum(model.parameters())
+    step = step_of(model, optimizer)
+    if rebinds:
+        step(*batches()[0])
+    optimizer.rebinds = rebinds
+    with pytest.raises(st.errors.UnsupportedOpError, match=match):
+        st.trace(step, batches()[0])
+
+
+def test_a_scheduler_whose_step_was_bound_before_is_refused():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), torch.tensor(0.01))
+    advance = torch.optim.lr_scheduler.StepLR(optimizer, 2).step
+
+    def step(x, y):
+        out = step_of(model, optimizer)(x, y)
+        advance()
+        return out
+
+    with pytest.raises(st.errors.UnsupportedOpError, match=r"StepLR\.step changes settings of AdamW"):
+        st.trace(step, batches()[0])
+
+
+def test_derivatives_by_a_batch_of_gradients_are_refused():
+    model = Net()
+
+    def rows(x, y):
+        return torch.autograd.grad(model(x).sum(0), [model.a.weight], torch.eye(3), is_grads_batched=True)
+
+    with pytest.raises(st.errors.UnsupportedOpError, match=r"(?s)a batch of gradients at once.*torch\.func\.vmap"):
+        st.trace(rows, batches()[0])
+
+
+def test_forward_mode_with_a_dynamic_size_is_refused_where_torch_fixes_it():
+    linear = nn.Linear(4, 3)
+
+    def tangent(x):
+        return torch.func.jvp(linear, (x,), (torch.ones_like(x),))
+
+    with pytest.raises(st.errors.DynamicShapeError, match="x, dimension 0"):
+        st.trace(tangent, (torch.randn(5, 4),), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
