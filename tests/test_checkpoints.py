@@ -14,6 +14,7 @@ import operator
 import pytest
 import torch
 import torch.nn.functional as F
+from functorch.compile import default_partition, min_cut_rematerialization_partition
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -324,7 +325,7 @@ def outcome(call, m, x):
     return [None if t is None else t.detach().clone() for t in (*found, *tensors)]
 
 
-def beside_eager(region, kind, step, dynamic_shapes=None):
+def beside_eager(region, kind, step, dynamic_shapes=None, form=lambda trace: trace):
     torch.manual_seed(1)
     m, x = Parts(), torch.linspace(-1, 1, 12).reshape(3, 4)
     twin = copy.deepcopy(m)
@@ -346,7 +347,7 @@ def beside_eager(region, kind, step, dynamic_shapes=None):
     if error is not None:
         return "raises" if any(text in str(error) for text in LOUDER_IN_EAGER) else f"runs, and eager raises {error}"
     trace.lint()
-    found = outcome(trace, m, x.clone().requires_grad_())
+    found = outcome(form(trace), m, x.clone().requires_grad_())
     close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=1e-6)
     for a, b in zip(found, expected, strict=True):
         close(a, b)
@@ -364,6 +365,12 @@ def test_steps_with_a_dynamic_batch():
     sizes = {"x": {0: torch.export.Dim.AUTO}}
     found = [beside_eager(region, "new", backward, sizes) for region in REGIONS]
     assert found.count("equal") > 0.75 * len(found)
+
+
+@pytest.mark.parametrize("partition", [default_partition, min_cut_rematerialization_partition])
+def test_steps_as_two_graphs(partition):
+    found = [beside_eager(region, "new", backward, form=lambda t: t.split_backward(partition)) for region in REGIONS]
+    assert found.count("equal") > 0.9 * len(found)
 
 
 @pytest.mark.slow
