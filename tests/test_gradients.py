@@ -1102,6 +1102,21 @@ def test_what_a_hidden_write_brings_does_not_make_a_result_require_grad(grad):
     assert found.requires_grad is grad
 
 
+def test_a_leaf_made_under_enable_grad_ties_the_trace_to_the_grad_mode():
+    """Beside what is computed before the block, which has no gradient under `no_grad`."""
+
+    def forward(x):
+        scaled = x * 2
+        with torch.enable_grad():
+            return torch.tensor([1.0, 2.0], requires_grad=True) + scaled
+
+    x = torch.ones(2, requires_grad=True)
+    tr = st.trace(forward, (x,))
+    assert tr(x).requires_grad
+    with torch.no_grad(), pytest.raises(st.StateMismatchError, match=r"torch.is_grad_enabled\(\)"):
+        tr(x)
+
+
 @pytest.mark.parametrize("transposed", [False, True])
 def test_a_view_made_under_no_grad_of_what_was_written_in_another_layout_stays_a_leaf(transposed):
     def run(x):

@@ -139,7 +139,7 @@ class ReadRecorder:
     def _note_hidden_blocks(self) -> None:
         """Autograd matters in a block where an op takes what a parameter or an input may give a gradient.
 
-        Without autograd around the block, that is one of these or a view of it.
+        Without autograd around the block, that is one of these or a view of it, or a leaf that the forward makes.
         """
         ops = self._builder.tape.ops
         self._hidden += [range(start, len(ops)) for start in self._blocks if start is not None]
@@ -148,7 +148,9 @@ class ReadRecorder:
         ops = ops[: max(hidden.stop for hidden in self._hidden)]
         inputs = [v for op in ops if op.kind == "placeholder" for v in op.values()]
         state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
-        leaves = dict.fromkeys([*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)], 1)
+        new = filter(requires_grad_of, (*self._values.factory_leaves, *self._values.lifted))
+        made = [*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)]
+        leaves = dict.fromkeys([*made, *map(self._values.value_of, new)], 1)
         history = History([op for op in ops if not self._grad or _is_source_or_alias(op)], leaves, assumed=True)
         inside = (op for hidden in self._hidden for op in ops[hidden.start : hidden.stop])
         op = next((op for op in inside if op.kind == "call_module" or any(map(history.of, op.inputs()))), None)
