@@ -355,19 +355,32 @@ def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
 
 
 def _report_modes(replace: Replace, observer: Observer, mine: Mine) -> None:
-    """Modes that see ops below autograd, where a trace has only their metadata."""
-    enter = TorchDispatchMode.__enter__
+    """Modes that see ops below autograd, where a trace has only their metadata.
+
+    Those of selective checkpointing stay off: what they keep is asked of their policy where a region runs again.
+    """
+    enter, leave = TorchDispatchMode.__enter__, TorchDispatchMode.__exit__
+    off: set[int] = set()
 
     def __enter__(self: TorchDispatchMode) -> Any:
         kind = type(self)
+        if mine() and kind.__module__ == torch.utils.checkpoint.__name__:
+            off.add(id(self))
+            return self
         if mine() and not kind.__module__.startswith(_QUIET_MODES):
             observer.on_dispatch_mode(kind.__name__)
         return enter(self)
 
+    def __exit__(self: TorchDispatchMode, *error: Any) -> Any:
+        if id(self) in off:
+            return off.remove(id(self))
+        return leave(self, *error)
+
     replace(TorchDispatchMode, "__enter__", __enter__)
+    replace(TorchDispatchMode, "__exit__", __exit__)
 
 
-_QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "torch.utils.checkpoint", "scopetrace.")
+_QUIET_MODES = ("torch._", "torch.autograd.", "torch.fx.", "torch.utils._", "scopetrace.")
 """Modules whose modes change no results, and tell Python nothing as `FlopCounterMode` does."""
 
 

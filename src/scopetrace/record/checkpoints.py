@@ -137,7 +137,7 @@ class CheckpointedRegion:
                 self._builder.run_again.add((self._start, self._stop))
             self._again = {} if self._outer is None else dict(self._outer.again())
             self._refuse_stale()
-            with paused(), torch.no_grad():
+            with paused():
                 for op in self._repeated():
                     self._repeat(op)
         return self._again
@@ -147,7 +147,8 @@ class CheckpointedRegion:
             return self._again.get(x, x).fake if isinstance(x, Value) else x
 
         before = len(self._tape.ops)
-        out = self._record(op.target, *map_argument(given, (op.args, op.kwargs)))
+        with torch.set_grad_enabled(op.grad and torch.is_grad_enabled()):  # it is in a backward with `create_graph`
+            out = self._record(op.target, *map_argument(given, (op.args, op.kwargs)))
         place = (0 if op.call is None else op.call.position, op.scope)
         if op.phase is not None and op.phase.scope is not None:  # of a backward inside of the region
             place = op.phase.call, op.phase.scope
