@@ -1102,6 +1102,18 @@ def test_what_a_hidden_write_brings_does_not_make_a_result_require_grad(grad):
     assert found.requires_grad is grad
 
 
+@pytest.mark.parametrize("reshape", [lambda y: y.t_(), lambda y: y.unsqueeze_(0), lambda y: y.squeeze_()])
+def test_an_input_that_a_leaf_of_the_forward_is_written_into_and_that_changes_its_shape(reshape):
+    def forward(x, y):
+        leaf = x.detach().requires_grad_()
+        y.view(-1)[0] = leaf.sum()
+        reshape(y)
+        return y.data
+
+    with pytest.raises(st.UnsupportedOpError, match="the forward itself makes a tensor require grad"):
+        st.trace(forward, (torch.ones(4, 6, requires_grad=True), torch.ones(4, 6)))
+
+
 def test_a_leaf_made_under_enable_grad_ties_the_trace_to_the_grad_mode():
     """Beside what is computed before the block, which has no gradient under `no_grad`."""
 

@@ -434,11 +434,15 @@ def refuse_lost_gradients(
             **_place(unseen.op),
             hint="call Function.apply(...) itself, in a function where one is needed",
         )
-    made = [v for v in late if (not v.op.writes or v.op.target in DETACHED) and _is_leaf(v, examples)]
+    if not (late or former):
+        return
+    outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
+    tracked = {v.storage for op in tape.ops if op.grad for v in op.writes}  # what is outside is no leaf after that
+    candidates = (v for v in late if v.storage not in tracked or v not in outside)
+    made = [v for v in candidates if (not v.op.writes or v.op.target in DETACHED) and _is_leaf(v, examples)]
     made += former
     if not made:
         return
-    outside = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
     leaves = {v: _KEPT for v in outside if v.requires_grad} | dict.fromkeys(made, _MADE)
     history = History(tape.ops, leaves, _KEPT)
     bound = [w.value for w in tape.attribute_writes]
