@@ -44,14 +44,15 @@ RECOMPUTED = """\
       Checkpointed[model]
         Sequential[block]
           Linear[0]
-            %t_1: f32[4, 8] = aten.t(self.weight)
-            %addmm_2: f32[5, 8] = aten.addmm(self.bias, %addmm, %t_1)
+            %t_2: f32[4, 8] = aten.t(self.weight)
+            %addmm_2: f32[5, 8] = aten.addmm(self.bias, %addmm, %t_2)
           Tanh[1]
             %tanh_1: f32[5, 8] = aten.tanh(%addmm_2)
     Checkpointed[model]
       Sequential[block]
         Tanh[1]
-          %tanh_backward: f32[5, 8] = aten.tanh_backward("""
+          %tanh_backward: f32[5, 8] = aten.tanh_backward(%mul_1, %tanh_1)
+"""
 
 
 def again(trace):
@@ -60,10 +61,7 @@ def again(trace):
 
 def test_the_ops_that_run_again():
     trace = st.trace(step_of(Checkpointed()), (torch.randn(5, 4),))
-    text = str(trace).replace("%t_2:", "%t_1:")
-    assert (
-        RECOMPUTED.splitlines()[:4] == [line for line in text.splitlines() if line in RECOMPUTED.splitlines()[:4]][:4]
-    )
+    assert RECOMPUTED in str(trace)
     assert [str(n.target) for n in again(trace)] == ["aten.t.default", "aten.addmm.default", "aten.tanh.default"]
     assert {trace.phase_of(n) for n in again(trace)} == {"backward"}
     assert [str(trace.scope_of(n)).split("/", 1)[1] for n in again(trace)] == [

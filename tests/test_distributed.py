@@ -603,29 +603,27 @@ def test_what_backward_does_not_reach_is_not_gathered_in_it():
     assert found.forward_gathers == mirrored.forward_gathers
 
 
-def test_the_flops_of_a_step_are_those_of_its_ops():
-    model = Llama()
+def simulated_step(model, classes, ids):
+    """The plan and the simulation of a step, whose FLOPs are those that eager counts."""
     step = step_of(model)
-    tr = st.trace(step, (IDS,))
-    found = st.distributed.plan(model, tr.order, classes=Layer)
+    tr = st.trace(step, (ids,))
+    found = st.distributed.plan(model, tr.order, classes=classes)
     result = st.distributed.simulate(found, tr, ranks=4, bandwidth=1e6, flops=1e8)
     with FlopCounterMode(display=False) as counter:
-        step(IDS)
+        step(ids)
     assert result.compute * 1e8 == pytest.approx(counter.get_total_flops())
+    return found, result
+
+
+def test_the_flops_of_a_step_are_those_of_its_ops():
+    found, result = simulated_step(Llama(), Layer, IDS)
     link = [(t.kind, t.group) for t in result.transfers]
     assert [g for kind, g in link if kind == "all-gather"] == found.forward_gathers + found.backward_gathers
     assert [g for kind, g in link if kind == "reduce-scatter"] == found.backward_gathers
 
 
 def test_the_flops_of_what_runs_again_count():
-    model, ids = Blocks(together), torch.zeros(1, 3, dtype=torch.int64)
-    step = step_of(model)
-    tr = st.trace(step, (ids,))
-    found = st.distributed.plan(model, tr.order, classes=Block)
-    result = st.distributed.simulate(found, tr, ranks=2, bandwidth=1e6, flops=1e8)
-    with FlopCounterMode(display=False) as counter:
-        step(ids)
-    assert result.compute * 1e8 == pytest.approx(counter.get_total_flops())
+    simulated_step(Blocks(together), Block, torch.zeros(1, 3, dtype=torch.int64))
 
 
 def last_unused(a, b, c, d, x):

@@ -631,6 +631,30 @@ def test_gradients_are_scaled_as_in_eager(case, clips):
             assert x is None or torch.equal(torch.as_tensor(states[i][name]), torch.as_tensor(x))
 
 
+def test_a_scaled_step_of_an_optimizer_that_is_made_in_it():
+    """It begins anew in each call, also after one in which it did nothing."""
+    model = nn.Linear(4, 2)
+    twin = copy.deepcopy(model)
+
+    def made(model):
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+        def step(x):
+            optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+            optimizer.zero_grad()
+            scaler.scale(model(x).square().sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        return step
+
+    tr, eager = st.trace(made(model), (torch.ones(3, 4),)), made(twin)
+    for x in (torch.randn(3, 4), torch.full((3, 4), float("inf")), torch.randn(3, 4), torch.randn(3, 4)):
+        tr(x)
+        eager(x)
+        assert all(map(torch.equal, model.parameters(), twin.parameters()))
+
+
 def test_what_python_decides_in_a_step_is_refused():
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)

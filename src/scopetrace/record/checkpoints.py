@@ -21,9 +21,9 @@ from scopetrace._compat.ops import is_op, is_random, paused, schema_of
 from scopetrace._compat.tensors import version_of
 from scopetrace.containers.structure import Returned, leaves
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.scopes import source_of
 from scopetrace.ir.tape import Op, Phase, RecordedTape, Value, flat, map_argument, values_in
 from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.effects import place_of
 from scopetrace.record.regions import CHECKPOINT, Region
 
 RecordOp = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -216,7 +216,7 @@ class CheckpointedRegion:
     def _refuse(self, what: str, op: Op, hint: str) -> NoReturn:
         raise UnsupportedOpError(
             f"a checkpointed region (torch.utils.checkpoint) {what}",
-            **_place(op),
+            **place_of(op),
             hint=hint,
         )
 
@@ -258,7 +258,7 @@ def refuse_recomputed(
                 raise UnsupportedOpError(
                     "a checkpointed region (torch.utils.checkpoint) reads a tensor that it or a later op writes, so "
                     "that eager computes gradients from the new data, or writes twice",
-                    **_place(op),
+                    **place_of(op),
                     hint="trace the model without checkpointing, which gives the same results; or write to the tensor "
                     "before the region",
                 )
@@ -278,13 +278,9 @@ def refuse_bound_again(tape: RecordedTape, run_again: Iterable[tuple[int, int]])
             raise UnsupportedOpError(
                 f"a checkpointed region (torch.utils.checkpoint) binds a new tensor to {name}, and does it again when "
                 "backward runs it again",
-                **_place(value.op),
+                **place_of(value.op),
                 hint="write to a tensor that is there, with copy_(); or return it from the region and bind it outside",
             )
-
-
-def _place(op: Op) -> dict[str, str | None]:
-    return {"op": str(op.target), "module": str(op.scope), "source": source_of(op.frames)}
 
 
 def _is_alias(v: Value, op: Op) -> bool:

@@ -424,14 +424,14 @@ def refuse_lost_gradients(
         raise UnsupportedOpError(
             "the forward differentiates, and has autograd_function_apply of tensors that require grad, through which "
             "gradients may go to a result too",
-            **_place(unseen.op),
+            **place_of(unseen.op),
             hint="trace the forward alone, without torch.autograd.grad in it",
         )
     if unseen is not None:
         raise UnsupportedOpError(
             "a torch.autograd.Function is called by an `apply` that was bound before the trace, which torch 2.15 and "
             "later do not show, so that its backward would be lost",
-            **_place(unseen.op),
+            **place_of(unseen.op),
             hint="call Function.apply(...) itself, in a function where one is needed",
         )
     if not (late or former):
@@ -451,7 +451,7 @@ def refuse_lost_gradients(
             raise UnsupportedOpError(
                 "the forward itself makes a tensor require grad (requires_grad_(), requires_grad=True, nn.Parameter), "
                 "and a result depends on it, which a graph of ops does not have",
-                **_place(value.op),
+                **place_of(value.op),
                 hint="give the tensor as an argument that requires grad, or make it a parameter of the model, as by "
                 "one run before st.trace; or return x.detach()"
                 + ("; or trace under torch.no_grad()" if tape.grad else ""),
@@ -519,7 +519,7 @@ def refuse_tags(tape: RecordedTape, results: Iterable[Value]) -> None:
             raise UnsupportedOpError(
                 f"the forward sets the attribute {next(iter(tags_of(v.fake)))!r} of its result, which results of a "
                 "graph do not have",
-                **_place(v.op),
+                **place_of(v.op),
                 hint="return the value beside the tensor, or set it outside of the forward",
             )
 
@@ -576,14 +576,11 @@ def refuse_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Te
             if len({id(t if (base := base_of(t)) is None else base) for t in sharing}) > 1:
                 raise UnsupportedOpError(
                     "a tensor that requires grad is written into memory that inputs share, one of which is detached",
-                    **_place(op),
+                    **place_of(op),
                     hint="clone() one of the inputs, or trace under torch.no_grad()",
                 )
 
 
-def _aliases(v: Value, op: Op) -> bool:
-    return any(i.storage == v.storage for i in op.inputs())
-
-
-def _place(op: Op) -> dict[str, str | None]:
+def place_of(op: Op) -> dict[str, str | None]:
+    """`op`, `module` and `source` for an error about an op."""
     return {"op": str(op.target), "module": str(op.scope), "source": source_of(op.frames)}

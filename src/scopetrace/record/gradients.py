@@ -267,12 +267,15 @@ class GradientRecorder:
         """The forward has made an optimizer: what it keeps is of this call alone."""
         self._made.append(optimizer)
 
+    def _is_made_inside(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(optimizer is made for made in self._made)
+
     def on_step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any] | None) -> Callable[[], Any] | None:
         """An optimizer begins a step: its ops have a scope of their own. A call is compared with its settings.
 
         Returns what it is to call in place of `closure`, whose ops are none of the step.
         """
-        step = _Step(optimizer, any(optimizer is made for made in self._made))
+        step = _Step(optimizer, self._is_made_inside(optimizer))
         self._stepping.append(step)
         if not step.is_inside:
             self._note_settings(optimizer)
@@ -345,7 +348,8 @@ class GradientRecorder:
         self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor], step: Callable[[], Any]
     ) -> Any:
         """A scaler lets an optimizer step where gradients are finite: its ops run, and take back what they wrote."""
-        self._make_state(optimizer)
+        if not self._is_made_inside(optimizer):  # else its state is not there before the step, and not after the call
+            self._make_state(optimizer)
         settings = (setting_of(optimizer, i, key) for i, key in settings_of(optimizer))
         owned = [*optimizer.state.values(), {"settings": list(settings)}]
         state = [x for values in owned for x in leaves(list(values.values()), torch.Tensor)]

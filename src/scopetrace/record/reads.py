@@ -359,6 +359,7 @@ def _computed_from(value: Value) -> Iterator[Value]:
 
 
 Raised = tuple[BaseException, Any]
+"""An error, and the op that raised it; None for no op."""
 
 
 @contextlib.contextmanager
