@@ -53,7 +53,10 @@ next(iter(s.cfg.values()))  next(iter(s.lst))  list(enumerate(s.lst))[1][1]  fun
 1. in s.st_  s.dq[0]  s.cnt['a']  s.nt.f  s.dc.f  s.enum.value  s.arr.sum()  float(s.arr[0])
 torch.from_numpy(s.arr).sum()  torch.tensor(s.lst).sum()  s.plain.sum()  s.tensors[0].sum()  s.tdict['t'].sum()
 s.dtype_==torch.float32  s.dev.type=='cpu'  s.size_[0]  s.gen is None  s.slots.v  s.single(3.)  s.memo(3)
-s.path.name=='a'  s.dt.year  len(s.bytes_)  s.rng.start  s.sl.start
+s.path.name=='a'  s.dt.year  len(s.bytes_)  s.rng.start  s.sl.start  len(s._buffers)  len(s._parameters)
+'nb' in s._buffers  (1. if s._buffers.get('nb') is None else 2.)  sum(b.sum() for b in s._buffers.values())
+sum(p.sum() for p in s._parameters.values())  s.a._parameters.keys()=={'weight','bias'}  s.a.weight is s.b.weight
+len(s._non_persistent_buffers_set)  (1. if s.a._parameters['bias'] is None else 2.)  s.buf is s.bn.running_mean
 """
 """Parted by two spaces or a line's end; `s` is the module."""
 
@@ -93,7 +96,10 @@ CHANGES = {
     "bufset": "m.buf=torch.ones(3)*7",
     "reg": "m.register_buffer('nb',torch.ones(2))",
     "regp": "m.register_parameter('np_',nn.Parameter(torch.ones(2)))",
+    "regnp": "m.register_buffer('nb',None,persistent=False)",
     "tiem": "m.a=m.b",
+    "tiew": "m.a.weight=m.b.weight",
+    "tiebuf": "m.buf=m.bn.running_mean",
     "layersapp": "m.layers.append(nn.Linear(3,3))",
     "layersset": "m.layers[0]=nn.Linear(3,3)",
     "layersw": "m.layers[1].weight.data.mul_(3)",

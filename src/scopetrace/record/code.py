@@ -207,7 +207,7 @@ class Reach:
             if not is_users_class(base):
                 continue
             self.classes[base] = None
-            operators = _OPERATORS if _is_installed(base) else _OF_OBJECTS
+            operators = _OPERATORS if is_installed(base) else _OF_OBJECTS
             for name, member in vars(base).items():
                 if name in self.names or name in operators:
                     self._add_member(base, name, member)
@@ -226,7 +226,7 @@ class Reach:
         self._seen.add(id(function))
         if not is_users(function.__code__.co_filename):
             inner = function.__dict__.get("__wrapped__")  # contextlib's around a generator
-            if inner is not None and not _is_installed(inner):
+            if inner is not None and not is_installed(inner):
                 self.add(inner)
             return
         self.functions.append(function)
@@ -243,9 +243,9 @@ class Reach:
         for name in names.bound_globals:
             self.globals[id(table), name] = table, name
         self.asked |= names.asked
-        if not names.all.isdisjoint(("vars", "__dict__")) and not _is_installed(function):
+        if not names.all.isdisjoint(("vars", "__dict__")) and not is_installed(function):
             self.takes_dicts = True
-        for name in (names.all if _is_installed(function) else names.all | names.asked) - self.names:
+        for name in (names.all if is_installed(function) else names.all | names.asked) - self.names:
             self.names.add(name)
             for base, member in self._members.pop(name, ()):
                 self._add_member(base, name, member)
@@ -298,7 +298,7 @@ class Reach:
         if names is None or not is_users_class(kind) or issubclass(kind, enum.Enum):
             return
         self.bases.setdefault(kind)
-        wanted = names.all if _is_installed(kind) else names.all | _OF_NAMED_CLASSES
+        wanted = names.all if is_installed(kind) else names.all | _OF_NAMED_CLASSES
         if issubclass(kind, torch.autograd.Function):
             wanted |= _OF_AUTOGRAD
         if type(kind) is not type:
@@ -308,7 +308,7 @@ class Reach:
                 self._add_member(base, name, vars(base)[name])
 
 
-def _is_installed(x: Any) -> bool:
+def is_installed(x: Any) -> bool:
     """Whether a function or class belongs to an installed library, which is taken to change nothing that it reads."""
     return _is_package(x.__module__)
 
@@ -336,7 +336,7 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
         ran.add_class(type(x))
         for item in (x.values() if type(x) is dict else x) if type(x) in (dict, list, tuple) else ():
             ran.add_class(type(item))
-            if type(item) is types.FunctionType and not _is_installed(item):
+            if type(item) is types.FunctionType and not is_installed(item):
                 ran.add(item)
 
     ran = Reach(visit)

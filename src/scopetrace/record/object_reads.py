@@ -29,6 +29,7 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import (
     MISSING,
     NO_CALL,
+    Asked,
     CallInputs,
     InDict,
     InLayer,
@@ -49,6 +50,7 @@ from scopetrace.record.code import (
     Reach,
     functions_read,
     functions_that_ran,
+    is_installed,
     is_users,
     is_users_class,
     names_of,
@@ -249,7 +251,8 @@ class ObjectReads:
             fn = fn.func
         ran = functions_that_ran(fn, [read.value for read in attributes], self._builder.tape, self._reach)
         variables = [*variables_read(ran, written, changed, root), *functions_read(ran, self._builder.tape, written)]
-        return variables, [*attributes, *self._identities(ran), *self._layers(changed), *self._of_members(changed)]
+        own = [*self._identities(ran), *self._layers(changed), *self._of_members(changed), *self._entries(ran)]
+        return variables, [*attributes, *own]
 
     def _identities(self, ran: Reach) -> Iterator[Read]:
         """Which inputs are one object, and which are tensors of the model, where the forward may ask: `x is y`."""
@@ -271,6 +274,18 @@ class ObjectReads:
         same_now = places[0].now(CallInputs((), {}, self._examples))
         yield Read("which arguments are one tensor", same_now, places[0], frames, path)
         yield Read("which arguments are tensors of the model", own, places[1], frames, path)
+
+    def _entries(self, ran: Reach) -> Iterator[Read]:
+        """What tables of parameters and buffers hold, where code names them; how many tensors, where it says `is`."""
+        path, modules = self._builder.tape.root.path, self._modules
+        for name, code in [(n, f.__code__) for n in _MEMBER_TABLES for f in ran.functions if n in f.__code__.co_names]:
+            frames = ((), ((code, code.co_firstlineno),))
+            for saved in [saved for saved in modules if name in saved.module.__dict__]:
+                place = Asked(_entries_of, (saved.module, name))
+                yield Read(f"{saved.name}.{name}".removeprefix("self."), place.now(NO_CALL), place, frames, path)
+        if any("id" in names_of(f.__code__).globals and not is_installed(f) for f in ran.functions):
+            places = [(table, key) for s in modules for table in s.live[1:3] for key in table]
+            yield Read("different parameters and buffers", _different(places), Asked(_different, (places,)), (), path)
 
     def is_written_first(self, change: Change) -> bool:
         """Whether the forward wrote an attribute before it read it; False where that is not known."""
@@ -434,6 +449,20 @@ def _asker(owner: Any, asker: types.FrameType) -> types.FrameType | None:
         if asker.f_code in _REGISTERING and asker.f_back is not None:
             return asker.f_back
     return asker
+
+
+_MEMBER_TABLES = ("_parameters", "_buffers", "_non_persistent_buffers_set")
+
+
+def _entries_of(module: torch.nn.Module, table: str) -> list[Any]:
+    """The names in a table of a module, each with whether a tensor is there."""
+    found = module.__dict__[table]
+    return [(key, x is not None) for key, x in found.items()] if isinstance(found, dict) else sorted(found)
+
+
+def _different(places: Sequence[tuple[dict[str, Any], str]]) -> int:
+    """How many tensors there are at these entries of tables."""
+    return len({id(table.get(key)) for table, key in places})
 
 
 def _no_attribute(owner: Any, name: str) -> Any:
