@@ -144,7 +144,8 @@ def test_backward_runs_the_ops_of_eager(block, how, run):
     missing = [op for name in ours for op in itertools.takewhile(lambda op, name=name: op != name, theirs)]
     assert list(theirs) == []  # the ops are those of eager, in their order, but for
     assert set(missing) <= {"aten.t.default", "aten.addmm.default"}  # those whose results nobody reads
-    assert missing == [] or how or run is nested
+    # of a parameter's transposed view, backward reads that of the forward: the same memory, and its history
+    assert set(missing) <= {"aten.t.default"} or how or run is nested
 
 
 def test_memory_and_flops_of_a_plan_that_is_applied():

@@ -437,6 +437,14 @@ def _is_users(hooks: Any) -> bool:
     return type(hooks) is _saved_tensors_hooks or not type(hooks).__module__.startswith("torch.")
 
 
+def node_of(t: torch.Tensor) -> Any:
+    """The node that made a tensor; None of a view made under no_grad and written since, for which torch raises."""
+    try:
+        return t.grad_fn
+    except RuntimeError:
+        return None
+
+
 def saved_in_storage(results: list[torch.Tensor], storage: int) -> bool:
     """Whether an op that led to one of `results` has saved a tensor that lies in this storage."""
     seen: set[Any] = set()

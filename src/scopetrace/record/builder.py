@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch.fx import traceback
 
+from scopetrace._compat.gradients import node_of
 from scopetrace._compat.ops import is_op, schema_of, unwrapped
 from scopetrace._compat.questions import grad_enabled
 from scopetrace._compat.symbols import to_expr
@@ -418,15 +419,18 @@ class ValueTable:
             self.value_of(real)
         same_memory = self.in_storage(storage_id(t))
         geometry = geometry_key(t)
-        for value in reversed(same_memory):
-            if geometry_key(value.fake) == geometry:
-                if t.requires_grad and not value.fake.requires_grad and _is_factory(value.op):
-                    with torch.inference_mode() if is_inference_of(value.fake) else contextlib.nullcontext():
-                        value.fake.requires_grad_()  # torch.ones(2, requires_grad=True), of which the op knows nothing
-                    self.factory_leaves.append(value.fake)
-                # `.data` of a tensor that requires grad is another tensor for autograd
-                shared = t.requires_grad or not value.fake.requires_grad
-                return value if shared else self.append_op(_aten.detach.default, (value,), t)
+        same = [v for v in reversed(same_memory) if geometry_key(v.fake) == geometry]
+        if same:
+            value = same[0]
+            if t.requires_grad:  # autograd gives a result that it has saved as another tensor of the same history
+                value = next((v for v in same if v.fake.requires_grad and node_of(v.fake) is node_of(t)), value)
+            if t.requires_grad and not value.fake.requires_grad and _is_factory(value.op):
+                with torch.inference_mode() if is_inference_of(value.fake) else contextlib.nullcontext():
+                    value.fake.requires_grad_()  # torch.ones(2, requires_grad=True), of which the op knows nothing
+                self.factory_leaves.append(value.fake)
+            # `.data` of a tensor that requires grad is another tensor for autograd
+            shared = t.requires_grad or not value.fake.requires_grad
+            return value if shared else self.append_op(_aten.detach.default, (value,), t)
         if not same_memory:
             raise ForeignTensorError(
                 "a tensor was used whose making was not recorded", **self._builder.where(), hint=_FOREIGN

@@ -35,7 +35,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import BackwardCFunction
 
-from scopetrace._compat.gradients import nodes_of, sequence_number
+from scopetrace._compat.gradients import node_of, nodes_of, sequence_number
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.tensors import base_of, is_view, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves, leaves_with_path, object_classes
@@ -482,20 +482,12 @@ def refuse_lost_hooks(
 
 def _functions(v: Value, *, behind_writes: bool) -> Iterator[Any]:
     """The nodes of a `torch.autograd.Function` that made a tensor, or that are behind the writes to it."""
-    nodes = [_grad_fn(v)]
+    nodes = [node_of(v.fake)]
     for node in nodes:
         if isinstance(node, BackwardCFunction):
             yield node
         elif behind_writes and node is not None:
             nodes += [n for n, _ in node.next_functions if n not in nodes]
-
-
-def _grad_fn(v: Value) -> Any:
-    """The node that made a tensor; None of a view made under no_grad and written since, for which torch raises."""
-    try:
-        return v.fake.grad_fn
-    except RuntimeError:
-        return None
 
 
 def _is_leaf(v: Value, examples: Mapping[Value, torch.Tensor]) -> bool:
