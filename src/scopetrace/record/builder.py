@@ -226,6 +226,16 @@ class TapeBuilder:
             self._origin = outer
 
 
+def _of_same_history(values: Sequence[Value], t: torch.Tensor) -> Value:
+    """Of values that are one view, that with the history of `t`, which autograd has saved and gives as a new tensor.
+
+    Where a checkpointed region was computed again, its tensors have nodes of the same kinds in place of the same nodes.
+    """
+    node, nodes = node_of(t), [(v, node_of(v.fake)) for v in values if v.fake.requires_grad]
+    same = [v for v, n in nodes if n is node] or [v for v, n in nodes if type(n) is type(node)]
+    return next(iter(same), values[0])
+
+
 def _is_factory(op: Op) -> bool:
     """Whether the result of an op has no gradient of the op's inputs, of which it takes the sizes at most."""
     if op.kind != "call_function" or not op.inputs():
@@ -421,9 +431,7 @@ class ValueTable:
         geometry = geometry_key(t)
         same = [v for v in reversed(same_memory) if geometry_key(v.fake) == geometry]
         if same:
-            value = same[0]
-            if t.requires_grad:  # autograd gives a result that it has saved as another tensor of the same history
-                value = next((v for v in same if v.fake.requires_grad and node_of(v.fake) is node_of(t)), value)
+            value = _of_same_history(same, t) if t.requires_grad and len(same) > 1 else same[0]
             if t.requires_grad and not value.fake.requires_grad and _is_factory(value.op):
                 with torch.inference_mode() if is_inference_of(value.fake) else contextlib.nullcontext():
                     value.fake.requires_grad_()  # torch.ones(2, requires_grad=True), of which the op knows nothing
