@@ -205,8 +205,9 @@ class CheckpointedRegion:
         ops = itertools.islice(self._tape.ops, self._start, self._last())
         last = {v.storage: (i, op) for i, op in enumerate(ops, self._start) for v in _declared_writes(op)}
         for saved in self._saved if last else ():
-            i, op = last.get(self._value(saved).storage, (-1, None))
-            if op is not None and i >= self._after(saved):
+            i, op = last.get(storage := self._value(saved).storage, (-1, None))
+            after = self._after(saved)
+            if op is not None and (i >= after or (i == after - 1 and saved.value and _reads_beside(op, storage))):
                 self._refuse("writes to what autograd has saved in it", op, "write out of place")
         for t, version in self._arguments:
             if version_of(self._values.value_of(t).fake) != version:
@@ -297,6 +298,11 @@ def _draws(op: Op) -> bool:
     names = schema_of(op.target).names
     given = {**dict(zip(names, op.args, strict=False)), **op.kwargs}
     return given.get("train") is not False and 0 not in (given.get("dropout_p"), given.get("p"))
+
+
+def _reads_beside(op: Op, storage: int) -> bool:
+    """Whether an op that writes a storage has another argument there: `y.mul_(y)`, of which autograd saves the second."""
+    return sum(v.storage == storage for v in op.inputs()) > 1
 
 
 def _declared_writes(op: Op) -> Iterator[Value]:
