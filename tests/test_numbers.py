@@ -6,9 +6,14 @@ n = t.item()       ->  isinstance(n, int), round(n, -1), divmod(n, 2), {2: 1.0}.
 import decimal
 import fractions
 import linecache
+import logging
 import math
 import numbers
 import operator
+import re
+import sys
+import types
+import warnings
 
 import pytest
 import torch
@@ -34,7 +39,7 @@ float(format(n,'.2f'))  len(f'{n}')  len(str(n))  (f'{n}'=='2')*1.0  {'2':4.}[st
 {'2':4.}.get(str(n),1.)  int(str(n))  torch.tensor(n)  torch.tensor([n,1])  torch.full((2,),n)  x.clone().fill_(n)
 torch.arange(int(abs(n))).sum()  x.clamp(max=n)  x**n  torch.linspace(0,n,3).sum()  torch.as_tensor(n)
 x[:int(abs(n))].sum()  x[int(abs(n))%2]  x.roll(int(n))  x[n]  x[:n].sum()  torch.where(x>n,x,n)  x.masked_fill(x>0,n)
-torch.lerp(x,x*2,n)  (x<n).sum()  x.div(n+1,rounding_mode='floor')
+torch.lerp(x,x*2,n)  (x<n).sum()  x.div(n+1,rounding_mode='floor')  (n is True)*1.0  (n is not False)*1.0  (x if n is None else x*2)
 """
 """Parted by two spaces or a line's end; `n` is the number, `x` a tensor."""
 
@@ -125,8 +130,91 @@ def test_many_of_these_are_not_refused():
 )
 def test_text_of_a_number_is_not_returned(text):
     forward = eval(f"lambda x, t: (lambda n: (x, {text}))(t.item())")
-    with pytest.raises(st.errors.DataDependentError, match="the result has the text of a tensor"):
+    with pytest.raises(st.errors.DataDependentError, match="makes text of a tensor"):
         st.trace(forward, (torch.ones(2), torch.tensor(2.5)))
+
+
+SHOWN = """
+print(f"s{n}")  print("%s!" % n)  print(str(n), [n])  log.info("%s", n)  log.warning(f"{n:.2f}")  print(Parts(n))
+warnings.warn(str(n))  text = f"s{n}"; print(text)  text = "a" + str(n); log.info(text)  sys.stderr.write(f"{n}")
+texts = [f"s{n}"]; texts.append(str(n)); print(*texts)  print(", ".join(f"{m}" for m in (n, n)))
+print(", ".join([str(m) for m in (n, n)]))  assert x is not None, f"s{n}"  torch._assert(x is not None, f"s{n}")
+torch._check(True, lambda: f"s{n}")  print(repr(t), f"{t}")  print("{} {}".format(n, x))  print({"n": n})  print(x)
+log.info("of %s", x)
+"""
+READ = """
+TABLE.get(f"s{n}", 1.)  TABLE.get("s" + str(n), 1.)  TABLE.get("s%s" % n, 1.)  TABLE.get("s{}".format(n), 1.)
+TABLE.get("".join(["s", str(n)]), 1.)  TABLE.get(repr(Parts(n)), 1.)  TABLE.get(str({"n": n}), 1.)  hash(f"s{n}")
+TABLE.get(str([t]), 1.)  TABLE.get("s" + repr(t.item()), 1.)  len(f"s{n}")  ("s2" == f"s{n}")  scale_of(f"s{n}")
+getattr(x, f"s{n}", 2.)  (2. if f"s{n}".endswith("2") else 1.)  (2. if re.match("s2", f"s{n}") else 1.)
+scale_of(text := f"s{n}")  {f"s{n}": x, "s2": x * 2}["s2"]  (lambda key: TABLE.get(key, 1.))(f"s{n}")
+[TABLE.get("s" + str(m), 1.) for m in (n, n)][0]  ("s2" in [f"s{n}"])
+"""
+KEPT = """
+key = f"s{n}"; x = x * TABLE.get(key, 1.)  keys = ["s" + str(m) for m in (n, n)]; x = x * (keys[0] in TABLE)
+box.text = f"s{n}"; x = x * TABLE.get(box.text, 1.)  texts = []; texts.append(f"s{n}"); x = x * len(texts[0])
+key = "s"; key += str(n); x = x * TABLE.get(key, 1.)
+"""
+
+
+class Parts:
+    def __init__(self, n):
+        self.n = n
+
+    def __repr__(self):
+        return f"s{self.n}"
+
+
+def forward_of(body):
+    code = f"def forward(x, t):\n    n = t.item()\n    {body}\n    return x * n\n"
+    name = f"<{body}>"
+    linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+    found = {
+        "torch": torch,
+        "log": logging.getLogger("test"),
+        "warnings": warnings,
+        "sys": sys,
+        "re": re,
+        "Parts": Parts,
+    }
+    found |= {
+        "TABLE": {"s2": 3.0},
+        "box": types.SimpleNamespace(),
+        "scale_of": lambda text: 3.0 if text == "s2" else 1.0,
+    }
+    exec(compile(code, name, "exec"), found)
+    return found["forward"]
+
+
+def bodies(text):
+    return [part for line in text.splitlines() for part in line.split("  ") if part]
+
+
+TOLD, DECIDES = bodies(SHOWN), [*bodies(KEPT), *("x = x * " + part for part in bodies(READ))]
+
+
+@pytest.mark.parametrize("body", TOLD)
+@pytest.mark.filterwarnings("ignore")
+def test_text_that_is_only_shown(body):
+    forward = forward_of(body)
+    trace = st.trace(forward, (torch.ones(2), torch.tensor(2)))
+    assert torch.equal(trace(torch.ones(2), torch.tensor(3)), forward(torch.ones(2), torch.tensor(3)))
+
+
+@pytest.mark.parametrize("body", DECIDES)
+@pytest.mark.filterwarnings("ignore")
+def test_text_that_decides_is_refused(body):
+    with pytest.raises(st.errors.DataDependentError, match="makes text of a tensor"):
+        st.trace(forward_of(body), (torch.ones(2), torch.tensor(2)))
+
+
+@pytest.mark.parametrize("body", [b for b in (*TOLD, *DECIDES) if "t" not in re.findall(r"\w+", b)])
+@pytest.mark.filterwarnings("ignore")
+def test_text_of_a_dynamic_size_is_shown_or_refused(body):
+    forward = forward_of(f"n = x.shape[0]; {body}")
+    sizes = ({0: torch.export.Dim("n", min=2, max=9)}, None)
+    trace = outcome(lambda: st.trace(forward, (torch.ones(2), torch.tensor(2)), dynamic_shapes=sizes))
+    assert (trace is None) == (body in DECIDES)
 
 
 def test_text_of_a_number_may_be_shown(capsys):
@@ -149,7 +237,7 @@ def test_classes_of_numbers_are_torch_s_after_a_trace():
 @pytest.mark.parametrize("text", ["str(x.shape)", "f'{x.shape}'", "f'of {x.shape[0]}'", "{f'{tuple(x.shape)}': 1}"])
 def test_text_of_a_dynamic_size_is_not_returned(text):
     forward = eval(f"lambda x: (x, {text})")
-    with pytest.raises(st.errors.DataDependentError, match="the result has the text of a tensor"):
+    with pytest.raises(st.errors.DataDependentError, match="makes text of a tensor"):
         st.trace(forward, (torch.ones(3, 2),), dynamic_shapes=({0: torch.export.Dim("n")},))
     assert st.trace(forward, (torch.ones(3, 2),))(torch.ones(3, 2))[1] == forward(torch.ones(3, 2))[1]
 

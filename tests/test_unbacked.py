@@ -357,8 +357,6 @@ def test_a_branch_on_one_is_an_error_with_op_module_line_and_way_out(run, op):
     "run",
     [
         lambda x, n: x * {2: 3.0}[n.item()],
-        lambda x, n: x * {"2": 3.0}[str(n.item())],
-        lambda x, n: x if str(n.item()) == "2" else -x,
         lambda x, n: x.clone().apply_(lambda item: item * 2),
         lambda x, n: x.clone().map_(x, lambda a, b: a + b),
     ],

@@ -16,7 +16,6 @@ import logging
 import operator
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Set
 from types import FrameType
 from typing import Any, Protocol
@@ -564,8 +563,8 @@ class ValueListener(Protocol):
         Returns the number, or NotImplemented for what torch would do.
         """
 
-    def on_text(self, text: str, *, of_number: bool) -> None:
-        """A tensor without data, or a symbolic number, is shown as this text."""
+    def on_text(self, frame: FrameType) -> None:
+        """Code of the model makes text of a tensor without data, or of a symbolic number, in this frame."""
 
     def on_base(self, name: str) -> None:
         """The model asks whether a tensor is a view, or of what."""
@@ -599,8 +598,6 @@ def report_values(replace: Replace, listener: ValueListener, mine: Mine) -> None
     for owner, names in _OF_MEMORY.items():
         for name in names.split():
             replace(owner, name, _may_fail(getattr(owner, name), listener))
-    replace(_Text, "mine", staticmethod(mine))
-    replace(warnings, "warn", _warning_of_text())
 
 
 _OF_MEMORY: dict[Any, str] = {
@@ -681,8 +678,9 @@ def _format(outer: Callable[..., str], listener: ValueListener, mine: Mine) -> C
 
 def _repr_of_tensor(outer: Callable[..., str], listener: ValueListener, mine: Mine) -> Callable[..., str]:
     def __repr__(self: torch.Tensor, **options: Any) -> str:
-        text = outer(self, **options)
-        return _shown(text, listener, of_number=False) if mine() and isinstance(self, FakeTensor) else text
+        if mine() and isinstance(self, FakeTensor):
+            _tell_text(listener)
+        return outer(self, **options)
 
     return __repr__
 
@@ -696,45 +694,27 @@ def _of_number(outer: Callable[..., Any], listener: ValueListener, mine: Mine) -
         found = listener.on_number(self)
         if found is not NotImplemented:
             return getattr(found, outer.__name__)(*spec)
-        answer = outer(self, *(("",) if spec else ()))
-        return _shown(answer, listener, of_number=True) if isinstance(answer, str) else answer
+        if outer.__name__ != "__hash__":
+            _tell_text(listener)
+        return outer(self, *(("",) if spec else ()))
 
     return read
 
 
-def _shown(text: str, listener: ValueListener, *, of_number: bool) -> _Text:
-    text = str.__str__(text)
-    listener.on_text(text, of_number=of_number)
-    return _Text(text)
+def _tell_text(listener: ValueListener) -> None:
+    """Tell in which frame of the model text is made, beyond `__repr__`s, whose text is that of their object."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and (
+        frame.f_code.co_name in _OF_TEXT
+        or frame.f_code.co_filename.startswith(NOT_THE_MODEL)
+        or is_of_python(frame.f_code.co_filename)
+    ):
+        frame = frame.f_back
+    if frame is not None:
+        listener.on_text(frame)
 
 
-class _Text(str):
-    """The text of a tensor or of its number, which may be shown. The model may not look into it: there is no data."""
-
-    mine: Mine = staticmethod(bool)
-
-
-def _not_looked_into(name: str) -> Callable[..., Any]:
-    def read(self: str, *args: Any) -> Any:
-        if _Text.mine() and asked_by_model():
-            raise NoData("the text of a tensor in a trace doesn't have data")
-        return getattr(str, name)(self, *args)
-
-    return read
-
-
-for _name in ("__len__", "__eq__", "__ne__", "__hash__", "__contains__", "__getitem__", "__iter__", "split", "find"):
-    setattr(_Text, _name, _not_looked_into(_name))
-
-
-def _warning_of_text() -> Callable[..., None]:
-    """`warnings.warn`, which looks whether it has shown a text."""
-    outer = warnings.warn
-
-    def warn(message: Any, category: Any = None, stacklevel: int = 1, *args: Any, **more: Any) -> None:
-        outer(str.__str__(message) if isinstance(message, _Text) else message, category, stacklevel + 1, *args, **more)
-
-    return warn
+_OF_TEXT = ("__repr__", "__str__", "__format__", "extra_repr")
 
 
 # Copies, and functions of elements ---------------------------------------------------------------------------------

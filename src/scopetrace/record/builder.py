@@ -127,8 +127,6 @@ class TapeBuilder:
         """What the forward has made require grad, and no longer requires it."""
         self.hooked: dict[int, UnsupportedOpError] = {}
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
-        self.texts: dict[str, tuple[bool, dict[str, str | None]]] = {}
-        """The texts by which tensors and symbolic numbers were shown: whether of a number, and where."""
         self.looks_at_objects = False
         """Whether the recorder itself asks objects of the model for attributes, which is no read of the forward."""
         self.functions_apart = False

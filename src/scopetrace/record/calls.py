@@ -19,6 +19,7 @@ import inspect
 import itertools
 import re
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, TypeGuard
 
 import torch
@@ -44,12 +45,14 @@ from scopetrace.ir.tape import GIVEN_META, Call, Phase, Value
 from scopetrace.ops.history import can_require_grad, is_cut, is_view
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
 from scopetrace.record.checkpoints import CheckpointedRegion
+from scopetrace.record.data import text_error
 from scopetrace.record.gradients import GradientRecorder
 from scopetrace.record.model import Model, own_names
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.regions import CHECKPOINT, NESTED
+from scopetrace.record.uses import shows_only
 
 Progress = Callable[[str, int], None]
 """Called with the scope path of each module call that begins, and the number of ops recorded before it."""
@@ -504,9 +507,10 @@ class CallRecorder:
         """A tensor with one element, or a symbolic number, becomes text or a key: perhaps the name of a module."""
         return self._ops.data.number_of(x)
 
-    def on_text(self, text: str, *, of_number: bool) -> None:
-        """A tensor or a symbolic number is shown, perhaps only for people."""
-        self._builder.texts.setdefault(text, (of_number, self._builder.where()))
+    def on_text(self, frame: FrameType) -> None:
+        """The forward makes text of a tensor or a symbolic number, perhaps only for people."""
+        if not shows_only(frame):
+            raise text_error(**self._builder.where())
 
     def on_base(self, name: str) -> None:
         """The forward asks whether a tensor is a view, which it need not be in a trace."""

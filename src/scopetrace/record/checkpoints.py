@@ -301,7 +301,7 @@ def _draws(op: Op) -> bool:
 
 
 def _reads_beside(op: Op, storage: int) -> bool:
-    """Whether an op that writes a storage has another argument there: `y.mul_(y)`, of which autograd saves the second."""
+    """Whether an op that writes a storage has another argument there, which autograd saves: `y.mul_(y)`."""
     return sum(v.storage == storage for v in op.inputs()) > 1
 
 

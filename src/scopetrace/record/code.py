@@ -110,7 +110,7 @@ def names_of(code: types.CodeType) -> Names:
 def _read_names(code: types.CodeType) -> Names:
     """As `dis.get_instructions` says, which would take as long as the trace of a small model."""
     reads, binds, attributes = set[str](), set[str](), set[str]()
-    raw, extended, before = code.co_code, 0, 0
+    raw, extended, before, is_bool = code.co_code, 0, 0, False
     for i in range(0, len(raw), 2):
         operand = raw[i + 1] | extended
         extended = operand << 8 if raw[i] == dis.EXTENDED_ARG else 0
@@ -120,8 +120,10 @@ def _read_names(code: types.CodeType) -> Names:
             binds.add(code.co_names[operand])
         elif raw[i] in _BIND_ATTRIBUTE:
             attributes.add(code.co_names[operand])
-        elif raw[i] == _IS and before not in _CONSTANTS:  # x is y, but not x is None
-            reads.add("id")
+        elif raw[i] == _IS:  # x is y, but not x is None
+            reads.update({"id"} if before not in _CONSTANTS else {IS_BOOL} if is_bool else ())
+        elif raw[i] == _LOAD_CONST:
+            is_bool = type(code.co_consts[operand]) is bool
         before = raw[i] or before  # 0: room for the interpreter
     if not reads.isdisjoint(_BY_TEXT):
         words = {word for c in code.co_consts if isinstance(c, str) for word in re.findall(r"\w+", c)}
@@ -134,6 +136,9 @@ def _read_names(code: types.CodeType) -> Names:
     return Names(*(one.union(*others) for one, *others in zip(own, *inner, strict=True))) if inner else own
 
 
+IS_BOOL = "is True"
+"""Stands among the globals of code that has `x is True` or `x is False`."""
+
 MEMO = type(functools.cache(len))
 """The class of functions under `functools.cache`."""
 
@@ -142,6 +147,7 @@ _BY_TEXT = ("globals", "eval", "exec")
 """Functions by which code names globals in strings: `globals()["N"] = 1`."""
 _IS = dis.opmap["IS_OP"]
 _CONSTANTS = frozenset(code for name, code in dis.opmap.items() if "CONST" in name or "SMALL_INT" in name)
+_LOAD_CONST = dis.opmap["LOAD_CONST"]
 _LOAD_GLOBAL = dis.opmap["LOAD_GLOBAL"]
 _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
 _BIND_ATTRIBUTE = (dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"])

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,8 +28,10 @@ from scopetrace._compat.tensors import FakeFactory, FakeTensor, known_data, stor
 from scopetrace.errors import DataDependentError
 from scopetrace.ir.conditions import Specialization
 from scopetrace.ir.reads import Asked
+from scopetrace.ir.scopes import walk_frames
 from scopetrace.ir.tape import Op, RecordedTape, Value, flat
 from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.code import IS_BOOL, names_of
 from scopetrace.record.reads import ReadRecorder
 
 _aten = torch.ops.aten
@@ -98,7 +100,21 @@ class DataReader:
             unbacked = self._factory.unbacked_bindings(answer)
             self._builder.append("call_function", func, args, kwargs, answer, unbacked=unbacked)
             return self.is_true(func, answer)
+        if found is NotImplemented and args[0].fake.dtype is torch.bool:
+            self._refuse_identity(func)
         return found
+
+    def _refuse_identity(self, func: Any) -> None:
+        """Raise where code that takes the number of a bool tensor asks whether something `is True`."""
+        frames = walk_frames(self._builder.frames())
+        if frames and IS_BOOL in names_of(frames[-1][0]).globals:
+            raise DataDependentError(
+                "the forward compares by `is True` or `is False` where it takes the number of a bool tensor, which is "
+                "neither in a trace",
+                op=str(func),
+                **self._builder.where(),
+                hint="write `== True`, or compute with the tensor: torch.where",
+            )
 
     def _refuse_unknown_count(self, func: Any, sparse: Value) -> None:
         """Raise where data decides how many elements a sparse tensor stores: a fake one says 0."""
@@ -376,22 +392,14 @@ def _in_storage(storage: torch.UntypedStorage, t: torch.Tensor) -> torch.Tensor:
     return new.set_(storage, t.storage_offset(), t.size(), t.stride())
 
 
-def refuse_text(texts: Mapping[str, tuple[bool, Mapping[str, str | None]]], found: Iterable[tuple[str, Any]]) -> None:
-    """Raise DataDependentError where the text of a tensor, its number or its size is in what a call gives.
-
-    That is in a key or a value; `found` are the values with their paths.
-    """
-    shown = {re.escape(text): place for text, (_, place) in texts.items()} | {_SYMBOLIC_SIZE: {}}
-    for path, x in found:
-        for text, place in shown.items():
-            if re.search(text, path) or (isinstance(x, str) and re.search(text, x)):
-                raise DataDependentError(
-                    "the result has the text of a tensor, or of a number that depends on one, and graphs make no text",
-                    **place,
-                    hint="return the tensor, and make the text of it outside of the forward; or trace with "
-                    "specialize=True, which lets the example inputs decide and says so in Trace.specializations",
-                )
-
-
-_SYMBOLIC_SIZE = r"torch\.Size\(\[[^\]]*[A-Za-z_]"
-"""In the text of sizes of which one is a symbol. It is made in C++."""
+def text_error(*, module: str | None, source: str | None) -> DataDependentError:
+    """That the forward makes text of what each call may have another of."""
+    return DataDependentError(
+        "the forward makes text of a tensor, of a number that depends on one or of a dynamic size, and does not only "
+        "show it; a graph makes no text",
+        op="str",
+        module=module,
+        source=source,
+        hint="show it alone, by print, logging, warnings or an error; make other text outside of the forward; or trace "
+        "with specialize=True, which lets the example inputs decide and says so in Trace.specializations",
+    )

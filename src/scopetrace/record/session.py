@@ -70,7 +70,7 @@ from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
 from scopetrace.record.checkpoints import refuse_bound_again, refuse_recomputed
-from scopetrace.record.data import NoRealValue, refuse_text
+from scopetrace.record.data import NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
     DynamicShapes,
@@ -356,8 +356,6 @@ class Recording:
             tape.outputs = Returned(tape.calls[0].outputs, changed) if changed else tape.calls[0].outputs
             tape.given = containers.given(out)
             refuse_without_structure(out, (FakeTensor,), object_types)
-            if self.builder.texts or self.factory.shape_env.var_to_range:
-                refuse_text(self.builder.texts, leaves_with_path((out, fakes), "", object_types))
             refuse_hidden(out, (FakeTensor,), "the result", object_types)
             opaque = opaque_leaves(out, object_types)
             if opaque:
@@ -531,8 +529,7 @@ class Recording:
         running = failed[1] if failed is not None and failed[0] is error else None
         chain = (error, error.__cause__)  # torch.testing wraps what it catches
         no_data = any(isinstance(e, DATA_DEPENDENT) or _NO_DATA.search(str(e)) for e in chain)
-        shown = [text for text, (of_number, _) in self.builder.texts.items() if of_number]
-        if no_data or (isinstance(error, LookupError | ValueError) and any(text in str(error) for text in shown)):
+        if no_data:
             return DataDependentError(
                 "Python needs the value of a tensor that depends on the inputs or the model's state",
                 op=self.ops.data.reader(getattr(error, "cond", None), running),

@@ -14,6 +14,7 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
+import itertools
 import linecache
 import types
 from collections.abc import Iterator, Sequence
@@ -106,6 +107,28 @@ def are_only_shown(names: set[str], functions: Sequence[types.FunctionType]) -> 
     return True
 
 
+def shows_only(frame: types.FrameType) -> bool:
+    """Whether code only shows to people what the expression gives that it is at: by print, a logger or an error.
+
+    Without source, whether it names what prints.
+    """
+    place = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None))
+    outer: types.FrameType | None = frame
+    while outer is not None and outer.f_code.co_name in ("<listcomp>", "<genexpr>", "<setcomp>", "<dictcomp>"):
+        outer = outer.f_back
+    code = frame.f_code if outer is None else outer.f_code
+    tree = _tree(code)
+    if tree is None:
+        return not names_of(code).all.isdisjoint({"print", *_TELLING})
+    telling = _Telling(code, tree, None)
+    found = next((f for f in _walk(tree, ()) if isinstance(f[0], ast.expr) and _place_of(f[0]) == place), None)
+    return found is not None and telling.is_told(*found) and not telling.kept
+
+
+def _place_of(node: ast.expr) -> tuple[int | None, ...]:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
 class _Telling:
     """What code shows to people, as a warning that is given once; what it does with a value that it only shows.
 
@@ -123,8 +146,14 @@ class _Telling:
         for parent, outer in zip(parents, (*parents[1:], None), strict=True):
             if isinstance(parent, ast.If):
                 return node is parent.test and all(map(self._only_tells, (*parent.body, *parent.orelse)))
+            if isinstance(parent, (ast.Raise, ast.Assert)):
+                return isinstance(parent, ast.Raise) or node is parent.msg
             if isinstance(parent, (ast.Assign, ast.AugAssign)):
                 return all(map(self._keeps, _targets(parent)))
+            if isinstance(parent, ast.Call) and isinstance(outer, ast.Raise):
+                return True
+            if isinstance(parent, ast.Call) and _name_of(parent.func) in _CHECKS:
+                return node not in parent.args[:1]
             if isinstance(parent, ast.Call) and not _converts(parent):
                 is_kept = _method(parent) in _MUTATORS and self._keeps(parent.func.value)  # type: ignore[attr-defined]
                 return isinstance(outer, ast.Expr) and (is_kept or self._tells(parent))
@@ -143,7 +172,7 @@ class _Telling:
             return False
         loads = [f for f in _walk(self._tree, ()) if isinstance(f[0], ast.Name) and f[0].id == target.id]
         self._local.discard(target.id)  # it is looked at once
-        return all(self.is_told(n, parents) for n, parents in loads if isinstance(n.ctx, ast.Load))  # type: ignore[attr-defined]
+        return all(_is_write(*found) or self.is_told(*found) for found in loads)
 
     def _only_tells(self, statement: ast.stmt) -> bool:
         """Whether a statement shows something, or writes the name `key` alone."""
@@ -188,11 +217,16 @@ def _converts(call: ast.Call) -> bool:
     return _name_of(call.func) in _CONVERSIONS
 
 
-_TELLING = ("warn", "debug", "info", "warning", "error", "critical", "exception", "log")
+_TELLING = (
+    *("warn", "debug", "info", "warning", "error", "critical", "exception", "log", "write"),
+    *("warning_once", "info_once", "warning_advice", "set_description", "set_postfix"),
+)
+_CHECKS = ("_assert", "_check", "_check_index", "_check_type", "_check_value", "_check_with")
+"""They take a condition, and a text that they show where it does not hold."""
 _CONVERSIONS = ("round", "float", "int", "str", "repr", "abs", "len", "tuple", "list", "format", "join", "size")
 _PASSING = (
     *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.JoinedStr, ast.FormattedValue, ast.keyword, ast.Starred),
-    *(ast.Tuple, ast.List),
+    *(ast.Tuple, ast.List, ast.ListComp, ast.GeneratorExp),
 )
 """Expressions whose value is made of that of their parts."""
 
