@@ -702,18 +702,22 @@ def _of_number(outer: Callable[..., Any], listener: ValueListener, mine: Mine) -
 
 
 def _tell_text(listener: ValueListener) -> None:
-    """Tell in which frame of the model text is made, beyond `__repr__`s, whose text is that of their object."""
+    """Tell in which frame of the model text is made, beyond `__repr__`s, whose text is that of their object.
+
+    What torch makes text of by itself, in an op, is for messages.
+    """
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and (
         frame.f_code.co_name in _OF_TEXT
-        or frame.f_code.co_filename.startswith(NOT_THE_MODEL)
+        or frame.f_code.co_filename.startswith(_MAKES_TEXT)
         or is_of_python(frame.f_code.co_filename)
     ):
         frame = frame.f_back
-    if frame is not None:
+    if frame is not None and not frame.f_code.co_filename.startswith(NOT_THE_MODEL):
         listener.on_text(frame)
 
 
+_MAKES_TEXT = (*SCOPETRACE, *prefixes(TORCH_DIRECTORY, "_tensor.py", "_tensor_str.py"))
 _OF_TEXT = ("__repr__", "__str__", "__format__", "extra_repr")
 
 

@@ -27,6 +27,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import (
     DimDynamic,
     GuardOnDataDependentSymNode,
+    PendingUnbackedSymbolNotFound,
     ShapeEnv,
     compute_unbacked_bindings,
 )
@@ -40,7 +41,7 @@ __all__ = ["FakeFactory", "FakeMaker", "FakeTensor", "FakeTensorMode", "FreshFak
 DATA_DEPENDENT = (GuardOnDataDependentSymNode, DataDependentOutputException)
 """Raised where Python or an op needs a value that depends on data."""
 
-NO_SHAPE_RULE = (DynamicOutputShapeException, UnsupportedOperatorException)
+NO_SHAPE_RULE = (DynamicOutputShapeException, UnsupportedOperatorException, PendingUnbackedSymbolNotFound)
 """Raised by ops that cannot run on fake tensors."""
 
 _make_subclass = torch.Tensor._make_subclass
@@ -417,12 +418,13 @@ def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any,
     """As `run_op`, in a mode that skips autograd's dispatch keys.
 
     There a composite op runs as its parts in C++; without them torch would take its Python parts. What it gives of a
-    normal tensor is a view, which requires grad as that does, but for fake tensors.
+    normal tensor is a view, which requires grad as that does, but for fake tensors. An op in place runs once.
     """
     parts = functools.partial(run_parts, func)
     out = _run_op(mode, parts, args, kwargs)
     given, made = ([t for t in tree_leaves(x) if isinstance(t, torch.Tensor)] for x in ((args, kwargs), out))
-    if any(map(requires_grad_of, given)) and not all(map(is_inference_of, made)):
+    in_place = any(t is x for t in made for x in given)
+    if any(map(requires_grad_of, given)) and not (in_place or all(map(is_inference_of, made))):
         with normal_tensors():
             return _run_op(mode, parts, args, kwargs)
     return out

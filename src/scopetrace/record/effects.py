@@ -526,7 +526,7 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     """The inputs and parameters that do not require grad, where the program would differ if they did, each with the op.
 
     Such an op runs in another grad mode than that of the call, or writes to a detached tensor: the memory of others; or
-    it writes over a result that was computed from the leaf. In a trace without autograd, no tensor counts as one that
+    it writes over what was computed from the leaf. In a trace without autograd, no tensor counts as one that
     requires grad.
     """
     other = [op for op in tape.ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
@@ -534,7 +534,7 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in DETACHED for op in tape.ops)
     if not other or not (has_hidden or covering):
         return
-    given = (v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values())
+    given = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
     sources = (v for v in given if v.op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter))
     plain = [v for v in sources if can_require_grad(v) and not (v.requires_grad and tape.grad)]
     if tape.grad and not any(op.writes or op.phase for op in tape.ops):  # the graph switches autograd for inputs
@@ -545,7 +545,7 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     history = History(tape.ops, bits, assumed=True)
     if covering:
         left = History(tape.ops, bits, assumed=True, forgets=True)
-        results = (*leaves(tape.calls[0].outputs, Value), *(w.value for w in tape.attribute_writes))
+        results = (*leaves(tape.calls[0].outputs, Value), *(w.value for w in tape.attribute_writes), *given)
         lost = functools.reduce(operator.or_, (history.of(v) & ~left.of(v) for v in results), 0)
         yield from ((leaf, covering) for leaf in plain if lost & bits[leaf])
     sharing: dict[int, int] = collections.defaultdict(int)
