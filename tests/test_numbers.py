@@ -39,7 +39,8 @@ float(format(n,'.2f'))  len(f'{n}')  len(str(n))  (f'{n}'=='2')*1.0  {'2':4.}[st
 {'2':4.}.get(str(n),1.)  int(str(n))  torch.tensor(n)  torch.tensor([n,1])  torch.full((2,),n)  x.clone().fill_(n)
 torch.arange(int(abs(n))).sum()  x.clamp(max=n)  x**n  torch.linspace(0,n,3).sum()  torch.as_tensor(n)
 x[:int(abs(n))].sum()  x[int(abs(n))%2]  x.roll(int(n))  x[n]  x[:n].sum()  torch.where(x>n,x,n)  x.masked_fill(x>0,n)
-torch.lerp(x,x*2,n)  (x<n).sum()  x.div(n+1,rounding_mode='floor')  (n is True)*1.0  (n is not False)*1.0  (x if n is None else x*2)
+torch.lerp(x,x*2,n)  (x<n).sum()  x.div(n+1,rounding_mode='floor')  (n is True)*1.0
+(n is not False)*1.0  (x if n is None else x*2)
 """
 """Parted by two spaces or a line's end; `n` is the number, `x` a tensor."""
 

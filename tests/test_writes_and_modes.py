@@ -140,3 +140,39 @@ def test_what_covers_a_tensor_with_a_gradient(target, second):
         # without gradients no copy is made of what a write covers, so that their backward raises
         late = found is RuntimeError and called and not traced
         assert found is None or late or found == expected or isinstance(expected, type), (first, traced, called)
+
+
+DERIVED = {
+    "nothing": lambda m, x: x.sin(),
+    "grad": lambda m, x: torch.func.grad(lambda t: (t.sin() * m.p).sum())(x),
+    "jacrev": lambda m, x: torch.func.jacrev(lambda t: t.sin() * m.p)(x),
+    "enabled": lambda m, x: torch.enable_grad()(lambda: (x * m.p).detach())(),
+}
+
+
+class Copying(nn.Module):
+    def __init__(self, derive):
+        super().__init__()
+        self.p = nn.Parameter(torch.tensor([1.0, 2.0, 3.0]))
+        self.register_buffer("b", torch.zeros(3))
+        self.derive = derive
+
+    def forward(self, x):
+        y = self.derive(self, x[0])
+        self.b.copy_(x[:1][0])
+        return y
+
+
+@pytest.mark.parametrize("name", DERIVED)
+def test_a_buffer_gets_a_view_of_an_input(name):
+    for traced, called, first, second in itertools.product((False, True), repeat=4):
+        ours, eager = Copying(DERIVED[name]), Copying(DERIVED[name])
+        x, z = (torch.rand(2, 3).requires_grad_(grad) for grad in (first, second))
+        with torch.set_grad_enabled(traced):
+            trace = st.trace(ours, (x,))
+        with torch.set_grad_enabled(called):
+            expected, found = eager(z), outcome(lambda trace=trace, z=z: trace(z))
+        if found is not None:
+            assert torch.equal(found, expected)
+            state = [(y.requires_grad, m.b.requires_grad) for y, m in ((found, ours), (expected, eager))]
+            assert state[0] == state[1], (traced, called, first, second)

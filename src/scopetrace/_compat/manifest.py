@@ -88,7 +88,8 @@ NAMES = {
     "torch.fx.experimental.sym_node": "_NO_HINT SymNode",
     "torch.fx.experimental.sym_node:SymNode": "expect_true expr guard_bool guard_or_false has_hint hint maybe_as_int",
     "torch.fx.experimental.symbolic_shapes": """
-        CallMethodKey ConvertIntKey DimDynamic DivideByKey GuardOnDataDependentSymNode PendingUnbackedSymbolNotFound RuntimeAssert SLoc ShapeEnv
+        CallMethodKey ConvertIntKey DimDynamic DivideByKey GuardOnDataDependentSymNode PendingUnbackedSymbolNotFound
+        RuntimeAssert SLoc ShapeEnv
         ShapeGuard StrictMinMaxConstraint compute_unbacked_bindings""",
     "torch.fx.experimental.symbolic_shapes:DimDynamic": "DYNAMIC",
     "torch.fx.experimental.symbolic_shapes:ShapeEnv": """

@@ -59,7 +59,7 @@ class TapeCopier(abc.ABC):
     def __init__(self, old: RecordedTape | BodyTape) -> None:
         self.old = old
         self.new = _started(old)
-        self.grad = any(op.grad for op in old.ops)
+        self.grad = any(op.grad for op in old.ops if op.kind != "get_attr")
         self.emitter = Emitter(self.new, has_grad=self.grad)
         self._writers = [i for i, op in enumerate(old.ops) if op.writes]
         self.sets: dict[int, AliasSet] = {

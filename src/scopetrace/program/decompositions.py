@@ -95,7 +95,7 @@ class _TapeDecomposer:
         self.old, self.table, self.calls, self.storages = old, table, calls, storages
         self.bodies, self.known = bodies, known
         self.new: Any = dataclasses.replace(old, ops=[], calls=[], attributes=dict(old.attributes))
-        self.emitter = Emitter(self.new, storages, has_grad=any(op.grad for op in old.ops))
+        self.emitter = Emitter(self.new, storages, has_grad=any(op.grad for op in old.ops if op.kind != "get_attr"))
         self.values: dict[Value, Value] = {}
         """By value of the old tape, that of the new one."""
 
