@@ -144,6 +144,47 @@ def test_a_training_step(partition_fn):
     assert not any("backward" in op or "addcmul" in op for op in ops)
 
 
+SIZED_LOSSES = {
+    "mean": lambda model, x, y: F.cross_entropy(model(x), y),
+    "sizes in the loss": lambda model, x, y: model(x).square().sum() / (2 * x.shape[0] + 1),
+    "views": lambda model, x, y: (model(x).reshape(-1).sin().reshape(x.shape[0], -1) * x.shape[0]).sum(0).mean(),
+    "expand": lambda model, x, y: (model(x) + torch.ones(3).expand(x.shape[0], 3) * y[:, None]).tanh().sum(),
+    "dropout": lambda model, x, y: F.dropout(model(x), 0.5).sum(),
+}
+
+
+@pytest.mark.parametrize("partition_fn", PARTITIONERS)
+@pytest.mark.parametrize("name", SIZED_LOSSES)
+def test_a_training_step_of_dynamic_sizes(name, partition_fn):
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+
+    def step_of(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+        def step(x, y):
+            loss = SIZED_LOSSES[name](model, x, y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return step
+
+    step, eager, batch = step_of(model), step_of(twin), {0: torch.export.Dim("batch", min=2)}
+    trace = st.trace(step, (torch.randn(5, 4), torch.randint(0, 3, (5,))), dynamic_shapes={"x": batch, "y": batch})
+    split = trace.split_backward(partition_fn)
+    for count in (5, 3, 8):
+        x, y = torch.randn(count, 4), torch.randint(0, 3, (count,))
+        torch.manual_seed(count)
+        found = split(x, y)
+        torch.manual_seed(count)
+        assert torch.equal(found, eager(x, y))
+        assert all(map(torch.equal, model.parameters(), twin.parameters()))
+    assert all(isinstance(s.bytes, int | torch.SymInt) for s in split.saved)
+
+
 def test_a_step_of_micro_batches():
     torch.manual_seed(0)
     model = Net()

@@ -183,6 +183,38 @@ def test_ways_to_differentiate(way, name):
     assert_like_eager(lambda model, optimizer: step_of(model, optimizer, way), OPTIMIZERS[name])
 
 
+OF_TORCH = {
+    **{name: getattr(torch.optim, name) for name in ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam")},
+    **{name: getattr(torch.optim, name) for name in ("RMSprop", "Rprop")},
+    "RMSprop, centered": lambda p, **k: torch.optim.RMSprop(p, momentum=0.9, centered=True, **k),
+    "Adam, amsgrad": lambda p, **k: torch.optim.Adam(p, amsgrad=True, **k),
+    "NAdam, decoupled": lambda p, **k: torch.optim.NAdam(p, weight_decay=0.1, decoupled_weight_decay=True, **k),
+    "SGD, nesterov": lambda p, **k: torch.optim.SGD(p, 0.1, momentum=0.9, nesterov=True, **k),
+}
+NEEDS_VALUES = ("ASGD", "Adafactor", "RAdam", "LBFGS")
+
+
+@pytest.mark.parametrize("foreach", [False, True])
+@pytest.mark.parametrize("steps_before", [0, 1, 7])
+@pytest.mark.parametrize("name", OF_TORCH)
+def test_optimizers_of_torch_at_the_first_step_and_later(name, steps_before, foreach):
+    def make(model, optimizer):
+        step = step_of(model, optimizer)
+        for _ in range(steps_before):
+            step(*batches()[0])
+        return step
+
+    assert_like_eager(make, lambda p: OF_TORCH[name](p, foreach=foreach))
+
+
+@pytest.mark.parametrize("name", NEEDS_VALUES)
+def test_optimizers_that_branch_on_values_are_refused(name):
+    model = Net()
+    step = with_closure(model, getattr(torch.optim, name)(model.parameters()))
+    with pytest.raises(st.errors.DataDependentError, match=f"(?s){name} branches in Python.*step it after a call"):
+        st.trace(step, batches()[0])
+
+
 @pytest.mark.parametrize("name", ["SGD", "momentum", "AdamW", "Adagrad"])
 def test_a_step_that_gets_a_closure(name):
     trace = assert_like_eager(with_closure, OPTIMIZERS[name])

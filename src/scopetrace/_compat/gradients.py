@@ -11,8 +11,10 @@ Backward hooks of modules are functions of autograd, which `_compat.patches` rep
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
+import inspect
 import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -468,3 +470,25 @@ def _saved_by(node: Any) -> Iterator[torch.Tensor]:
             yield from (
                 t for t in (found if isinstance(found, (list, tuple)) else [found]) if isinstance(t, torch.Tensor)
             )
+
+
+def is_torchs(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the class is one of torch.optim itself."""
+    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
+
+
+def first_state(optimizer: torch.optim.Optimizer, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
+    """The state that the first step of an optimizer of torch.optim makes for a parameter before it computes.
+
+    Empty where there is none. The optimizer stays as it is.
+    """
+    make = getattr(type(optimizer), "_init_group", None)
+    if make is None:
+        return {}
+    stand_in: Any = object.__new__(type(optimizer))
+    vars(stand_in).update(vars(optimizer), state=collections.defaultdict(dict))
+    leaf = p.detach().requires_grad_()  # whose memory nobody writes
+    leaf.grad = p.detach()
+    lists = len(inspect.signature(make).parameters) - 2  # to which it appends what the step takes
+    make(stand_in, {**group, "params": [leaf]}, *([] for _ in range(lists)))
+    return dict(stand_in.state[leaf])

@@ -159,14 +159,13 @@ def split_backward(
     after = {name: i for i, name in reversed([*enumerate(returned)])}
     taken = [n for n in backward.graph.find_nodes(op="placeholder") if not n.target.startswith("tangents_")]
     made = {n.name: n for n in forward.graph.nodes}
-    kept = [(made[n.name], t) for n in taken if isinstance(t := node_value(n), torch.Tensor)]
     return SplitProgram(
         forward,
         backward,
         joint.primals,
         joint.results,
         joint.gradients,
-        tuple(Saved(n, tuple(t.shape), t.nbytes) for n, t in kept),
+        tuple(Saved.among(made[n.name] for n in taken)),
         program,
         tuple(after[n.name] for n in taken),
         joint.order,

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import io
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import starmap
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -98,6 +98,13 @@ class Saved(NamedTuple):
     shape: tuple[int | torch.SymInt, ...]
     bytes: int | torch.SymInt
 
+    @classmethod
+    def among(cls, nodes: Iterable[torch.fx.Node]) -> list[Saved]:
+        """Of each of the nodes whose value is a tensor."""
+        values = [(n, node_value(n)) for n in nodes]
+        tensors = [(n, t) for n, t in values if isinstance(t, torch.Tensor)]
+        return [cls(n, tuple(t.shape), t.numel() * t.element_size()) for n, t in tensors]  # `nbytes` takes no symbols
+
 
 class ModuleCall:
     """One call of a module in a trace. The first of `Trace.calls` is the call of the traced callable itself."""
@@ -161,8 +168,7 @@ class ModuleCall:
     def saved(self) -> list[Saved]:
         """The tensors of the forward that the backward of this call and of the calls inside it reads, each once."""
         read = dict.fromkeys(n for node in self.backward_nodes for n in node.all_input_nodes)
-        values = [(n, node_value(n)) for n in read if forward_place(n) is None]
-        return [Saved(n, tuple(t.shape), t.nbytes) for n, t in values if isinstance(t, torch.Tensor)]
+        return Saved.among(n for n in read if forward_place(n) is None)
 
     @functools.cached_property
     def arguments(self) -> dict[str, Any]:

@@ -235,6 +235,11 @@ class CallRecorder:
         """Records derivatives, and the `grad` of tensors."""
         return GradientRecorder(self._builder, self._values, self._reads, self._model)
 
+    def close(self) -> None:
+        """Put back what steps of optimizers have set that an error has ended."""
+        if "gradients" in self.__dict__:
+            self.gradients.close()
+
     @property
     def differentiates(self) -> bool:
         """As `HookListener.differentiates`."""

@@ -65,6 +65,8 @@ class _Step:
     """Whether the forward has made the optimizer."""
     stack: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
     """The scope and phase of its ops."""
+    flags: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
+    """What it sets in the process."""
     state: dict[tuple[int, str], int] = dataclasses.field(default_factory=dict)
     """Its `state_of` before it writes."""
 
@@ -301,7 +303,10 @@ class GradientRecorder:
 
     def _enter(self, step: _Step) -> None:
         step.stack.enter_context(self._of_optimizer(step.optimizer))
-        step.stack.enter_context(exporting(False))  # optimizers that are compiled compute in other ways
+        self._builder.optimizer = step.optimizer
+        step.stack.callback(setattr, self._builder, "optimizer", None)
+        flags = step.stack.enter_context(step.flags)
+        flags.enter_context(exporting(False))  # optimizers that are compiled compute in other ways
 
     def _note_settings(self, optimizer: torch.optim.Optimizer) -> None:
         name = type(optimizer).__name__
@@ -322,6 +327,11 @@ class GradientRecorder:
             self._refuse_new_state(optimizer, step.state)
         name = f"the parameters and state of {type(optimizer).__name__}"
         self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))
+
+    def close(self) -> None:
+        """End the steps that an error has left."""
+        while self._stepping:
+            self._stepping.pop().flags.close()
 
     def _refuse_new_state(self, optimizer: torch.optim.Optimizer, before: dict[tuple[int, str], int]) -> NoReturn:
         name, made = type(optimizer).__name__, [key for key in state_of(optimizer) if key not in before]

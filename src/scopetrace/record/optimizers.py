@@ -1,7 +1,7 @@
 """The state of optimizers that step inside a forward.
 
 Data flow:
-    an optimizer steps for the first time -> its state, made before the program begins: tensors of zeros
+    an optimizer steps for the first time -> its state, made before the program begins
     ops of the step -> read and write these, as any tensors from outside
 """
 
@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
+from scopetrace._compat.gradients import first_state, is_torchs
 from scopetrace.errors import UnsupportedOpError
-
-_BEGIN_WITH_ZEROS = ("SGD", "Adam", "AdamW", "RMSprop", "Adadelta", "Adamax", "RAdam", "Muon")
-"""The classes of torch.optim whose first step does with a state of zeros what it does without one."""
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> list[tuple[int, str]]:
@@ -45,46 +43,27 @@ def state_of(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], int]:
 def new_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:
     """The state that an optimizer needs for those of the parameters for which it has none.
 
-    Its class steps once, on tensors without data. Raises UnsupportedOpError for one of torch.optim whose state does not
-    begin with zeros; others have theirs, or need none.
+    It is what its first step makes before it computes. Classes other than those of torch.optim make theirs in their
+    step. Raises UnsupportedOpError where the first step is not like the others.
     """
     wanted = {id(p) for p in params if not optimizer.state.get(p)}
     made: dict[torch.Tensor, dict[str, Any]] = {}
-    for group in optimizer.param_groups if wanted else ():
-        chosen = [p for p in group["params"] if id(p) in wanted]
-        shadows = [torch.empty_like(p, device="meta").requires_grad_() for p in chosen]
-        for shadow in shadows:
-            shadow.grad = torch.zeros_like(shadow)
-        plain: dict[str, Any] = {**group, "params": shadows}
-        plain.update((name, False) for name in ("foreach", "fused", "capturable") if name in group)
-        if shadows and _begins_with_zeros(optimizer, group):
-            make: Any = type(optimizer)
-            shadow_optimizer = make([plain])
-            shadow_optimizer.step()
-            on_device = group.get("capturable") or group.get("fused")
-            for p, shadow in zip(chosen, shadows, strict=True):
-                if shadow in shadow_optimizer.state:
-                    state = shadow_optimizer.state[shadow]
-                    made[p] = {name: _zeros(x, p, on_device=bool(on_device)) for name, x in state.items()}
-        elif shadows and _is_torchs(optimizer):
-            raise UnsupportedOpError(
-                f"{type(optimizer).__name__} has no state yet, and its first step is not like the others",
-                op=f"{type(optimizer).__name__}.step",
-                hint="run optimizer.step() once before the trace",
-            )
+    for group in optimizer.param_groups if wanted and is_torchs(optimizer) else ():
+        for p in (p for p in group["params"] if id(p) in wanted):
+            state = first_state(optimizer, group, p)
+            if type(optimizer) is torch.optim.SGD and group["momentum"]:
+                state = {"momentum_buffer": _momentum(p, group["dampening"])}
+            if state:
+                made[p] = state
     return made
 
 
-def _is_torchs(optimizer: torch.optim.Optimizer) -> bool:
-    return f"{type(optimizer).__module__}.".startswith("torch.optim.")
-
-
-def _begins_with_zeros(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> bool:
-    is_known = _is_torchs(optimizer) and type(optimizer).__name__ in _BEGIN_WITH_ZEROS
-    return is_known and not (group.get("momentum") and group.get("dampening"))
-
-
-def _zeros(x: Any, p: torch.Tensor, *, on_device: bool) -> Any:
-    if not isinstance(x, torch.Tensor):
-        return x
-    return torch.zeros_like(x, device=p.device if on_device or x.device.type == "meta" else x.device)
+def _momentum(p: torch.Tensor, dampening: float) -> torch.Tensor:
+    """The momentum from which a step of SGD makes what its first step makes without one: the gradient."""
+    if dampening:
+        raise UnsupportedOpError(
+            "SGD has no state yet, and with dampening= its first step is not like the others",
+            op="SGD.step",
+            hint="run optimizer.step() once before the trace",
+        )
+    return torch.zeros_like(p, memory_format=torch.preserve_format)

@@ -337,6 +337,7 @@ class Recording:
                 self.reads.watching(mine, effects.reach, effects.tag_names),
                 reads.watching(mine),
                 dispatching_to(self.ops.mode, self.factory.mode),
+                contextlib.closing(calls),
             ):
                 before = settings()
                 out = calls.run_root(self.ops.finishing(run), *tape.args)
@@ -529,6 +530,14 @@ class Recording:
         running = failed[1] if failed is not None and failed[0] is error else None
         chain = (error, error.__cause__)  # torch.testing wraps what it catches
         no_data = any(isinstance(e, DATA_DEPENDENT) or _NO_DATA.search(str(e)) for e in chain)
+        if no_data and self.builder.optimizer is not None:
+            name = type(self.builder.optimizer).__name__
+            return DataDependentError(
+                f"{name} branches in Python on the values of tensors",
+                op=self.ops.data.reader(getattr(error, "cond", None), running),
+                hint="step it after a call of the trace, on the gradients that this leaves in `grad`",
+                **place,
+            )
         if no_data:
             return DataDependentError(
                 "Python needs the value of a tensor that depends on the inputs or the model's state",
