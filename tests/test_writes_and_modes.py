@@ -176,3 +176,52 @@ def test_a_buffer_gets_a_view_of_an_input(name):
             assert torch.equal(found, expected)
             state = [(y.requires_grad, m.b.requires_grad) for y, m in ((found, ours), (expected, eager))]
             assert state[0] == state[1], (traced, called, first, second)
+
+
+MEMORY = {
+    "data = clone": lambda x, y: setattr(y, "data", x.detach().clone()),
+    "data = new": lambda x, y: setattr(y, "data", torch.ones_like(x)),
+    "data = product": lambda x, y: setattr(y, "data", (x * 2).detach()),
+    "set_": lambda x, y: y.set_(x.clone()),
+    "none": lambda x, y: None,
+}
+FILLED = {
+    "copy_": lambda x, y: y.copy_(x),
+    "detach().copy_": lambda x, y: y.detach().copy_(x),
+    "data.copy_": lambda x, y: y.data.copy_(x),
+    "part": lambda x, y: y[1:].copy_(x[1:]),
+    "setitem": lambda x, y: y.__setitem__(slice(None), x),
+    "view": lambda x, y: y.view(-1).copy_(x.view(-1)),
+    "mul_": lambda x, y: y.mul_(x),
+    "nothing": lambda x, y: None,
+}
+CHANGED = {
+    "add_ one": lambda x, y: x.add_(1),
+    "add_": lambda x, y: x.add_(y),
+    "part": lambda x, y: x.split(2)[0].add_(y.split(2)[0]),
+    "copy_ back": lambda x, y: x.copy_(y * 2),
+    "both": lambda x, y: (x.mul_(2), y.add_(x)),
+    "zero_": lambda x, y: x.zero_(),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGED)
+@pytest.mark.parametrize("memory", MEMORY)
+def test_what_was_copied_stays_when_the_source_is_written(memory, changed):
+    for filled, is_returned, grad in itertools.product(FILLED.values(), (False, True), (False, True)):
+
+        def forward(x, y, filled=filled, is_returned=is_returned):
+            MEMORY[memory](x, y)
+            filled(x, y)
+            CHANGED[changed](x, y)
+            return y if is_returned else x.sum()
+
+        def seen(run):
+            x, y = torch.arange(12.0).view(4, 3), -torch.arange(12.0).view(4, 3)
+            return [t.clone() for t in (run(x, y), x, y)]
+
+        with torch.set_grad_enabled(grad):
+            trace = outcome(lambda f=forward: st.trace(f, (torch.rand(4, 3), torch.rand(4, 3))))
+            if trace is not None:
+                for found, expected in zip(seen(trace), seen(forward), strict=True):
+                    assert torch.equal(found, expected)

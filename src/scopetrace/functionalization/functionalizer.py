@@ -159,7 +159,15 @@ class Functionalizer(TapeCopier):
         if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
             variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
         run = self._run_each if name.startswith("_foreach_") and op.grad else self.emitter.run
+        if variant.op is _RRELU and op.grad and list(args[4:5]) == [True]:
+            run = self._run_rrelu
         self._store(op, variant, run(op, variant.op, tuple(args), kwargs))
+
+    def _run_rrelu(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
+        """Torch differentiates the functional variant by the noise that it is given, not by that which it draws."""
+        detached = self.emitter.run(op, _aten.detach.default, args[:1], {})
+        _, noise = self.emitter.run(op, func, (detached, *args[1:]), kwargs)
+        return [self.emitter.run(op, _aten.mul.Tensor, (args[0], noise), {}), noise]
 
     def _run_each(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         """A foreach op for each tensor alone: one for all gives all results a gradient where one operand has one."""
@@ -467,6 +475,7 @@ _KEEPS_NOTHING = frozenset(
 )
 """Ops in place whose backward does not need what they overwrite."""
 
+_RRELU = _aten.rrelu_with_noise_functional.default
 _WITHOUT_DERIVATIVE = frozenset({"normal_", "bernoulli_", "uniform_"})
 """Ops in place whose functional variants have no derivative, or none of complex numbers. That of what they overwrite is
 zero."""

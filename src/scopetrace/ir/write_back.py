@@ -245,12 +245,12 @@ class WriteBack(Printed):
         return {target.name for target in written if isinstance(target, GraphInput)}
 
     def _bases(self) -> list[Source | None]:
-        return [s.base if isinstance(s, ViewOf) else s for s in (*self.results, *self.bound)]
+        return [_base_of(s) for s in (*self.results, *self.bound)]
 
     def _copies(self) -> list[FromGraph]:
         """What is a copy of a value of the graph, and not that value."""
         sources = self._bases()
-        sources += [u.value for u in self.updates if isinstance(u, CopyInto)]
+        sources += [_base_of(u.value) for u in self.updates if isinstance(u, (CopyInto, SetTo))]
         return [s for s in sources if isinstance(s, FromGraph) and (s.copy or s.stride is not None)]
 
     def __str__(self) -> str:
@@ -340,15 +340,23 @@ def resolved(x: Any, number: Number) -> Any:
     return map_structure(number, x, (FromGraph, *Symbolic))
 
 
+def _base_of(source: Source | None) -> Source | None:
+    return source.base if isinstance(source, ViewOf) else source
+
+
 def _laid_out(value: torch.Tensor, source: FromGraph, number: Number) -> torch.Tensor:
-    """The value, or a copy of it, with the strides that `source` asks for."""
+    """The value, or a copy of it, with the strides that `source` asks for, and the value's history."""
     stride = resolved(source.stride, number)
-    if stride is None or value.stride() == stride:
-        return value.clone() if source.copy else value
-    once = _once(stride)
-    part = value[once] if once else value
-    moved = torch.empty_strided(part.size(), stride, dtype=value.dtype, device=value.device).copy_(part)
-    return moved if moved.size() == value.size() else moved.expand(value.size())
+    is_laid_out = stride is None or value.stride() == stride
+    if is_laid_out and not source.copy:
+        return value
+    with torch.set_grad_enabled(torch.is_grad_enabled() or not value.is_leaf):
+        if is_laid_out:
+            return value.clone()
+        once = _once(stride)
+        part = value[once] if once else value
+        moved = torch.empty_strided(part.size(), stride, dtype=value.dtype, device=value.device).copy_(part)
+        return moved if moved.size() == value.size() else moved.expand(value.size())
 
 
 def _once(stride: Sequence[int]) -> tuple[slice, ...]:

@@ -132,7 +132,8 @@ class History:
         for v in covered:
             self._bits.pop(self._family.get(v, v), None)
         for v in (*op.values(), *op.writes) if bits else ():
-            if v.requires_grad or v.fake.requires_grad or (self._assumed and can_require_grad(v)):
+            gains = self._assumed or v in op.writes
+            if v.requires_grad or v.fake.requires_grad or (gains and can_require_grad(v)):
                 family = self._family.get(v, v)
                 self._bits[family] = self._bits.get(family, 0) | bits
 

@@ -46,6 +46,7 @@ from scopetrace.ops.history import can_require_grad, is_cut, is_view
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
 from scopetrace.record.checkpoints import CheckpointedRegion
 from scopetrace.record.data import text_error
+from scopetrace.record.functions import refuse_dirty_view
 from scopetrace.record.gradients import GradientRecorder
 from scopetrace.record.model import Model, own_names
 from scopetrace.record.ops import OpRecorder
@@ -269,6 +270,7 @@ class CallRecorder:
                 raise Retrace("a torch.autograd.Function runs under no_grad", Assumptions(exact_autograd=True))
             return NotImplemented
         if self._builder.functions_apart:
+            refuse_dirty_view(cls, tensors, self._builder)
             phase = Phase("backward", 0 if call is None else call.position, self._builder.state.current_scope)
             self._builder.made_nodes.append((next_sequence_number(), phase))
             return NotImplemented
@@ -276,7 +278,7 @@ class CallRecorder:
             return self._ops.apply_function(cls, args)
 
     def on_unseen_function(self) -> None:
-        """A function with a backward of its own is applied, to any of the inputs."""
+        """A function with a backward of its own is applied, to any of the inputs, or these decide what has one."""
         for value in self._builder.tape.inputs:
             self._reads.on_gradient(value.fake)
 
@@ -362,7 +364,10 @@ class CallRecorder:
             return False
         if self._values.is_given(t):
             self._reads.on_requires_grad(t)
-            if not requires_grad_of(self._values.value_of(t).fake):
+            value = self._values.value_of(t)
+            if value.storage in self._builder.tape.written_storages():  # by which it may require grad in other calls
+                self.on_unseen_function()
+            if not requires_grad_of(value.fake):
                 return False
             self._refuse_flag("detaches a tensor of the model, or an input, in place", "detach_")
         if any(map(is_view, self._values.names_of(t))):

@@ -415,7 +415,7 @@ def refuse_lost_gradients(
     late = [v for op in tape.ops for v in op.values() if not v.requires_grad and v.requires_grad_now]
     given = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
-        quiet = [op for op in tape.ops if op.kind == "call_function" and not op.grad and not op.writes]
+        quiet = [op for op in tape.ops if op.kind == "call_function" and not op.grad]
         given = [v for op in quiet for v in op.values() if v.requires_grad_now]
     written = tape.written_storages()
     functions = ((v, node) for v in given for node in _functions(v, behind_writes=v.storage in written))
@@ -556,21 +556,29 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
         for v in op.inputs() if op.grad != tape.grad else ():
             found |= history.of(v)
         for v in op.writes:
-            found |= sharing[v.storage] if op.grad != tape.grad or history.is_detached(v) else 0
+            is_hidden = op.grad != tape.grad or history.is_detached(v) or op.target in DETACHED
+            found |= sharing[v.storage] if is_hidden else 0
         yield from ((leaf, op) for i, leaf in enumerate(plain) if found >> i & 1)
+
+
+def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
+    """The ops that write to memory of several inputs which autograd keeps apart, such as `x` and `x.detach()`."""
+    for op in tape.ops:
+        for written in op.writes:
+            sharing = [examples[v] for v in tape.inputs if v.storage == written.storage]
+            if len({id(t if (base := base_of(t)) is None else base) for t in sharing}) > 1:
+                yield op
 
 
 def refuse_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> None:
     """Raise UnsupportedOpError where a gradient flows into memory of several inputs, which autograd keeps apart."""
-    for op in tape.ops:
-        for written in op.writes if op.grad and op.tracked else ():
-            sharing = [examples[v] for v in tape.inputs if v.storage == written.storage]
-            if len({id(t if (base := base_of(t)) is None else base) for t in sharing}) > 1:
-                raise UnsupportedOpError(
-                    "a tensor that requires grad is written into memory that inputs share, one of which is detached",
-                    **place_of(op),
-                    hint="clone() one of the inputs, or trace under torch.no_grad()",
-                )
+    for op in writes_to_inputs_apart(tape, examples):
+        if op.grad and op.tracked:
+            raise UnsupportedOpError(
+                "a tensor that requires grad is written into memory that inputs share, one of which is detached",
+                **place_of(op),
+                hint="clone() one of the inputs, or trace under torch.no_grad()",
+            )
 
 
 def place_of(op: Op) -> dict[str, str | None]:

@@ -11,20 +11,22 @@ the call, the ops of the forward are recorded in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from types import FunctionType
 from typing import Any, NoReturn
 
 import torch
 from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.tensors import FakeFactory, requires_grad_of, run_fake
+from scopetrace._compat.tensors import FakeFactory, base_of, requires_grad_of, run_fake
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.segment import body_tape, captured
 from scopetrace.ir.tape import BodyTape, Value
 from scopetrace.ops.higher_order import written_inputs
 from scopetrace.ops.history import ONCE_DIFFERENTIABLE
 from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.code import names_of
 from scopetrace.record.higher_order import BodyRecorder
 
 _apply = torch.ops.higher_order.autograd_function_apply
@@ -125,13 +127,7 @@ class FunctionRecorder(BodyRecorder):
         return [x if x is None else self.values.value_of(x) for x in results], None
 
     def _refuse(self, problem: str, hint: str) -> NoReturn:
-        hint += ", trace under torch.no_grad(), name the module in leaf_modules=, or make it a torch.library.custom_op"
-        raise UnsupportedOpError(
-            f"{self._path} is a torch.autograd.Function that {problem}",
-            op=self._path,
-            **self.builder.where(),
-            hint=hint,
-        )
+        raise _error(self._path, problem, hint, self.builder)
 
     def _check_written(self, bodies: list[BodyTape], gradients: int) -> None:
         """Neither part may write to tensors from outside; backward may write to the gradients that it gets."""
@@ -168,6 +164,21 @@ class FunctionRecorder(BodyRecorder):
         args = (alias, list(v.fake.size()), list(v.fake.stride()), offset)
         found: torch.Tensor = run_fake(mode, torch.ops.aten.as_strided.default, args, {}, grad=True)
         return found
+
+
+def _error(path: str, problem: str, hint: str, builder: TapeBuilder) -> UnsupportedOpError:
+    hint += ", trace under torch.no_grad(), name the module in leaf_modules=, or make it a torch.library.custom_op"
+    return UnsupportedOpError(
+        f"{path} is a torch.autograd.Function that {problem}", op=path, **builder.where(), hint=hint
+    )
+
+
+def refuse_dirty_view(cls: Any, tensors: Sequence[torch.Tensor], builder: TapeBuilder) -> None:
+    """Raise where torch runs a function that may write to a view: autograd does not show it in the view's history."""
+    names = [names_of(f.__code__).all for f in (cls.forward, cls.setup_context) if isinstance(f, FunctionType)]
+    if any("mark_dirty" in found for found in names) and any(base_of(t) is not None for t in tensors):
+        path = f"{cls.__module__}.{cls.__qualname__}"
+        raise _error(path, "writes to its arguments (mark_dirty), one of which is a view", "clone() it first", builder)
 
 
 class _Context(FunctionCtx):

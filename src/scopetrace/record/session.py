@@ -88,6 +88,7 @@ from scopetrace.record.effects import (
     refuse_tags,
     settings_left,
     without_hidden_gradients,
+    writes_to_inputs_apart,
 )
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.model import Model, holds_iterator
@@ -273,6 +274,8 @@ class Recording:
         effects.note(changes, reads.overwritten, reads.is_written_first)
         for value, op in without_hidden_gradients(tape):
             self.reads.on_hidden_write(value, op)
+        for op in () if tape.grad else writes_to_inputs_apart(tape, self.values.examples):
+            self.reads.on_hidden_write(op.writes[0], op)
         lifted = filter(requires_grad_of, self.values.lifted)
         for leaf in (*self.values.factory_leaves, *lifted):  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
