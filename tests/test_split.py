@@ -244,13 +244,53 @@ def test_both_graphs_by_hand():
     assert torch.equal(bias, model.bias.grad)
 
 
+BATCH = torch.export.Dim("batch", min=2, max=64)
+SIZED = {
+    **{name: p for name, p in PROGRAMS.items() if name not in ("embedding and convolution", "loss", "lstm")},
+    "a mean by the size": lambda m, x: m.fc(x).sum(0) / x.shape[0],
+    "views by the size": lambda m, x: (m.fc(x).reshape(-1).sin().reshape(x.shape[0], -1) * x.shape[0]).t(),
+    "slices by the size": lambda m, x: torch.cat([m.fc(x), m.other(x)]).cumsum(0)[: x.shape[0] * 2 - 1],
+}
+
+
+@pytest.mark.parametrize("dim", [BATCH, 2 * BATCH])
+@pytest.mark.parametrize("partition_fn", PARTITIONERS)
+@pytest.mark.parametrize("name", SIZED)
+def test_dynamic_sizes(name, partition_fn, dim):
+    torch.manual_seed(0)
+    model, needs_grad = Model(SIZED[name]), "input" in name
+    twin, x = copy.deepcopy(model), torch.randn(6, 4, requires_grad=needs_grad)
+    split = st.trace(model, (x,), dynamic_shapes={"x": {0: dim}}).split_backward(partition_fn)
+    for count in (6, 4, 10):
+        x = torch.randn(count, 4, requires_grad=needs_grad)
+        other = x.detach().clone().requires_grad_(needs_grad)
+        found, expected = run(split, x), run(twin, other)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+        torch.testing.assert_close(x.grad, other.grad, rtol=0, atol=0)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            torch.testing.assert_close(p.grad, q.grad, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(list(model.buffers()), list(twin.buffers()), rtol=0, atol=0)
+
+
 REFUSED = {
     "nothing requires grad": (lambda x: x * 2, {}, st.errors.ModeError, "nothing requires grad"),
-    "dynamic sizes": (
-        torch.nn.Linear(4, 4),
-        {"dynamic_shapes": {"input": {0: torch.export.Dim.AUTO}}},
+    "sizes that depend on data": (
+        Model(lambda m, x: m.fc(x)[x[:, 0] > 0]),
+        {},
         st.errors.DynamicShapeError,
-        "dynamic sizes",
+        "sizes that depend on data",
+    ),
+    "a size as a result": (
+        Model(lambda m, x: (m.fc(x), x.shape[0])),
+        {"dynamic_shapes": {"x": {0: BATCH}}},
+        st.errors.DynamicShapeError,
+        "gives a dynamic size as a result",
+    ),
+    "dropout of an lstm": (
+        Model(PROGRAMS["lstm"]),
+        {"dynamic_shapes": {"x": {0: BATCH}}},
+        st.errors.DynamicShapeError,
+        "a recurrent layer with dropout, of dynamic sizes",
     ),
 }
 
@@ -261,6 +301,20 @@ def test_refusals(case):
     trace = st.trace(model, (torch.randn(5, 4),), **options)
     with pytest.raises(error, match=text):
         trace.split_backward()
+
+
+@pytest.mark.parametrize("kind", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_decompositions_that_leave_dropout_out_are_refused(kind):
+    layer, x = kind(4, 4, 2, dropout=0.5), torch.randn(3, 2, 4)
+
+    def step(x):
+        layer(x)[0].sum().backward()
+
+    with pytest.raises(st.errors.DynamicShapeError, match="a recurrent layer with dropout, of dynamic sizes"):
+        st.trace(step, (x,), dynamic_shapes={"x": {1: BATCH}})
+    with pytest.raises(st.errors.DecompositionError, match="leaves the dropout between its layers out"):
+        st.trace(layer, (x,)).decompose()
+    st.trace(layer.eval(), (x,)).decompose()
 
 
 def test_a_partitioner_by_name_is_refused():

@@ -557,7 +557,7 @@ def read_dim(dim: Any, least: int = 0) -> DimSpec | int | None:
     for a static one.
     Raises TypeError for anything else.
     """
-    if dim is None or isinstance(dim, int):
+    if dim is None or isinstance(dim, (int, DimSpec)):
         return dim
     if isinstance(dim, str):
         return DimSpec(dim, least, None, may_be_equal=True)

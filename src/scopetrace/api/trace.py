@@ -172,7 +172,7 @@ class Trace(Shown):
                 eager keeps, `min_cut_rematerialization_partition`, which computes cheap ops again, or another function
                 that torch's `aot_function` takes.
 
-        Raises ModeError for a trace in which nothing requires grad, DynamicShapeError for a forward with dynamic sizes,
+        Raises ModeError for a trace in which nothing requires grad, DynamicShapeError for sizes that depend on data,
         UnsupportedOpError for ops that have no derivative in a graph, such as `autograd_function_apply`.
         """
         return split_backward(self._program, partition_fn)

@@ -12,6 +12,7 @@ A joint graph takes `primals` (state, then the inputs of the program) and `tange
 from __future__ import annotations
 
 import dataclasses
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,14 +20,18 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 from torch.autograd.function import once_differentiable
+from torch.export import Dim
 
 from scopetrace._compat.compilers import default_partition
 from scopetrace._compat.graph_module import look_up, set_grad_enabled
-from scopetrace._compat.symbols import Symbolic
-from scopetrace._compat.tensors import FakeFactory, is_symbolic
+from scopetrace._compat.shape_env import DimSpec
+from scopetrace._compat.symbols import Symbolic, example, has_unbacked
+from scopetrace._compat.tensors import FakeFactory, dense_order, is_symbolic
+from scopetrace.containers.structure import leaves
 from scopetrace.errors import ArgumentTypeError, DynamicShapeError, ModeError, StateMismatchError
+from scopetrace.ir.conditions import DynamicInput, SizeRules
 from scopetrace.ir.scopes import scope
-from scopetrace.ir.tape import Phase
+from scopetrace.ir.tape import Phase, RecordedTape
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
 from scopetrace.program.graph import (
     call_position,
@@ -69,6 +74,8 @@ class SplitProgram:
     backward."""
     _differentiable: tuple[int, ...]
     """The positions of the results that have a tangent."""
+    _sizes: SizeRules | None = None
+    """For which sizes of what the forward takes the backward holds too."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As a call of the trace. Gradients of its results come from `backward`."""
@@ -79,6 +86,9 @@ class SplitProgram:
 
         def run(*inputs: Any) -> list[Any]:
             given = self.inputs_of_forward(inputs)
+            if self._sizes is not None:
+                tensors = [x for x in given if isinstance(x, torch.Tensor)]
+                self._sizes.check(tensors, given[len(tensors) :])
             if self._differentiable and torch.is_grad_enabled():
                 self._check_requires_grad(given)
                 values = list(_Differentiable.apply(self, forward, backward, *given))
@@ -97,8 +107,8 @@ class SplitProgram:
 
     def _check_requires_grad(self, given: list[Any]) -> None:
         then = map(node_value, self.forward.graph.find_nodes(op="placeholder"))
-        for name, t, example in zip(self.primals, given, then, strict=True):
-            if isinstance(t, torch.Tensor) and t.requires_grad and not example.requires_grad:
+        for name, t, old in zip(self.primals, given, then, strict=True):
+            if isinstance(t, torch.Tensor) and t.requires_grad and not old.requires_grad:
                 raise StateMismatchError(
                     f"{name} requires grad, and backward does not give its gradient; trace again, and split that"
                 )
@@ -112,7 +122,9 @@ class _Differentiable(torch.autograd.Function):
         with torch.enable_grad():  # without it, a kernel of LSTMs gives nothing for its backward
             found = forward(*map(_detached, primals))
         results = tuple(found[: split.results])
-        ctx.save_for_backward(*(found[i] for i in split._places))
+        kept = [found[i] for i in split._places]
+        ctx.save_for_backward(*(x for x in kept if isinstance(x, torch.Tensor)))
+        ctx.numbers = [None if isinstance(x, torch.Tensor) else x for x in kept]
         ctx.split, ctx.run = split, backward
         constant = [t for i, t in enumerate(results) if i not in split._differentiable]
         ctx.mark_non_differentiable(*(t for t in constant if isinstance(t, torch.Tensor)))
@@ -124,7 +136,9 @@ class _Differentiable(torch.autograd.Function):
         split = ctx.split
         like = [node_value(n) for n in split.backward.graph.find_nodes(op="placeholder")[len(split._places) :]]
         given = [_laid_out(tangents[i], t) for i, t in zip(split._differentiable, like, strict=True)]
-        found = dict(zip(split.gradients, ctx.run(*ctx.saved_tensors, *given), strict=True))
+        tensors = iter(ctx.saved_tensors)
+        kept = [next(tensors) if x is None else x for x in ctx.numbers]
+        found = dict(zip(split.gradients, ctx.run(*kept, *given), strict=True))
         return None, None, None, *(found.get(name) for name in split.primals)
 
 
@@ -134,6 +148,10 @@ def _detached(x: Any) -> Any:
 
 def _laid_out(t: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """A tangent with the strides for which the graph was made."""
+    if is_symbolic(like):
+        order = dense_order(like) or list(range(like.dim()))
+        back = [order.index(i) for i in range(like.dim())]
+        return t.permute(order).contiguous().permute(back)
     if t.stride() == like.stride():
         return t
     return torch.empty_strided(like.size(), like.stride(), dtype=t.dtype, device=t.device).copy_(t)
@@ -170,6 +188,7 @@ def split_backward(
         tuple(after[n.name] for n in taken),
         joint.order,
         joint.differentiable,
+        joint.sizes,
     )
 
 
@@ -183,15 +202,44 @@ class _Joint(NamedTuple):
     order: tuple[int, ...]
     differentiable: tuple[int, ...] = ()
     gradients: tuple[str, ...] = ()
+    sizes: SizeRules | None = None
 
 
-def _refuse_symbols(program: TracedProgram) -> None:
+def _refuse_unbacked(program: TracedProgram) -> None:
     for node in program.graph_module.graph.nodes:
-        value = node_value(node)
-        if isinstance(value, Symbolic) or (isinstance(value, torch.Tensor) and is_symbolic(value)):
+        values = leaves(node_value(node), (*Symbolic, torch.Tensor))
+        if any(has_unbacked(n.node.expr) for x in values for n in _numbers(x)):
             raise DynamicShapeError(
-                "split_backward() of a forward with dynamic sizes", op=str(node.target), hint="trace with fixed sizes"
+                "split_backward() of a forward with sizes that depend on data",
+                op=str(node.target),
+                hint="compute with a mask, or split a training step",
             )
+
+
+def _numbers(x: Any) -> list[Any]:
+    numbers = x.size() if isinstance(x, torch.Tensor) else [x]
+    return [n for n in numbers if isinstance(n, Symbolic)]
+
+
+def _dynamic_shapes(program: TracedProgram, given: int, first: int) -> tuple[Any, ...]:
+    """The `dynamic_shapes` of a program for `given` inputs, of which its own begin at `first`."""
+    found: list[Any] = [None] * given
+    rules = program.tape.sizes
+    if rules is None:
+        return tuple(found)
+    bounds, tensors = rules.bounds(), len(program.tape.inputs)
+    for d in rules.dynamic:
+        if d.expr.is_number:
+            continue
+        (symbol,) = d.expr.free_symbols
+        if d.dim is None:
+            found[first + tensors + d.index] = Dim.DYNAMIC
+            continue
+        lower, upper = bounds[symbol]
+        derive = None if d.expr.is_Symbol else functools.partial(d.expr.subs, symbol)
+        sizes = found[first + d.index] = found[first + d.index] or {}
+        sizes[d.dim] = DimSpec(str(symbol), lower, upper, derive=derive)
+    return tuple(found)
 
 
 def _is_step(program: TracedProgram) -> bool:
@@ -223,20 +271,25 @@ def _with_inputs(
     graph = torch.fx.Graph()
     new: dict[Any, torch.fx.Node] = {}
     for node, name in zip(given, names, strict=True):
-        new[node.op, node.target] = graph.placeholder(name)
-        new[node.op, node.target].meta = dict(node.meta)
+        new[_key(node)] = graph.placeholder(name)
+        new[_key(node)].meta = dict(node.meta)
     copies: dict[torch.fx.Node, torch.fx.Node] = {}
     for node in nodes:
-        if (node.op, node.target) in new:
-            copies[node] = new[node.op, node.target]
+        if _key(node) in new:
+            copies[node] = new[_key(node)]
         elif node.op != "output":
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)
             copy.meta["partitioner_tag"] = tags.get(node, "is_forward")
-            if node.op == "call_function" and "val" not in node.meta and node.target is not set_grad_enabled:
+            if node.op == "call_function" and node_value(node) is None and node.target is not set_grad_enabled:
                 of_numbers: Any = node.target
                 set_node_value(copy, of_numbers(*torch.fx.map_arg(copy.args, node_value)))
     graph.output([copies[n] if isinstance(n, torch.fx.Node) else n for n in outputs])
     return torch.fx.GraphModule(source, graph)
+
+
+def _key(node: torch.fx.Node) -> Any:
+    """What is one input: an attribute that several nodes read, another node by itself."""
+    return (node.op, node.target) if node.op == "get_attr" else node
 
 
 def _lifted(
@@ -273,56 +326,86 @@ def _joint_of_step(program: TracedProgram) -> _Joint:
 
 
 def _joint_of_forward(program: TracedProgram, decompositions: Mapping[Any, Any] | None) -> _Joint:
-    _refuse_symbols(program)
+    _refuse_unbacked(program)
     outputs = _outputs(program.graph_module.graph)
     module, primals = _lifted(program, list(program.graph_module.graph.nodes), outputs, {})
     factory = FakeFactory()
     examples = [_like(factory, node_value(n)) for n in module.graph.find_nodes(op="placeholder")]
     with factory.mode, torch.enable_grad():
         values = torch.fx.Interpreter(module).run(*examples)
-        differentiable = [i for i, t in enumerate(values) if isinstance(t, torch.Tensor) and t.requires_grad]
-        tangents = [torch.empty_like(values[i]).detach() for i in differentiable]
+    differentiable = [i for i, t in enumerate(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not all(isinstance(t, torch.Tensor) for t in values):
+        raise DynamicShapeError(
+            "split_backward() of a forward that gives a dynamic size as a result", hint="give tensors alone as results"
+        )
     if not differentiable:
         raise ModeError(
             "split_backward() of a program in which nothing requires grad: trace with autograd on, and parameters or "
             "inputs that require grad"
         )
-    by = [i for i, t in enumerate(examples) if t.requires_grad]
+    by = [i for i, t in enumerate(examples) if isinstance(t, torch.Tensor) and t.requires_grad]
     reached: list[bool] = []
 
     def joint(*given: torch.Tensor) -> Any:
-        values = _InScopes(module).run(*given[: len(examples)])
-        results = [values[i] for i in differentiable]
-        found = torch.autograd.grad(results, [given[i] for i in by], given[len(examples) :], allow_unused=True)
+        values = _InScopes(module).run(*given)
+        results, tangents = [values[i] for i in differentiable], []
+        for i, result in enumerate(results):
+            with scope(_TANGENTS + str(i + 1)), torch.no_grad():  # an input of the graph in the end, of symbolic sizes
+                tangents.append(torch.empty_like(result))
+        found = torch.autograd.grad(results, [given[i] for i in by], tangents, allow_unused=True)
         reached[:] = [gradient is not None for gradient in found]
         return values, found
 
     with torch.enable_grad():
-        tape = record(joint, (*examples, *tangents), {})
+        shapes = _dynamic_shapes(program, len(examples), len(examples) - _input_count(program))
+        tape = record(joint, tuple(examples), {}, dynamic_shapes={"given": shapes} if any(shapes) else None)
+    if tape.sizes is not None:
+        tape.sizes.dynamic = [dataclasses.replace(d, path=primals[_position(tape, d)]) for d in tape.sizes.dynamic]
+        tape.sizes.where = {s: d.text for d in reversed(tape.sizes.dynamic) for s in d.expr.free_symbols}
     traced = TracedProgram(tape, functional_tape(tape), joint)
     if decompositions is not None:
         traced = traced.decomposed(decompositions)
     results = _result_nodes(traced)
     graph = traced.lowering.graph
     tags = {n: "is_forward" if forward_place(n) is None else "is_backward" for n in graph.nodes}
+    paths = {n: str(scope_path(n)) for n in graph.nodes}
     _place(graph, program)
     names = [str(n.target) for n in module.graph.find_nodes(op="placeholder")]
-    names += [f"tangents_{i + 1}" for i in range(len(tangents))]
-    inputs = list(graph.find_nodes(op="placeholder"))
+    made = {path.rpartition("/")[2]: n for n, path in paths.items() if isinstance(node_value(n), torch.Tensor)}
+    tangents = {f"{_TANGENTS}{i + 1}": made[f"{_TANGENTS}{i + 1}"] for i in range(len(differentiable))}
+    names += tangents
+    inputs = [*graph.find_nodes(op="placeholder"), *tangents.values()]
     differentiated = [primals[i] for i, is_reached in zip(by, reached, strict=True) if is_reached]
     return _Joint(
         _with_inputs(traced.graph_module, list(graph.nodes), inputs, names, results, tags),
-        [*examples, *tangents],
+        [node_value(n) for n in inputs],
         primals,
         len(outputs),
         tuple(range(len(outputs))),
         tuple(differentiable),
         tuple(differentiated),
+        tape.sizes,
     )
 
 
-def _like(factory: FakeFactory, t: torch.Tensor) -> torch.Tensor:
-    return factory.fresh(t.size(), t.stride(), t.dtype, t.device, t.requires_grad)
+_TANGENTS = "tangents_"
+
+
+def _input_count(program: TracedProgram) -> int:
+    return len(program.graph_module.graph.find_nodes(op="placeholder"))
+
+
+def _position(tape: RecordedTape, d: DynamicInput) -> int:
+    """Among what the program takes: tensors, then numbers."""
+    return d.index if d.dim is not None else len(tape.inputs) + d.index
+
+
+def _like(factory: FakeFactory, x: Any) -> Any:
+    """An example of an input, of the sizes of the example."""
+    if not isinstance(x, torch.Tensor):
+        return example(x)
+    size, stride = (tuple(map(example, numbers)) for numbers in (x.size(), x.stride()))
+    return factory.fresh(size, stride, x.dtype, x.device, x.requires_grad)
 
 
 class _InScopes(torch.fx.Interpreter):

@@ -38,6 +38,7 @@ from scopetrace.ir.tape import (
 )
 from scopetrace.ir.verify import verify
 from scopetrace.ops.functional_variants import functional_variant
+from scopetrace.ops.recurrent import drops_between_layers
 from scopetrace.program.fake_run import FakeRun, written_by
 from scopetrace.program.graph import live_ops
 
@@ -121,6 +122,16 @@ class _TapeDecomposer:
         rule = self.table.rule(op.target) if is_op(op.target) and not stays else None
         if not is_op(op.target) or is_random(op.target) or op.target in _BY_STRIDES:
             self._lay_out(op.inputs(), [placed])
+        is_torchs = getattr(rule, "__module__", "").startswith("torch._decomp")
+        if is_torchs and drops_between_layers(op.target, op.args):
+            raise DecompositionError(
+                "the decomposition leaves the dropout between its layers out",
+                op=str(op.target),
+                module=op.scope.path,
+                source=source_of(op.frames),
+                hint="decompose a trace of the model in eval mode, or make a module for each layer with nn.Dropout "
+                "between them",
+            )
         if rule is None or not self._decompose(op, placed, rule):
             self._copy(op, placed)
 

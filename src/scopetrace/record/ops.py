@@ -57,12 +57,14 @@ from scopetrace._compat.tensors import (
     storage_id,
     version_of,
 )
-from scopetrace.errors import ForeignTensorError, RandomStateError, UnsupportedOpError
+from scopetrace.containers.structure import leaves
+from scopetrace.errors import DynamicShapeError, ForeignTensorError, RandomStateError, UnsupportedOpError
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
 from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
+from scopetrace.ops.recurrent import drops_between_layers
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable, layout_of
 from scopetrace.record.collectives import CollectiveRecorder, Pending
 from scopetrace.record.data import READERS, DataReader
@@ -307,6 +309,7 @@ class OpRecorder:
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
         if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
+            self._refuse_lost_dropout(func, args)
             return self.recorded(lambda: run_parts(func, *args, **kwargs))
         if facts.reshapes:
             self._set_apart_reshaped(facts, args, kwargs)
@@ -322,6 +325,17 @@ class OpRecorder:
         key = self.inference.key_of_call(func, call.args, call.kwargs)
         found = None if key is None else self._inferred(call, key)
         return self._run(call, key) if found is None else self._append_inferred(call, *found)
+
+    def _refuse_lost_dropout(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Raise where torch takes an op apart in Python, as it does with symbolic sizes, and forgets its dropout."""
+        tensors = leaves(list(args[:2]), torch.Tensor)
+        if drops_between_layers(func, args) and any(map(is_symbolic, tensors)):
+            raise DynamicShapeError(
+                "the forward differentiates through a recurrent layer with dropout, of dynamic sizes",
+                op=str(func),
+                **self._builder.where(),
+                hint="trace with fixed sizes, or make a module for each layer with nn.Dropout between them",
+            )
 
     def _needs_autograd(self, call: OpCall) -> bool:
         """Whether autograd may keep something of the op; under no_grad, a view of what requires grad."""

@@ -1,0 +1,22 @@
+"""The recurrent ops, `lstm`, `gru`, `rnn_tanh` and `rnn_relu`, as far as their arguments matter to us."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+_aten = torch.ops.aten
+_OPS = (_aten.lstm.input, _aten.gru.input, _aten.rnn_tanh.input, _aten.rnn_relu.input)
+
+
+def drops_between_layers(op: Any, args: Sequence[Any]) -> bool:
+    """Whether an op has dropout between its layers, which torch's decomposition of it in Python leaves out.
+
+    Its kernel has it, and what the kernel is composed of.
+    """
+    if op not in _OPS:
+        return False
+    layers, dropout, train = args[4:7]
+    return bool(train and dropout and layers > 1)
