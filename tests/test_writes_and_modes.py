@@ -225,3 +225,36 @@ def test_what_was_copied_stays_when_the_source_is_written(memory, changed):
             if trace is not None:
                 for found, expected in zip(seen(trace), seen(forward), strict=True):
                     assert torch.equal(found, expected)
+
+
+LAID_OUT = {
+    "copy of the input": lambda x: torch.empty_like(x).copy_(x),
+    "contiguous": lambda x: x.t().contiguous().t(),
+    "expanded": lambda x: (x * 2).copy_((x * 2)[:1].clone()),
+    "imaginary part": lambda x: (x * 1j).imag.pow_(2),
+    "twice": lambda x: (lambda y: torch.empty_like(y).copy_(y))(x * 2),
+    "view": lambda x: torch.empty_like(x[1:]).copy_(x[1:]),
+}
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_results_require_grad_as_in_eager(name):
+    for inner, traced, called, kind in itertools.product((False, True), (False, True), (False, True), range(3)):
+
+        def forward(x, inner=inner):
+            if not inner:
+                return LAID_OUT[name](x)
+            with torch.enable_grad():
+                return LAID_OUT[name](x)
+
+        def given(kind=kind):
+            x = torch.linspace(-1, 1, 12).view(4, 3).clone().requires_grad_(kind > 0)
+            return x * 1 if kind == 2 else x
+
+        with torch.set_grad_enabled(traced):
+            trace = st.trace(forward, (given(),))
+        with torch.set_grad_enabled(called):
+            expected, found = forward(given()), outcome(lambda trace=trace, given=given: trace(given()))
+        if found is not None:
+            assert torch.equal(found, expected)
+            assert found.requires_grad == expected.requires_grad, (inner, traced, called, kind)

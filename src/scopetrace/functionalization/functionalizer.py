@@ -322,7 +322,8 @@ class Functionalizer(TapeCopier):
         target, source = op.tensor(0), op.tensor(1)
         size = list(target.fake.size())
         new = self.read(source, op)
-        if op.grad and is_cut(new):
+        enables = op.grad and isinstance(self.old, RecordedTape) and not self.old.grad
+        if (op.grad and is_cut(new)) or enables:
             new = self.emitter.run(op, _aten.clone.default, (new,), {})  # what was copied is no leaf
         if new.fake.dtype != target.fake.dtype or new.fake.device != target.fake.device:
             to = {"dtype": target.fake.dtype, "device": target.fake.device}

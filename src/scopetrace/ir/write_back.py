@@ -329,7 +329,9 @@ class _Tensors(Resolver[torch.Tensor]):
     def value(self, source: FromGraph) -> torch.Tensor:
         if source in self.copies:
             return self.copies[source]
-        return _laid_out(self._values[source.index], source, self.number)
+        value = self._values[source.index]
+        computed = not any(value is t for t in self.inputs)
+        return _laid_out(value, source, self.number, has_own_history=computed and not value.is_leaf)
 
     def view(self, base: torch.Tensor, step: ViewStep | StridedStep) -> torch.Tensor:
         return step(base, self.number)
@@ -344,13 +346,13 @@ def _base_of(source: Source | None) -> Source | None:
     return source.base if isinstance(source, ViewOf) else source
 
 
-def _laid_out(value: torch.Tensor, source: FromGraph, number: Number) -> torch.Tensor:
-    """The value, or a copy of it, with the strides that `source` asks for, and the value's history."""
+def _laid_out(value: torch.Tensor, source: FromGraph, number: Number, *, has_own_history: bool) -> torch.Tensor:
+    """The value, or a copy of it, with the strides that `source` asks for, and what history the graph has given it."""
     stride = resolved(source.stride, number)
     is_laid_out = stride is None or value.stride() == stride
     if is_laid_out and not source.copy:
         return value
-    with torch.set_grad_enabled(torch.is_grad_enabled() or not value.is_leaf):
+    with torch.set_grad_enabled(torch.is_grad_enabled() or has_own_history):
         if is_laid_out:
             return value.clone()
         once = _once(stride)
