@@ -562,6 +562,23 @@ def drawn_program(seed: int, number: int) -> Program:
     return draft.program()
 
 
+def short_program(seed: int, number: int) -> Program:
+    """The short program of this number: rare kinds of statements and modes as often as others, traced in any way."""
+    choose = random.Random(f"short {seed} {number}")
+    draft = Draft(drawn_inputs(choose), choose)
+    kinds = ["view"] * 6 + ["write"] * 10 + ["read", "pieces", "update"] * 4 + ["inner"] * 2
+    kinds += ["detach", "function", "leaf", "unmake", "swap"]
+    for _ in range(choose.randint(2, 4)):
+        if choose.random() < 0.6:
+            draft.mode = choose.choice(["", "", *MODES, *RARE_MODES])
+        draft.add(choose.choice(kinds))
+    program = draft.program()
+    traced = choose.choice(list(CALLS))
+    if CALLS[traced][2] and re.search("enable_grad|loud", " ".join(map(str, program.steps))):
+        traced = "a call"
+    return dataclasses.replace(program, traced=traced)
+
+
 # Running them --------------------------------------------------------------------------------------------------------
 
 KINDS = {
@@ -825,16 +842,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--draw", type=int, metavar="N", default=100, help="N random programs")
     parser.add_argument("--seed", type=int, default=0, help="of the random programs")
+    parser.add_argument("--short", action="store_true", help="programs of two to four statements")
     parser.add_argument("--show", type=int, default=10, help="print so many wrong programs, as small as they get")
     options = parser.parse_args(argv)
     torch.set_num_threads(1)
-    counts, others = run_all((drawn_program(options.seed, n) for n in range(options.draw)), verdict)
+    draw = short_program if options.short else drawn_program
+    counts, others = run_all((draw(options.seed, n) for n in range(options.draw)), verdict)
     wrong = [(program, found.why) for program, found in others if found.kind in ("wrong", "fails")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for program, why in wrong[: options.show]:
             small = minimal(program)
-            print(f"# {why}\n# {verdict(small).why}\n{small.source.partition(NET)[2]}\n")
+            print(f"# traced as {small.traced}: {why}\n# {verdict(small).why}\n{small.source.partition(NET)[2]}\n")
     refused = collections.Counter(found.why for _, found in others if found.kind.startswith("refused"))
     report(counts, refused, KINDS)
     return bool(wrong)

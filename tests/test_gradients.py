@@ -5,7 +5,17 @@ import random
 import pytest
 import torch
 from dense_programs import run_all
-from grad_programs import CALLS, INPUTS, Program, Step, drawn_inputs, drawn_program, minimal, verdict
+from grad_programs import (
+    CALLS,
+    INPUTS,
+    Program,
+    Step,
+    drawn_inputs,
+    drawn_program,
+    minimal,
+    short_program,
+    verdict,
+)
 
 import scopetrace as st
 
@@ -19,6 +29,15 @@ def assert_none_wrong(programs, most_refused):
 
 def test_drawn_programs():
     assert_none_wrong((drawn_program(0, n) for n in range(40)), 0.2)
+
+
+def test_short_programs():
+    assert_none_wrong((short_program(0, n) for n in range(60)), 0.3)
+
+
+@pytest.mark.slow
+def test_many_short_programs():
+    assert_none_wrong((short_program(1, n) for n in range(1000)), 0.2)
 
 
 @pytest.mark.slow
