@@ -141,7 +141,7 @@ warnings.warn(str(n))  text = f"s{n}"; print(text)  text = "a" + str(n); log.inf
 texts = [f"s{n}"]; texts.append(str(n)); print(*texts)  print(", ".join(f"{m}" for m in (n, n)))
 print(", ".join([str(m) for m in (n, n)]))  assert x is not None, f"s{n}"  torch._assert(x is not None, f"s{n}")
 torch._check(True, lambda: f"s{n}")  print(repr(t), f"{t}")  print("{} {}".format(n, x))  print({"n": n})  print(x)
-log.info("of %s", x)
+log.info("of %s", x)  x = (print(f"s{n}"), x)[1]  x = (warnings.warn(str(n)), x)[1]
 """
 READ = """
 TABLE.get(f"s{n}", 1.)  TABLE.get("s" + str(n), 1.)  TABLE.get("s%s" % n, 1.)  TABLE.get("s{}".format(n), 1.)

@@ -717,7 +717,7 @@ def _tell_text(listener: ValueListener) -> None:
         listener.on_text(frame)
 
 
-_MAKES_TEXT = (*SCOPETRACE, *prefixes(TORCH_DIRECTORY, "_tensor.py", "_tensor_str.py"))
+_MAKES_TEXT = (__file__, *prefixes(TORCH_DIRECTORY, "_tensor.py", "_tensor_str.py"))
 _OF_TEXT = ("__repr__", "__str__", "__format__", "extra_repr")
 
 

@@ -154,6 +154,8 @@ class _Telling:
                 return True
             if isinstance(parent, ast.Call) and _name_of(parent.func) in _CHECKS:
                 return node not in parent.args[:1]
+            if isinstance(parent, ast.Call) and _name_of(parent.func) in _GIVING_NOTHING and self._tells(parent):
+                return True
             if isinstance(parent, ast.Call) and not _converts(parent):
                 is_kept = _method(parent) in _MUTATORS and self._keeps(parent.func.value)  # type: ignore[attr-defined]
                 return isinstance(outer, ast.Expr) and (is_kept or self._tells(parent))
@@ -221,6 +223,7 @@ _TELLING = (
     *("warn", "debug", "info", "warning", "error", "critical", "exception", "log", "write"),
     *("warning_once", "info_once", "warning_advice", "set_description", "set_postfix"),
 )
+_GIVING_NOTHING = ("print", "warn")
 _CHECKS = ("_assert", "_check", "_check_index", "_check_type", "_check_value", "_check_with")
 """They take a condition, and a text that they show where it does not hold."""
 _CONVERSIONS = ("round", "float", "int", "str", "repr", "abs", "len", "tuple", "list", "format", "join", "size")
