@@ -142,6 +142,8 @@ texts = [f"s{n}"]; texts.append(str(n)); print(*texts)  print(", ".join(f"{m}" f
 print(", ".join([str(m) for m in (n, n)]))  assert x is not None, f"s{n}"  torch._assert(x is not None, f"s{n}")
 torch._check(True, lambda: f"s{n}")  print(repr(t), f"{t}")  print("{} {}".format(n, x))  print({"n": n})  print(x)
 log.info("of %s", x)  x = (print(f"s{n}"), x)[1]  x = (warnings.warn(str(n)), x)[1]
+warn_once(f"s{n}")  print(named(n))  print(f"s{n}" if x is not None else "")  print({"a": f"s{n}"})
+print(text := f"s{n}")  text = named(n); print(text)  print("; ".join([named(n), named(t)]))
 """
 READ = """
 TABLE.get(f"s{n}", 1.)  TABLE.get("s" + str(n), 1.)  TABLE.get("s%s" % n, 1.)  TABLE.get("s{}".format(n), 1.)
@@ -150,11 +152,14 @@ TABLE.get(str([t]), 1.)  TABLE.get("s" + repr(t.item()), 1.)  len(f"s{n}")  ("s2
 getattr(x, f"s{n}", 2.)  (2. if f"s{n}".endswith("2") else 1.)  (2. if re.match("s2", f"s{n}") else 1.)
 scale_of(text := f"s{n}")  {f"s{n}": x, "s2": x * 2}["s2"]  (lambda key: TABLE.get(key, 1.))(f"s{n}")
 [TABLE.get("s" + str(m), 1.) for m in (n, n)][0]  ("s2" in [f"s{n}"])
+TABLE.get(named(n), 1.)  (2. if named(n) else 3.)  len(named(n))  scale_of(named(n))  {"a": f"s{n}"}["a"].count("2")
+(TABLE if f"s{n}" == "s2" else {}).get("s2", 1.)
 """
 KEPT = """
 key = f"s{n}"; x = x * TABLE.get(key, 1.)  keys = ["s" + str(m) for m in (n, n)]; x = x * (keys[0] in TABLE)
 box.text = f"s{n}"; x = x * TABLE.get(box.text, 1.)  texts = []; texts.append(f"s{n}"); x = x * len(texts[0])
-key = "s"; key += str(n); x = x * TABLE.get(key, 1.)
+key = "s"; key += str(n); x = x * TABLE.get(key, 1.)  key = named(n); x = x * TABLE.get(key, 1.)
+x = x * TABLE.get(key := f"s{n}", 1.)  print(key := f"s{n}"); x = x * TABLE.get(key, 1.)
 """
 
 
@@ -164,6 +169,20 @@ class Parts:
 
     def __repr__(self):
         return f"s{self.n}"
+
+
+def named(n):
+    """Text that its caller shows or uses."""
+    text = f"s{n}"
+    return text
+
+
+def warn_once(text):
+    if text not in SEEN:
+        SEEN.add(text)
+
+
+SEEN = set()
 
 
 def forward_of(body):
@@ -178,6 +197,7 @@ def forward_of(body):
         "re": re,
         "Parts": Parts,
     }
+    found |= {"named": named, "warn_once": warn_once}
     found |= {
         "TABLE": {"s2": 3.0},
         "box": types.SimpleNamespace(),

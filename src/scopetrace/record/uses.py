@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from scopetrace.record.code import names_of
+from scopetrace.record.code import is_users, names_of
 
 # Methods that change a container and return None, so that a call of them tells nothing.
 _MUTATORS = (
@@ -120,9 +120,12 @@ def shows_only(frame: types.FrameType) -> bool:
     tree = _tree(code)
     if tree is None:
         return not names_of(code).all.isdisjoint({"print", *_TELLING})
-    telling = _Telling(code, tree, None)
+    telling = _Telling(code, tree, None, of_text=True)
     found = next((f for f in _walk(tree, ()) if isinstance(f[0], ast.expr) and _place_of(f[0]) == place), None)
-    return found is not None and telling.is_told(*found) and not telling.kept
+    if found is None or not telling.is_told(*found) or telling.kept:
+        return False
+    caller = None if outer is None else outer.f_back
+    return not telling.returned or (caller is not None and is_users(caller.f_code.co_filename) and shows_only(caller))
 
 
 def _place_of(node: ast.expr) -> tuple[int | None, ...]:
@@ -135,34 +138,56 @@ class _Telling:
     The value is that of a name `key`, which the code may write too, or for None a clock's, which it may keep.
     """
 
-    def __init__(self, code: types.CodeType, tree: Any, key: str | None) -> None:
-        self._tree, self._key = tree, key
+    def __init__(self, code: types.CodeType, tree: Any, key: str | None, *, of_text: bool = False) -> None:
+        """`of_text`: the value is a text, which may be returned too."""
+        self._tree, self._key, self._of_text = tree, key, of_text
         self._local = {*code.co_varnames, *code.co_cellvars}
         self.kept: set[str] = set()
         """The attributes in which it is kept."""
+        self.returned = False
+        """Whether it goes to the caller."""
 
     def is_told(self, node: ast.AST, parents: Parents) -> bool:
         """Whether the value of an expression is only shown or kept."""
         for parent, outer in zip(parents, (*parents[1:], None), strict=True):
-            if isinstance(parent, ast.If):
-                return node is parent.test and all(map(self._only_tells, (*parent.body, *parent.orelse)))
-            if isinstance(parent, (ast.Raise, ast.Assert)):
-                return isinstance(parent, ast.Raise) or node is parent.msg
-            if isinstance(parent, (ast.Assign, ast.AugAssign)):
-                return all(map(self._keeps, _targets(parent)))
-            if isinstance(parent, ast.Call) and isinstance(outer, ast.Raise):
-                return True
-            if isinstance(parent, ast.Call) and _name_of(parent.func) in _CHECKS:
-                return node not in parent.args[:1]
-            if isinstance(parent, ast.Call) and _name_of(parent.func) in _GIVING_NOTHING and self._tells(parent):
-                return True
-            if isinstance(parent, ast.Call) and not _converts(parent):
-                is_kept = _method(parent) in _MUTATORS and self._keeps(parent.func.value)  # type: ignore[attr-defined]
-                return isinstance(outer, ast.Expr) and (is_kept or self._tells(parent))
-            if not isinstance(parent, (*_PASSING, ast.Call)):
-                return isinstance(parent, ast.Expr)
+            in_call = isinstance(parent, ast.Call)
+            found = self._is_told_by(parent, node, outer) if in_call else self._is_told_in(parent, node)  # type: ignore[arg-type]
+            if found is not None:
+                return found
             node = parent
         return False
+
+    def _is_told_in(self, parent: ast.AST, node: ast.AST) -> bool | None:
+        """Whether the value of `node` is only shown or kept by the expression or statement around; None: passed on."""
+        if isinstance(parent, ast.If):
+            return node is parent.test and all(map(self._only_tells, (*parent.body, *parent.orelse)))
+        if isinstance(parent, ast.Return) and self._of_text:
+            self.returned = True
+            return True
+        if isinstance(parent, ast.NamedExpr):
+            return None if self._keeps(parent.target) else False
+        if isinstance(parent, ast.IfExp):
+            return False if node is parent.test else None
+        if isinstance(parent, (ast.Raise, ast.Assert)):
+            return isinstance(parent, ast.Raise) or node is parent.msg
+        if isinstance(parent, (ast.Assign, ast.AugAssign)):
+            return all(map(self._keeps, _targets(parent)))
+        return None if isinstance(parent, _PASSING) else isinstance(parent, ast.Expr)
+
+    def _is_told_by(self, call: ast.Call, node: ast.AST, outer: ast.AST | None) -> bool | None:
+        """As `_is_told_in`, of an argument of a call, around which is `outer`."""
+        if isinstance(outer, ast.Raise):
+            return True
+        if _name_of(call.func) in _CHECKS:
+            return node not in call.args[:1]
+        if _name_of(call.func) in _GIVING_NOTHING and self._tells(call):
+            return True
+        if self._of_text and _is_for_people(call, outer):
+            return True
+        if _converts(call):
+            return None
+        is_kept = _method(call) in _MUTATORS and self._keeps(call.func.value)  # type: ignore[attr-defined]
+        return isinstance(outer, ast.Expr) and (is_kept or self._tells(call))
 
     def _keeps(self, target: ast.AST) -> bool:
         while isinstance(target, ast.Subscript) or _is_entry(target):
@@ -197,6 +222,13 @@ class _Telling:
         return _name_of(call.func) == "print" or (_method(call) in _TELLING and not is_own)
 
 
+def _is_for_people(call: ast.Call, outer: ast.AST | None) -> bool:
+    """Whether a call names a range for profilers, or is of a function such as `warn_once` whose result nobody takes."""
+    name = str(_name_of(call.func)).lower()
+    is_helper = isinstance(call.func, ast.Name) and any(word in name for word in _FOR_PEOPLE)
+    return name in ("record_function", "range_push") or (is_helper and isinstance(outer, ast.Expr))
+
+
 def _method(call: ast.Call) -> str | None:
     return getattr(call.func, "attr", None)
 
@@ -223,13 +255,14 @@ _TELLING = (
     *("warn", "debug", "info", "warning", "error", "critical", "exception", "log", "write"),
     *("warning_once", "info_once", "warning_advice", "set_description", "set_postfix"),
 )
+_FOR_PEOPLE = ("print", "warn", "log", "info", "debug", "error", "report", "show", "message")
 _GIVING_NOTHING = ("print", "warn")
 _CHECKS = ("_assert", "_check", "_check_index", "_check_type", "_check_value", "_check_with")
 """They take a condition, and a text that they show where it does not hold."""
 _CONVERSIONS = ("round", "float", "int", "str", "repr", "abs", "len", "tuple", "list", "format", "join", "size")
 _PASSING = (
     *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.JoinedStr, ast.FormattedValue, ast.keyword, ast.Starred),
-    *(ast.Tuple, ast.List, ast.ListComp, ast.GeneratorExp),
+    *(ast.Tuple, ast.List, ast.ListComp, ast.GeneratorExp, ast.Dict, ast.IfExp, ast.NamedExpr),
 )
 """Expressions whose value is made of that of their parts."""
 
