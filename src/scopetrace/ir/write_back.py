@@ -329,9 +329,7 @@ class _Tensors(Resolver[torch.Tensor]):
     def value(self, source: FromGraph) -> torch.Tensor:
         if source in self.copies:
             return self.copies[source]
-        value = self._values[source.index]
-        computed = not any(value is t for t in self.inputs)
-        return _laid_out(value, source, self.number, has_own_history=computed and not value.is_leaf)
+        return _laid_out(self._values[source.index], source, self.number, self.inputs)
 
     def view(self, base: torch.Tensor, step: ViewStep | StridedStep) -> torch.Tensor:
         return step(base, self.number)
@@ -346,12 +344,13 @@ def _base_of(source: Source | None) -> Source | None:
     return source.base if isinstance(source, ViewOf) else source
 
 
-def _laid_out(value: torch.Tensor, source: FromGraph, number: Number, *, has_own_history: bool) -> torch.Tensor:
+def _laid_out(value: torch.Tensor, source: FromGraph, number: Number, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
     """The value, or a copy of it, with the strides that `source` asks for, and what history the graph has given it."""
     stride = resolved(source.stride, number)
     is_laid_out = stride is None or value.stride() == stride
     if is_laid_out and not source.copy:
         return value
+    has_own_history = not (value.is_leaf or any(value is t for t in inputs))
     with torch.set_grad_enabled(torch.is_grad_enabled() or has_own_history):
         if is_laid_out:
             return value.clone()
