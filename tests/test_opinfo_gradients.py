@@ -18,7 +18,6 @@ import scopetrace as st
 VALUE = "Python needs the value of a tensor"
 NO_SHAPE = "torch cannot tell the shape of what an op returns"
 REFUSED = {
-    "combinations": NO_SHAPE,
     "corrcoef": VALUE,
     "cov": VALUE,
     "index_reduce.prod": VALUE,
@@ -27,6 +26,8 @@ REFUSED = {
     "nn.functional.gaussian_nll_loss": VALUE,
     "scatter_reduce.prod": VALUE,
 }
+if torch.__version__ < "2.15":
+    REFUSED["combinations"] = NO_SHAPE
 SAMPLES = slice(0, 6, 3)
 
 
