@@ -927,6 +927,30 @@ def test_what_is_computed_from_a_leaf_of_the_forward_that_leaves_autograd_later(
     torch.testing.assert_close([t.requires_grad for t in trace(x)], [False, True])
 
 
+@pytest.mark.parametrize("again", [lambda t: t[1:], lambda t: t.chunk(2)[1], lambda t: t.detach(), lambda t: t * 1])
+@pytest.mark.parametrize("last", [lambda t: t, lambda t: t[None], lambda t: t * 2])
+@pytest.mark.parametrize("quiet", [True, False])
+@pytest.mark.parametrize("of_view", [True, False])
+def test_a_view_of_what_is_detached_in_place_later(of_view, quiet, last, again):
+    def forward(x):
+        a = x.sin()
+        b = a[:2]
+        a.detach_()
+        with torch.set_grad_enabled(not quiet):
+            c = again(b if of_view else a)
+        return last(c), a
+
+    x = torch.rand(4, 4, requires_grad=True)
+    try:
+        trace = st.trace(forward, (x,))
+    except st.errors.UnsupportedOpError as error:
+        assert quiet and "makes a view under no_grad of one of its views" in str(error)
+    else:
+        wanted, got = forward(x), trace(x)
+        torch.testing.assert_close(got, wanted)
+        assert [t.requires_grad for t in got] == [t.requires_grad for t in wanted]
+
+
 def test_a_parameter_moved_to_where_it_is_keeps_its_gradient():
     class Net(torch.nn.Module):
         def __init__(self):

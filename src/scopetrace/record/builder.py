@@ -127,6 +127,8 @@ class TapeBuilder:
         """Of an op whose derivative is of no device, an error for results that come from it."""
         self.former_leaves: list[Value] = []
         """What the forward has made require grad, and no longer requires it."""
+        self.detached: set[int] = set()
+        """The memory of tensors that the forward has detached in place, and of which it has views that require grad."""
         self.hooked: dict[int, UnsupportedOpError] = {}
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
         self.looks_at_objects = False

@@ -372,8 +372,11 @@ class CallRecorder:
             self._refuse_flag("detaches a tensor of the model, or an input, in place", "detach_")
         if any(map(is_view, self._values.names_of(t))):
             self._refuse_flag("detaches a view in place, which torch forbids", "detach_")
-        if any(map(is_cut, self._values.sharing(t))):
+        sharing = self._values.sharing(t)
+        if any(map(is_cut, sharing)):
             self._refuse_flag("detaches in place a tensor of which it has made a view under no_grad", "detach_")
+        if any(is_view(v) and requires_grad_of(v.fake) for v in sharing):
+            self._builder.detached.add(sharing[0].storage)
         self._leave_history(t)
         return True
 

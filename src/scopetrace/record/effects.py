@@ -581,6 +581,20 @@ def refuse_detached_inputs(tape: RecordedTape, examples: Mapping[Value, torch.Te
             )
 
 
+def refuse_detached_bases(tape: RecordedTape, detached: set[int]) -> None:
+    """Raise UnsupportedOpError for a view under no_grad in memory that a tensor had which was detached in place.
+
+    Each view of it requires grad as the tensor does, which does again in a trace.
+    """
+    for op in tape.ops if detached else ():
+        if not op.grad and any(v.storage in detached for v in op.values()):
+            raise UnsupportedOpError(
+                "the forward detaches a tensor in place, and makes a view under no_grad of one of its views",
+                **place_of(op),
+                hint="to cut a gradient, use x.detach()",
+            )
+
+
 def place_of(op: Op) -> dict[str, str | None]:
     """`op`, `module` and `source` for an error about an op."""
     return {"op": str(op.target), "module": str(op.scope), "source": source_of(op.frames)}

@@ -82,6 +82,7 @@ from scopetrace.record.dynamic_shapes import (
 from scopetrace.record.effects import (
     EffectWatch,
     inputs_made_leaves,
+    refuse_detached_bases,
     refuse_detached_inputs,
     refuse_lost_gradients,
     refuse_lost_hooks,
@@ -397,6 +398,7 @@ class Recording:
             refuse_recomputed(tape, self.builder.regions, passed, self.builder.run_again)
             refuse_bound_again(tape, self.builder.run_again)
         refuse_detached_inputs(tape, self.values.examples)
+        refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
             tape.sizes.refuse_fixed()
             self._refuse_others(forward, others)
