@@ -131,7 +131,9 @@ class Inference:
             kind = Value if isinstance(x, Value) else type(x)
             key.append(kind)  # 1, 1.0 and True are equal
             if kind is Value:
-                number = self.key_of(x.fake) if x.key is None else x.key
+                # `requires_grad_()`, or `requires_grad=True` of a function that makes a tensor, is of no op
+                is_known = x.key is not None and x.requires_grad_now is x.requires_grad
+                number = x.key if is_known else self.key_of(x.fake)
                 if number is None:
                     return False
                 key.append(number)

@@ -353,7 +353,10 @@ def _laid_out(value: torch.Tensor, source: FromGraph, number: Number, inputs: Se
     has_own_history = not (value.is_leaf or any(value is t for t in inputs))
     with torch.set_grad_enabled(torch.is_grad_enabled() or has_own_history):
         if is_laid_out:
-            return value.clone()
+            copy = value.clone()
+            if value.layout is not torch.strided or copy.stride() == value.stride():
+                return copy
+            stride = value.stride()  # clone() packs a view with gaps
         once = _once(stride)
         part = value[once] if once else value
         moved = torch.empty_strided(part.size(), stride, dtype=value.dtype, device=value.device).copy_(part)

@@ -25,10 +25,10 @@ from scopetrace._compat.tensors import (
     FakeFactory,
     FakeTensor,
     is_conj_of,
-    is_inference_of,
     is_neg_of,
     normal_tensors,
     offset_of,
+    requires_grad_of,
     storage_id,
     stride_of,
     uncounted,
@@ -273,8 +273,8 @@ class ValueTable:
         self._given: set[int] = set()  # the ids of the inputs
         self.factory_leaves: list[torch.Tensor] = []
         """The results of ops such as `torch.ones` that require grad."""
-        self.lifted: list[torch.Tensor] = []
-        """What `torch.tensor([...])` gave; with `requires_grad=True` it is a leaf too."""
+        self.new_tensors: list[torch.Tensor] = []
+        """What is a leaf too where it requires grad: `torch.tensor([...])`, `x.new_ones(...)`, `y.requires_grad_()`."""
         self._of_bodies: set[int] = set()  # the storages that bodies of higher-order ops made
         self._replaced: set[int] = set()  # the storages that tensors of the model had before they got another in place
 
@@ -394,6 +394,13 @@ class ValueTable:
         """The values in the memory of a tensor that the forward has."""
         return self.in_storage(self.value_of(t).storage)
 
+    def made_leaves(self) -> list[torch.Tensor]:
+        """What the forward has made that requires grad by itself, and not by what was written into it."""
+        ops = self._tape.ops if self.new_tensors else ()
+        written = {v.storage for op in ops if op.grad and op.tracked for v in op.writes}
+        new = [t for t in self.new_tensors if requires_grad_of(t) and self.value_of(t).storage not in written]
+        return [*self.factory_leaves, *new]
+
     def names_of(self, t: torch.Tensor) -> list[Value]:
         """All values that are this tensor: each op that returns or writes its argument adds one."""
         return [v for v in self.sharing(t) if v.fake is self.value_of(t).fake]
@@ -434,10 +441,11 @@ class ValueTable:
         same = [v for v in reversed(same_memory) if geometry_key(v.fake) == geometry]
         if same:
             value = _of_same_history(same, t) if t.requires_grad and len(same) > 1 else same[0]
-            if t.requires_grad and not value.fake.requires_grad and _is_factory(value.op):
-                with torch.inference_mode() if is_inference_of(value.fake) else contextlib.nullcontext():
-                    value.fake.requires_grad_()  # torch.ones(2, requires_grad=True), of which the op knows nothing
-                self.factory_leaves.append(value.fake)
+            if len(same_memory) == 1 and value.fake.is_leaf and not value.fake.requires_grad and _is_factory(value.op):
+                self._keep.append(value.fake)
+                value.fake = t  # torch.ones(2) is another object than the op gave, and may require grad
+                if t.requires_grad:
+                    self.factory_leaves.append(t)
             # `.data` of a tensor that requires grad is another tensor for autograd
             shared = t.requires_grad or not value.fake.requires_grad
             return value if shared else self.append_op(_aten.detach.default, (value,), t)
@@ -476,7 +484,7 @@ class ValueTable:
             source = self.by_id[id(real)] = self._adopt(real)
         new = self._inference.like(source.fake)
         self.append_op(_aten.lift_fresh_copy.default, (source,), new)
-        self.lifted.append(new)
+        self.new_tensors.append(new)
         return new
 
     # ---------------------------------------------------------------- aliases that Python makes

@@ -350,6 +350,7 @@ class CallRecorder:
                 self._refuse_flag("sets requires_grad of a tensor that it computed to False", "requires_grad")
             self._leave_history(t)
         elif not self._values.is_outside(t):
+            self._values.new_tensors.append(t)
             if requires_grad_of(t) or not (torch.is_grad_enabled() or self._builder.tape.grad):
                 self._reads.on_gradient(t)  # in another grad mode it becomes a leaf here, or what depends on it has one
             else:

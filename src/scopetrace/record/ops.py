@@ -102,6 +102,8 @@ class OpFacts:
         self.updates = bool(self.written) and not any(r.is_written or r.is_out for r in schema.returns)
         """Whether it writes to arguments that it does not return, as batch_norm to its statistics."""
         self.in_place = torch.Tag.inplace in func.tags and is_elementwise(func)
+        self.is_new = schema.name.startswith("aten::new_")
+        """Whether it makes a tensor of the dtype and device of its first argument."""
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         self.squeezes = schema.name.startswith("aten::squeeze")
         self.may_be_cast = autocast_may_change(func)
@@ -459,6 +461,8 @@ class OpRecorder:
             self.reads.on_default_dtype(call.facts.func if call.inputs else None)
         if self.reads.awaits_default_device and call.facts.has_dtype and not call.inputs:
             self.reads.on_default_device(kwargs.get("device"))
+        if call.facts.is_new and isinstance(outputs, Value):
+            self.values.new_tensors.append(outputs.fake)
         self._builder.append("call_function", call.facts.func, call.args, kwargs, outputs, *rest)
 
     # ---------------------------------------------------------------- results of torch

@@ -148,10 +148,11 @@ class ReadRecorder:
         ops = ops[: max(hidden.stop for hidden in self._hidden)]
         inputs = [v for op in ops if op.kind == "placeholder" for v in op.values()]
         state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
-        new = filter(requires_grad_of, (*self._values.factory_leaves, *self._values.lifted))
         made = [*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)]
-        leaves = dict.fromkeys([*made, *map(self._values.value_of, new)], 1)
-        history = History([op for op in ops if not self._grad or _is_source_or_alias(op)], leaves, assumed=True)
+        leaves = dict.fromkeys([*made, *map(self._values.value_of, self._values.made_leaves())], 1)
+        sources = {v.op for v in leaves}
+        used = [op for op in ops if not self._grad or op in sources or _is_source_or_alias(op)]
+        history = History(used, leaves, assumed=True)
         inside = (op for hidden in self._hidden for op in ops[hidden.start : hidden.stop])
         op = next((op for op in inside if op.kind == "call_module" or any(map(history.of, op.inputs()))), None)
         if op is not None:

@@ -334,7 +334,7 @@ class CallRecorderWithReuse(CallRecorder):
             "it takes an object that may hold tensors": len(self.templates.unsettled),
             "it draws, or asks for files or the time": len(self._effects.draws),
             "Python reads data in it": (ops.answers, len(builder.tape.specializations)),
-            "it makes a tensor that requires grad": len(self._values.factory_leaves),
+            "it makes a tensor that requires grad": len(self._values.made_leaves()),
             "it asks autograd, or for all parameters, or switches a mode": self._asked.unshared,
             "it does what is no op with a tensor": self.unshared,
             "it differentiates": "gradients" in self.__dict__,

@@ -33,7 +33,6 @@ from scopetrace._compat.tensors import (
     FakeTensor,
     buffers_of,
     parameters_of,
-    requires_grad_of,
     tags_of,
     with_version,
 )
@@ -277,8 +276,7 @@ class Recording:
             self.reads.on_hidden_write(value, op)
         for op in () if tape.grad else writes_to_inputs_apart(tape, self.values.examples):
             self.reads.on_hidden_write(op.writes[0], op)
-        lifted = filter(requires_grad_of, self.values.lifted)
-        for leaf in (*self.values.factory_leaves, *lifted):  # what depends on it must have a gradient from outside too
+        for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.reads[:] = [*variables, *tape.reads, *attributes]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
