@@ -241,6 +241,8 @@ class CallBoundary:
         written = tape.written_storages()
         self._writes_inputs = any(v.storage in written for v in tape.inputs)
         self._left_behind = set() if tape.write_back is None else tape.write_back.inputs_left_behind()
+        self._enables_grad = not tape.grad and any(op.grad for op in tape.ops if op.kind == "call_function")
+        """Whether a block of the forward switches autograd on, and around it was off."""
         self._apart = [n for n, v in tape.attribute_reads() if self._writes_inputs or v.storage in written]
         """The tensors of the model whose memory no input may share, since one of them is written."""
 
@@ -259,7 +261,7 @@ class CallBoundary:
         if self.check.facts:
             self.check.run_facts(CallInputs(args, kwargs, inputs), self._number(inputs))
         self.check.run_state()
-        if self._writes_inputs and torch.is_grad_enabled():
+        if self._writes_inputs and (self._enables_grad or torch.is_grad_enabled()):
             self._check_gradients(inputs)
         if isinstance(self.tape.outputs, Returned):
             inputs.containers = effect_targets(self.tape.outputs.effects, self.tape.args, (args, kwargs))
@@ -334,9 +336,10 @@ class CallBoundary:
 
     def _check_gradients(self, inputs: Sequence[Any]) -> None:
         """Autograd would see the writes to inputs where an input brings a gradient, which it did not in the trace."""
+        is_as_traced = torch.is_grad_enabled() == self.tape.grad
         for path, value, tensor in zip(self.tape.input_paths, self.tape.inputs, inputs, strict=False):
-            if tensor.requires_grad and not (value.requires_grad and self.tape.grad):
-                then = "did not" if self.tape.grad else "autograd was off"
+            if tensor.requires_grad and not (value.requires_grad and is_as_traced):
+                then = "did not" if is_as_traced else "autograd was off"
                 raise InputMismatchError(
                     f"{path} requires grad now, and when traced {then}: the model writes to its inputs, and the "
                     "gradient would be lost; trace again with inputs like these, or call under torch.no_grad()"

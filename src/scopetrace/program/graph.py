@@ -324,7 +324,7 @@ class FxLowering:
         if isinstance(tape, ProgramTape) and tape.written_storages():
             return False
         is_apart = isinstance(tape, BodyTape) and tape.is_condition
-        return tape.outer_grad and not is_apart and all(op.phase is None for op in tape.ops)
+        return not is_apart and all(op.phase is None for op in tape.ops)
 
     def _switch_grad(self, enabled: bool) -> None:
         if enabled != self._grad:

@@ -343,9 +343,9 @@ class CallRecorder:
             self._refuse_flag(
                 f"sets requires_grad of a tensor of the model, or an input, to {required}", "requires_grad"
             )
+        if self._values.is_outside(t) and not (required and not requires_grad_of(t)):
+            self._reads.on_requires_grad(t)  # in another call it may change something
         if not required:
-            if self._values.is_outside(t):
-                self._reads.on_requires_grad(t)
             if requires_grad_of(t) and any(v.autograd_placeholder for v in self._values.names_of(t)):
                 self._refuse_flag("sets requires_grad of a tensor that it computed to False", "requires_grad")
             self._leave_history(t)

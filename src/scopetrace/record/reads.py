@@ -269,7 +269,8 @@ class ReadRecorder:
         """With gradients to an input or attribute, a write that autograd does not see would be another program."""
         if not self._grad:
             self.note_once("torch.is_grad_enabled()", False, Flag("torch.is_grad_enabled", ()), op.frames)
-            return
+            if not op.grad or value.requires_grad or not self._builder.tape.written_storages():
+                return  # the graph of a program that does not write switches autograd on
         inputs, path = self._builder.tape.inputs, op.scope.path
         place: Place | None = None
         if value in inputs:
