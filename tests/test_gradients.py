@@ -435,11 +435,6 @@ REFUSED = {
         ["a = (x * 2).reshape(-1)", "a.retain_grad()", "b = torch.nn.functional.relu(a, inplace=True)"],
         ("b",),
     ),
-    "a parameter that is frozen for a part": (
-        "leaf",
-        ["self.p.requires_grad_(False)", "a = x * self.p", "self.p.requires_grad = True"],
-        ("a",),
-    ),
     "the version of a tensor that is written": ("derived", ["x.add_(1)", "a = x * x._version"], ("a",)),
     "a buffer that a gradient flows to, and that gets other memory": (
         "leaf",

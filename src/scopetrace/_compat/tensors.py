@@ -77,6 +77,7 @@ def uncounted(t: torch.Tensor) -> Iterator[None]:
 stride_of: Callable[[torch.Tensor], Any] = _base.stride
 offset_of: Callable[[torch.Tensor], Any] = _base.storage_offset
 requires_grad_of: Callable[[torch.Tensor], bool] = _base.requires_grad.__get__
+set_requires_grad: Callable[[torch.Tensor, bool], None] = _base.requires_grad.__set__
 is_leaf_of: Callable[[torch.Tensor], bool] = _base.is_leaf.__get__
 is_inference_of: Callable[[torch.Tensor], bool] = _base.is_inference
 is_conj_of: Callable[[torch.Tensor], bool] = _base.is_conj

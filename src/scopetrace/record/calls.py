@@ -46,6 +46,7 @@ from scopetrace.ops.history import can_require_grad, is_cut, is_view
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
 from scopetrace.record.checkpoints import CheckpointedRegion
 from scopetrace.record.data import text_error
+from scopetrace.record.flags import FlagRecorder
 from scopetrace.record.functions import refuse_dirty_view
 from scopetrace.record.gradients import GradientRecorder
 from scopetrace.record.model import Model, own_names
@@ -189,6 +190,8 @@ class CallRecorder:
                 map_structure(self._values.set_apart_result, out, torch.Tensor, kinds)
                 if "gradients" in self.__dict__:
                     self.gradients.finish()
+                if "flags" in self.__dict__:
+                    self.flags.finish()
             call.outputs = self.templates.of(out)
             self.templates.belong_to(call)
             if len(self._values.same) > same:
@@ -234,10 +237,17 @@ class CallRecorder:
     @functools.cached_property
     def gradients(self) -> GradientRecorder:
         """Records derivatives, and the `grad` of tensors."""
-        return GradientRecorder(self._builder, self._values, self._reads, self._model)
+        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags)
+
+    @functools.cached_property
+    def flags(self) -> FlagRecorder:
+        """Records what becomes of `requires_grad` of parameters."""
+        return FlagRecorder(self._builder, self._values, self._reads, self._model)
 
     def close(self) -> None:
-        """Put back what steps of optimizers have set that an error has ended."""
+        """Put back what the forward has set that is not its result."""
+        if "flags" in self.__dict__:
+            self.flags.close()
         if "gradients" in self.__dict__:
             self.gradients.close()
 
@@ -338,12 +348,12 @@ class CallRecorder:
         """The forward sets `requires_grad`. An input that did not require grad may: its gradients stay inside."""
         if unwrapped(t) is not t:
             return  # a transform such as torch.func.grad sets it, of the tensor that it made of its argument
-        is_input = isinstance(unwrapped(t), FakeTensor)
-        if required != requires_grad_of(t) and self._values.is_outside(t) and not (required and is_input):
-            self._refuse_flag(
-                f"sets requires_grad of a tensor of the model, or an input, to {required}", "requires_grad"
-            )
+        if not isinstance(t, FakeTensor):
+            self.flags.set(t, required)
+            return
         if self._values.is_outside(t) and not (required and not requires_grad_of(t)):
+            if not required and requires_grad_of(t):
+                self._refuse_flag("sets requires_grad of an input to False", "requires_grad")
             self._reads.on_requires_grad(t)  # in another call it may change something
         if not required:
             if requires_grad_of(t) and any(v.autograd_placeholder for v in self._values.names_of(t)):

@@ -30,11 +30,13 @@ from scopetrace.ir.reads import Asked, OfInput, OfTensor, Place
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.flags import FlagRecorder
 from scopetrace.record.model import Model
 from scopetrace.record.optimizers import new_state, setting_of, settings_of, state_of, tensors_of
 from scopetrace.record.phases import OTHER, PhaseRecorder
 from scopetrace.record.reads import ReadRecorder
 
+_SET_DATA = torch.ops.aten.set_.source_Tensor
 Differentiate = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
 """Torch's engine: the gradients by these tensors, None for one that the outputs do not depend on."""
 
@@ -74,8 +76,11 @@ class _Step:
 class GradientRecorder:
     """Records what one forward does with gradients; the `GradientListener` of `_compat.gradients`."""
 
-    def __init__(self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder, model: Model) -> None:
+    def __init__(
+        self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder, model: Model, flags: FlagRecorder
+    ) -> None:
         self._builder = builder
+        self._flags = flags
         self._tape = builder.tape
         self._values = values
         self._reads = reads
@@ -106,7 +111,7 @@ class GradientRecorder:
         self._refuse_without_history()
         by = list(map(self.differentiated, inputs))
         if accumulates and not by:
-            by = leaves_of(outputs)
+            by = self._flags.without_frozen(leaves_of(outputs))
             self._reads.on_requires_grad(outputs[0])
             if any(unwrapped(t) is t and id(t) not in self._values.by_id for t in by):
                 self._refuse_beyond()
@@ -196,7 +201,7 @@ class GradientRecorder:
         return True
 
     def _of(self, t: torch.Tensor) -> _Gradient:
-        value = self._first(self._values.value_of(t))
+        value = self._first(self._flags.value_of(t))
         found = self._gradients.get(id(value.fake))
         if found is None:
             tensor = t if value.real is None else value.real
@@ -209,12 +214,12 @@ class GradientRecorder:
             return value
         outside = (*self._tape.inputs, *(v for _, v in self._tape.attribute_reads()))
         found = next((v for v in outside if v.fake is value.fake), None)
-        if found is None and self._values.is_outside(value.fake):
+        if found is None and (self._values.is_outside(value.fake) or value.op.target is _SET_DATA):
             raise UnsupportedOpError(
-                "the forward asks for the gradient of a tensor of which it has set `.data` and that it has written",
+                "the forward asks for the gradient of a tensor of which it has set `.data`, or adds to it",
                 op="Tensor.grad",
                 **self._builder.where(),
-                hint="ask before it is written",
+                hint="do so before, or write the tensor in place: `p.data.copy_(new)`",
             )
         return value if found is None else found
 

@@ -1,0 +1,110 @@
+"""Parameters that a forward freezes for a part: `requires_grad` of tensors that it has not made.
+
+Data flow:
+    `p.requires_grad_(False)` -> ops read `p.detach()` in place of p, until p requires grad again
+    `p.requires_grad_(True)` of one that does not -> its fake tensor is a leaf, until p does not require grad again
+    at the end -> the flags are again what they were, which a call is compared with; else UnsupportedOpError
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NoReturn
+
+import torch
+
+from scopetrace._compat.gradients import hooks_of
+from scopetrace._compat.questions import fact_of
+from scopetrace._compat.tensors import requires_grad_of, set_requires_grad
+from scopetrace.errors import UnsupportedOpError
+from scopetrace.ir.reads import Asked, OfTensor, Place
+from scopetrace.ir.tape import Value
+from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.model import Model
+from scopetrace.record.reads import ReadRecorder
+
+
+@dataclasses.dataclass
+class _Flagged:
+    """A tensor whose flag the forward has set."""
+
+    tensor: torch.Tensor
+    value: Value
+    """What it is where its flag is as before the forward."""
+    before: bool
+
+
+class FlagRecorder:
+    """Records what one forward sets `requires_grad` of, among the tensors that are not fake."""
+
+    def __init__(self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder, model: Model) -> None:
+        self._builder = builder
+        self._values = values
+        self._reads = reads
+        self._model = model
+        self._flagged: dict[int, _Flagged] = {}  # by the id of the tensor
+
+    def set(self, t: torch.Tensor, required: bool) -> None:
+        """The forward is about to set the flag of a tensor of the model, or from a closure or global."""
+        entry = self._flagged.get(id(t))
+        value = self._values.value_of(t)
+        if value.real is None if entry is None else value.storage != entry.value.storage:
+            self._refuse("the forward sets `.data` of a tensor that it freezes", "write it in place: `p.copy_(new)`")
+        if entry is None:
+            self._note(t, value)
+            if required == requires_grad_of(t):
+                return
+            entry = self._flagged[id(t)] = _Flagged(t, value, not required)
+        if required == requires_grad_of(t):
+            return
+        fake = entry.value.fake
+        if not entry.before:
+            set_requires_grad(fake, required)
+            self._builder.former_leaves += [] if required else self._values.names_of(fake)
+        elif required:
+            self._values.by_id[id(t)] = entry.value
+        else:
+            self._values.by_id[id(t)] = self._values.value_of(fake.detach())
+
+    def value_of(self, t: torch.Tensor) -> Value:
+        """The value of a tensor, whether it is frozen or not."""
+        entry, now = self._flagged.get(id(t)), self._values.value_of(t)
+        return now if entry is None or now.storage != entry.value.storage else entry.value
+
+    def without_frozen(self, by: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the leaves of autograd's graph into whose `grad` it adds now."""
+        frozen = {id(e.value.fake): e for e in self._flagged.values() if not requires_grad_of(e.tensor)}
+        found = [t for t in by if id(t) not in frozen]
+        late = [frozen[id(t)] for t in by if id(t) in frozen]
+        if late and (not found or any(map(any, hooks_of(*(e.tensor for e in late))))):
+            self._refuse(
+                "the forward freezes tensors with hooks, or all that requires grad, between what was computed from "
+                "them and its backward",
+                "freeze after backward()",
+            )
+        return found
+
+    def finish(self) -> None:
+        """Refuse flags that are not put back."""
+        for entry in self._flagged.values():
+            if requires_grad_of(entry.tensor) != entry.before:
+                self._refuse(
+                    f"the forward leaves requires_grad of {entry.value.op.name} at {not entry.before}, which was "
+                    f"{entry.before} before",
+                    "set it back at the end, or set it so before the trace",
+                )
+
+    def close(self) -> None:
+        """Put the flags back."""
+        for entry in self._flagged.values():
+            set_requires_grad(entry.tensor, entry.before)
+
+    def _note(self, t: torch.Tensor, value: Value) -> None:
+        owner = self._model.owner(t)
+        place: Place = Asked(fact_of, (t, "requires_grad", ()))
+        if owner is not None:
+            place = OfTensor(*owner[1:], "requires_grad")
+        self._reads.note_once(f"{value.op.name}.requires_grad", requires_grad_of(t), place)
+
+    def _refuse(self, problem: str, hint: str) -> NoReturn:
+        raise UnsupportedOpError(problem, op="Tensor.requires_grad", **self._builder.where(), hint=hint)
