@@ -258,3 +258,33 @@ def test_results_require_grad_as_in_eager(name):
         if found is not None:
             assert torch.equal(found, expected)
             assert found.requires_grad == expected.requires_grad, (inner, traced, called, kind)
+
+
+MEMORY_GIVEN = {
+    "itself": lambda x, y: x.set_(x),
+    "a detached alias": lambda x, y: x.set_(x.detach()),
+    "twice": lambda x, y: (x.set_(y), x.set_(y)),
+    "there and back": lambda x, y: (x.set_(y), y.set_(x)),
+    "transposed": lambda x, y: x.set_(x.t()),
+    "swapped": lambda x, y: (z := x.detach(), x.set_(y), y.set_(z)),
+    "swapped data": lambda x, y: (z := x.data, setattr(x, "data", y.data), setattr(y, "data", z)),
+    "two of one": lambda x, y: (z := x * 2, x.set_(y), z.set_(y)),
+    "of a new one": lambda x, y: (z := x * 2, z.set_(z)),
+}
+
+
+@pytest.mark.parametrize("last", [lambda x, y: None, lambda x, y: x.mul_(2), lambda x, y: y.add_(3)])
+@pytest.mark.parametrize("change", MEMORY_GIVEN)
+def test_a_tensor_gets_the_memory_of_another(change, last):
+    def forward(x, y):
+        MEMORY_GIVEN[change](x, y)
+        last(x, y)
+        return x * 1, y * 1
+
+    given, wanted = ((torch.arange(6.0).view(2, 3), torch.ones(2, 3)) for _ in range(2))
+    if "swapped" in change:
+        with pytest.raises(st.errors.UnsupportedOpError, match="as where two are swapped"):
+            st.trace(forward, given)
+        return
+    trace = st.trace(forward, given)
+    torch.testing.assert_close((trace(*given), given), (forward(*wanted), wanted))

@@ -164,6 +164,7 @@ class OpRecorder:
         self._facts: dict[int, OpFacts] = {}
         self._specialize = specialize
         self._pending: dict[int, Pending] = {}  # by storage: the collective under way that will write there
+        self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
         self._at_end = contextlib.ExitStack()
         self.answers = 0
         """How often Python asked for the data of a tensor."""
@@ -313,8 +314,8 @@ class OpRecorder:
         if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
             self._refuse_lost_dropout(func, args)
             return self.recorded(lambda: run_parts(func, *args, **kwargs))
-        if facts.reshapes:
-            self._set_apart_reshaped(facts, args, kwargs)
+        if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
+            return args[0]
         call = self._lifted(facts, args, kwargs)
         if func is _aten.as_strided.default and (call.args[3:] or call.kwargs) not in ((None,), {}):
             self._builder.tape.uses_absolute_offset.add(call.args[0].storage)
@@ -357,6 +358,15 @@ class OpRecorder:
 
     # ---------------------------------------------------------------- arguments
 
+    def _is_set_to_itself(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a tensor gets the memory that it has, `x.set_(x)`; what gets another shape is prepared for it."""
+        if facts.func is _aten.set_.source_Tensor:
+            if self.values.are_one_view(*args):
+                return True
+            self._refuse_memory_given_away(*args)
+        self._set_apart_reshaped(facts, args, kwargs)
+        return False
+
     def _set_apart_reshaped(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Aliases that Python made outside of the dispatcher get values of their own before their shape changes."""
         for position, name in facts.written:
@@ -366,6 +376,17 @@ class OpRecorder:
                     if facts.func is not _aten.set_.source_Tensor:
                         self._refuse_lost_shape(t, str(facts.func))
                     self.values.set_apart(t)
+
+    def _refuse_memory_given_away(self, t: torch.Tensor, source: torch.Tensor) -> None:
+        """A tensor gets the memory of another. That one counts as the same tensor from then on, and stays there."""
+        if self._given_away.get(self.values.value_of(t).storage, id(t)) != id(t):
+            raise UnsupportedOpError(
+                "a tensor gets other memory after another tensor has got its memory, as where two are swapped",
+                op="Tensor.set_",
+                **self._builder.where(),
+                hint="swap the values: keep a clone() of one, and use copy_",
+            )
+        self._given_away[self.values.value_of(source).storage] = id(t)
 
     def _refuse_lost_shape(self, t: torch.Tensor, op: str) -> None:
         """Autograd would go on with the shape that a tensor had before an op without autograd changed it."""
