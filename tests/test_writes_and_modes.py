@@ -8,6 +8,7 @@ self.b.mul_(self.p)               # requires grad from here on
 self.b.zero_()                    # and still does, with a gradient of zero
 """
 
+import contextlib
 import itertools
 
 import pytest
@@ -288,3 +289,55 @@ def test_a_tensor_gets_the_memory_of_another(change, last):
         return
     trace = st.trace(forward, given)
     torch.testing.assert_close((trace(*given), given), (forward(*wanted), wanted))
+
+
+RETURNS_INPUT = {
+    "dropout in eval": lambda x: torch.nn.functional.dropout(x, 0.5, training=False),
+    "dropout of nothing": lambda x: torch.nn.functional.dropout(x, 0.0),
+    "alpha_dropout": lambda x: torch.nn.functional.alpha_dropout(x, 0.5, training=False),
+    "feature_dropout": lambda x: torch.nn.functional.dropout1d(x, 0.5, training=False),
+    "dropout in place": lambda x: torch.nn.functional.dropout(x, 0.5, training=False, inplace=True),
+    "contiguous": lambda x: x.contiguous(),
+    "to": lambda x: x.to(torch.float32),
+    "float": lambda x: x.float(),
+    "type_as": lambda x: x.type_as(x),
+    "expand": lambda x: x.expand_as(x),
+    "reshape": lambda x: x.reshape(x.shape),
+    "flatten": lambda x: x.flatten(1),
+    "pad": lambda x: torch.nn.functional.pad(x, (0, 0)),
+    "broadcast": lambda x: torch.broadcast_tensors(x, x)[0],
+    "chunk": lambda x: x.chunk(1)[0],
+    "atleast": torch.atleast_2d,
+    "squeeze": lambda x: x.squeeze(),
+    "movedim": lambda x: x.movedim(0, 0),
+    "pool": lambda x: torch.nn.functional.avg_pool1d(x, 1),
+    "interpolate": lambda x: torch.nn.functional.interpolate(x[None], size=x.shape[-1])[0],
+    "real": torch.real,
+    "positive": torch.positive,
+    "ravel": torch.ravel,
+    "identity": torch.nn.Identity(),
+}
+AROUND = {
+    "nothing": contextlib.nullcontext,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no_grad": torch.no_grad,
+    "autocast off": lambda: torch.autocast("cpu", enabled=False),
+}
+
+
+@pytest.mark.parametrize("dynamic", [None, {"x": {0: torch.export.Dim.AUTO}}])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("name", RETURNS_INPUT)
+def test_what_may_return_its_input_and_is_written(name, around, dynamic):
+    def forward(x):
+        with AROUND[around]():
+            t = RETURNS_INPUT[name](x)
+        t.add_(1)
+        return t, x.sum()
+
+    given, wanted = torch.arange(12.0).view(3, 4), torch.arange(12.0).view(3, 4)
+    trace = st.trace(forward, (given.clone(),), dynamic_shapes=dynamic)
+    got, expected = trace(given), forward(wanted)
+    torch.testing.assert_close((got, given), (expected, wanted))
+    assert (got[0] is given) == (expected[0] is wanted)
+    assert (got[0].data_ptr() == given.data_ptr()) == (expected[0].data_ptr() == wanted.data_ptr())

@@ -52,6 +52,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from scopetrace._compat.encoder_layer import FUSED, encoder_layer
+from scopetrace._compat.tensors import run_parts
 from scopetrace._compat.versions import CURRENT
 
 
@@ -533,7 +534,8 @@ def autocast_rule(func: OpOverload, device: str) -> tuple[Callable[..., Any] | N
     key = _AUTOCAST_KEYS[device]
     if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key):
         return functools.partial(func._op_dk, key), True
-    return (func.decompose if func._can_decompose() and not func.is_view else None), False
+    is_composite = func._can_decompose() and not func.is_view
+    return (functools.partial(run_parts, func) if is_composite else None), False
 
 
 # Higher-order ops ----------------------------------------------------------------------------------------------------
