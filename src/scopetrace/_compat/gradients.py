@@ -139,8 +139,11 @@ class HookListener(Protocol):
     def leave_offloading(self, mark: tuple[int, int]) -> None:
         """The forward leaves `save_on_cpu`, which it entered at `mark`."""
 
-    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None) -> None:
-        """A checkpointed region that began at `mark` ends; `context_fn` chooses what it keeps, None for nothing."""
+    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None, *, keeps_rng: bool = True) -> None:
+        """A checkpointed region that began at `mark` ends; `context_fn` chooses what it keeps, None for nothing.
+
+        `keeps_rng` says whether backward runs it again from the same state of the random number generators.
+        """
 
 
 def is_module_hook(cls: Any) -> bool:
@@ -347,8 +350,17 @@ def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: 
     def __exit__(self: Any, *error: Any) -> None:
         exits.pop(id(self), functools.partial(leave, self))(*error)
 
+    def regions(fn: Callable[..., Any], preserve_rng_state: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
+        """Those of `torch.utils.checkpoint(use_reentrant=False)`, which has no hooks where autograd is off."""
+        off, mark = mine() and not torch.is_grad_enabled(), listener.mark()
+        yield from run(fn, preserve_rng_state, *args, **kwargs)
+        if off:
+            listener.on_recomputed(mark, keeps_rng=preserve_rng_state)
+
+    run = torch.utils.checkpoint._checkpoint_without_reentrant_generator
     replace(_saved_tensors_hooks, "__enter__", __enter__)
     replace(_saved_tensors_hooks, "__exit__", __exit__)
+    replace(torch.utils.checkpoint, run.__name__, regions)
 
 
 def _leave_users(listener: HookListener, mark: tuple[int, int], *error: Any) -> None:
@@ -368,7 +380,7 @@ def _enter_region(
 ) -> Callable[..., None]:
     """A region of torch.utils.checkpoint begins, by its `hooks`, in `frame`. Returns what to call at its end."""
     mark = listener.mark()
-    arguments, early_stop, context_fn = _how_checkpointed(frame)
+    arguments, early_stop, context_fn, keeps_rng = _how_checkpointed(frame)
     stack = contextlib.ExitStack()
     if listener.differentiates:
         stack.enter_context(checkpointed(listener, arguments, early_stop=early_stop, context_fn=context_fn))
@@ -379,7 +391,7 @@ def _enter_region(
     def end(*error: Any) -> None:
         stack.close()
         if error == (None, None, None):
-            listener.on_recomputed(mark, context_fn)
+            listener.on_recomputed(mark, context_fn, keeps_rng=keeps_rng)
 
     return end
 
@@ -399,10 +411,10 @@ def checkpointed(
         listener.end_checkpointed()
 
 
-def _how_checkpointed(frame: FrameType | None) -> tuple[tuple[Any, ...], bool, Any]:
-    """Of the function that checkpoints, which runs in `frame` or around it: its arguments, `early_stop`, `context_fn`.
+def _how_checkpointed(frame: FrameType | None) -> tuple[tuple[Any, ...], bool, Any, bool]:
+    """Of the function that checkpoints, which runs in `frame` or around it: its arguments, and three of its options.
 
-    `context_fn` is None for its default.
+    They are `early_stop`, `context_fn`, which is None for its default, and `preserve_rng_state`.
     """
     checkpoint = torch.utils.checkpoint
     while frame is not None and frame.f_code.co_filename == checkpoint.__file__:
@@ -410,9 +422,10 @@ def _how_checkpointed(frame: FrameType | None) -> tuple[tuple[Any, ...], bool, A
         if "context_fn" in found:
             context_fn = found["context_fn"]
             early_stop = getattr(found.get("new_frame"), "early_stop", True)
-            return found.get("args", ()), early_stop, None if context_fn is checkpoint.noop_context_fn else context_fn
+            context_fn = None if context_fn is checkpoint.noop_context_fn else context_fn
+            return found.get("args", ()), early_stop, context_fn, found.get("preserve_rng_state", True)
         frame = frame.f_back
-    return (), True, None
+    return (), True, None, True
 
 
 def policy_of(context_fn: Any) -> Callable[..., bool]:

@@ -402,7 +402,7 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
         if not mine():
             return outer.__get__(None, cls)(*args, **kwargs)
         if cls is torch.utils.checkpoint.CheckpointFunction:  # reentrant checkpointing: run what it wraps
-            return _reentrant(observer, args[0], args[2:])
+            return _reentrant(observer, *args)
         if cls.__module__ != "torch._library.autograd" and not in_transform():  # a custom op is recorded itself
             found = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
             if found is not NotImplemented:
@@ -429,7 +429,7 @@ def _with_defaults(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     return bound.args
 
 
-def _reentrant(observer: Observer, function: Callable[..., Any], args: Any) -> Any:
+def _reentrant(observer: Observer, function: Callable[..., Any], keeps_rng: bool, *args: Any) -> Any:
     """A reentrant checkpoint: what it wraps runs. Its results require grad only if one of its arguments does."""
     mark = observer.mark()
     tensors = [t for t in args if isinstance(t, torch.Tensor)]
@@ -441,7 +441,7 @@ def _reentrant(observer: Observer, function: Callable[..., Any], args: Any) -> A
         elif observer.differentiates:
             stack.enter_context(checkpointed(observer, tensors, early_stop=False))
         out = function(*args)
-    observer.on_recomputed(mark)
+    observer.on_recomputed(mark, keeps_rng=keeps_rng)
     return out
 
 

@@ -179,11 +179,11 @@ class TapeBuilder:
         """The number of ops and of calls so far."""
         return len(self.tape.ops), len(self.tape.calls)
 
-    def end_region(self, hop: Any, mark: tuple[int, int], context_fn: Any = None) -> None:
-        """A region that began at `mark` ends here."""
+    def end_region(self, hop: Any, mark: tuple[int, int], **of_region: Any) -> None:
+        """A region that began at `mark` ends here; `of_region` are fields of `Region`."""
         start, calls = mark[0], self.tape.calls[mark[1] :]
         place = self.call, self.state.current_scope, self.frames()
-        self.regions.append(Region(hop, start, len(self.tape.ops), calls, *place, context_fn))
+        self.regions.append(Region(hop, start, len(self.tape.ops), calls, *place, **of_region))
 
     def where(self) -> dict[str, str | None]:
         """`module` and `source` for an error that is raised now."""

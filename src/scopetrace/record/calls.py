@@ -409,9 +409,12 @@ class CallRecorder:
         """This place in the program."""
         return self._builder.mark()
 
-    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None) -> None:
+    def on_recomputed(self, mark: tuple[int, int], context_fn: Any = None, *, keeps_rng: bool = True) -> None:
         """A checkpointed region ends."""
-        self._builder.end_region(CHECKPOINT, mark, context_fn)
+        known = ((name, self._values.by_id.get(id(t))) for name, t in self._model.bound_tensors())
+        attributes = {name: value for name, value in known if value is not None}
+        of_region = {"context_fn": context_fn, "keeps_rng": keeps_rng, "attributes": attributes}
+        self._builder.end_region(CHECKPOINT, mark, **of_region)
 
     def begin_checkpointed(
         self, arguments: list[torch.Tensor], *, early_stop: bool, context_fn: Any = None

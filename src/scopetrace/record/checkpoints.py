@@ -237,51 +237,84 @@ def refuse_recomputed(
     regions: Iterable[Region],
     passed: Container[Op | Phase],
     run_again: Container[tuple[int, int]],
-) -> None:
+) -> Op | None:
     """Raise UnsupportedOpError where eager would compute a checkpointed region again from other data than before.
 
     That is after the forward, or at the first backward in it if it goes through the region, that is through ops of
     `passed`; not where that backward, as a part of the program, has run the region again, as those of `run_again`.
+    Where autograd saves nothing in the region, but might with gradients, the result is the op that is in the way.
     """
+    without = None
     for region in regions:
         ops = tape.ops[region.start : region.stop]
-        if region.hop is not CHECKPOINT or not region.requires_grad(tape):
+        if region.hop is not CHECKPOINT or (tape.grad and not any(op.grad for op in ops)):
             continue
-        if (region.start, region.stop) in run_again and any(op in passed for op in ops):
-            continue
-        made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
-        read = {v.storage for op in ops for v in op.inputs()} - made
-        later: Iterable[Op] = tape.ops[region.start :]
-        if any(op in passed for op in ops):
-            later = itertools.takewhile(lambda op: op.phase is None, later)
-        for op in later:
-            if any(v.storage in read for v in op.writes):
+        in_backward = any(op in passed for op in ops)
+        ran_again = in_backward and (region.start, region.stop) in run_again
+        for what, op, hint in _different_again(tape, region, in_backward=in_backward, ran_again=ran_again):
+            if region.requires_grad(tape):
                 raise UnsupportedOpError(
-                    "a checkpointed region (torch.utils.checkpoint) reads a tensor that it or a later op writes, so "
-                    "that eager computes gradients from the new data, or writes twice",
-                    **place_of(op),
-                    hint="trace the model without checkpointing, which gives the same results; or write to the tensor "
-                    "before the region",
+                    f"a checkpointed region (torch.utils.checkpoint) {what}", **place_of(op), hint=hint
                 )
+            without = without or op
+    return without
 
 
-def refuse_bound_again(tape: RecordedTape, run_again: Iterable[tuple[int, int]]) -> None:
-    """Raise UnsupportedOpError where eager runs Python a second time that keeps a tensor, in a region that runs again.
+def _different_again(
+    tape: RecordedTape, region: Region, *, in_backward: bool, ran_again: bool
+) -> Iterator[tuple[str, Op, str]]:
+    """What a region does that eager does again, or in another way, in backward; the op, and what to do instead."""
+    ops = tape.ops[region.start : region.stop]
+    drawn = next((op for op in ops if op.kind == "call_function" and _draws(op)), None)
+    if drawn is not None and not region.keeps_rng:
+        yield (
+            "draws random numbers, and others when backward runs it again, since preserve_rng_state is False",
+            drawn,
+            "leave preserve_rng_state=True, without which the gradients are not those of what was computed",
+        )
+    written = None if ran_again else _written_again(tape, region, within_forward=in_backward)
+    if written is not None:
+        yield (
+            "reads a tensor that it or a later op writes, so that eager computes gradients from the new data, or "
+            "writes twice",
+            written,
+            "trace the model without checkpointing, which gives the same results; or write to the tensor before the "
+            "region",
+        )
+    name, value = _bound_again(tape, ops)
+    if value is not None:
+        yield (
+            f"binds a new tensor to {name}, and does it again when backward runs it again",
+            value.op,
+            "write to a tensor that is there, with copy_(); or return it from the region and bind it outside",
+        )
 
-    It may read what it kept the first time.
+
+def _written_again(tape: RecordedTape, region: Region, *, within_forward: bool) -> Op | None:
+    """The first op that writes what a region reads from outside, in the region or after it; `within_forward`: before
+    the first backward.
+
+    A tensor that is read counts as written where it is an attribute that is bound to another one at the end.
     """
-    inside = {v for start, stop in run_again for op in tape.ops[start:stop] for v in op.values()}
+    ops = tape.ops[region.start : region.stop]
+    made = {v.storage for op in ops if op.kind == "call_function" for v in op.values() if not _is_alias(v, op)}
+    read = {v.storage for op in ops for v in op.inputs()} - made
+    later: Iterable[Op] = tape.ops[region.start :]
+    if within_forward:
+        later = itertools.takewhile(lambda op: op.phase is None, later)
+    bound = {w.path: w.value.op for w in tape.attribute_writes if w.of is None}
+    held = [*((op.name, op.result) for op in tape.ops if op.kind == "get_attr"), *region.attributes.items()]
+    rebound = {bound[name] for name, v in held if v.storage in read and bound.get(name, v.op) is not v.op}
+    return next((op for op in later if op in rebound or any(v.storage in read for v in op.writes)), None)
+
+
+def _bound_again(tape: RecordedTape, ops: Iterable[Op]) -> tuple[str, Value | None]:
+    """What the Python around some ops binds or puts into an argument, of the values that they make."""
+    inside = {v for op in ops for v in op.values()}
     bound = [(w.path, w.value) for w in tape.attribute_writes if w.of is None]
     if isinstance(tape.outputs, Returned):
         bound += [("".join(e.path[1:]), v) for e in tape.outputs.effects for v in leaves(e.content, Value)]
-    for name, value in bound if inside else ():
-        if value in inside:
-            raise UnsupportedOpError(
-                f"a checkpointed region (torch.utils.checkpoint) binds a new tensor to {name}, and does it again when "
-                "backward runs it again",
-                **place_of(value.op),
-                hint="write to a tensor that is there, with copy_(); or return it from the region and bind it outside",
-            )
+    return next(((name, value) for name, value in bound if value in inside), ("", None))
 
 
 def _is_alias(v: Value, op: Op) -> bool:

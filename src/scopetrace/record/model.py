@@ -160,6 +160,14 @@ class Model:
         """The model's modules, and those that only its objects, globals and closures hold."""
         return self._saved.values()
 
+    def bound_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The tensors that attributes of the modules are now, with the attributes' names in the model."""
+        for saved in self.saved_modules:
+            for table in (*saved.live[:1], *saved.live[2:3]):
+                for name, t in table.items():
+                    if isinstance(t, torch.Tensor):
+                        yield f"{saved.fqn}.{name}" if saved.fqn else name, t
+
     def named_modules(self) -> list[tuple[str, torch.nn.Module, frozenset[str]]]:
         """The saved modules with their fqns, or outside the model names in source, and the methods of their classes."""
         methods = {kind: methods_of(kind) for kind in {type(saved.module) for saved in self.saved_modules}}

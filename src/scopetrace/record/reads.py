@@ -300,6 +300,13 @@ class ReadRecorder:
             if module is not None:
                 self._of_model(fqn, module, name)
 
+    def on_recomputed(self, op: Op) -> None:
+        """With gradients, eager would run an op again in backward, and would give other results."""
+        if not self._grad:
+            self.note_once("torch.is_grad_enabled()", False, Flag("torch.is_grad_enabled", ()), op.frames)
+        else:
+            self.on_requires_grad(next(iter(op.values())).fake)
+
     def _of_model(self, fqn: str, module: torch.nn.Module, name: str) -> None:
         tensor = self._builder.tape.attributes.get(fqn)
         tensor = getattr(module, name) if tensor is None else tensor

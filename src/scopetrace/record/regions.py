@@ -14,7 +14,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -47,8 +47,12 @@ class Region:
     """The scope around it."""
     frames: Frames
     """The Python frames of its end."""
-    context_fn: Any
+    context_fn: Any = None
     """As `BodyTape.context_fn`."""
+    keeps_rng: bool = True
+    """Whether backward runs it again from the same state of the random number generators."""
+    attributes: Mapping[str, Value] = dataclasses.field(default_factory=dict)
+    """The values that attributes of the modules are at its end, by the attributes' names in the model."""
 
     def requires_grad(self, tape: RecordedTape) -> bool:
         """Whether autograd sees it."""

@@ -68,7 +68,7 @@ from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
-from scopetrace.record.checkpoints import refuse_bound_again, refuse_recomputed
+from scopetrace.record.checkpoints import refuse_recomputed
 from scopetrace.record.data import NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
@@ -393,8 +393,9 @@ class Recording:
         refuse_lost_gradients(tape, results, self.values.examples, differentiated, self.builder.former_leaves)
         if self.builder.regions:
             passed = {op for number, op in self.builder.made_nodes if number in self.builder.differentiated}
-            refuse_recomputed(tape, self.builder.regions, passed, self.builder.run_again)
-            refuse_bound_again(tape, self.builder.run_again)
+            op = refuse_recomputed(tape, self.builder.regions, passed, self.builder.run_again)
+            if op is not None:
+                self.reads.on_recomputed(op)
         refuse_detached_inputs(tape, self.values.examples)
         refuse_detached_bases(tape, self.builder.detached)
         if tape.sizes is not None:
