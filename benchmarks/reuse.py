@@ -37,22 +37,22 @@ def llama(count: int) -> None:
     """Print a line for a model of some layers."""
     model, args = llama_70b(count)
 
-    def outline(reuse: bool) -> Any:
+    def outline(reuse: bool | None) -> Any:
         return st.trace(model, args, reuse=reuse).outline("layers").functions
 
     plain, reused, calls, plain_outline, outlined = seconds(
         [
+            lambda: st.trace(model, args, reuse=False),
             lambda: st.trace(model, args),
-            lambda: st.trace(model, args, reuse=True),
-            lambda: st.trace(model, args, reuse=True).calls,
+            lambda: st.trace(model, args).calls,
             lambda: outline(False),
-            lambda: outline(True),
+            lambda: outline(None),
         ]
     )
     start = time.process_time()
     torch.export.export(model, args).run_decompositions({})
     exported = time.process_time() - start
-    report = st.trace(model, args, reuse=True).reuse
+    report = st.trace(model, args).reuse
     print(
         f"{count} layers: trace {plain:.3f} s, with reuse {reused:.3f}, and calls {calls:.3f}; with outline and "
         f"functions {plain_outline:.3f}, with reuse {outlined:.3f}; torch.export {exported:.2f}; {report}"
@@ -62,7 +62,7 @@ def llama(count: int) -> None:
 def other(name: str, built: Built) -> None:
     """Print a line for a model."""
     model, args = built
-    plain, reused = seconds([lambda: st.trace(model, args), lambda: st.trace(model, args, reuse=True)], 12)
+    plain, reused = seconds([lambda: st.trace(model, args, reuse=False), lambda: st.trace(model, args)], 12)
     print(f"{name}: trace {plain:.4f} s, with reuse {reused:.4f}, ratio {reused / plain:.2f}")
 
 

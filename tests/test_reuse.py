@@ -12,12 +12,6 @@ from scopetrace.ir.tape import UnmadeValue
 _aten = torch.ops.aten
 
 
-@pytest.fixture(autouse=True)
-def also_small_calls(monkeypatch):
-    """Copy calls of few ops too."""
-    monkeypatch.setattr("scopetrace.record.reuse.FEWEST_OPS", 0)
-
-
 class Layer(nn.Module):
     """A layer that may read its index."""
 
@@ -104,12 +98,31 @@ def test_loops_and_nested_repetitions():
     assert str(compared(model, torch.ones(2, 4)).reuse) == "3 Net: 1 traced, 2 replayed"
 
 
+def test_calls_without_ops():
+    model = Net(*(nn.Sequential(nn.Sequential(nn.Identity(), nn.Identity())) for _ in range(4)))
+    assert compared(model, torch.ones(2, 4)).reuse.replayed == {"Sequential": 3}
+
+
 def test_dynamic_sizes():
     trace = compared(
         Net(*(Layer(i) for i in range(3))), torch.ones(2, 4), dynamic_shapes={"x": {0: torch.export.Dim("n")}}
     )
     assert trace.reuse.replayed == {"Layer": 2}
     assert trace(torch.ones(5, 4)).shape == (5, 4)
+
+
+class Splits(nn.Module):
+    """Attention's way with heads, around a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+
+    def forward(self, x):
+        """Run it."""
+        heads = self.norm(x).reshape(2, 2, 2).permute(1, 0, 2).reshape(2, 4)
+        heads.view(8)  # which nobody reads
+        return heads.view(4, 2).permute(1, 0).permute(1, 0).reshape(2, 4) + x
 
 
 class Widths(nn.Module):
@@ -138,11 +151,31 @@ class Wide(nn.Module):
         return x + self.weight
 
 
-def test_calls_that_never_repeat_are_not_all_compared(monkeypatch):
+def test_calls_that_never_repeat_are_not_all_compared_unless_asked_for():
     model, x = Widths(12), torch.ones(2, 1, 1)
     assert len(st.trace(model, x, reuse=True).reuse.not_shared) == 11
-    monkeypatch.setattr("scopetrace.record.reuse.FEWEST_OPS", 12)
-    assert 6 <= len(st.trace(model, x, reuse=True).reuse.not_shared) < 10
+    assert 6 <= len(st.trace(model, x).reuse.not_shared) < 10
+
+
+def test_small_calls_are_copied_where_asked_for():
+    model, x = Net(*(Layer(i) for i in range(4))).requires_grad_(False), torch.ones(2, 4)
+    assert str(st.trace(model, x, reuse=True).reuse) == "4 Layer: 1 traced, 3 replayed"
+    assert str(st.trace(model, x).reuse) == "no module call repeats another"
+    assert st.trace(model, x, reuse=False).reuse is None
+
+
+def test_a_saved_trace_keeps_the_report(tmp_path):
+    trace = compared(Net(*(Layer(i) for i in range(4))), torch.ones(2, 4))
+    trace.save(tmp_path / "net.trace")
+    assert str(st.load(tmp_path / "net.trace").reuse) == "4 Layer: 1 traced, 3 replayed"
+
+
+def test_results_that_python_never_gets_are_results():
+    """Views of repeated calls are shown and simplified as those of other calls."""
+    model, x = nn.Sequential(*(Splits() for _ in range(3))), torch.ones(2, 4)
+    plain, repeated = (st.trace(model, x, reuse=reuse) for reuse in (False, True))
+    assert str(plain) == str(repeated)
+    assert plain.to_html() == repeated.to_html()
 
 
 class Nested(nn.Module):
@@ -157,10 +190,9 @@ class Nested(nn.Module):
         return self.inner(x) + 1
 
 
-def test_layers_repeat_that_are_unlike_the_first(monkeypatch):
-    monkeypatch.setattr("scopetrace.record.reuse.FEWEST_OPS", 12)
+def test_layers_repeat_that_are_unlike_the_first():
     model = Net(*(Nested(2) for _ in range(5)))
-    report = st.trace(model, torch.ones(2, 1), reuse=True).reuse  # the first is given what requires no gradient
+    report = st.trace(model, torch.ones(2, 1)).reuse  # the first is given what requires no gradient
     assert report.replayed == {"Nested": 3}
 
 

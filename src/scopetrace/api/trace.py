@@ -304,9 +304,9 @@ class Trace(Shown):
 
     @property
     def reuse(self) -> Reuse | None:
-        """Which module calls `st.trace(..., reuse=True)` copied, and why others ran. None for any other trace.
+        """Which module calls `st.trace` copied, and why others ran. None with `reuse=False`.
 
-        Its text: `32 LlamaDecoderLayer: 1 traced, 31 replayed`. A loaded trace does not have it.
+        Its text: `32 LlamaDecoderLayer: 1 traced, 31 replayed`.
         """
         return self._program.tape.reuse
 
@@ -518,7 +518,7 @@ def trace(
     specialize: bool = False,
     side_effects: Literal["warn", "refuse"] | None = None,
     progress: Progress | None = None,
-    reuse: bool = False,
+    reuse: bool | None = None,
     leaves: Selection | None = None,
 ) -> Trace:
     """Trace a module, or any callable, into a graph that knows its modules.
@@ -547,8 +547,9 @@ def trace(
             depends on it. "warn": a SideEffectWarning here, and at such a call in place of the error. "refuse":
             SideEffectError here.
         progress: called with (scope path, number of ops so far) at each module call.
-        reuse: whether a module call that is equal to one before may be copied from it in place of running the module;
-            what came of it is in `Trace.reuse`. The trace is the same.
+        reuse: whether a module call that is equal to one before is copied from it in place of running the module: True
+            where that is possible, None where it is likely to take less time too, False never. What came of it is in
+            `Trace.reuse`. The trace is the same.
         leaves: the earlier name of `leaf_modules`.
 
     Raises:

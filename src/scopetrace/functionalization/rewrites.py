@@ -50,7 +50,7 @@ def simplified(func: Any, args: tuple[Any, ...], call: Call | None) -> Simplifie
     does not.
     """
     base = args[0] if args else None
-    if type(base) is not Value or base.op.call is not call:
+    if not isinstance(base, Value) or base.op.call is not call:
         return func, args
     if func in _SCATTERS:
         return _scatter(func, base, args)

@@ -25,9 +25,9 @@ class Reuse:
     several that look alike, or which were called before; and not those inside of a repeated call.
     """
 
-    traced: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    traced: dict[str, int] = dataclasses.field(default_factory=dict)
     """By class name, the calls that ran."""
-    replayed: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
+    replayed: dict[str, int] = dataclasses.field(default_factory=dict)
     """By class name, the calls whose ops are a copy."""
     not_shared: list[NotShared] = dataclasses.field(default_factory=list)
     """The calls that ran because they differ from those before, in order."""
@@ -37,11 +37,12 @@ class Reuse:
     The calls inside of both follow in the same order."""
 
     def __str__(self) -> str:
+        names = dict.fromkeys((*self.replayed, *self.traced))
+        counts = [(name, self.traced.get(name, 0), self.replayed.get(name, 0)) for name in names]
         lines = [
-            f"{self.traced[name] + self.replayed[name]} {name}: {self.traced[name]} traced, "
-            f"{self.replayed[name]} replayed"
-            for name in dict.fromkeys((*self.replayed, *self.traced))
-            if self.traced[name] + self.replayed[name] > 1
+            f"{ran + copied} {name}: {ran} traced, {copied} replayed"
+            for name, ran, copied in counts
+            if ran + copied > 1
         ]
         reasons: dict[tuple[str, str], list[str]] = collections.defaultdict(list)
         for each in self.not_shared:

@@ -286,14 +286,14 @@ class Op:
     @property
     def result(self) -> Value:
         """The one tensor that the op made. Raises TypeError if its outputs are anything else."""
-        if type(self.outputs) is not Value:
+        if not isinstance(self.outputs, Value):
             raise TypeError(f"the result of {self.target} is no tensor")
         return self.outputs
 
     def tensor(self, position: int) -> Value:
         """The tensor that is the positional argument at `position`. Raises TypeError for anything else."""
         found = self.args[position]
-        if type(found) is not Value:
+        if not isinstance(found, Value):
             raise TypeError(f"argument {position} of {self.target} is no tensor")
         return found
 

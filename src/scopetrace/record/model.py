@@ -160,6 +160,11 @@ class Model:
         """The model's modules, and those that only its objects, globals and closures hold."""
         return self._saved.values()
 
+    def has_layers(self) -> bool:
+        """Whether it has modules inside that have modules, or that are not torch's."""
+        inner = (saved.module for saved in self.saved_modules if saved.module is not self.root)
+        return any(module.__dict__["_modules"] or not is_torchs(module) for module in inner)
+
     def bound_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that attributes of the modules are now, with the attributes' names in the model."""
         for saved in self.saved_modules:
@@ -258,6 +263,11 @@ class SavedModule:
                 found = Change(f"{self.name}.{name}", f".{name}", before, now, self.module, name)
                 is_buffer = table is not self.live[0] and table is self.live[2]
                 yield found._replace(buffer=name not in unsaved_buffers_of(self.module)) if is_buffer else found
+
+
+def is_torchs(module: torch.nn.Module) -> bool:
+    """Whether its class is one of those of torch.nn."""
+    return type(module).__module__.startswith("torch.nn.modules.")
 
 
 def attribute_tables(owner: Any) -> list[dict[str, Any]]:

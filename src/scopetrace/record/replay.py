@@ -126,6 +126,7 @@ class Original:
             if op.frames and not isinstance(op.frames, str):
                 place = id(op.scope), id(op.frames[0]), op.frames[1]
             self.steps.append(Step(*step, is_inner, given, nested, only_values, is_plain_read, place))
+        self.inside = {}
         for inner in self.calls:
             assert inner.parent is not None
             self.inside.setdefault(inner.parent, []).append(inner)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import itertools
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, plain_attributes
 from scopetrace.record.code import ATOMS
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Model
+from scopetrace.record.model import Model, is_torchs
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.pairs import Differs, Pairs
@@ -47,9 +48,9 @@ _FEW = 4
 """So often modules that look alike may run in vain, and so often the state of Python objects may change, until
 nothing more is tried."""
 FEWEST_OPS = 12
-"""A call of fewer ops is recorded: to compare it takes as long."""
+"""Where it is not asked for, a call with fewer ops that can be copied is recorded: to compare it takes as long."""
 _FREE = 5
-"""So many calls become originals at once. Each further one waits for twenty times FEWEST_OPS more ops on the tape, so
+"""So many calls become originals at once. Each further one waits for twenty times `fewest_ops` more ops on the tape, so
 that it takes little time where calls never repeat."""
 
 
@@ -186,8 +187,9 @@ class CallRecorderWithReuse(CallRecorder):
         effects: EffectWatch,
         object_reads: ObjectReads,
         maker: FakeMaker,
+        fewest_ops: int,
     ) -> None:
-        """The first arguments are those of the base."""
+        """The first arguments are those of the base. A call of fewer than `fewest_ops` ops that can be copied runs."""
         super().__init__(builder, values, ops, reads, model, object_types, leaves, progress)
         assert isinstance(reads, ReadRecorderWithReuse)
         self.unshared = 0
@@ -197,6 +199,7 @@ class CallRecorderWithReuse(CallRecorder):
         self._object_reads = object_reads
         self._tools = Tools(builder, values, ops, maker, object_reads, reads.members, reads.contiguous)
         self._groups: dict[int, _Group] = {}
+        self._fewest_ops = fewest_ops
         self._renewals = self._kept = 0
         self._report = self._builder.tape.reuse = Reuse()
 
@@ -218,15 +221,11 @@ class CallRecorderWithReuse(CallRecorder):
 
     def _is_possible(self) -> bool:
         """Whether any call may be replayed: what code finds without the module tells nothing of which module it is."""
-        builder, reach = self._builder, self._effects.reach
-        if (
-            builder.tape.exact_autograd
-            or self._leaves
-            or self._model.root is None
-            or any(hooks_of_all_modules().values())
-        ):
+        tape, root = self._builder.tape, self._model.root
+        if tape.exact_autograd or self._leaves or root is None or any(hooks_of_all_modules().values()):
             return False
-        return not any("id" in f.__code__.co_names for f in reach.functions) and not self._state.tells_modules_apart()
+        asks_id = any("id" in f.__code__.co_names for f in self._effects.reach.functions)
+        return not asks_id and not self._state.tells_modules_apart()
 
     # ---------------------------------------------------------------- calls
 
@@ -239,11 +238,13 @@ class CallRecorderWithReuse(CallRecorder):
         with self._looking():
             found = self._kept_or_replay(call, group, args[1:], kwargs)
         if isinstance(found, Replay):
-            self._report.replayed[name] += 1
+            self._report.replayed[name] = self._report.replayed.get(name, 0) + 1
             return self._replayed(call, found)
         out = super().run(call, entered, run, args, kwargs)
-        is_small = group.kind.is_small = call.stop - call.start < FEWEST_OPS
-        self._report.traced[name] += not is_small
+        ops = itertools.islice(self._builder.tape.ops, call.start, call.stop)
+        can_be_copied = sum(op.kind == "call_function" and not op.writes for op in ops)
+        is_small = group.kind.is_small = can_be_copied < self._fewest_ops
+        self._report.traced[name] = self._report.traced.get(name, 0) + (not is_small)
         if found is not None and not is_small:
             self._kept += 1
             with self._looking():
@@ -266,7 +267,7 @@ class CallRecorderWithReuse(CallRecorder):
 
     def _may_keep(self) -> bool:
         """Whether one more call may become an original."""
-        return 20 * FEWEST_OPS * (self._kept - _FREE) <= len(self._builder.tape.ops)
+        return 20 * self._fewest_ops * (self._kept - _FREE) <= len(self._builder.tape.ops)
 
     def _note(self, call: Call, reason: str) -> None:
         self._report.not_shared.append(NotShared(call.scope.path, type(call.module).__name__, reason))
@@ -450,7 +451,7 @@ class _Kind:
     """Modules of one class with such submodules. Those with parameters of other shapes are as small or large."""
 
     is_small: bool
-    """Whether the last call had fewer ops than can be repeated."""
+    """Whether the last call had fewer ops than is worth to compare."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -475,7 +476,7 @@ def _groups(root: torch.nn.Module | None) -> dict[int, _Group]:
             known[id(module)] = _Group(_Kind(True))  # of one that is inside of itself
             own = module.__dict__
             inside = [(name, visit(m)) for name, m in own["_modules"].items() if m is not None]
-            is_small = not inside and type(module).__module__.startswith("torch.nn.modules.")
+            is_small = not inside and is_torchs(module)
             like = type(module), tuple([(name, id(m.kind)) for name, m in inside])
             kind = kinds.setdefault(like, _Kind(is_small))
             shapes = tuple([p.shape for p in own["_parameters"].values() if p is not None])

@@ -62,6 +62,7 @@ from scopetrace.errors import (
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
 from scopetrace.ir.reads import ModuleTables, Read, numbers_read
+from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
@@ -96,7 +97,7 @@ from scopetrace.record.object_reads import ObjectReads, Watched
 from scopetrace.record.ops import OpRecorder, RunGraph
 from scopetrace.record.reads import ReadRecorder, caught, noting_errors
 from scopetrace.record.regions import CHECKPOINT, keep_regions
-from scopetrace.record.reuse import CallRecorderWithReuse, ReadRecorderWithReuse
+from scopetrace.record.reuse import FEWEST_OPS, CallRecorderWithReuse, ReadRecorderWithReuse
 
 T = TypeVar("T")
 
@@ -110,7 +111,7 @@ def record(
     leaf_modules: Any = (),
     specialize: bool = False,
     progress: Progress | None = None,
-    reuse: bool = False,
+    reuse: bool | None = None,
 ) -> RecordedTape:
     """The tape of `fn(*args, **kwargs)`. Raises what `fn` raises, and the subclasses of TraceError.
 
@@ -197,7 +198,7 @@ class Recording:
         specialize: bool = False,
         progress: Progress | None = None,
         run_graph: RunGraph = _run_nodes,
-        reuse: bool = False,
+        reuse: bool | None = None,
     ) -> None:
         """`run_graph` runs a GraphModule that is the body of a higher-order op."""
         self.model = model
@@ -218,7 +219,9 @@ class Recording:
         self.builder.functions_apart = assumptions.functions_apart
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
-        self._reuses = reuse and not assumptions.records_all
+        self.tape.reuse = None if reuse is False else Reuse()
+        self._reuses = reuse is not False and not assumptions.records_all and model.has_layers()
+        self._fewest_ops = 0 if reuse else FEWEST_OPS
         self.reads = (ReadRecorderWithReuse if self._reuses else ReadRecorder)(self.builder, self.values, model)
         self.ops = OpRecorder(
             self.builder,
@@ -328,7 +331,9 @@ class Recording:
         rules = object_types, self._leaves, self._progress
         parts = self.builder, self.values, self.ops, self.reads, self.model, *rules
         calls = (
-            CallRecorder(*parts) if not self._reuses else CallRecorderWithReuse(*parts, effects, reads, self.factory)
+            CallRecorderWithReuse(*parts, effects, reads, self.factory, self._fewest_ops)
+            if self._reuses
+            else CallRecorder(*parts)
         )
         with effects.watching(), scopes.activate(self.builder.state):
             with (
