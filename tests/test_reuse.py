@@ -103,6 +103,30 @@ def test_calls_without_ops():
     assert compared(model, torch.ones(2, 4)).reuse.replayed == {"Sequential": 3}
 
 
+class Alternates(nn.Module):
+    """Calls its module in one place or in another."""
+
+    def __init__(self, inner, first):
+        super().__init__()
+        self.inner, self.first = inner, first
+
+    def forward(self, x):
+        """Run it."""
+        if self.first:
+            return self.inner(x)
+        return self.inner(x)
+
+
+def test_source_lines_of_a_call_that_was_copied_inside_of_one_that_is():
+    pairs = [nn.Sequential(Layer(0), nn.Identity()) for _ in range(4)]
+    first, last = nn.Sequential(*pairs[:2]), nn.Sequential(*pairs[2:])
+    first[1].append(nn.ReLU())
+    last[0].append(nn.ReLU())
+    last[1].append(nn.ReLU())
+    model = nn.Sequential(first, Alternates(last[0], True), Alternates(last[1], False))
+    assert "Sequential" in compared(model, torch.ones(2, 4)).reuse.replayed
+
+
 def test_dynamic_sizes():
     trace = compared(
         Net(*(Layer(i) for i in range(3))), torch.ones(2, 4), dynamic_shapes={"x": {0: torch.export.Dim("n")}}

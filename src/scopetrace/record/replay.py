@@ -175,8 +175,7 @@ class Replay:
         if any(v in taken or self._now.get(v) in taken for v in original.asked):
             raise Differs("the layout of an input of the model is asked for")
         self._scopes = {id(original.call.scope): call.scope}
-        outer = original.call.frames
-        self._frames = {id(outer): outer if outer == call.frames else call.frames}
+        self._frames = {id(original.call.frames): call.frames}
         self._starts: list[int] = []
         self._quiet = without_dispatch()
         self._makes_later = not inference_mode_enabled()
