@@ -6,6 +6,8 @@ import contextlib
 import contextvars
 import dataclasses
 import os
+import subprocess
+import sys
 import threading
 import types
 from time import time as now
@@ -472,3 +474,23 @@ def test_a_registry_of_a_library_with_a_class_of_its_own(tmp_path, monkeypatch):
     tr = st.trace(registry.read, (X,))
     registry.TABLE["other"] = {}
     assert torch.equal(tr(X), X * 2)
+
+
+FIRST_USE = """
+import torch
+import scopetrace as st
+
+def forward(x):
+    with torch.device("cpu"):
+        torch.overrides.is_tensor_method_or_property(torch.Tensor.numpy)
+        return x + torch.tensor([1.0])
+
+st.trace(forward, (torch.ones(1),))
+with torch.device("meta"):
+    assert torch.tensor([1.0]).is_meta
+assert torch.overrides.is_tensor_method_or_property(torch.Tensor.numpy)
+"""
+
+
+def test_what_torch_makes_once_knows_none_of_a_trace():
+    subprocess.run([sys.executable, "-c", FIRST_USE], check=True, timeout=300)

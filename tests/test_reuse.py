@@ -1,5 +1,8 @@
 """`st.trace(..., reuse=True)`: equal module calls are copied, and the trace is the same as without."""
 
+import array
+import decimal
+
 import pytest
 import reuse_programs
 import torch
@@ -249,6 +252,47 @@ def test_outlines_are_the_same(targets):
         for o in outlines
     ]
     assert texts[0] == texts[1]
+
+
+ARRAY, VIEW = array.array("i"), memoryview(bytearray(4))
+
+
+class Tells(nn.Module):
+    """A layer that may tell which one it is, or how many ran before."""
+
+    def __init__(self, way):
+        super().__init__()
+        self.way = way
+
+    def by_array(self):
+        """State of an object that cannot be watched."""
+        ARRAY.append(1)
+        return len(ARRAY)
+
+    def by_view(self):
+        """As `by_array`."""
+        VIEW[0] += 1
+        return VIEW[0]
+
+    def by_context(self):
+        """State of a module of Python."""
+        decimal.getcontext().prec += 1
+        return decimal.getcontext().prec
+
+    def by_hash(self):
+        """A number of its own."""
+        return hash(self) % 1000
+
+    def forward(self, x):
+        """Run it."""
+        return x.relu() * getattr(self, f"by_{self.way}")()
+
+
+@pytest.mark.parametrize("way", ["array", "view", "context", "hash"])
+def test_layers_that_tell_themselves_apart_otherwise_all_run(way):
+    with decimal.localcontext():
+        trace = st.trace(Net(*(Tells(way) for _ in range(4))), torch.ones(2, 4), reuse=True)
+    assert not trace.reuse.replayed
 
 
 DYNAMIC = {"dynamic_shapes": {"x": {0: torch.export.Dim("n")}}}

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import scopetrace as st
+from scopetrace.record.code import asks_by_computed_name
 
 LOG = logging.getLogger(__name__)
 X = torch.arange(8.0).reshape(2, 4)
@@ -728,3 +729,70 @@ def test_what_decides_something_stops_the_second_call(step):
     tr(X)
     with pytest.raises(st.errors.SideEffectError, match="right for one call"):
         tr(X)
+
+
+class Dispatches(nn.Module):
+    """Finds a method by a computed name that runs no op."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+
+    def gain_listed(self):
+        """Counts in a list."""
+        SEEN.append(1)
+        return len(SEEN)
+
+    def gain_global(self):
+        """Counts in a global."""
+        global CALLS
+        CALLS += 1
+        return CALLS
+
+    def gain_fixed(self):
+        """Counts nothing."""
+        return 2.0
+
+    def forward(self, x):
+        """Run it."""
+        return x * getattr(self, f"gain_{self.kind}")()
+
+
+@pytest.mark.parametrize("kind", ["listed", "global"])
+def test_methods_that_are_found_by_a_computed_name(kind):
+    tr = st.trace(Dispatches(kind), (X,))
+    assert len(tr.side_effects) == 1
+    tr(X)
+    with pytest.raises(st.errors.SideEffectError):
+        tr(X)
+
+
+def test_a_method_that_writes_nothing_beside_those_that_do():
+    model = Dispatches("fixed")
+    tr = st.trace(model, (X,))
+    assert not tr.side_effects
+    assert torch.equal(tr(X), model(X))
+    assert torch.equal(tr(X), model(X))
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("getattr(x, 'a')", False),
+        ("getattr(x, 'a', None)", False),
+        ("getattr(x.b('c'), 'a')(1)", False),
+        ("getattr(x, 'a', f(1, 2))", False),
+        ("getattr(getattr(x, 'a'), 'b')", False),
+        ("[getattr(y, 'a') for y in x]", False),
+        ("getattr(x, y)", True),
+        ("getattr(x, f'a_{y}')", True),
+        ("getattr(x, 'a' + y, None)", True),
+        ("getattr(x, y('a'), 'b')", True),
+        ("getattr(getattr(x, y), 'b')", True),
+        ("[getattr(x, y) for y in 'ab']", True),
+        ("map(getattr, x, y)", True),
+        ("hasattr(x, y)", False),
+    ],
+)
+def test_which_code_asks_by_a_computed_name(source, expected):
+    assert asks_by_computed_name(eval(f"lambda x, y, f: {source}").__code__) == expected

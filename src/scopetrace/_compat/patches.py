@@ -24,7 +24,14 @@ from torch.autograd.function import BackwardCFunction, _SingleLevelFunction
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.overrides import (
+    _get_overridable_functions,
+    _get_tensor_methods,
+    get_default_nowrap_functions,
+    get_testing_overrides,
+)
 from torch.utils import _pytree as pytree
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scopetrace._compat.gradients import HookListener, checkpointed, report_hooks
@@ -86,6 +93,14 @@ _FRAMES_PER_CALL = 3
 """How many times the Python frames of a module call in eager a reported one takes."""
 
 
+_device_constructors()
+get_default_nowrap_functions()
+# Sets of torch's functions, by identity, that torch makes once: filled inside a trace, they would keep replaced ones,
+# and `with torch.device(...)` would leave out `torch.tensor` for the life of the process.
+_CACHES_OF_FUNCTIONS = get_testing_overrides, _get_overridable_functions, _get_tensor_methods
+"""More of them, which take long to make. What they get inside a trace is forgotten after it."""
+
+
 @contextlib.contextmanager
 def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterator[Mine]:
     """Tell `observer` what this thread does inside, and tell models that they are being exported. Gives `mine`.
@@ -103,6 +118,9 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         return threading.get_ident() == thread and not observer.paused
 
     with contextlib.ExitStack() as stack:
+        for cache in _CACHES_OF_FUNCTIONS:
+            if not cache.cache_info().currsize:
+                stack.callback(cache.cache_clear)
         stack.callback(sys.setrecursionlimit, sys.getrecursionlimit())
         sys.setrecursionlimit(_FRAMES_PER_CALL * sys.getrecursionlimit())  # as many nested modules as in eager
         for module in modules:

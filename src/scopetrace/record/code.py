@@ -8,7 +8,8 @@ Data flow:
     the names in their code -> globals, variables of enclosing functions, attributes of classes -> a Read each
     the functions themselves -> where a class has them, and their default arguments -> a Read each
 
-`Reach` follows names, not calls: it finds more functions than run, and not those that are looked up by a computed name.
+`Reach` follows names, not calls: it finds more functions than run. A method of a class of no installed library may also
+be found by a computed name, as in `getattr(self, f"run_{kind}")()`: all of that class are followed then.
 Functions of torch and of the standard library are not followed.
 """
 
@@ -136,6 +137,27 @@ def _read_names(code: types.CodeType) -> Names:
     return Names(*(one.union(*others) for one, *others in zip(own, *inner, strict=True))) if inner else own
 
 
+def asks_by_computed_name(code: types.CodeType) -> bool:
+    """Whether code, or that of a function inside it, may call `getattr` with a name that is no text in it."""
+    if any(isinstance(c, types.CodeType) and asks_by_computed_name(c) for c in code.co_consts):
+        return True
+    steps = list(dis.get_instructions(code)) if "getattr" in code.co_names else []
+    starts = (i for i, step in enumerate(steps) if step.opname == "LOAD_GLOBAL" and step.argval == "getattr")
+    return not all(_has_fixed_name(steps[start + 1 :]) for start in starts)
+
+
+def _has_fixed_name(steps: list[dis.Instruction]) -> bool:
+    """Whether the second argument of the call that these instructions lead to is a constant."""
+    depth, is_fixed = 0, False
+    for step in steps:
+        depth += dis.stack_effect(step.opcode, step.arg, jump=False)
+        if depth < 0:
+            return is_fixed
+        if depth == 2 and step.opname not in ("PRECALL", "KW_NAMES", "CACHE"):
+            is_fixed = step.opname == "LOAD_CONST"
+    return False
+
+
 IS_BOOL = "is True"
 """Stands among the globals of code that has `x is True` or `x is False`."""
 
@@ -179,6 +201,8 @@ class Reach:
         """The globals and attributes that they name."""
         self.asked: set[str] = set()
         """The attributes that they may ask for by `getattr` or `hasattr`."""
+        self.takes_any = False
+        """Whether code that belongs to no installed library may ask for a method by a computed name."""
         self.takes_dicts = False
         """Whether code that belongs to no installed library may ask for a `__dict__`, as `vars` does."""
         self._known: set[type] = set()
@@ -215,10 +239,22 @@ class Reach:
             self.classes[base] = None
             operators = _OPERATORS if is_installed(base) else _OF_OBJECTS
             for name, member in vars(base).items():
-                if name in self.names or name in operators:
+                if name in self.names or name in operators or self._is_taken(base, member):
                     self._add_member(base, name, member)
                 else:
                     self._members.setdefault(name, []).append((base, member))
+
+    def _is_taken(self, base: type, member: Any) -> bool:
+        """Whether a method may be found by a computed name."""
+        return self.takes_any and isinstance(member, types.FunctionType) and not is_installed(base)
+
+    def _take_any(self) -> None:
+        """Follow all methods of the classes so far; those of installed libraries are found by names."""
+        self.takes_any = True
+        for name, members in self._members.items():
+            for base, member in members:
+                if self._is_taken(base, member):
+                    self._add_member(base, name, member)
 
     def _add_member(self, base: type, name: str, member: Any) -> None:
         if isinstance(member, (types.FunctionType, staticmethod, classmethod, property)):
@@ -249,8 +285,8 @@ class Reach:
         for name in names.bound_globals:
             self.globals[id(table), name] = table, name
         self.asked |= names.asked
-        if not names.all.isdisjoint(("vars", "__dict__")) and not is_installed(function):
-            self.takes_dicts = True
+        if not is_installed(function):
+            self._note_of_users(code, names)
         for name in (names.all if is_installed(function) else names.all | names.asked) - self.names:
             self.names.add(name)
             for base, member in self._members.pop(name, ()):
@@ -263,6 +299,12 @@ class Reach:
         for name, default in _defaults(function) if function.__defaults__ or function.__kwdefaults__ else ():
             if type(default) not in ATOMS:
                 self._visit(f"{function.__name__}'s default of {name}", f"{name}=", default)
+
+    def _note_of_users(self, code: types.CodeType, names: Names) -> None:
+        """What matters of code that belongs to no installed library, beside its names."""
+        self.takes_dicts = self.takes_dicts or not names.all.isdisjoint(("vars", "__dict__"))
+        if not self.takes_any and asks_by_computed_name(code):
+            self._take_any()
 
     def _add_cell(self, name: str, cell: types.CellType, names: Names) -> None:
         if id(cell) in self.cells:

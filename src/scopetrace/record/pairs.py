@@ -36,7 +36,33 @@ from scopetrace.record.model import Saved, attributes_and_slots, own_dict, own_n
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TENSOR_TABLES = ("_parameters", "_buffers")
 _WITHOUT_STATE = (type, types.ModuleType, enum.Enum, types.GenericAlias)
-_STATEFUL = {"itertools", "queue", "io", "_io", "socket", "sqlite3", "mmap", "ctypes", "shelve", "dbm", "tempfile"}
+_STATEFUL = {
+    "array",
+    "itertools",
+    "queue",
+    "io",
+    "_io",
+    "socket",
+    "sqlite3",
+    "mmap",
+    "ctypes",
+    "shelve",
+    "dbm",
+    "tempfile",
+}
+_OF_PROCESS = {
+    "ctypes",
+    "decimal",
+    "fcntl",
+    "gc",
+    "locale",
+    "mmap",
+    "multiprocessing",
+    "resource",
+    "signal",
+    "tracemalloc",
+}
+"""The modules of Python that tell of state, or change it, which no object holds."""
 _LIBRARIES = (sys.stdlib_module_names - _STATEFUL) | {"torch", "numpy", "sympy"}
 """The packages of which objects without known content have no state that a forward writes."""
 
@@ -81,11 +107,13 @@ class Watch:
     def _problem(self, x: Any) -> str:
         if isinstance(x, torch.nn.Module):
             return "module"
+        if (x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", "")) in _OF_PROCESS:
+            return "unwatched"
         inside = self._inside(x)
         if inside is not None:
             return next(filter(None, map(self.problem, inside)), "")
         root = str(getattr(x if callable(x) else type(x), "__module__", None) or "builtins").partition(".")[0]
-        is_stateful = hasattr(type(x), "__next__") or isinstance(x, list | dict | set | torch.Generator)
+        is_stateful = hasattr(type(x), "__next__") or isinstance(x, list | dict | set | memoryview | torch.Generator)
         return "unwatched" if is_stateful or root not in _LIBRARIES else ""
 
     def _inside(self, x: Any) -> Any:

@@ -44,6 +44,8 @@ from scopetrace.record.python_state import State
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.replay import Original, Replay, Tools
 
+_IDENTITY = frozenset({"id", "hash"})
+"""What tells equal modules apart."""
 _FEW = 4
 """So often modules that look alike may run in vain, and so often the state of Python objects may change, until
 nothing more is tried."""
@@ -224,7 +226,7 @@ class CallRecorderWithReuse(CallRecorder):
         tape, root = self._builder.tape, self._model.root
         if tape.exact_autograd or self._leaves or root is None or any(hooks_of_all_modules().values()):
             return False
-        asks_id = any("id" in f.__code__.co_names for f in self._effects.reach.functions)
+        asks_id = any(not _IDENTITY.isdisjoint(f.__code__.co_names) for f in self._effects.reach.functions)
         return not asks_id and not self._state.tells_modules_apart()
 
     # ---------------------------------------------------------------- calls
