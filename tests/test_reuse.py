@@ -2,6 +2,7 @@
 
 import array
 import decimal
+import types
 
 import pytest
 import reuse_programs
@@ -240,18 +241,72 @@ def test_tensors_of_repeated_calls_are_made_when_asked_for():
     assert all(v.unmade is None for v in unmade)
 
 
+def outline_text(trace, *targets):
+    """What `Trace.outline` makes: the program, its graph, and for each function its name, text, code and calls."""
+    outline = trace.outline(*targets)
+    functions = [(f.name, (str(f), f.graph_module.code), len(f.calls)) for f in outline.functions]
+    return str(outline), outline.graph_module.code, functions
+
+
 @pytest.mark.parametrize("targets", [["layers"], ["repeated"], [True], ["layers", nn.ReLU]])
 def test_outlines_are_the_same(targets):
     layers = [Layer(i) for i in range(6)]
     layers[4].eps = 0.1
     model = Net(Net(*layers[:3]), Net(*layers[3:]), Net(Layer(6), Layer(7), Layer(8)), Layer(9))
     with torch.no_grad():
-        outlines = [st.trace(model, torch.ones(2, 4), reuse=reuse).outline(*targets) for reuse in (False, True)]
-    texts = [
-        (str(o), o.graph_module.code, [(str(f), f.graph_module.code, len(f.calls)) for f in o.functions])
-        for o in outlines
-    ]
+        texts = [outline_text(st.trace(model, torch.ones(2, 4), reuse=reuse), *targets) for reuse in (False, True)]
     assert texts[0] == texts[1]
+
+
+class Cached(nn.Module):
+    """A layer with a part whose calls are not copied, because they take a cache, and a part whose calls are."""
+
+    def __init__(self, index):
+        super().__init__()
+        self.index, self.attention, self.after = index, Appends(), Layer(0)
+
+    def forward(self, x, cache):
+        """The first layer does more, as that of T5 has the bias of positions."""
+        x = x if self.index else x.exp()
+        return self.after(self.attention(x, cache))
+
+
+class Appends(nn.Module):
+    """Keeps what it takes in a cache."""
+
+    def forward(self, x, cache):
+        """Run it."""
+        cache.kept.append(x)
+        return x + cache.kept[-1].tanh()
+
+
+class Stack(nn.Module):
+    """Layers that share a cache of a class that is unknown to `torch.utils._pytree`."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.layers = nn.ModuleList(Cached(i) for i in range(count))
+
+    def forward(self, x):
+        """Run it."""
+        cache = types.SimpleNamespace(kept=[])
+        for layer in self.layers:
+            x = layer(x, cache)
+        return x
+
+
+@pytest.mark.parametrize("targets", [["layers"], ["repeated"], [True], ["layers", Layer]])
+def test_outlines_are_the_same_where_only_parts_of_layers_repeat(targets):
+    texts, repeated = [], []
+    for reuse in (False, True):
+        with torch.no_grad():
+            trace = st.trace(Stack(3), torch.ones(2, 4), reuse=reuse)
+        repeated.append(trace.reuse and dict(trace.reuse.replayed))
+        texts.append(outline_text(trace, *targets))
+    assert repeated == [None, {"Layer": 2}]
+    assert texts[0] == texts[1]
+    if targets == ["repeated"]:
+        assert [count for name, _, count in texts[0][2] if name.startswith("Cached")] == [1, 2]
 
 
 ARRAY, VIEW = array.array("i"), memoryview(bytearray(4))

@@ -144,7 +144,7 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
         tape = FunctionalTape.of(tape)
     readers = Readers(tape)
     named, kept = _named(source, wanted, readers)
-    left_out = _known_repetitions(tape) if EVERY not in wanted and len(named) < len(kept) else frozenset()
+    left_out = _known_repetitions(tape, kept) if EVERY not in wanted and len(named) < len(kept) else frozenset()
     tried = [c for c in kept if c not in left_out]
     found = outline(tape, readers, tried, source.forward, left_out)
     while EVERY not in wanted:
@@ -167,10 +167,11 @@ def _equal(kept: list[Call], named: set[Call], twice: set[type | None], outermos
     return [c for c in again if c in named or count[c.module_type] > 1]
 
 
-def _known_repetitions(tape: FunctionalTape) -> frozenset[Call]:
-    """The calls that equal two others, because both are repetitions of one in a trace with `reuse=True`.
+def _known_repetitions(tape: FunctionalTape, kept: list[Call]) -> frozenset[Call]:
+    """The calls that equal two others, because `st.trace` copied both of them from one.
 
-    They tell nothing of which classes have equal calls.
+    They tell nothing of which classes have equal calls. Where one is in another call of `kept` that is not such a
+    repetition it is no part of this set, so that the bodies of `kept` that are compared have all of their calls.
     """
     if tape.reuse is None or tape.edited:
         return frozenset()
@@ -184,7 +185,8 @@ def _known_repetitions(tape: FunctionalTape) -> frozenset[Call]:
     for position, original in tape.reuse.repeats.items():
         found.update(position + i for i in range(inside[original]) if original in seen or original + i in found)
         seen.add(original)
-    return frozenset(call for call in tape.calls if call.position in found)
+    compared = {call for call in kept if call.position not in found}
+    return frozenset(c for c in tape.calls if c.position in found and compared.isdisjoint(_around(c)))
 
 
 def _around(call: Call) -> Iterator[Call]:
