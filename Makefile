@@ -18,10 +18,10 @@ ZOO := $(if $(shell grep ^torchvision== $(PINS) 2>/dev/null),$(COMMA)zoo)
 STAMP := $(VENV)/.scopetrace-env
 
 .DEFAULT_GOAL := help
-.PHONY: help env demo test test-all lint format zoo dynamic steps orders zoo-onnx exported bench bench-view clients docs pictures release-check ci clean
+.PHONY: help env demo test test-all test-exhaustive lint format zoo dynamic steps orders zoo-onnx exported bench bench-view clients docs pictures release-check ci clean
 
 help: ## List the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-15s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 env: $(STAMP) ## Make the environment (.venv) and install scopetrace into it
 
@@ -40,10 +40,13 @@ demo: $(STAMP) ## Trace a vision transformer and show its modules
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 test: $(STAMP) ## Run the tests in a few minutes (ARGS="-k name" for some, TORCH=2.15.0 for another torch)
-	$(PYTEST) -m "not slow" $(ARGS)
+	$(PYTEST) -m "not slow and not exhaustive" $(ARGS)
 
-test-all: $(STAMP) ## Run all tests
-	$(PYTEST) $(ARGS)
+test-all: $(STAMP) ## Run the slow tests too
+	$(PYTEST) -m "not exhaustive" $(ARGS)
+
+test-exhaustive: $(STAMP) ## Run all of what the slow tests run samples of
+	$(PYTEST) -m exhaustive $(ARGS)
 
 lint: $(STAMP) ## Check style, format and types
 	$(BIN)/ruff check .

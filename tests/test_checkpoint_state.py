@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed._composable import checkpoint as composable_checkpoint
 from torch.utils.checkpoint import checkpoint
 
 import scopetrace as st
@@ -142,3 +143,35 @@ def test_random_numbers_that_backward_draws_anew_in_a_step():
 
     with pytest.raises(st.errors.UnsupportedOpError, match="preserve_rng_state is False"):
         st.trace(step, (torch.rand(3, 4, requires_grad=True),))
+
+
+class Composed(nn.Module):
+    """Batch norm in a module that torch's composable checkpoint runs again by hooks."""
+
+    def __init__(self):
+        super().__init__()
+        self.region = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        composable_checkpoint(self.region)
+
+    def forward(self, x):
+        return self.region(x) * 2
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_a_module_that_hooks_run_again(grad, with_grad):
+    x = torch.randn(3, 4)
+    models = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        models.append(Composed())
+    try:
+        with torch.set_grad_enabled(grad):
+            tr = st.trace(models[0], (x,))
+        got = results(tr, models[0], x, with_grad, input_grad=True)
+    except st.errors.ScopetraceError:
+        assert grad or with_grad
+        return
+    assert not with_grad
+    expected = results(models[1], models[1], x, with_grad, input_grad=True)
+    assert all(map(equal, got, expected))

@@ -1,6 +1,7 @@
 """Small dense programs of views and writes do in a trace what they do in eager.
 
-All programs of two views and two writes run under the marker `slow`, as do larger samples of the other kinds.
+One of eight programs of two views and two writes runs under the marker `slow`, as do larger samples of the other kinds.
+The other seven run under `exhaustive`.
 """
 
 import re
@@ -47,8 +48,9 @@ def test_drawn_programs(way, number):
     assert_none_wrong((drawn_program(0, n, **WAYS[way]) for n in range(number)), 0.04)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("part", range(8))
+@pytest.mark.parametrize(
+    "part", [pytest.param(i, marks=pytest.mark.exhaustive if i else pytest.mark.slow) for i in range(8)]
+)
 def test_all_programs_of_two_views_and_two_writes(part):
     assert_none_wrong(small_programs(first=part, every=8), 0.02)
 

@@ -358,8 +358,10 @@ DYNAMIC = {"dynamic_shapes": {"x": {0: torch.export.Dim("n")}}}
     [
         pytest.param(range(15), {}, id="few"),
         pytest.param(range(15, 19), DYNAMIC, id="few-dynamic"),
-        pytest.param(range(1000, 3000), {}, id="many", marks=pytest.mark.slow),
-        pytest.param(range(4000, 4300), DYNAMIC, id="many-dynamic", marks=pytest.mark.slow),
+        pytest.param(range(1000, 1400), {}, id="many", marks=pytest.mark.slow),
+        pytest.param(range(4000, 4100), DYNAMIC, id="many-dynamic", marks=pytest.mark.slow),
+        pytest.param(range(1400, 3000), {}, id="others", marks=pytest.mark.exhaustive),
+        pytest.param(range(4100, 4300), DYNAMIC, id="others-dynamic", marks=pytest.mark.exhaustive),
     ],
 )
 def test_random_programs(programs, options):

@@ -31,6 +31,7 @@ from scopetrace._compat.questions import Mine, Replace, asker
 from scopetrace._compat.sources import NOT_THE_MODEL, SCOPETRACE, TORCH_DIRECTORY, prefixes
 from scopetrace._compat.symbols import caller
 from scopetrace._compat.tensors import storage_id
+from scopetrace._compat.versions import CURRENT
 
 _saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
 _METHODS = ("register_hook", "register_post_accumulate_grad_hook", "retain_grad")
@@ -350,17 +351,21 @@ def _report_saved_tensors_hooks(replace: Replace, listener: HookListener, mine: 
     def __exit__(self: Any, *error: Any) -> None:
         exits.pop(id(self), functools.partial(leave, self))(*error)
 
-    def regions(fn: Callable[..., Any], preserve_rng_state: bool = True, *args: Any, **kwargs: Any) -> Iterator[None]:
+    def regions(*args: Any, **kwargs: Any) -> Iterator[None]:
         """Those of `torch.utils.checkpoint(use_reentrant=False)`, which has no hooks where autograd is off."""
         off, mark = mine() and not torch.is_grad_enabled(), listener.mark()
-        yield from run(fn, preserve_rng_state, *args, **kwargs)
+        yield from run(*args, **kwargs)
         if off:
-            listener.on_recomputed(mark, keeps_rng=preserve_rng_state)
+            given = inspect.signature(run).bind(*args, **kwargs).arguments
+            listener.on_recomputed(mark, keeps_rng=given.get("preserve_rng_state", True))
 
-    run = torch.utils.checkpoint._checkpoint_without_reentrant_generator
+    name = CURRENT.checkpoint_generator
+    run = getattr(torch.utils.checkpoint, name)
     replace(_saved_tensors_hooks, "__enter__", __enter__)
     replace(_saved_tensors_hooks, "__exit__", __exit__)
-    replace(torch.utils.checkpoint, run.__name__, regions)
+    for module in (torch.utils.checkpoint, sys.modules.get("torch.distributed._composable.checkpoint_activation")):
+        if module is not None:
+            replace(module, name, regions)
 
 
 def _leave_users(listener: HookListener, mark: tuple[int, int], *error: Any) -> None:

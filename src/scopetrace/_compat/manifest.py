@@ -15,7 +15,7 @@ import torch
 from torch._ops import mode_stack_state_for_pre_dispatch
 from torch.fx.experimental.sym_node import SymNode
 
-from scopetrace._compat.versions import SUPPORTED
+from scopetrace._compat.versions import CURRENT, SUPPORTED
 
 NAMES = {
     "torch": "_C _TorchCompileInductorWrapper _TorchCompileWrapper _ops _refs",
@@ -115,7 +115,7 @@ NAMES = {
     "torch.utils._sympy.value_ranges": "ValueRanges bound_sympy",
     "torch.utils._device": "_device_constructors",
     "torch.overrides": "_get_overridable_functions _get_tensor_methods",
-    "torch.utils.checkpoint": "_checkpoint_without_reentrant_generator",
+    "torch.utils.checkpoint": CURRENT.checkpoint_generator,
 }
 """Names by owner: a module, or a class as `module:Class`."""
 

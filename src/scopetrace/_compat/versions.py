@@ -21,6 +21,8 @@ class Differences:
     """Ops by schema name that `ExportedProgram.run_decompositions` replaces by their argument, where they return it."""
     hop_defaults: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
     """By name of a higher-order op, the keyword arguments that torch always passes, and their default values."""
+    checkpoint_generator: str = "_checkpoint_without_reentrant_generator"
+    """The generator of `torch.utils.checkpoint` around a region that is not reentrant."""
 
 
 _ERASED = "alpha_dropout feature_alpha_dropout feature_dropout conj conj_physical positive resolve_conj resolve_neg"
@@ -30,6 +32,7 @@ TORCH_2_14 = dataclasses.replace(
     TORCH_2_13,
     erased_ops=TORCH_2_13.erased_ops | {"aten::dropout"},  # one that drops nothing decomposed into a copy before
     hop_defaults={"map_impl": {"mutated_arg_indices": ""}},
+    checkpoint_generator="_checkpoint_without_reentrant_generator_impl",
 )
 TORCH_2_15 = TORCH_2_14
 
