@@ -25,7 +25,7 @@ from scopetrace._compat.symbols import to_expr
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import Op, Value
-from scopetrace.ops.history import OVERWRITE
+from scopetrace.ops.history import NO_VIEWS, OVERWRITE
 from scopetrace.ops.view_inverses import (
     Positions,
     Strided,
@@ -321,6 +321,15 @@ class AliasSet:
         return self.reshaped[old]
 
     # ---------------------------------------------------------------- gradients
+
+    def is_apart(self, old: Value) -> bool:
+        """Whether autograd takes an alias for a tensor of its own, not for a view."""
+        meta = self.views.get(old)
+        return meta is not None and meta.func in NO_VIEWS
+
+    def bases(self) -> list[Value]:
+        """The tensors that autograd takes for no views: the roots, and what is apart from them."""
+        return [*self.roots, *filter(self.is_apart, self.views)]
 
     def has_history(self, but: Value) -> bool:
         """Whether an alias other than `but` requires grad."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -22,6 +23,7 @@ from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_history
 from scopetrace.functionalization.copier import TapeCopier
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
+from scopetrace.ir.leaf_reads import note_leaves
 from scopetrace.ir.tape import (
     BodyTape,
     FunctionalTape,
@@ -39,7 +41,7 @@ from scopetrace.ops.functional_variants import (
     is_metadata_only,
     undeclared_variant,
 )
-from scopetrace.ops.history import DETACHED, History, is_cut, is_factory
+from scopetrace.ops.history import NO_VIEWS, History, is_cut, is_factory, plain_leaves
 from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
 
 _aten = torch.ops.aten
@@ -64,6 +66,7 @@ class Functionalizer(TapeCopier):
         self._end_calls(last, root)
         edge = self._at_edge(last, self.emitter.calls[root])
         read = self._read_with_history(edge)
+        self._note_lost_gradients(read)
         users = functools.cache(lambda: self._users_of_storages(read))
         self.new.attribute_writes = [
             dataclasses.replace(w, value=self._bound(w.value, edge, read, users)) for w in self.old.attribute_writes
@@ -86,7 +89,8 @@ class Functionalizer(TapeCopier):
         if not any(map(covers, written)):
             return lambda v: self.read(v, reader)
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
-        roots = [r for aliases in self.sets.values() for r in aliases.roots if r.fake.requires_grad]
+        bases = (v for aliases in self.sets.values() for v in aliases.bases())
+        roots = [v for v in bases if v.fake.requires_grad]
         found = {v: self.read(v, reader) for v in (*roots, *self._results())}
         given = {self.originals[v]: bit for v, bit in bits.items()}
         of_bases = History(self.old.ops, bits), History(self.new.ops, given)
@@ -106,7 +110,31 @@ class Functionalizer(TapeCopier):
                 if total.fake.dtype != new.fake.dtype:
                     total = emit(_aten._to_copy.default, total, dtype=new.fake.dtype)
                 found[v] = with_history(emit, total, found[v])
-        return lambda v: found[v] if v in found else self.read(v, reader)
+        objects = {self._object(v): new for v, new in found.items()}
+        return lambda v: found.get(v) or objects.get(self._object(v)) or self.read(v, reader)
+
+    def _object(self, v: Value) -> Value:
+        """The first value that is this very tensor."""
+        return self.sets[v.storage].same(v) if v.storage in self.sets else v
+
+    def _note_lost_gradients(self, read: Callable[[Value], Value]) -> None:
+        """Note the leaves that a result would have gradients of zero for, if they required grad, and has none for now.
+
+        Writes went over all that the result had of them.
+        """
+        assert isinstance(self.old, RecordedTape)
+        bits = plain_leaves(self.old)
+        if not bits:
+            return
+        written = [r for aliases in self.sets.values() if aliases.version for r in aliases.roots if r in self.originals]
+        found = {v: read(v) for v in (*written, *self._results())}
+        given = {self.originals[v]: bit for v, bit in bits.items() if v in self.originals}
+        before, after = History(self.old.ops, bits, assumed=True), History(self.new.ops, given, assumed=True)
+        lost = functools.reduce(
+            operator.or_, (before.of(v) & ~after.of(new) & ~bits.get(v, 0) for v, new in found.items()), 0
+        )
+        writer = next(op for op in self.old.ops if op.writes)
+        note_leaves(self.old, ((leaf, writer) for leaf, bit in bits.items() if lost & bit))
 
     def _users_of_storages(self, read: Callable[[Value], Value]) -> dict[int, set[int | None]]:
         """By storage, those that results in it had on the old tape; None for an input or a tensor of the model."""
@@ -123,7 +151,7 @@ class Functionalizer(TapeCopier):
         users: Callable[[], dict[int, set[int | None]]],
     ) -> Value:
         """What an attribute is bound to: an input or tensor of the model itself, or the value in memory of its own."""
-        first = self.sets[old.storage].same(old) if old.storage in self.sets else old
+        first = self._object(old)
         if first in self.originals:
             return self.originals[first]
         new = read(old)
@@ -291,8 +319,7 @@ class Functionalizer(TapeCopier):
     def _detached(self, aliases: AliasSet, value: Value) -> Value | None:
         """The detached tensor that a value is, or is a view of."""
         for v in aliases.above(value):
-            meta = aliases.views.get(v)
-            if meta is not None and meta.func is _aten.detach.default:
+            if aliases.is_apart(v):
                 return v
         return None
 
@@ -305,7 +332,7 @@ class Functionalizer(TapeCopier):
                 if v.storage != storage:
                     continue
                 if v in family or detached in aliases.above(v):
-                    family |= {v, *(later.values() if later.target not in DETACHED else ())}
+                    family |= {v, *(later.values() if later.target not in NO_VIEWS else ())}
                     inside = inside or v not in later.writes
                 else:
                     outside = True

@@ -29,7 +29,7 @@ from scopetrace.ir.write_back import (
     ViewStep,
     WriteBack,
 )
-from scopetrace.ops.history import OVERWRITE, is_cut
+from scopetrace.ops.history import DETACHED, OVERWRITE, is_cut
 
 _aten = torch.ops.aten
 
@@ -256,8 +256,8 @@ class _Builder:
                 size, stride, offset = meta.args
                 given = self._numbers((tuple(size), tuple(stride), offset - meta.parent.offset))
                 steps.append(StridedStep(given[0], given[1], given[2], self._mode(value.op)))
-            elif meta.func is _aten.detach.default and aliases.has_gained(value):
-                break  # it got a gradient of its own, and what it was detached from is not used
+            elif self._is_used_apart(aliases, value):
+                break
             elif meta.func is not None:
                 args, kwargs = self._numbers((meta.args, meta.kwargs))
                 steps.append(ViewStep(meta.func, args, kwargs, meta.slot, self._mode(value.op)))
@@ -270,6 +270,19 @@ class _Builder:
             sizes, strides = self._numbers((list(value.fake.size()), list(value.fake.stride())))
             steps.append(ViewStep(_aten.as_strided.default, (sizes, strides), {}, None))
         return root, tuple(reversed(steps))
+
+    def _is_used_apart(self, aliases: AliasSet, value: Value) -> bool:
+        """Whether autograd takes a value for a tensor of its own, and nobody uses the memory otherwise."""
+        if not aliases.is_apart(value):
+            return False
+        if aliases.has_gained(value) and aliases.views[value].func in DETACHED:
+            return True  # a gradient of its own
+        results = [v for v in (*self._outputs, *(w.value for w in self.old.attribute_writes)) if isinstance(v, Value)]
+        return (
+            aliases.views[value].func not in DETACHED
+            and not any(root in self.outside for root in aliases.roots)
+            and all(value in aliases.above(v) for v in results if v.storage == value.storage)
+        )
 
     def _give(self, value: Any, stride: tuple[int, ...] | None = None, copy: int = 0) -> FromGraph:
         index = next((i for i, known in enumerate(self.returned) if known is value), len(self.returned))

@@ -18,9 +18,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import is_op, schema_of
-from scopetrace._compat.symbols import to_expr
-from scopetrace.ir.tape import Op, Value
-from scopetrace.ops.functional_variants import covers
+from scopetrace.ir.tape import Op, RecordedTape, Value, values_in
 
 
 @torch.library.custom_op("scopetrace::overwrite", mutates_args=())
@@ -68,8 +66,11 @@ def once_differentiable(gradient: torch.Tensor, given: list[torch.Tensor]) -> to
 
 ONCE_DIFFERENTIABLE = torch.ops.scopetrace.once_differentiable.default
 
-DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default)
-"""Ops whose result autograd takes for a tensor of its own."""
+DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default, torch.ops.aten.view.dtype)
+"""Ops that give memory of their argument without its history."""
+
+NO_VIEWS = (*DETACHED, torch.ops.aten._unsafe_view.default)
+"""Ops that give memory of their argument, and whose result autograd takes for a tensor of its own."""
 
 
 def is_factory(op: Op) -> bool:
@@ -82,13 +83,7 @@ class History:
     """The bits of the values of some ops."""
 
     def __init__(
-        self,
-        ops: Iterable[Op],
-        leaves: Mapping[Value, int],
-        of_modules: int = 0,
-        *,
-        assumed: bool = False,
-        forgets: bool = False,
+        self, ops: Iterable[Op], leaves: Mapping[Value, int], of_modules: int = 0, *, assumed: bool = False
     ) -> None:
         """Go along the ops.
 
@@ -97,10 +92,8 @@ class History:
             leaves: the bits of each leaf.
             of_modules: the bits of what a leaf module makes, which has parameters of its own.
             assumed: whether all leaves count as if they required grad.
-            forgets: whether a tensor that is written over as a whole has nothing of what it had before, for which
-                eager has gradients of zero.
         """
-        self._assumed, self._forgets = assumed, forgets
+        self._assumed = assumed
         self._family: dict[Value, Value] = {}  # of views that of their base
         self._bits: dict[Value, int] = {}  # of the first of each family
         for op in ops:
@@ -115,7 +108,7 @@ class History:
 
     def is_detached(self, v: Value) -> bool:
         """Whether autograd takes a value for a tensor of its own, in the memory of another."""
-        return self._family.get(v, v).op.target in DETACHED
+        return self._family.get(v, v).op.target in NO_VIEWS
 
     def _follow(self, op: Op, of_modules: int) -> None:
         inputs = op.inputs()
@@ -125,22 +118,27 @@ class History:
                 self._family[v] = self._family.get(base, base)
         if not (op.grad or self._assumed) or op.target in DETACHED or is_factory(op):
             return
-        covered = [v for v in op.writes if self._covers(op, v)]
-        bits = of_modules if op.kind == "call_module" else 0
-        for v in inputs[:1] if op.target is OVERWRITE else inputs:
-            bits |= self.of(v) if v not in covered else 0
-        for v in covered:
-            self._bits.pop(self._family.get(v, v), None)
-        for v in (*op.values(), *op.writes) if bits else ():
-            gains = self._assumed or v in op.writes
-            if v.requires_grad or v.fake.requires_grad or (gains and can_require_grad(v)):
-                family = self._family.get(v, v)
-                self._bits[family] = self._bits.get(family, 0) | bits
+        for taken, made in _parts(op):
+            bits = of_modules if op.kind == "call_module" else 0
+            for v in taken[:1] if op.target is OVERWRITE else taken:
+                bits |= self.of(v)
+            for v in made if bits else ():
+                gains = self._assumed or v in op.writes
+                if v.requires_grad or v.fake.requires_grad or (gains and can_require_grad(v)):
+                    family = self._family.get(v, v)
+                    self._bits[family] = self._bits.get(family, 0) | bits
 
-    def _covers(self, op: Op, v: Value) -> bool:
-        """Whether an op leaves nothing of what the tensor had before whose view, or itself, is `v`."""
-        whole = self._family.get(v, v).fake.numel()
-        return self._forgets and covers(op) and to_expr(whole) == to_expr(v.fake.numel())
+
+def _parts(op: Op) -> list[tuple[list[Value], list[Value]]]:
+    """What an op takes, and makes or writes of it; of a foreach op in place, for each tensor alone."""
+    made = [*op.values(), *op.writes]
+    if not (op.writes and is_op(op.target) and schema_of(op.target).op_name.startswith("_foreach_")):
+        return [(op.inputs(), made)]
+    given = [*op.args, *op.kwargs.values()]
+    return [
+        (values_in([a[i] if isinstance(a, (list, tuple)) else a for a in given]), [v for v in made if v.fake is t.fake])
+        for i, t in enumerate(values_in(op.args[0]))
+    ]
 
 
 def is_cut(v: Value) -> bool:
@@ -164,9 +162,29 @@ def is_view(v: Value) -> bool:
 def _base(v: Value, inputs: list[Value]) -> Value | None:
     """What a value is for autograd a view of, or the same tensor as, among the inputs of its op."""
     sharing = [i for i in inputs if i.storage == v.storage]
-    if not sharing or v.op.target in DETACHED:
+    if not sharing or v.op.target in NO_VIEWS:
         return None
     return next((i for i in sharing if i.fake is v.fake), sharing[0])
+
+
+def root_of(v: Value) -> Value:
+    """The first value of the memory of a value: an input, an attribute, or what an op made."""
+    while (base := next((i for i in v.op.inputs() if i.storage == v.storage), None)) is not None:
+        v = base
+    return v
+
+
+def plain_leaves(tape: RecordedTape) -> dict[Value, int]:
+    """The inputs and parameters that could require grad in a call and do not in the trace, with a bit each.
+
+    In a trace without autograd, no tensor counts as one that requires grad.
+    """
+    given = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
+    sources = (v for v in given if v.op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter))
+    plain = [v for v in sources if can_require_grad(v) and not (v.requires_grad and tape.grad)]
+    if tape.grad and not any(op.writes or op.phase for op in tape.ops):  # the graph switches autograd for inputs
+        plain = [v for v in plain if v.op.kind != "placeholder"]
+    return {v: 1 << i for i, v in enumerate(plain)}
 
 
 def can_require_grad(v: Value) -> bool:

@@ -20,7 +20,6 @@ import collections
 import contextlib
 import datetime
 import functools
-import operator
 import os
 import random
 import secrets
@@ -38,14 +37,13 @@ from torch.autograd.function import BackwardCFunction
 from scopetrace._compat.gradients import node_of, nodes_of, sequence_number
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.tensors import base_of, is_view, requires_grad_of, tags_of
-from scopetrace.containers.structure import leaves, leaves_with_path, object_classes
+from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, content_of
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
-from scopetrace.ops.functional_variants import covers
-from scopetrace.ops.history import DETACHED, History, can_require_grad
+from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_users, is_users_class, names_of
 from scopetrace.record.model import Change, Model, Snapshot, Words, holds_fake, same, short
@@ -525,29 +523,16 @@ def settings_left(before: dict[str, Any], after: dict[str, Any], root: str) -> l
 def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     """The inputs and parameters that do not require grad, where the program would differ if they did, each with the op.
 
-    Such an op runs in another grad mode than that of the call, or writes to a detached tensor: the memory of others; or
-    it writes over what was computed from the leaf. In a trace without autograd, no tensor counts as one that
-    requires grad.
+    Such an op runs in another grad mode than that of the call, or writes to a detached tensor: the memory of others.
     """
     other = [op for op in tape.ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
-    covering = next((op for op in other if covers(op)), None)
-    has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in DETACHED for op in tape.ops)
-    if not other or not (has_hidden or covering):
+    has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in NO_VIEWS for op in tape.ops)
+    if not other or not has_hidden:
         return
-    given = [v for op in tape.ops if op.kind in ("placeholder", "get_attr") for v in op.values()]
-    sources = (v for v in given if v.op.kind == "placeholder" or isinstance(v.real, torch.nn.Parameter))
-    plain = [v for v in sources if can_require_grad(v) and not (v.requires_grad and tape.grad)]
-    if tape.grad and not any(op.writes or op.phase for op in tape.ops):  # the graph switches autograd for inputs
-        plain = [v for v in plain if v.op.kind != "placeholder"]
-    if not plain:
+    bits = plain_leaves(tape)
+    if not bits:
         return
-    bits = {v: 1 << i for i, v in enumerate(plain)}
     history = History(tape.ops, bits, assumed=True)
-    if covering:
-        left = History(tape.ops, bits, assumed=True, forgets=True)
-        results = (*leaves(tape.calls[0].outputs, Value), *(w.value for w in tape.attribute_writes), *given)
-        lost = functools.reduce(operator.or_, (history.of(v) & ~left.of(v) for v in results), 0)
-        yield from ((leaf, covering) for leaf in plain if lost & bits[leaf])
     sharing: dict[int, int] = collections.defaultdict(int)
     for v in [v for op in tape.ops for v in op.values()]:
         sharing[v.storage] |= history.of(v)
@@ -558,7 +543,7 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
         for v in op.writes:
             is_hidden = op.grad != tape.grad or history.is_detached(v) or op.target in DETACHED
             found |= sharing[v.storage] if is_hidden else 0
-        yield from ((leaf, op) for i, leaf in enumerate(plain) if found >> i & 1)
+        yield from ((leaf, op) for leaf, bit in bits.items() if found & bit)
 
 
 def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:

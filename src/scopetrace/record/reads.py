@@ -265,25 +265,6 @@ class ReadRecorder:
         )
         self.note_once(text, answer, OfInput(index, name, args))
 
-    def on_hidden_write(self, value: Value, op: Op) -> None:
-        """With gradients to an input or attribute, a write that autograd does not see would be another program."""
-        if not self._grad:
-            self.note_once("torch.is_grad_enabled()", False, Flag("torch.is_grad_enabled", ()), op.frames)
-            if not op.grad or value.requires_grad or not self._builder.tape.written_storages():
-                return  # the graph of a program that does not write switches autograd on
-        inputs, path = self._builder.tape.inputs, op.scope.path
-        place: Place | None = None
-        if value in inputs:
-            index = inputs.index(value)
-            name, place = self._builder.tape.input_paths[index], OfInput(index, "requires_grad")
-        elif value.op.name in self._builder.tape.owners:
-            name = value.op.name
-            module, attribute = self._builder.tape.owners[name]
-            place = None if module is None else OfTensor(module, attribute, "requires_grad")
-        if place is not None and place not in self._known:
-            self._known.add(place)
-            self._reads.append(Read(f"{name}.requires_grad", False, place, op.frames, path))
-
     def on_requires_grad(self, t: torch.Tensor) -> None:
         """It matters whether a tensor requires grad, where autograd is on."""
         owner = self._model.owner(t)

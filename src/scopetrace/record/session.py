@@ -61,12 +61,14 @@ from scopetrace.errors import (
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
+from scopetrace.ir.leaf_reads import note_leaves
 from scopetrace.ir.reads import ModuleTables, Read, numbers_read
 from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
+from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
 from scopetrace.record.checkpoints import refuse_recomputed
@@ -275,10 +277,9 @@ class Recording:
         self.reads.drop_inner_flags()
         variables, attributes = reads.found(fn, changes)
         effects.note(changes, reads.overwritten, reads.is_written_first)
-        for value, op in without_hidden_gradients(tape):
-            self.reads.on_hidden_write(value, op)
-        for op in () if tape.grad else writes_to_inputs_apart(tape, self.values.examples):
-            self.reads.on_hidden_write(op.writes[0], op)
+        apart = () if tape.grad else writes_to_inputs_apart(tape, self.values.examples)
+        note_leaves(tape, without_hidden_gradients(tape))
+        note_leaves(tape, ((root_of(op.writes[0]), op) for op in apart))
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.reads[:] = [*variables, *tape.reads, *attributes]
