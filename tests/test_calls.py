@@ -375,6 +375,35 @@ def test_a_scripted_module_that_torchscript_has_optimized_keeps_its_gradients():
         torch.testing.assert_close(*grads)
 
 
+class Scripted(torch.jit.ScriptModule):
+    """Its forward is Python, and calls a scripted method."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(2, 2)
+
+    @torch.jit.script_method
+    def scripted(self, x):
+        return self.fc(x).sin()
+
+    def forward(self, x):
+        return self.scripted(x) * 2
+
+
+@pytest.mark.parametrize("reuse", [None, False, True])
+def test_a_scripted_method_under_a_forward_in_python(reuse):
+    for runs_before in (0, 4):
+        net, x = nn.Sequential(nn.Sequential(Scripted(), Scripted()), nn.Sequential(Scripted())), torch.randn(1, 2)
+        for _ in range(runs_before):
+            net(x).sum().backward()
+        net.zero_grad()
+        tr = st.trace(net, (x,), reuse=reuse)
+        tr.check((x,))
+        grads = [torch.autograd.grad(f(x).sum(), list(net.parameters())) for f in (tr, net)]
+        torch.testing.assert_close(*grads)
+        assert [c.fqn for c in tr.calls][:3] == ["", "0", "0.0"]
+
+
 @pytest.mark.parametrize("how", ["module.compile()", "torch.compile(module)", "torch.compile(function)"])
 def test_compiled_parts_run_their_python(how):
     class Net(nn.Module):

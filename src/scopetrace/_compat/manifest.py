@@ -37,6 +37,7 @@ NAMES = {
     "torch._C:DispatchKey": "AutocastCPU AutocastCUDA AutocastHPU AutocastMPS AutocastXPU PreDispatch Python",
     "torch._C:_TorchDispatchModeKey": "PROXY",
     "torch._C:ScriptMethod": "_debug_flush_compilation_cache",
+    "torch._C:ScriptModule": "_get_method _method_names",
     "torch._C:TensorBase": "data requires_grad storage_offset stride",
     "torch._C._functorch": "TransformType get_interpreter_stack get_unwrapped is_functorch_wrapped_tensor "
     "peek_interpreter_stack",
@@ -123,6 +124,7 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "OpOverload": (lambda: torch.ops.aten.add.Tensor, "_op_dk _overloadname _schema is_view"),
     "HigherOrderOperator": (lambda: torch.ops.higher_order.cond, "_name python_key_table"),
     "_ModeStackStateForPreDispatch": (mode_stack_state_for_pre_dispatch, "_schema_check_mode"),
+    "ScriptModule": (torch.jit.ScriptModule, "_c"),
     "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr _expr_cache _expr_ver"),
     "AdditionalInputs": (torch.export.AdditionalInputs, "_examples"),
     "Module": (

@@ -264,15 +264,19 @@ def _scripted(original: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     def run(module: Any, *args: Any, **kwargs: Any) -> Any:
-        forget = module.forward._debug_flush_compilation_cache
-        forget()
+        _forget_compiled(module)
         try:
             with exporting(False), torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
                 return original(module, *args, **kwargs)
         finally:
-            forget()
+            _forget_compiled(module)
 
     return run
+
+
+def _forget_compiled(module: Any) -> None:
+    for name in module._c._method_names():  # its `forward` may be Python
+        module._c._get_method(name)._debug_flush_compilation_cache()
 
 
 # Autograd, seeds, storages -------------------------------------------------------------------------------------------

@@ -58,7 +58,9 @@ def _referents(x: Any) -> Iterable[Any]:
     if isinstance(x, types.FunctionType):  # without its globals
         return *(x.__closure__ or ()), *(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values(), vars(x)
     if isinstance(x, torch.nn.Module):  # what attributes of the model's hold is real again after the trace
-        return [member for table in ("_parameters", "_buffers", "_modules") for member in vars(x)[table].values()]
+        return [
+            member for table in ("_parameters", "_buffers", "_modules") for member in vars(x).get(table, {}).values()
+        ]
     if isinstance(x, weakref.ref):
         return (x(),)
     return gc.get_referents(x)

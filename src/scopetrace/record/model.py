@@ -163,7 +163,8 @@ class Model:
     def has_layers(self) -> bool:
         """Whether it has modules inside that have modules, or that are not torch's."""
         inner = (saved.module for saved in self.saved_modules if saved.module is not self.root)
-        return any(module.__dict__["_modules"] or not is_torchs(module) for module in inner)
+        plain = (module for module in inner if not isinstance(module, torch.jit.ScriptModule))  # theirs are in C++
+        return any(module.__dict__["_modules"] or not is_torchs(module) for module in plain)
 
     def bound_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that attributes of the modules are now, with the attributes' names in the model."""
