@@ -62,6 +62,11 @@ RIGHT = {
         ["self.b.add_(x[0])", "a = x * self.p", "torch._foreach_add_([a, self.b], 1)"],
         ("a", "self.b"),
     ),
+    "a part of an input, expanded as another part of it that was written": (
+        "plain",
+        ["a = x[1]", "a[1:].copy_(x[0][1:])", "b = a[:1].expand_as(a) * self.p"],
+        ("b",),
+    ),
     "a foreach op of which no operand requires grad in the trace": (
         "leaf",
         ["a = x * 2", "torch._foreach_add_([a, self.b], 1)"],

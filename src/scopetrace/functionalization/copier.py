@@ -302,7 +302,7 @@ class TapeCopier(abc.ABC):
         ):
             outputs = self.emitter.copy(op, args, kwargs)
             self._copies.update(zip(op.values(), _values(op, outputs), strict=True))
-        elif all(map(_alike, old_inputs, new_inputs)):
+        elif all(map(_alike, old_inputs, new_inputs)) and not _come_apart(old_inputs, new_inputs):
             storages = {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
             outputs = self.emitter.copy(op, args, kwargs, storages)
         else:
@@ -468,6 +468,12 @@ def _holds(base: Value, view: Value) -> bool:
         return by_geometry(a, b) is not None
     (first, last), (start, end) = a.span(), b.span()
     return is_contiguous(base.fake) and first <= start and end <= last
+
+
+def _come_apart(old: list[Value], new: list[Value]) -> bool:
+    """Whether values that lay in one memory lie in several now."""
+    storages = {(a.storage, b.storage) for a, b in zip(old, new, strict=True)}
+    return len({before for before, _ in storages}) < len(storages)
 
 
 def _alike(old: Value, new: Value) -> bool:

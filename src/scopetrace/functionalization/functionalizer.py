@@ -23,7 +23,7 @@ from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_history
 from scopetrace.functionalization.copier import TapeCopier
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
-from scopetrace.ir.leaf_reads import note_leaves
+from scopetrace.ir.leaf_reads import note_leaf
 from scopetrace.ir.tape import (
     BodyTape,
     FunctionalTape,
@@ -36,7 +36,6 @@ from scopetrace.ir.tape import (
 from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,
-    covers,
     functional_variant,
     is_metadata_only,
     undeclared_variant,
@@ -81,12 +80,11 @@ class Functionalizer(TapeCopier):
         return self.new
 
     def _read_with_history(self, reader: Op) -> Callable[[Value], Value]:
-        """As `read`, with gradients of zero for leaves from which writes covered all that a result had.
+        """As `read`, with gradients of zero for leaves of which a result has nothing, but what it is a part of has.
 
-        Eager has zeros there, and not None.
+        Eager has zeros there, and not None: where writes covered all that the result had, or went to other parts.
         """
-        written = (op for op in self.old.ops if op.grad and any(v.fake.requires_grad for v in op.writes))
-        if not any(map(covers, written)):
+        if not any(op.grad and any(v.fake.requires_grad for v in op.writes) for op in self.old.ops):
             return lambda v: self.read(v, reader)
         bits = {v: 1 << i for i, v in enumerate(v for v in self.originals if v.requires_grad)}
         bases = (v for aliases in self.sets.values() for v in aliases.bases())
@@ -133,8 +131,10 @@ class Functionalizer(TapeCopier):
         lost = functools.reduce(
             operator.or_, (before.of(v) & ~after.of(new) & ~bits.get(v, 0) for v, new in found.items()), 0
         )
-        writer = next(op for op in self.old.ops if op.writes)
-        note_leaves(self.old, ((leaf, writer) for leaf, bit in bits.items() if lost & bit))
+        writer = next((op for op in self.old.ops if op.writes), self.old.ops[-1])
+        for leaf, bit in bits.items() if lost else ():
+            if lost & bit:
+                note_leaf(self.old, leaf, writer)
 
     def _users_of_storages(self, read: Callable[[Value], Value]) -> dict[int, set[int | None]]:
         """By storage, those that results in it had on the old tape; None for an input or a tensor of the model."""
@@ -297,7 +297,7 @@ class Functionalizer(TapeCopier):
             return False
         aliases = self.sets[target.storage]
         recorded = op.grad and not _is_logical(op)
-        seen = recorded and (target in op.tracked or not aliases.has_history(target))
+        seen = recorded and (target in op.tracked or not aliases.has_history(target) or self._is_of_inputs(target))
         brings = recorded and any(v is not target for v in op.tracked)
         detached = self._detached(aliases, target) if brings or self._severed else None
         if detached in self._severed:
@@ -315,6 +315,14 @@ class Functionalizer(TapeCopier):
                 "a tensor that requires grad is written into a detached alias of another, and both are used", op
             )
         return not seen
+
+    def _is_of_inputs(self, value: Value) -> bool:
+        """Whether a value lies in memory of several inputs: for autograd these are views of one tensor.
+
+        If a write to one of them brings a gradient, all have it, unlike their fake tensors.
+        """
+        aliases = self.sets[value.storage]
+        return len(aliases.roots) > 1 and self._detached(aliases, value) is None
 
     def _detached(self, aliases: AliasSet, value: Value) -> Value | None:
         """The detached tensor that a value is, or is a view of."""

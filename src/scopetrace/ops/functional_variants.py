@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.ops import Argument, Schema, is_op, is_random, op_overloads, schema_of
-from scopetrace.ir.tape import Op, Value
+from scopetrace._compat.ops import Argument, Schema, op_overloads, schema_of
+from scopetrace.ir.tape import Value
 
 _NAMESPACES = frozenset({"_c10d_functional", "aten", "mkldnn", "quantized", "symm_mem"})
 """Where names say which ops belong together. A custom `ours::scale` need not be the variant of `ours::scale_`."""
@@ -36,14 +36,6 @@ _MORE_RESULTS = {"fused_moving_avg_obs_fake_quant": ("Tensor",)}
 
 _CANONICAL = {"input": "self", "exponential_average_factor": "momentum", "epsilon": "eps"}
 """Arguments that an op and its variant name differently."""
-
-_COVERING = frozenset(
-    {
-        *("copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_"),
-        *("eq_", "ne_", "lt_", "le_", "gt_", "ge_"),  # the gradient of both operands is zero
-    }
-)
-"""Ops that write what does not depend on the value that they overwrite."""
 
 _FACTORY_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 """What a factory is told about its result. With `out=` it takes that from `out`."""
@@ -337,12 +329,3 @@ def is_out_argument(arg: Argument) -> bool:
 
 def _canonical(arg: Argument) -> str:
     return _CANONICAL.get(arg.name, arg.name)
-
-
-def covers(op: Op) -> bool:
-    """Whether an op writes what does not depend on the value that it overwrites."""
-    if not op.writes or not is_op(op.target):
-        return bool(op.writes)
-    schema = schema_of(op.target)
-    draws = is_random(op.target) and not any(part in schema.op_name for part in ("dropout", "rrelu"))
-    return schema.op_name in _COVERING or draws or any(a.is_out for a in schema.arguments)

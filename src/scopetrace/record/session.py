@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import inspect
+import itertools
 import re
 import sys
 import threading
@@ -61,7 +62,7 @@ from scopetrace.errors import (
 )
 from scopetrace.infer.inference import Inference
 from scopetrace.ir import scopes
-from scopetrace.ir.leaf_reads import note_leaves
+from scopetrace.ir.leaf_reads import note_leaf
 from scopetrace.ir.reads import ModuleTables, Read, numbers_read
 from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
@@ -278,8 +279,8 @@ class Recording:
         variables, attributes = reads.found(fn, changes)
         effects.note(changes, reads.overwritten, reads.is_written_first)
         apart = () if tape.grad else writes_to_inputs_apart(tape, self.values.examples)
-        note_leaves(tape, without_hidden_gradients(tape))
-        note_leaves(tape, ((root_of(op.writes[0]), op) for op in apart))
+        for value, op in itertools.chain(without_hidden_gradients(tape), ((root_of(op.writes[0]), op) for op in apart)):
+            note_leaf(tape, value, op)
         for leaf in self.values.made_leaves():  # what depends on it must have a gradient from outside too
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.reads[:] = [*variables, *tape.reads, *attributes]
