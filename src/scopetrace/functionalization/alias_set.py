@@ -25,7 +25,8 @@ from scopetrace._compat.symbols import to_expr
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import Op, Value
-from scopetrace.ops.history import NO_VIEWS, OVERWRITE
+from scopetrace.ops.functional_variants import is_factory
+from scopetrace.ops.history import DETACHED, NO_VIEWS, OVERWRITE, can_require_grad
 from scopetrace.ops.view_inverses import (
     Positions,
     Strided,
@@ -86,6 +87,7 @@ class AliasSet:
         self._first: dict[Value, Value] = {}  # results of `same`
         self._with_grad: dict[Value, None] = {}
         self._replaced: set[Value] = set()
+        self._covered = False
 
     # ---------------------------------------------------------------- read and write
 
@@ -123,6 +125,8 @@ class AliasSet:
         old = self.same(old)
         if self.version == 0 and self._needs_row():
             self._make_row(writer)
+        known = self._present.get(old)
+        self._covered = self._covered or known is None or not _is_made_of(new, known[0])
         chain = self._written_ancestors(old)
         bases = [self.read(v, writer) for v in chain[1:]]
         may_lose = writer.grad and not hidden and not new.requires_grad
@@ -151,7 +155,7 @@ class AliasSet:
             if root is not old:
                 self.link(root, ViewMeta(old))
                 self._replaced.add(old)
-        self.roots, self._row = [old], None
+        self.roots, self._row, self._covered = [old], None, True
         self.views.pop(old, None)
         self._first.clear()
         self.version += 1
@@ -327,6 +331,10 @@ class AliasSet:
         meta = self.views.get(old)
         return meta is not None and meta.func in NO_VIEWS
 
+    def may_lose_history(self) -> bool:
+        """Whether an alias may have nothing left of what it had: a write did not read it, or went to a view."""
+        return self.version > 0 and (self._covered or any(meta.func is not None for meta in self.views.values()))
+
     def bases(self) -> list[Value]:
         """The tensors that autograd takes for no views: the roots, and what is apart from them."""
         return [*self.roots, *filter(self.is_apart, self.views)]
@@ -378,6 +386,16 @@ def last_of(sets: dict[int, AliasSet], value: Value) -> Value:
     for after, _ in became(sets, value):
         value = after
     return value
+
+
+def _is_made_of(new: Value, old: Value) -> bool:
+    """Whether autograd leads from a value to another one, which its op reads, or reads a copy of."""
+    if is_factory(new.op) or new.op.target in DETACHED:
+        return False
+    if old in new.op.inputs():
+        return True
+    copies = (v for v in new.op.inputs() if can_require_grad(v) and v.op.target not in DETACHED)
+    return any(old in v.op.inputs() and not is_factory(v.op) for v in copies)
 
 
 def _layout(fake: torch.Tensor) -> tuple[Any, ...]:

@@ -37,10 +37,11 @@ from scopetrace.ops.functional_variants import (
     FunctionalVariant,
     call_variant,
     functional_variant,
+    is_factory,
     is_metadata_only,
     undeclared_variant,
 )
-from scopetrace.ops.history import NO_VIEWS, History, is_cut, is_factory, plain_leaves
+from scopetrace.ops.history import NO_VIEWS, History, is_cut, plain_leaves
 from scopetrace.ops.view_inverses import Geometry, by_geometry, geometry_of
 
 _aten = torch.ops.aten
@@ -64,8 +65,10 @@ class Functionalizer(TapeCopier):
         last = self._copy_ops()
         self._end_calls(last, root)
         edge = self._at_edge(last, self.emitter.calls[root])
-        read = self._read_with_history(edge)
-        self._note_lost_gradients(read)
+        read: Callable[[Value], Value] = functools.partial(self.read, reader=edge)
+        if any(aliases.may_lose_history() for aliases in self.sets.values()):
+            read = self._read_with_history(edge)
+            self._note_lost_gradients(read)
         users = functools.cache(lambda: self._users_of_storages(read))
         self.new.attribute_writes = [
             dataclasses.replace(w, value=self._bound(w.value, edge, read, users)) for w in self.old.attribute_writes

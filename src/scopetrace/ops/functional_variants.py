@@ -19,8 +19,8 @@ from typing import Any
 import torch
 import torch.fx
 
-from scopetrace._compat.ops import Argument, Schema, op_overloads, schema_of
-from scopetrace.ir.tape import Value
+from scopetrace._compat.ops import Argument, Schema, is_op, op_overloads, schema_of
+from scopetrace.ir.tape import Op, Value
 
 _NAMESPACES = frozenset({"_c10d_functional", "aten", "mkldnn", "quantized", "symm_mem"})
 """Where names say which ops belong together. A custom `ours::scale` need not be the variant of `ours::scale_`."""
@@ -329,3 +329,9 @@ def is_out_argument(arg: Argument) -> bool:
 
 def _canonical(arg: Argument) -> str:
     return _CANONICAL.get(arg.name, arg.name)
+
+
+def is_factory(op: Op) -> bool:
+    """Whether an op only takes sizes, dtype and device of its argument."""
+    name = schema_of(op.target).op_name if is_op(op.target) else ""
+    return name.endswith("_like") or name.startswith("new_")

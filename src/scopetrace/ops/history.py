@@ -19,6 +19,7 @@ import torch
 
 from scopetrace._compat.ops import is_op, schema_of
 from scopetrace.ir.tape import Op, RecordedTape, Value, values_in
+from scopetrace.ops.functional_variants import is_factory
 
 
 @torch.library.custom_op("scopetrace::overwrite", mutates_args=())
@@ -71,12 +72,6 @@ DETACHED = (torch.ops.aten.detach.default, torch.ops.aten.detach_.default, torch
 
 NO_VIEWS = (*DETACHED, torch.ops.aten._unsafe_view.default)
 """Ops that give memory of their argument, and whose result autograd takes for a tensor of its own."""
-
-
-def is_factory(op: Op) -> bool:
-    """Whether an op only takes sizes, dtype and device of its argument."""
-    name = schema_of(op.target).op_name if is_op(op.target) else ""
-    return name.endswith("_like") or name.startswith("new_")
 
 
 class History:
