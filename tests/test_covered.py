@@ -169,3 +169,15 @@ def test_parts_of_an_input_beside_one_that_it_was_detached_from(block, write):
                 count["refused"] += 1
     assert not count["wrong"]
     assert count["right"] >= 2, count
+
+
+def test_the_error_names_the_write():
+    def forward(x, counter):
+        counter.add_(1)
+        t = x * 2
+        t[0].copy_(torch.ones(3))
+        return t[0]
+
+    trace = st.trace(forward, (torch.randn(2, 3), torch.zeros(())))
+    with pytest.raises(st.errors.InputMismatchError, match=r"x\.requires_grad, .* t\[0\]\.copy_\(torch\.ones\(3\)\)"):
+        trace(torch.randn(2, 3, requires_grad=True), torch.zeros(()))

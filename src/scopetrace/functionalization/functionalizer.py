@@ -134,10 +134,10 @@ class Functionalizer(TapeCopier):
         lost = functools.reduce(
             operator.or_, (before.of(v) & ~after.of(new) & ~bits.get(v, 0) for v, new in found.items()), 0
         )
-        writer = next((op for op in self.old.ops if op.writes), self.old.ops[-1])
         for leaf, bit in bits.items() if lost else ():
             if lost & bit:
-                note_leaf(self.old, leaf, writer)
+                written_over = (op for op in reversed(self.old.ops) if any(before.of(v) & bit for v in op.writes))
+                note_leaf(self.old, leaf, next(written_over, leaf.op))
 
     def _users_of_storages(self, read: Callable[[Value], Value]) -> dict[int, set[int | None]]:
         """By storage, those that results in it had on the old tape; None for an input or a tensor of the model."""
