@@ -294,6 +294,28 @@ class FakeFactory(FakeMaker):
             self._real_of.setdefault(storage_id(found), real)
         return found
 
+    def shares_storage(self, real: torch.Tensor) -> bool:
+        """Whether a tensor in the storage of `real` was made fake."""
+        return real.untyped_storage()._cdata in self._storages
+
+    def from_real_like(self, real: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """As `from_real`, for a tensor that had the metadata of `like`, and was alone in its storage, when it was read.
+
+        `like` is the fake of a tensor that `is_plain_real`.
+        """
+        found = self._fakes.get(id(real))
+        if found is None:
+            place = nbytes_of(like.untyped_storage()), like.size(), stride_of(like), offset_of(like)
+            with normal_tensors(), without_dispatch():
+                found = self.placed(place, like.dtype, like.device, requires_grad_of(like))
+            if getattr(like, "_is_param", False):
+                found._is_param = True
+            self._fakes[id(real)] = found
+            self._keep += [real, real.untyped_storage()]
+            self._storages[real.untyped_storage()._cdata] = found.untyped_storage()
+            self._real_of.setdefault(storage_id(found), real)
+        return found
+
     def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:
         """A fake of `real`, an input with a storage of its own, with symbolic sizes and strides."""
         self.mode.cache_enabled = False  # with symbolic sizes, torch's cache of results costs more than it saves

@@ -33,7 +33,7 @@ from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
 from scopetrace.files.tensors import TensorWriter, can_hold
 from scopetrace.formatting import short_repr
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import BodyTape, Call, Op, ProgramTape, Tape, Value, is_plain, signature_of
+from scopetrace.ir.tape import BodyTape, Call, Op, OpList, ProgramTape, Tape, Value, is_plain, signature_of
 
 _ITSELF = (type(None), bool, int, str)
 
@@ -62,7 +62,7 @@ class Encoder:
         kind = type(x)
         if kind in _ITSELF:
             return x
-        if kind is list:
+        if kind is list or kind is OpList:
             return [self.data(item) for item in x]
         if kind in _FORMS:
             return _FORMS[kind](self, x)
@@ -115,6 +115,7 @@ class Encoder:
         return row
 
     def _tape(self, tape: Tape) -> list[Any]:
+        tape.fill()
         for scope in tape.root.walk():
             self.row_of(scope)
         for call in tape.calls:

@@ -19,7 +19,8 @@ from scopetrace.ir.side_effects import SideEffect
 _TAPES = (tape.RecordedTape, tape.FunctionalTape, tape.BodyTape)
 
 TABLES: dict[type, str] = {
-    **{tape.Value: "values", tape.UnmadeValue: "values", tape.Op: "ops", tape.Call: "calls", Scope: "scopes"},
+    **dict.fromkeys((tape.Value, tape.UnmadeValue, tape.WaitingValue), "values"),
+    **{tape.Op: "ops", tape.Call: "calls", tape.CopiedCall: "calls", Scope: "scopes"},
     **dict.fromkeys(_TAPES, "tapes"),
 }
 """The tables of what a program refers to from several places. Each is written once, as a row."""
@@ -43,7 +44,7 @@ NAMES = {kind: name for name, kind in RECORDS.items()}
 _OF_A_TAPE = ("shape_env", "fake_mode", "inference")
 
 LEFT_OUT: dict[type, tuple[str, ...]] = {
-    tape.Call: ("module",),
+    **dict.fromkeys((tape.Call, tape.CopiedCall), ("module",)),
     tape.AttributeWrite: ("module",),
     conditions.SizeRules: ("env", "dynamic_shapes"),
     DimSpec: ("derive",),  # used only where the trace is made

@@ -159,6 +159,34 @@ class UnmadeValue(Value):
         return new
 
 
+class WaitingValue(Value):
+    """A value of a part of the tape that is not made yet (see `OpList`): what is not known of it makes that part."""
+
+    __slots__ = ("make",)
+
+    make: Callable[[], None] | None
+    """Makes the part of the tape; None once it is made."""
+
+    def __init__(self, make: Callable[[], None], real: torch.Tensor | None) -> None:
+        self.make, self.real = make, real
+
+    def know(self, fake: torch.Tensor, slot: int, storage: int, key: int | None, placeholder: bool) -> None:
+        """Set all but the op. `placeholder` is `autograd_placeholder`."""
+        self.fake, self.slot, self.storage, self.key = fake, slot, storage, key
+        self.requires_grad = requires_grad_of(fake)
+        self.offset = offset_of(fake)
+        self.autograd_placeholder = placeholder
+
+    if not TYPE_CHECKING:  # for the attributes that are not set
+
+        def __getattr__(self, name: str) -> Any:
+            make = self.make
+            if make is None:
+                raise AttributeError(name)
+            make()
+            return object.__getattribute__(self, name)
+
+
 @dataclasses.dataclass(frozen=True)
 class Autocast:
     """The block under `torch.autocast` in which an op ran."""
@@ -379,6 +407,154 @@ class Call:
         return new
 
 
+class CopiedCall(Call):
+    """A call inside of one that repeats another: its arguments and results are made when they are read."""
+
+    make: Callable[[], None]
+    """Makes the part of the tape that the call is in, and sets `given`."""
+    given: tuple[tuple[Template, ...], dict[str, Template], Template] | None = None
+    """`args`, `kwargs` and `outputs`, once they are made."""
+
+    @classmethod
+    def of(cls, call: Call, make: Callable[[], None], **changed: Any) -> CopiedCall:
+        """A copy of `call` with other fields, and without its arguments and results."""
+        new = cls.__new__(cls)
+        new.__dict__.update(call.__dict__, **changed)
+        for name in ("args", "kwargs", "outputs", "given"):
+            new.__dict__.pop(name, None)
+        new.make = make
+        return new
+
+    def _given(self, i: int) -> Any:
+        if self.given is None:
+            self.make()
+        assert self.given is not None
+        return self.given[i]
+
+    def replace(self, **changed: Any) -> Call:
+        """As the base's, with arguments and results of its own."""
+        args, kwargs, outputs = self.args, self.kwargs, self.outputs
+        own = {name: x for name, x in self.__dict__.items() if name not in ("make", "given")}
+        new = Call.__new__(Call)
+        new.__dict__.update(own, args=args, kwargs=kwargs, outputs=outputs)
+        new.__dict__.update(changed)
+        return new
+
+    def _set(self, i: int, x: Any) -> None:
+        given = [*map(self._given, range(3))]
+        given[i] = x
+        self.given = given[0], given[1], given[2]
+
+    if not TYPE_CHECKING:  # in the place of the fields
+        args = property(lambda self: self._given(0), lambda self, x: self._set(0, x))
+        kwargs = property(lambda self: self._given(1), lambda self, x: self._set(1, x))
+        outputs = property(lambda self: self._given(2), lambda self, x: self._set(2, x))
+
+
+class Repetition(Protocol):
+    """A call that repeats another one, of which the ops are not made yet."""
+
+    call: Call
+    count: int
+    """How many ops it has."""
+
+    def make(self) -> list[Op]:
+        """Its ops."""
+
+
+class OpList(list[Op]):
+    """The ops of a recording. Those of calls that repeat others are made when somebody reads the list.
+
+    `recorded` gives the ops that are there. Of a repetition these tell what kinds of ops there are, since it has the
+    same ones, and no op that writes.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waiting: list[tuple[int, Repetition]] = []
+        """What is not made yet: before which of the ops that are there, and what makes it."""
+        self._missing = 0
+
+    def wait(self, repetition: Repetition) -> None:
+        """At the end of the list are ops that `repetition` makes."""
+        self.waiting.append((super().__len__(), repetition))
+        self._missing += repetition.count
+
+    def fill(self) -> None:
+        """Make the ops that are not there yet."""
+        if not self.waiting:
+            return
+        waiting, self.waiting, self._missing = self.waiting, [], 0
+        whole: list[Op] = []
+        there, position = self.recorded(), 0
+        for before, repetition in waiting:
+            whole += there[position:before]
+            whole += repetition.make()
+            position = before
+        whole += there[position:]
+        super().__setitem__(slice(None), whole)
+
+    def recorded(self) -> list[Op]:
+        """The ops that are there."""
+        return [*super().__iter__()]
+
+    def between(self, start: int, stop: int) -> list[Op]:
+        """As a slice of the whole list; what it has none of is not made."""
+        before = there = 0
+        for at, repetition in self.waiting:
+            begin = at + before
+            if begin >= stop:
+                break
+            if begin + repetition.count > start:
+                return self[start:stop]
+            before += repetition.count
+            there = at
+        assert start - before >= there
+        return super().__getitem__(slice(start - before, stop - before))
+
+    def __len__(self) -> int:
+        return super().__len__() + self._missing
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    if not TYPE_CHECKING:  # as of a list
+
+        def __getitem__(self, i: Any) -> Any:
+            if self.waiting and not (type(i) is int and 0 <= i < self.waiting[0][0]):
+                self.fill()
+            return super().__getitem__(i)
+
+
+def _of_whole(name: str) -> Callable[..., Any]:
+    method = getattr(list, name)
+
+    @functools.wraps(method)
+    def of_whole(self: OpList, *args: Any) -> Any:
+        self.fill()
+        return method(self, *args)
+
+    return of_whole
+
+
+for _name in (
+    *("__add__", "__contains__", "__delitem__", "__eq__", "__ge__", "__gt__", "__iadd__", "__imul__", "__iter__"),
+    *("__le__", "__lt__", "__mul__", "__ne__", "__repr__", "__reversed__", "__rmul__", "__setitem__", "clear", "copy"),
+    *("count", "extend", "index", "insert", "pop", "remove", "reverse", "sort", "__reduce_ex__"),
+):
+    setattr(OpList, _name, _of_whole(_name))
+
+
+def recorded_ops(ops: list[Op]) -> list[Op]:
+    """The ops of a tape without those of repetitions that are not made yet: see `OpList`."""
+    return ops.recorded() if isinstance(ops, OpList) else ops
+
+
+def ops_between(ops: list[Op], start: int, stop: int) -> list[Op]:
+    """A slice of the ops of a tape, for which no others are made: see `OpList`."""
+    return ops.between(start, stop) if isinstance(ops, OpList) else ops[start:stop]
+
+
 def forward_of(call: Call, root: Any) -> Any:
     """The function that a call ran, for its signature; `root` is that of the root call, None where it is not known."""
     if call.module is not None and call.position > 0:
@@ -480,9 +656,14 @@ class Tape:
     inference: OpInference | None = None
     """What is known of ops on its fake tensors; None in a loaded trace."""
 
+    def fill(self) -> None:
+        """Make the ops that wait to be read (see `OpList`)."""
+        if isinstance(self.ops, OpList):
+            self.ops.fill()
+
     def bodies(self) -> list[BodyTape]:
         """The bodies of the higher-order ops, each once, without those inside them."""
-        return list(dict.fromkeys(body for op in self.ops for body in op.bodies()))
+        return list(dict.fromkeys(body for op in recorded_ops(self.ops) for body in op.bodies()))
 
     def walk(self) -> Iterator[Tape]:
         """This tape and all bodies inside it, outer before inner."""
@@ -497,7 +678,7 @@ class Tape:
 
     def has_writes(self) -> bool:
         """Whether an op writes, of this tape or of a body inside it."""
-        return any(op.writes for inner in self.walk() for op in inner.ops)
+        return any(op.writes for inner in self.walk() for op in recorded_ops(inner.ops))
 
     def attribute_reads(self) -> list[tuple[str, Value]]:
         """The names and values of the parameters, buffers and constants that ops read, in order."""
@@ -596,7 +777,7 @@ class ProgramTape(Tape):
 
     def written_storages(self) -> frozenset[int]:
         """The storages that the recorded program writes to."""
-        return frozenset(v.storage for op in self.ops for v in op.writes)
+        return frozenset(v.storage for op in recorded_ops(self.ops) for v in op.writes)
 
 
 @dataclasses.dataclass(eq=False)

@@ -8,6 +8,7 @@ Data flow:
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import itertools
@@ -39,7 +40,7 @@ from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, 
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
-from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value
+from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value, WaitingValue, recorded_ops
 from scopetrace.record.model import Model
 from scopetrace.record.regions import Region
 
@@ -264,6 +265,10 @@ class ValueTable:
         self._factory = factory
         self._model = model
         self._by_storage: dict[int, list[Value]] = {}
+        self.waiting: set[int] = set()
+        """The storages, fake and real, of which values are not made yet: see `OpList`."""
+        self.inserted: collections.Counter[int] = collections.Counter()
+        """By storage, how many of its values were made late."""
         self._unmade = itertools.count(1, 2)
         self._keep: list[torch.Tensor | torch.UntypedStorage] = []  # their ids must not be used again in this trace
         self.same: list[tuple[Value, Value]] = []
@@ -322,6 +327,32 @@ class ValueTable:
     def new_storage(self) -> int:
         """The storage of a value whose tensor is not made yet. Those of tensors are addresses, and even."""
         return next(self._unmade)
+
+    def enter(self, value: Value) -> None:
+        """Have a value that was made with the tensor that it has."""
+        self.by_id[id(value.fake)] = value
+        self._by_storage.setdefault(value.storage, []).append(value)
+
+    def enter_waiting(self, value: WaitingValue, real: torch.Tensor) -> None:
+        """Have a value for a tensor of the model of which no fake is made yet."""
+        name, *owner = self._model.owner(real) or ("",)
+        self._tape.owners[name] = owner[0], owner[1]
+        self._tape.attributes[name] = real
+        self.by_id[id(real)] = value
+        self._keep.append(real)
+
+    def enter_late(self, storage: int, position: int, values: list[Value]) -> None:
+        """Have values of a storage that are made now, and stand before others that were made meanwhile.
+
+        `position` is the number of its values when they were to be made.
+        """
+        position += self.inserted[storage]
+        self._by_storage.setdefault(storage, [])[position:position] = values
+        self.inserted[storage] += len(values)
+
+    def count_in(self, storage: int) -> int:
+        """The number of values that lie in a storage and are made."""
+        return len(self._by_storage.get(storage, ()))
 
     def leave(self, start: int, results: Any) -> None:
         """At the end of a call: a tensor is again what it was outside, before the entries of `same` from `start` on.
@@ -388,6 +419,8 @@ class ValueTable:
 
     def in_storage(self, storage: int) -> list[Value]:
         """The values that lie in a storage, in the order in which they were made."""
+        if storage in self.waiting:
+            self._tape.fill()
         return self._by_storage.get(storage, [])
 
     def sharing(self, t: torch.Tensor) -> list[Value]:
@@ -396,7 +429,7 @@ class ValueTable:
 
     def made_leaves(self) -> list[torch.Tensor]:
         """What the forward has made that requires grad by itself, and not by what was written into it."""
-        ops = self._tape.ops if self.new_tensors else ()
+        ops = recorded_ops(self._tape.ops) if self.new_tensors else ()
         written = {v.storage for op in ops if op.grad and op.tracked for v in op.writes}
         new = [t for t in self.new_tensors if requires_grad_of(t) and self.value_of(t).storage not in written]
         return [*self.factory_leaves, *new]
@@ -435,7 +468,7 @@ class ValueTable:
         self._refuse_replaced(t)
         real = self._factory.real_of(t)
         if real is not None and storage_id(t) not in self._by_storage:
-            self.value_of(real)
+            _ = self.value_of(real).fake  # of a value that waits, made now
         same_memory = self.in_storage(storage_id(t))
         geometry = geometry_key(t)
         same = [v for v in reversed(same_memory) if geometry_key(v.fake) == geometry]
@@ -460,6 +493,8 @@ class ValueTable:
 
     def _adopt(self, real: torch.Tensor) -> Value:
         """The value of a parameter, buffer or attribute of the model, or of a constant from a closure or global."""
+        if self.waiting and real.layout is torch.strided and storage_id(real) in self.waiting:
+            self._tape.fill()
         owner = self._model.owner(real)
         if owner is not None:
             name = owner[0]

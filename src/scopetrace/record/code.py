@@ -31,7 +31,7 @@ from scopetrace._compat.graph_module import LazyGraphModule
 from scopetrace._compat.questions import is_of_python
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
 from scopetrace.ir.reads import MISSING, NO_CALL, InClosure, InSlot, InTable, OfFunctions, Read, content_of, snapshot
-from scopetrace.ir.tape import Tape
+from scopetrace.ir.tape import Tape, recorded_ops
 
 _OPERATORS = frozenset(
     {
@@ -400,7 +400,9 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
 
 def functions_of(reach: Reach, tape: Tape) -> list[types.FunctionType]:
     """The functions that calls and ops of a tape were in, also methods that the forward got by a computed name."""
-    frames = [op.frames for op in tape.ops if op.kind == "call_function"] + [call.frames for call in tape.calls]
+    frames = [op.frames for op in recorded_ops(tape.ops) if op.kind == "call_function"] + [
+        call.frames for call in tape.calls
+    ]
     codes = {id(code) for inner in frames if inner and isinstance(inner, tuple) for code, _ in inner[1]}
     found = [f for f in reach.functions if id(f.__code__) in codes]
     if {"getattr"} & reach.names:

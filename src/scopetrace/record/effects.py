@@ -42,7 +42,7 @@ from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, content_of
 from scopetrace.ir.scopes import Frames, source_of, user_line, walk_frames
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
+from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value, recorded_ops
 from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_users, is_users_class, names_of
@@ -410,10 +410,11 @@ def refuse_lost_gradients(
     `differentiated` the numbers of the nodes through which the forward itself has differentiated once and for all,
     None where torch applied no function of autograd itself. `former` are tensors that no longer require grad.
     """
-    late = [v for op in tape.ops for v in op.values() if not v.requires_grad and v.requires_grad_now]
+    ops = recorded_ops(tape.ops)  # a repetition has no op of these kinds that the call which it repeats has not
+    late = [v for op in ops for v in op.values() if not v.requires_grad and v.requires_grad_now]
     given = [v for v in late if not v.op.grad and not v.op.writes and not is_view(v.fake)]
     if differentiated is not None:  # what such a function gives may be a view, also of what requires grad
-        quiet = [op for op in tape.ops if op.kind == "call_function" and not op.grad]
+        quiet = [op for op in ops if op.kind == "call_function" and not op.grad]
         given = [v for op in quiet for v in op.values() if v.requires_grad_now]
     written = tape.written_storages()
     functions = ((v, node) for v in given for node in _functions(v, behind_writes=v.storage in written))
@@ -525,10 +526,12 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
 
     Such an op runs in another grad mode than that of the call, or writes to a detached tensor: the memory of others.
     """
-    other = [op for op in tape.ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
-    has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in NO_VIEWS for op in tape.ops)
+    ops = recorded_ops(tape.ops)
+    other = [op for op in ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
+    has_hidden = any(op.grad != tape.grad for op in other) or any(op.target in NO_VIEWS for op in ops)
     if not other or not has_hidden:
         return
+    other = [op for op in tape.ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
     bits = plain_leaves(tape)
     if not bits:
         return
@@ -548,7 +551,7 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
 
 def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:
     """The ops that write to memory of several inputs which autograd keeps apart, such as `x` and `x.detach()`."""
-    for op in tape.ops:
+    for op in recorded_ops(tape.ops):
         for written in op.writes:
             sharing = [examples[v] for v in tape.inputs if v.storage == written.storage]
             if len({id(t if (base := base_of(t)) is None else base) for t in sharing}) > 1:

@@ -27,7 +27,7 @@ from scopetrace.containers.structure import leaves
 from scopetrace.errors import TraceError, UnsupportedOpError
 from scopetrace.ir.reads import NO_CALL, Asked, Flag, OfEnvironment, OfInput, OfTensor, Place, Read
 from scopetrace.ir.scopes import Frames
-from scopetrace.ir.tape import Op, Tape, Value
+from scopetrace.ir.tape import Op, Tape, Value, ops_between, recorded_ops
 from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, names_of
@@ -145,7 +145,7 @@ class ReadRecorder:
         self._hidden += [range(start, len(ops)) for start in self._blocks if start is not None]
         if not self._hidden:
             return
-        ops = ops[: max(hidden.stop for hidden in self._hidden)]
+        ops = ops_between(ops, 0, max(hidden.stop for hidden in self._hidden))
         inputs = [v for op in ops if op.kind == "placeholder" for v in op.values()]
         state = [v for op in ops if op.kind == "get_attr" for v in op.values()]
         made = [*inputs, *(v for v in state if v.real is not None and v.real.requires_grad)]
@@ -317,10 +317,11 @@ def inputs_of_layouts(tape: Tape, contiguous: list[tuple[Value, int, Frames]]) -
 
     `contiguous` has what `x.contiguous()` gave back, the number of ops then, and the frames.
     """
-    last_write = {v.storage: i for i, op in enumerate(tape.ops) for v in op.writes}
+    has_writes = any(op.writes for op in recorded_ops(tape.ops))
+    last_write = {v.storage: i for i, op in enumerate(tape.ops) for v in op.writes} if has_writes else {}
     if not last_write and not contiguous:
         return {}
-    before_writes = tape.ops[: max(last_write.values(), default=0)]
+    before_writes = ops_between(tape.ops, 0, max(last_write.values(), default=0))
     of_inputs = {v.storage for v in tape.inputs}
     returned = {v.storage for v in leaves(tape.calls[0].outputs, Value)} & of_inputs
     found = [(v, at) for v, i, at in contiguous if v.storage in returned or last_write.get(v.storage, -1) >= i]

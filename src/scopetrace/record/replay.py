@@ -10,6 +10,7 @@ Data flow:
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -19,12 +20,32 @@ import torch
 
 from scopetrace._compat.ops import eager, is_collective, is_op
 from scopetrace._compat.questions import inference_mode_enabled
-from scopetrace._compat.tensors import FakeMaker, is_leaf_of, is_plain_real, normal_tensors, without_dispatch
+from scopetrace._compat.tensors import (
+    FakeFactory,
+    FakeMaker,
+    is_leaf_of,
+    is_plain_real,
+    normal_tensors,
+    offset_of,
+    storage_id,
+    without_dispatch,
+)
 from scopetrace.containers.structure import instantiate, leaves, map_structure
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import Call, Op, UnmadeValue, Value, map_argument, values_in
+from scopetrace.ir.tape import (
+    Call,
+    CopiedCall,
+    Op,
+    OpList,
+    UnmadeValue,
+    Value,
+    WaitingValue,
+    map_argument,
+    values_in,
+)
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.model import Model
 from scopetrace.record.object_reads import Noted, ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.pairs import Differs, Pairs
@@ -74,14 +95,26 @@ class Original:
     """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
     outside: list[Value] = dataclasses.field(default_factory=list)
     """The parameters, buffers and constants that it reads and that were on the tape before."""
+    attributes: list[Op] = dataclasses.field(default_factory=list)
+    """The attributes that it was the first to read."""
     literals: set[Op] = dataclasses.field(default_factory=set)
-    """The attributes that are constants written in the code."""
+    """Those of them that are constants written in the code."""
     steps: list[Step] = dataclasses.field(default_factory=list)
     """One for each op, known since the first repetition."""
     makers: dict[int, Callable[[], torch.Tensor]] = dataclasses.field(default_factory=dict)
     """By id of the metadata in a step, what makes such a tensor in memory of its own."""
     inside: dict[Call, list[Call]] = dataclasses.field(default_factory=dict)
     """The calls in each call."""
+    reads: list[tuple[int, Op]] = dataclasses.field(default_factory=list)
+    """`attributes`, each with the position of its step."""
+    results: dict[Value, tuple[int, OutputMeta]] = dataclasses.field(default_factory=dict)
+    """The tensors that it makes and gives back, each with its number among the outputs of its op."""
+    sharing: dict[Value, Value] = dataclasses.field(default_factory=dict)
+    """By value that it makes in memory of its arguments, of what was there before, or of its results: one of these."""
+    scopes: list[tuple[int, Scope]] = dataclasses.field(default_factory=list)
+    """The scopes of users inside, each with the position of the first op that is in it."""
+    can_wait: bool = False
+    """Whether the ops of a repetition can be made when they are read, and its results now."""
 
     def problem(self, owners: Any) -> str:
         """Why the call cannot be repeated; empty where it can. `owners` has the names of the model's own tensors."""
@@ -89,6 +122,7 @@ class Original:
         for op in self.ops:
             is_call = op.kind == "call_function" and is_op(op.target) and not is_collective(op.target)
             if op.kind == "get_attr":
+                self.attributes.append(op)
                 if op.name not in owners:
                     if op not in literals:
                         return "it makes a constant"
@@ -130,15 +164,49 @@ class Original:
         for inner in self.calls:
             assert inner.parent is not None
             self.inside.setdefault(inner.parent, []).append(inner)
+        self.can_wait = self._find_what_waits()
+
+    def _find_what_waits(self) -> bool:
+        self.reads = [(i, step.op) for i, step in enumerate(self.steps) if step.op.kind == "get_attr"]
+        known = {*self.inputs, *self.outside}
+        wanted = [v for v in leaves(self.call.outputs, Value) if v not in known]
+        made = {v: step for step in self.steps for v in step.values}
+        for v in wanted:
+            step = made[v]
+            meta = None if step.outputs is None else step.outputs.tensors[v.slot]
+            if not isinstance(meta, OutputMeta) or meta.base is not None:
+                return False
+            self.results[v] = v.slot, meta
+        entered: dict[Scope, int] = {}
+        for i, step in enumerate(self.steps, self.call.start):
+            entered.setdefault(step.op.scope, i)
+        self.scopes = [(i, scope) for scope, i in entered.items() if not scope.is_module]
+        first: dict[int, Value] = {}
+        for v in (*self.inputs, *self.outside, *(op.result for _, op in self.reads), *self.results):
+            first.setdefault(v.storage, v)
+        if len({op.result.storage for _, op in self.reads}) < len(self.reads):
+            return False
+        for step in self.steps:
+            if step.outputs is None or not step.outputs.is_static():
+                if not step.is_plain_read or offset_of(step.op.result.fake):
+                    return False
+            else:
+                hidden = [v for v in step.values if v.storage in first and v not in self.results]
+                self.sharing.update((v, first[v.storage]) for v in hidden)
+        # what it makes for itself has no layout that a later write or a result could be asked for
+        return all(v.storage not in first for v, _, _ in self.contiguous)
 
 
 class CallOpener(Protocol):
     """Puts calls on the tape."""
 
-    def open_copy(self, call: Call, module: Any, place: tuple[Call, Scope], given: Any, frames: Frames) -> Call:
+    def open_copy(
+        self, call: Call, module: Any, place: tuple[Call, Scope], frames: Frames, start: int, given: Any
+    ) -> Call:
         """A call of `module` inside of a repetition, as `call` is inside of the original.
 
-        `place` is the call and the scope around it, and `given` the templates of its arguments.
+        `place` is the call and the scope around it, and `given` the templates of its arguments, or a function that
+        makes these and its results.
         """
 
 
@@ -149,7 +217,8 @@ class Tools:
     builder: TapeBuilder
     values: ValueTable
     ops: OpRecorder
-    maker: FakeMaker
+    maker: FakeFactory
+    model: Model
     object_reads: ObjectReads
     members: dict[int, torch.Tensor]
     contiguous: list[tuple[Value, int, Frames]]
@@ -177,6 +246,14 @@ class Replay:
         self._scopes = {id(original.call.scope): call.scope}
         self._frames = {id(original.call.frames): call.frames}
         self._starts: list[int] = []
+        self.call, self.count, self._waits = call, 0, False
+        self._results: dict[Value, WaitingValue] = {}
+        self._reads: dict[Op, WaitingValue] = {}
+        self._copies: dict[Call, Call] = {original.call: call}
+        self._late: dict[int, list[Value]] = {}
+        self._counts: dict[int, int] = {}
+        self._known_reads: list[int] = []
+        self._tape = tools.builder.tape
         self._quiet = without_dispatch()
         self._makes_later = not inference_mode_enabled()
 
@@ -193,8 +270,8 @@ class Replay:
         if list(map(before.index, before)) != list(map(now.index, now)):
             raise Differs("its tensors share memory otherwise")
         given = {v.storage for v in inputs}
-        for op in self.original.ops:
-            known = self._values.by_id.get(id(self._pairs.partner(op.result.real))) if op.kind == "get_attr" else None
+        for op in self.original.attributes:
+            known = self._values.by_id.get(id(self._pairs.partner(op.result.real)))
             if known is not None and known.storage in given:
                 raise Differs("it takes a view of a tensor of its own")
 
@@ -250,6 +327,21 @@ class Replay:
         original, tools = self.original, self._tools
         if not original.steps:
             original.prepare(self._outputs_of)
+        if original.can_wait and self._makes_later and self._can_wait():
+            self._wait()
+        else:
+            self._make_now()
+        tools.object_reads.repeat(self._pairs.owners, self._noted)
+        for owner, name, noted in tools.object_reads.unfound([a for a, _ in self._pairs.owners]):
+            tools.object_reads.note_unfound(self._pairs.partner(owner), name, self._noted(noted))
+        for a, b in self._pairs.tensors:
+            if id(a) in tools.members:
+                tools.members[id(b)] = b
+        self._call.outputs = self._template(original.call.outputs)
+        return instantiate(self._tensor, self._call.outputs, Value)
+
+    def _make_now(self) -> None:
+        original, tools = self.original, self._tools
         outer, self._builder.op_frames = self._builder.op_frames, None
         try:
             with self._quiet:
@@ -260,14 +352,109 @@ class Replay:
         for v, position, frames in original.contiguous:
             start = self._starts[position - original.call.start]
             tools.contiguous.append((self._now[v], start, self._frames_of(frames)))
-        tools.object_reads.repeat(self._pairs.owners, self._noted)
-        for owner, name, noted in tools.object_reads.unfound([a for a, _ in self._pairs.owners]):
-            tools.object_reads.note_unfound(self._pairs.partner(owner), name, self._noted(noted))
-        for a, b in self._pairs.tensors:
-            if id(a) in tools.members:
-                tools.members[id(b)] = b
-        self._call.outputs = self._template(original.call.outputs)
-        return instantiate(self._tensor, self._call.outputs, Value)
+
+    # ---------------------------------------------------------------- ops that wait
+
+    def _can_wait(self) -> bool:
+        """Whether nothing else is known of the tensors that it is the first to use."""
+        owner, waiting = self._tools.model.owner, self._values.waiting
+        for _, op in self.original.reads:
+            real = self._pairs.partner(op.result.real)
+            is_known = id(real) in self._values.by_id
+            if not is_known and (owner(real) is None or self._tools.maker.shares_storage(real)):
+                return False
+            if not is_known and storage_id(real) in waiting:
+                return False
+        return True
+
+    def _wait(self) -> None:
+        """Make what Python gets, and the calls. The ops and all other values are made by `make`."""
+        values, ops, original = self._values, self._builder.tape.ops, self.original
+        assert isinstance(ops, OpList)
+        if not ops.waiting:
+            values.inserted.clear()
+        for position, op in original.reads:
+            real = self._pairs.partner(op.result.real)
+            found = values.by_id.get(id(real))
+            if found is None:
+                found = self._reads[op] = WaitingValue(ops.fill, real)
+                values.enter_waiting(found, real)
+                values.waiting.add(storage_id(real))
+            else:
+                self._known_reads.append(position)
+            self._now[op.result] = found
+        with self._quiet:
+            for v, (slot, meta) in original.results.items():
+                new = self._results[v] = self._now[v] = WaitingValue(ops.fill, None)
+                fake = meta.make(self._tools.maker, None)
+                new.know(fake, slot, storage_id(fake), meta.key, meta.requires_grad)
+                values.enter(new)
+        there = [v for v in dict.fromkeys(original.sharing.values()) if v.op not in self._reads]
+        shared = [self._now[v].storage for v in there]
+        self._counts = {storage: values.count_in(storage) for storage in shared}
+        values.waiting.update(shared)
+        self._waits, self.count = True, len(original.steps) - len(self._known_reads)
+        scopes = original.scopes[::-1]
+        self._open_inside(original.call, self._call, scopes)
+        for _, scope in reversed(scopes):
+            self._scope_of(scope)
+        ops.wait(self)
+
+    def _position(self, old: int) -> int:
+        """Where on the tape stands what stands at `old` for the original."""
+        step = old - self.original.call.start
+        return self._call.start + step - bisect.bisect_left(self._known_reads, step)
+
+    def _open_inside(self, old: Call, new: Call, scopes: list[tuple[int, Scope]]) -> None:
+        """The calls in a call, of which the arguments wait, and `scopes` of users, the last of which is entered first."""
+        for inner in self.original.inside.get(old, ()):
+            while scopes and scopes[-1][0] < inner.start:
+                self._scope_of(scopes.pop()[1])
+            around = inner.scope.parent
+            assert around is not None
+            module = None if inner.module is None else self._pairs.partner(inner.module)
+            place, frames = (new, self._scope_of(around)), self._frames_of(inner.frames)
+            start, give = self._position(inner.start), functools.partial(self._give, inner)
+            copy = self._calls.open_copy(inner, module, place, frames, start, give)
+            copy.stop = self._position(inner.stop)
+            self._copies[inner] = copy
+            self._scopes[id(inner.scope)], self._frames[id(inner.frames)] = copy.scope, copy.frames
+            self._open_inside(inner, copy, scopes)
+
+    def _give(self, inner: Call) -> None:
+        """Make the arguments and results of a call inside."""
+        self._tape.fill()
+        copy = self._copies[inner]
+        assert isinstance(copy, CopiedCall)
+        copy.given = self._template(inner.args), self._template(inner.kwargs), self._template(inner.outputs)
+
+    def make(self) -> list[Op]:
+        """As `Repetition.make`."""
+        ops: list[Op] = []
+        for new in (*self._results.values(), *self._reads.values()):
+            new.make, new.op = None, None  # type: ignore[assignment]
+        for step in self.original.steps:
+            op = step.op
+            place = self._scope_of(op.scope), self._copies[op.call], self._frames_of(op.frames)
+            if step.outputs is not None:
+                ops.append(self._copy(step, step.outputs, place))
+            elif op in self._reads:
+                ops.append(self._read_late(op, self._reads[op], place))
+        for storage, late in self._late.items():
+            self._values.enter_late(storage, self._counts.get(storage, 0), late)
+        self._values.waiting.clear()
+        del self._tools, self._values, self._builder, self._calls
+        return ops
+
+    def _read_late(self, op: Op, value: WaitingValue, place: tuple[Scope, Call, Frames]) -> Op:
+        real = value.real
+        assert real is not None
+        fake = self._tools.maker.from_real_like(real, op.result.fake)
+        value.know(fake, 0, storage_id(fake), op.result.key, op.result.autograd_placeholder)
+        self._values.enter_late(value.storage, 0, [value])
+        owner = self._tools.model.owner(real)
+        assert owner is not None
+        return Op("get_attr", owner[0], (), {}, value, *place, op.grad)
 
     def _outputs_of(self, op: Op) -> Outputs | None:
         if op.kind != "call_function" or op.writes or not is_op(op.target):
@@ -289,7 +476,8 @@ class Replay:
         assert around is not None
         module = None if old.module is None else self._pairs.partner(old.module)
         given, frames = self._template((old.args, old.kwargs)), self._frames_of(old.frames)
-        new = self._calls.open_copy(old, module, (parent, self._scope_of(around)), given, frames)
+        place, start = (parent, self._scope_of(around)), len(builder.tape.ops)
+        new = self._calls.open_copy(old, module, place, frames, start, given)
         self._scopes[id(old.scope)], self._frames[id(old.frames)] = new.scope, frames
         begin = len(same)
         builder.in_call(new, lambda: self._repeat_inside(old, new))
@@ -349,7 +537,10 @@ class Replay:
             args = tuple(changed)
             kwargs = {name: self._argument(x) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
         made: list[Value | None]
-        if step.is_inner and self._makes_later:
+        if self._waits:
+            old = {v.slot: v for v in step.values}
+            made = [self._made_late(old.get(slot), meta, slot, inputs) for slot, meta in enumerate(outputs.tensors)]
+        elif step.is_inner and self._makes_later:
             made = [self._later(meta, slot, inputs) for slot, meta in enumerate(outputs.tensors)]
         else:
             made = self._values.new_inferred(outputs, outputs.make(self._tools.maker, inputs), inputs)
@@ -359,6 +550,17 @@ class Replay:
             now.update(zip(step.values, [v for v in made if v is not None], strict=True))
         out = outputs.contained(made)
         return Op(op.kind, op.target, args, kwargs, out, *place, op.grad, autocast=op.autocast)
+
+    def _made_late(
+        self, old: Value | None, meta: OutputMeta | Identity | None, slot: int, inputs: list[Value]
+    ) -> Value | None:
+        """As `_later`, of an op that waits: its result may be there."""
+        if old in self._results:
+            return self._results[old]
+        new = self._later(meta, slot, inputs)
+        if new is not None and old in self.original.sharing:
+            self._late.setdefault(new.storage, []).append(new)
+        return new
 
     def _later(self, meta: OutputMeta | Identity | None, slot: int, inputs: list[Value]) -> Value | None:
         """As `ValueTable.new_inferred`, of a result that Python never gets. Its tensor is made when it is asked for."""

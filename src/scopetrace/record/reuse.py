@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import itertools
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -26,12 +25,12 @@ import torch
 
 from scopetrace._compat.questions import hooks_of_all_modules, settings
 from scopetrace._compat.symbols import has_unbacked, to_expr
-from scopetrace._compat.tensors import FakeMaker, FakeTensor, requires_grad_of, tags_of
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, requires_grad_of, tags_of
 from scopetrace.containers.structure import instantiate, leaves, open_container
 from scopetrace.ir.reuse import NotShared, Reuse
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.selection import Target
-from scopetrace.ir.tape import Call, Value
+from scopetrace.ir.tape import Call, CopiedCall, Value, ops_between
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, plain_attributes
 from scopetrace.record.code import ATOMS
@@ -188,7 +187,7 @@ class CallRecorderWithReuse(CallRecorder):
         progress: Progress | None,
         effects: EffectWatch,
         object_reads: ObjectReads,
-        maker: FakeMaker,
+        maker: FakeFactory,
         fewest_ops: int,
     ) -> None:
         """The first arguments are those of the base. A call of fewer than `fewest_ops` ops that can be copied runs."""
@@ -199,7 +198,7 @@ class CallRecorderWithReuse(CallRecorder):
         self._asked = reads
         self._effects = effects
         self._object_reads = object_reads
-        self._tools = Tools(builder, values, ops, maker, object_reads, reads.members, reads.contiguous)
+        self._tools = Tools(builder, values, ops, maker, model, object_reads, reads.members, reads.contiguous)
         self._groups: dict[int, _Group] = {}
         self._fewest_ops = fewest_ops
         self._renewals = self._kept = 0
@@ -243,7 +242,7 @@ class CallRecorderWithReuse(CallRecorder):
             self._report.replayed[name] = self._report.replayed.get(name, 0) + 1
             return self._replayed(call, found)
         out = super().run(call, entered, run, args, kwargs)
-        ops = itertools.islice(self._builder.tape.ops, call.start, call.stop)
+        ops = ops_between(self._builder.tape.ops, call.start, call.stop)
         can_be_copied = sum(op.kind == "call_function" and not op.writes for op in ops)
         is_small = group.kind.is_small = can_be_copied < self._fewest_ops
         self._report.traced[name] = self._report.traced.get(name, 0) + (not is_small)
@@ -358,7 +357,7 @@ class CallRecorderWithReuse(CallRecorder):
             self._renew()
             return "random generators of Python have changed"
         asked, contiguous = self._asked.asked[kept.asked :], self._asked.contiguous[kept.contiguous :]
-        ops, calls = tape.ops[call.start : call.stop], tape.calls[call.position + 1 :]
+        ops, calls = ops_between(tape.ops, call.start, call.stop), tape.calls[call.position + 1 :]
         if not all(self._state.knows(inner.module) for inner in calls):
             return "it calls a module that the forward makes"
         kept.original = Original(call, ops, calls, kept.given.values, asked, contiguous)
@@ -418,16 +417,19 @@ class CallRecorderWithReuse(CallRecorder):
             self._values.leave(same, call.outputs)
         return out
 
-    def open_copy(self, call: Call, module: Any, place: tuple[Call, Scope], given: Any, frames: Frames) -> Call:
+    def open_copy(
+        self, call: Call, module: Any, place: tuple[Call, Scope], frames: Frames, start: int, given: Any
+    ) -> Call:
         """As `CallOpener.open_copy`."""
         fqn, scope = self.place(module, *place)
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
-        args, kwargs = given
         where = {"fqn": fqn, "scope": scope, "parent": place[0], "frames": frames, "position": next(self._positions)}
-        taken = {"args": args, "kwargs": kwargs, "start": len(self._builder.tape.ops), "index": index}
-        own = {"attributes": plain_attributes(module), "module_type": self.class_of(module)}
-        new = call.replace(module=module, **where, **taken, **own)
+        own = {"attributes": plain_attributes(module), "module_type": self.class_of(module), "index": index}
+        if callable(given):
+            new: Call = CopiedCall.of(call, given, module=module, start=start, **where, **own)
+        else:
+            new = call.replace(module=module, start=start, args=given[0], kwargs=given[1], **where, **own)
         self._builder.tape.calls.append(new)
         if self._progress is not None:
             self._progress(str(scope), new.start)

@@ -67,7 +67,7 @@ from scopetrace.ir.reads import ModuleTables, Read, numbers_read
 from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import RecordedTape, Value, checks_enabled
+from scopetrace.ir.tape import OpList, RecordedTape, Value, checks_enabled
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -217,6 +217,7 @@ class Recording:
             exact_autograd=assumptions.exact_autograd or bool(assumptions.differentiates),
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
+            ops=OpList(),
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
