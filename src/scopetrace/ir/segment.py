@@ -15,7 +15,7 @@ from scopetrace._compat.symbols import Symbolic, dummy_symbols, symbols_of, to_e
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import identifier, leaves
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, flat, renamed
+from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, flat, recorded_ops, renamed
 
 _T = TypeVar("_T", bound=Tape)
 
@@ -92,9 +92,10 @@ def free_symbols(segment: TapeSegment, captured: list[Any]) -> Iterator[Any]:
 
 def has_symbols(tape: Tape) -> bool:
     """Whether a size or number of the program is symbolic: of what comes from outside, or made from data."""
-    outside = [op.outputs for op in tape.ops if op.kind in ("placeholder", "get_attr")]
+    ops = recorded_ops(tape.ops)
+    outside = [op.outputs for op in ops if op.kind in ("placeholder", "get_attr")]
     numbers = any(is_symbolic(x.fake) if isinstance(x, Value) else isinstance(x, Symbolic) for x in outside)
-    return numbers or any(op.unbacked for op in tape.ops)
+    return numbers or any(op.unbacked for op in ops)
 
 
 class _Known:

@@ -407,59 +407,83 @@ class Call:
         return new
 
 
-class CopiedCall(Call):
-    """A call inside of one that repeats another: its arguments and results are made when they are read."""
+_WAITING = ("args", "kwargs", "outputs")
 
-    make: Callable[[], None]
-    """Makes the part of the tape that the call is in, and sets `given`."""
-    given: tuple[tuple[Template, ...], dict[str, Template], Template] | None = None
-    """`args`, `kwargs` and `outputs`, once they are made."""
+
+class CopiedCall(Call):
+    """A call inside of one that repeats another: the fields of `_WAITING`, and `attributes`, are made when read."""
+
+    make: Callable[[], tuple[Any, ...]]
+    """Makes the part of the tape that the call is in, and gives the fields of `_WAITING`."""
+    describe: Callable[[], dict[str, Any]]
+    """Makes `attributes`."""
 
     @classmethod
-    def of(cls, call: Call, make: Callable[[], None], **changed: Any) -> CopiedCall:
-        """A copy of `call` with other fields, and without its arguments and results."""
+    def of(
+        cls, call: Call, make: Callable[[], tuple[Any, ...]], describe: Callable[[], dict[str, Any]], **changed: Any
+    ) -> CopiedCall:
+        """A copy of `call` with other fields, and without those that are made later."""
         new = cls.__new__(cls)
-        new.__dict__.update(call.__dict__, **changed)
-        for name in ("args", "kwargs", "outputs", "given"):
+        new.__dict__.update(call.__dict__, **changed, make=make, describe=describe)
+        for name in (*_WAITING, "attributes"):
             new.__dict__.pop(name, None)
-        new.make = make
         return new
 
-    def _given(self, i: int) -> Any:
-        if self.given is None:
-            self.make()
-        assert self.given is not None
-        return self.given[i]
+    def whole(self) -> dict[str, Any]:
+        """The fields of a call."""
+        fields = self.__dict__
+        if "make" in fields:
+            fields.update(zip(_WAITING, self.make(), strict=True))
+            del fields["make"]
+        if "describe" in fields:
+            fields["attributes"] = self.describe()
+            del fields["describe"]
+        return fields
 
     def replace(self, **changed: Any) -> Call:
-        """As the base's, with arguments and results of its own."""
-        args, kwargs, outputs = self.args, self.kwargs, self.outputs
-        own = {name: x for name, x in self.__dict__.items() if name not in ("make", "given")}
+        """As the base's."""
         new = Call.__new__(Call)
-        new.__dict__.update(own, args=args, kwargs=kwargs, outputs=outputs)
-        new.__dict__.update(changed)
+        new.__dict__.update(self.whole(), **changed)
         return new
 
-    def _set(self, i: int, x: Any) -> None:
-        given = [*map(self._given, range(3))]
-        given[i] = x
-        self.given = given[0], given[1], given[2]
+    if not TYPE_CHECKING:  # in the place of the field
 
-    if not TYPE_CHECKING:  # in the place of the fields
-        args = property(lambda self: self._given(0), lambda self, x: self._set(0, x))
-        kwargs = property(lambda self: self._given(1), lambda self, x: self._set(1, x))
-        outputs = property(lambda self: self._given(2), lambda self, x: self._set(2, x))
+        @property
+        def attributes(self) -> dict[str, Any]:
+            """As of a Call."""
+            if "describe" in self.__dict__:
+                self.__dict__["attributes"] = self.__dict__.pop("describe")()
+            return self.__dict__["attributes"]
+
+
+def _made_late(name: str) -> Any:
+    return property(lambda self: self.whole()[name], lambda self, x: self.whole().update({name: x}))
+
+
+for _name in _WAITING:
+    setattr(CopiedCall, _name, _made_late(_name))  # in the place of the fields
 
 
 class Repetition(Protocol):
     """A call that repeats another one, of which the ops are not made yet."""
 
     call: Call
+    repeated: Call
+    """The other one."""
     count: int
     """How many ops it has."""
 
     def make(self) -> list[Op]:
         """Its ops."""
+
+    def now(self, value: Value) -> Value:
+        """What stands for a value that the other call takes, gives back, or was the first to read of the model."""
+
+    def operands(self) -> list[Value]:
+        """The values from before that it reads."""
+
+    def reads(self) -> list[tuple[Value, Op]]:
+        """The parameters and buffers that it is the first to read, each with an op like its own, for another tape."""
 
 
 class OpList(list[Op]):
@@ -543,6 +567,31 @@ for _name in (
     *("count", "extend", "index", "insert", "pop", "remove", "reverse", "sort", "__reduce_ex__"),
 ):
     setattr(OpList, _name, _of_whole(_name))
+
+
+def repetitions(ops: list[Op]) -> list[Repetition]:
+    """Of the ops of a tape, those calls of which the ops are not made yet."""
+    return [repetition for _, repetition in ops.waiting] if isinstance(ops, OpList) else []
+
+
+def calls_inside(calls: Iterable[Call], around: Container[Call]) -> list[Call]:
+    """The calls that are in one of `around`, in order. `calls` has outer ones first."""
+    found: dict[Call, None] = {}
+    for call in calls:
+        if call.parent is not None and (call.parent in around or call.parent in found):
+            found[call] = None
+    return list(found)
+
+
+def positions(ops: list[Op]) -> Iterator[tuple[int, Op]]:
+    """As `recorded_ops`, each with its position on the tape."""
+    waiting = iter(ops.waiting if isinstance(ops, OpList) else ())
+    there, missing = next(waiting, None), 0
+    for i, op in enumerate(recorded_ops(ops)):
+        while there is not None and there[0] <= i:
+            missing += there[1].count
+            there = next(waiting, None)
+        yield i + missing, op
 
 
 def recorded_ops(ops: list[Op]) -> list[Op]:

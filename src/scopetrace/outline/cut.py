@@ -18,7 +18,20 @@ import torch
 from scopetrace._compat.symbols import Symbolic, to_expr
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.segment import TapeSegment, body_tape, free_symbols, has_symbols, own_values
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, Value, bind, checks_enabled, forward_of, renamed
+from scopetrace.ir.tape import (
+    BodyTape,
+    Call,
+    FunctionalTape,
+    Op,
+    Value,
+    bind,
+    checks_enabled,
+    forward_of,
+    ops_between,
+    recorded_ops,
+    renamed,
+    repetitions,
+)
 from scopetrace.ir.verify import verify
 from scopetrace.outline.key import call_key, content_hash
 from scopetrace.outline.readers import Bound, Captured, Place, Readers
@@ -90,6 +103,18 @@ class _Result:
     """Whether `inside` is a clone that is made at the end of the function."""
 
 
+@dataclasses.dataclass
+class _CutCall:
+    """A call that is a call of a function, for those that repeat it."""
+
+    function: OutlinedBody
+    operands: list[Any]
+    """Values of the old tape, and others."""
+    results: list[Value]
+    """Values of the old tape."""
+    grad: bool
+
+
 class Outlining:
     """A tape of which chosen calls are functions, and the program that calls these. `wanted`: see `Captured`."""
 
@@ -110,9 +135,12 @@ class Outlining:
         self._orders: dict[Any, list[str]] = {}  # of arguments, by class and what is given
         self._readers = readers
         self.captured = Captured(tape, readers, wanted)
-        self._storages = itertools.count(min((v.storage for op in tape.ops for v in op.values()), default=0) - 1, -1)
+        made = (v.storage for op in recorded_ops(tape.ops) for v in op.values())
+        self._storages = itertools.count(min(made, default=0) - 1, -1)
         self._copies: dict[Call, Call] = {}
         self._chosen = set(chosen)
+        self._repetitions = {repetition.call: repetition for repetition in repetitions(tape.ops)}
+        self._cuts: dict[Call, _CutCall] = {}
         self._children: dict[Call | None, list[Call]] = collections.defaultdict(list)
         for call in tape.calls:
             self._children[call.parent].append(call)
@@ -154,7 +182,7 @@ class Outlining:
             if old in self._left_out and block is self._main:
                 continue
             if old in self._chosen:
-                self._cut(block, old)
+                self._cut(block, old) if old not in self._repetitions else self._cut_repetition(block, old)
                 continue
             call = self._copy(old)
             call.start = len(block.ops)
@@ -166,8 +194,7 @@ class Outlining:
         self._copy_ops(block, start, stop)
 
     def _copy_ops(self, block: _Block, start: int, stop: int) -> None:
-        for i in range(start, stop):
-            op = self.old.ops[i]
+        for op in ops_between(self.old.ops, start, stop):
             if op.kind in ("placeholder", "get_attr"):  # read by the main program, and passed on
                 self._main.ops.append(op.replace(call=self._visible(op.call, self._main)))
                 continue
@@ -198,6 +225,7 @@ class Outlining:
         call = self._copy(old)
         call.args, call.kwargs = renamed(old.args, block.now), renamed(old.kwargs, block.now)
         named = bind(forward_of(old, self.forward), call.args, call.kwargs)
+        outer = dict(block.now)
         inner = _Block(old, now=dict(block.now))
         self._fill(inner, old, old.start, old.stop)
         seen = {v for op in inner.ops for v in (*op.inputs(), *op.values())}
@@ -213,6 +241,28 @@ class Outlining:
             function = self._functions[key] = self._function(inner, old, inputs, operands, results, key)
             self._names[function.tape] = function.identifier
         self._append(block, inner, old, function, operands, results)
+        if self._repetitions:
+            before = {now: v for v, now in outer.items()}
+            operands = [before.get(x, x) if isinstance(x, Value) else x for x in operands]
+            grad = inner.ops[0].grad if inner.ops else self.old.ops[0].grad
+            self._cuts[old] = _CutCall(function, operands, [r.old for r in results], grad)
+
+    def _cut_repetition(self, block: _Block, old: Call) -> None:
+        """As `_cut`, of a call that repeats one that was cut out, and of which the ops are not made yet."""
+        repetition, cut = self._repetitions[old], self._cuts[self._repetitions[old].repeated]
+        call = self._copy(old)
+        call.args, call.kwargs = renamed(old.args, block.now), renamed(old.kwargs, block.now)
+        for waiting, op in repetition.reads():
+            self._main.ops.append(op.replace(call=self._visible(old, self._main)).take_values())
+            block.now[waiting] = op.result
+        given = [repetition.now(x) if isinstance(x, Value) else x for x in cut.operands]
+        operands = [block.now.get(x, x) if isinstance(x, Value) else x for x in given]
+        results = []
+        for i, v in enumerate(map(repetition.now, cut.results)):
+            results.append(Value(v.fake, i, v.storage, None))
+            block.now[v] = results[-1]
+        self._append_op(block, call, cut.function, operands, tuple(results), cut.grad)
+        call.outputs, call.mutated = renamed(old.outputs, block.now), None
 
     def _note_captured(self, old: Call, results: list[_Result], key: Any) -> None:
         """Note what the call captures, under its key without the captured values and their clones, which come last."""
@@ -361,18 +411,29 @@ class Outlining:
         results: list[_Result],
     ) -> None:
         call = self._copy(old)
-        args = (function.tape, function.identifier, *operands)
         outputs = []
         for i, r in enumerate(results):
             if r.inside is not r.old:
                 block.now[r.old] = Value(r.old.fake, i, r.old.storage, None)
             outputs.append(block.now[r.old] if r.inside is not r.old else r.old)
         grad = inner.ops[0].grad if inner.ops else self.old.ops[0].grad
-        op = Op("call_function", _invoke_subgraph, args, {}, tuple(outputs), old.scope, call, old.frames, grad)
         for v, first in inner.same.items():
             if v is not first:
                 block.now[v] = block.now.get(first, first)
+        self._append_op(block, call, function, operands, tuple(outputs), grad)
         call.outputs, call.mutated = renamed(old.outputs, block.now), renamed(old.mutated, block.now)
+
+    def _append_op(
+        self,
+        block: _Block,
+        call: Call,
+        function: OutlinedBody,
+        operands: list[Any],
+        outputs: tuple[Value, ...],
+        grad: bool,
+    ) -> None:
+        args = (function.tape, function.identifier, *operands)
+        op = Op("call_function", _invoke_subgraph, args, {}, outputs, call.scope, call, call.frames, grad)
         call.start, call.stop = len(block.ops), len(block.ops) + 1
         block.ops.append(op)
         block.calls.append(call)

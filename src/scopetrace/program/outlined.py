@@ -22,7 +22,8 @@ from scopetrace._compat.ops import building, in_large_stack
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
 from scopetrace.ir.selection import Target, is_named, target_text
-from scopetrace.ir.tape import Call, FunctionalTape
+from scopetrace.ir.segment import has_symbols
+from scopetrace.ir.tape import Call, CopiedCall, FunctionalTape, Tape, calls_inside, recorded_ops, repetitions
 from scopetrace.outline import FunctionSignature, OutlinedBody, Readers, outline
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
@@ -41,12 +42,16 @@ EVERY = True
 class Function(FunctionSignature):
     """A function of an outlined program, which all equal module calls share."""
 
-    def __init__(self, body: OutlinedBody, lowering: FxLowering, calls: list[ModuleCall]) -> None:
+    def __init__(self, body: OutlinedBody, program: OutlinedTrace, calls: list[ModuleCall]) -> None:
         super().__init__(body.name, body.domain, body.module_type, body.identifier, body.inputs, body.outputs)
-        self.lowering = lowering
-        """The body's graph, and the node of each of its values."""
+        self._tape, self._program = body.tape, program
         self.calls = calls
         """The module calls that became calls of it, in order; of calls inside functions, those of the first body."""
+
+    @property
+    def lowering(self) -> FxLowering:
+        """The body's graph, and the node of each of its values."""
+        return self._program.lowered_bodies[self._tape]
 
     @functools.cached_property
     def graph_module(self) -> torch.fx.GraphModule:
@@ -81,12 +86,15 @@ class OutlinedTrace(TracedProgram):
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
         """The functions, callees before their callers."""
-        lowerings = {p.tape: p for p in reversed(list(self.lowering.walk()))}
         calls = {id(call.record): call for call in self.calls}
         return tuple(
-            Function(body, lowerings[body.tape], [calls[id(c)] for c in body.calls if id(c) in calls])
-            for body in self._bodies
+            Function(body, self, [calls[id(c)] for c in body.calls if id(c) in calls]) for body in self._bodies
         )
+
+    @functools.cached_property
+    def lowered_bodies(self) -> dict[Tape, FxLowering]:
+        """The first lowering of each body."""
+        return {p.tape: p for p in reversed(list(self.lowering.walk()))}
 
     def _with_reading(self, reading: Reading) -> TracedProgram:
         assert isinstance(reading.tape, FunctionalTape)
@@ -138,10 +146,14 @@ def outline_calls(source: TracedProgram, targets: Iterable[OutlineTarget]) -> Ou
 
 def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
     tape = source.tape
-    if any(op.writes for op in tape.ops):
+    if any(op.writes for op in recorded_ops(tape.ops)):
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
     if not isinstance(tape, FunctionalTape):
         tape = FunctionalTape.of(tape)
+    found = _without_making(source, tape, wanted) if repetitions(tape.ops) else None
+    if found is not None:
+        return found
+    tape.fill()
     readers = Readers(tape)
     named, kept = _named(source, wanted, readers)
     left_out = _known_repetitions(tape, kept) if EVERY not in wanted and len(named) < len(kept) else frozenset()
@@ -156,6 +168,33 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
         tried = kept = again
         left_out = frozenset()
         found = outline(tape, readers, kept, source.forward)
+    return OutlinedTrace(source, found.program(), found.functions, kept)
+
+
+def _without_making(source: TracedProgram, tape: FunctionalTape, wanted: list[Any]) -> OutlinedTrace | None:
+    """As `_outlined`, where each call of which the ops are not made yet is a call of a function; else None.
+
+    It is one of the function of the call that it repeats.
+    """
+    if EVERY in wanted or has_symbols(tape):
+        return None
+    readers = Readers(tape)
+    named, kept = _named(source, wanted, readers)
+    waiting = {repetition.call for repetition in repetitions(tape.ops)}
+    inside = frozenset(calls_inside(tape.calls, waiting))
+    repeated = waiting | inside
+    again = [c for c in kept if c not in repeated]
+    found, tried = outline(tape, readers, again, source.forward, frozenset(repeated)), []
+    while again != tried:
+        equal = {body.module_type for body in found.functions if len(body.calls) > 1}
+        equal |= {c.module_type for c in repeated.intersection(kept)}
+        kept = again = _equal(kept, named, equal, OUTERMOST in wanted)
+        if again == tried:
+            break
+        if not waiting.issubset(again):
+            return None
+        tried = again
+        found = outline(tape, readers, [c for c in again if c not in inside], source.forward)
     return OutlinedTrace(source, found.program(), found.functions, kept)
 
 
@@ -247,8 +286,8 @@ def _possible(calls: list[ModuleCall], readers: Readers, once: bool) -> Iterator
 
 
 def _lost(call: Call) -> bool:
-    """Whether an edit of the graph removed an argument or result of a call."""
-    return bool(leaves((call.args, call.kwargs, call.outputs), Removed))
+    """Whether an edit of the graph removed an argument or result of a call. None can where these are not made yet."""
+    return not isinstance(call, CopiedCall) and bool(leaves((call.args, call.kwargs, call.outputs), Removed))
 
 
 def _some(calls: list[ModuleCall]) -> str:

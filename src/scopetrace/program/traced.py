@@ -132,8 +132,6 @@ class ModuleCall:
         """Whether the call was recorded as one op, because `leaf_modules=` named its module."""
         self.raised = record.raised
         """The exception that ended this call and that an outer module caught; else None."""
-        self.attributes = record.attributes
-        """The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."""
         self.parent = parent
         """The call in which this one was made; None for the root."""
         self.children: list[ModuleCall] = []
@@ -143,6 +141,11 @@ class ModuleCall:
             parent.children.append(self)
         while parent is not None:
             parent._stop, parent = self._stop, parent.parent
+
+    @property
+    def attributes(self) -> dict[str, Any]:
+        """The module's plain Python attributes when it was called (`eps`, `num_heads`, `training`)."""
+        return self.record.attributes
 
     @property
     def lowering(self) -> FxLowering:
@@ -405,6 +408,7 @@ class TracedProgram:
     @functools.cached_property
     def scopes(self) -> dict[str, Scope]:
         """Every scope by its path."""
+        self.tape.fill()
         return {s.path: s for s in self.tape.root.walk()}
 
     def scope_of(self, node: torch.fx.Node) -> Scope:

@@ -49,7 +49,7 @@ from scopetrace.record.data import text_error
 from scopetrace.record.flags import FlagRecorder
 from scopetrace.record.functions import refuse_dirty_view
 from scopetrace.record.gradients import GradientRecorder
-from scopetrace.record.model import Model, own_names
+from scopetrace.record.model import Model, plain_attributes
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.other_paths import HasOtherPath, other_path
 from scopetrace.record.reads import ReadRecorder
@@ -160,7 +160,7 @@ class CallRecorder:
             kwargs={name: template(a) for name, a in kwargs.items()},
             start=len(builder.tape.ops),
             frames=builder.frames() if builder.call is not None else (),
-            attributes=plain_attributes(module) if module is not None else {},
+            attributes=plain_attributes(module.__dict__) if module is not None else {},
             position=next(self._positions),
             module_type=self.class_of(module) if module is not None else None,
             replaced=self._model.replaced(module) if module is not None else (),
@@ -578,18 +578,6 @@ def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
                     buffer.copy_(before)
 
 
-_OTHERS = (torch.Tensor, torch.nn.Module, Value)
-_PLAIN = frozenset({bool, int, float, str, tuple})  # the classes of most attributes: isinstance takes longer
-
-
-def plain_attributes(module: torch.nn.Module) -> dict[str, Any]:
-    """The attributes that are neither tensors, modules nor nn.Module's own bookkeeping."""
-    own = module.__dict__
-    return {
-        name: own[name]
-        for name in own_names(tuple(own))
-        if name[0] != "_" and (type(own[name]) in _PLAIN or not isinstance(own[name], _OTHERS))
-    }
 
 
 # Leaf modules --------------------------------------------------------------------------------------------------------

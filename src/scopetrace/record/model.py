@@ -36,6 +36,7 @@ import torch.fx
 from scopetrace._compat.tensors import FakeTensor, unsaved_buffers_of
 from scopetrace.ir.reads import MISSING, Missing, content_of, value_of
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
+from scopetrace.ir.tape import Value
 from scopetrace.record.code import ATOMS, MEMO, is_users_class, methods_of
 
 _TABLES = ("_parameters", "_buffers", "_modules")
@@ -49,7 +50,22 @@ def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple([name for name in names if name not in BOOKKEEPING])
 
 
+def plain_attributes(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Of the `__dict__` of a module: what is neither tensors, modules nor nn.Module's own bookkeeping."""
+    return {
+        name: own[name]
+        for name in own_names(tuple(own))
+        if name[0] != "_" and (type(own[name]) in _PLAIN or not isinstance(own[name], _OTHERS))
+    }
+
+
+_OTHERS = (torch.Tensor, torch.nn.Module, Value)
+_PLAIN = frozenset({bool, int, float, str, tuple})  # the classes of most attributes: isinstance takes longer
+
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+
+
+_is = operator.is_
 
 
 class Model:
@@ -180,6 +196,10 @@ class Model:
         names = [saved.name if self.is_outside(saved.module) else saved.fqn for saved in self.saved_modules]
         return [(n, s.module, methods[type(s.module)]) for n, s in zip(names, self.saved_modules, strict=True)]
 
+    def attributes_before(self, module: torch.nn.Module) -> Mapping[str, Any]:
+        """The `__dict__` of a saved module as it was before the forward."""
+        return self._saved[id(module)].tables[0]
+
     def is_outside(self, module: torch.nn.Module) -> bool:
         """Whether only objects, globals or closures hold a saved module."""
         return id(module) not in self.names
@@ -228,6 +248,15 @@ class SavedModule:
             for hook in own[hooks].values() if own.get(hooks) else ():
                 snapshot.add(f"{name}'s hook", "", hook)
 
+    def is_unchanged(self) -> bool:
+        """Whether all attributes are the objects that they were, in the same order."""
+        for now, before in zip(self.live, self.tables, strict=True):
+            if len(now) != len(before):
+                return False
+            if before and not (all(map(_is, now.values(), before.values())) and all(map(_is, now, before))):
+                return False
+        return True
+
     def replaced(self) -> tuple[str, ...]:
         """As `Model.replaced`."""
         now = self.module.__dict__.get("_parameters")
@@ -245,8 +274,8 @@ class SavedModule:
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
         found: list[Change] = []
-        for table, old in zip(self.live, self.tables, strict=True):
-            if (table or old) and not same_tables(table, old):
+        for table, old in () if self.is_unchanged() else zip(self.live, self.tables, strict=True):
+            if not same_tables(table, old):
                 found += self._changes(table, old)
                 table.clear()
                 table.update(old)
@@ -556,7 +585,9 @@ def slots_of(kind: type) -> list[str]:
 
 def own_dict(x: Any) -> dict[str, Any]:
     """The `__dict__` of an object, past a `__getattribute__` of its class; of a `threading.local`, this thread's."""
-    found: dict[str, Any] = x.__dict__ if isinstance(x, threading.local) else object.__getattribute__(x, "__dict__")
+    if issubclass(type(x), threading.local):  # isinstance may call a `__getattribute__` too
+        return x.__dict__  # type: ignore[no-any-return]
+    found: dict[str, Any] = object.__getattribute__(x, "__dict__")
     return found
 
 

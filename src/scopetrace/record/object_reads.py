@@ -212,13 +212,23 @@ class ObjectReads:
         ids = set(map(id, owners))
         return [(owner, name, noted) for (key, name), (owner, _, noted) in self._unfound.items() if key in ids]
 
-    def repeat(self, pairs: Iterable[tuple[Any, Any]], place: Callable[[Noted], Noted]) -> None:
-        """Note of the second of each pair what was read of the first one, at the `place` that stands for that."""
-        for old, new in pairs:
-            for watched in self._watched.get(type(old), {}).values():
-                known = watched.first.get(id(old))
-                if known is not None and id(new) not in watched.first:
-                    watched.first[id(new)] = new, known[1] and place(known[1])
+    def seen(self, owners: Iterable[Any]) -> list[tuple[Watched, int]]:
+        """What was read of these modules and objects so far, by id, in the order in which it was."""
+        by_class: dict[type, dict[int, Any]] = {}
+        for owner in owners:
+            by_class.setdefault(type(owner), {})[id(owner)] = owner
+        watched = [(each, ids) for kind, ids in by_class.items() for each in self._watched.get(kind, {}).values()]
+        return [(each, key) for each, ids in watched for key in each.first if key in ids]
+
+    def repeat(
+        self, seen: Iterable[tuple[Watched, int]], partner: Callable[[Any], Any], place: Callable[[Noted], Noted]
+    ) -> None:
+        """Note of the partner of each owner what was read of that one, at the `place` that stands for where it was."""
+        for watched, key in seen:
+            owner, noted = watched.first[key]
+            new = partner(owner)
+            if id(new) not in watched.first:
+                watched.first[id(new)] = new, noted and place(noted)
 
     # ---------------------------------------------------------------- after the forward
 

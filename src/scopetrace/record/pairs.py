@@ -95,7 +95,7 @@ class Watch:
     def problem(self, x: Any) -> str:
         """What stands against sharing an object: `module` where it leads to one; `unwatched`; else nothing."""
         kind = type(x)
-        if kind in ATOMS or isinstance(x, torch.Tensor | Missing):
+        if kind in ATOMS or issubclass(kind, (torch.Tensor, Missing)):
             return ""
         known = self._known.get(id(x))
         if known is None:
@@ -139,7 +139,9 @@ class Watch:
 class Pairs:
     """What of one module stands for what of another."""
 
-    def __init__(self, may_have_read: Callable[[Any, str], bool], watch: Watch) -> None:
+    def __init__(self, may_have_read: Callable[[Any, str], bool], watch: Watch, facts: dict[int, Any]) -> None:
+        """`facts` has what is known of tensors of the first module, by id."""
+        self._facts = facts
         self._may_have_read = may_have_read
         self._watch = watch
         self._partner: dict[int, Any] = {}
@@ -204,8 +206,8 @@ class Pairs:
         """Pair two real tensors. Raises Differs."""
         if not self._is_new(name, a, b):
             return
-        first, second = _facts(a), _facts(b)
-        if first is None or first != second:
+        first = self._facts.get(id(a)) or self._facts.setdefault(id(a), _facts(a))
+        if first is None or first != _facts(b):
             raise Differs(f"{name} differs: {_described(a)}, {_described(b)}")
         self._storages(name, storage_id(a), storage_id(b))
         self.tensors.append((a, b))
@@ -226,9 +228,9 @@ class Pairs:
         if kind in ATOMS:
             if not (a is b or (repr(a) == repr(b) if kind in (float, complex) else a == b)):
                 raise _unequal(name, a, b)
-        elif isinstance(a, torch.nn.Module):
+        elif issubclass(kind, torch.nn.Module):
             self.module(name, a, b)
-        elif isinstance(a, torch.Tensor):
+        elif issubclass(kind, torch.Tensor):
             self.tensor(name, a, b)
         elif a is b and self._watch.problem(a) != "module":
             if self._watch.problem(a):

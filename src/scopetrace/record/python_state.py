@@ -18,7 +18,7 @@ import torch
 from scopetrace._compat.questions import function_modes
 from scopetrace.ir.reads import MISSING, content_of
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Model, Saved, Snapshot, same_tables
+from scopetrace.record.model import Model, Saved, Snapshot
 from scopetrace.record.pairs import Watch
 
 _ENVIRONMENT: dict[Any, Any] = vars(os.environ)["_data"]  # of which os.environ makes text, which takes long
@@ -54,23 +54,21 @@ class State:
         return (
             function_modes() == self._modes
             and self._environment == _ENVIRONMENT
-            and all(_are_same(get(table), old) for table, get, old in self._tables)
+            and all([_are_same(get(table), old) for table, get, old in self._tables])
             and all(
                 kind.unchanged(owner if type(owner) in _BUILTIN else kind.copy(owner), before)
                 for owner, kind, before in self._watched
                 if draws or not kind.is_draw
             )
             and all(content_of(cell) is old for cell, old in self._cells)
-            and all(_are_same(vars(kind).values(), old) for kind, old in self._classes)
+            and all([_are_same(vars(kind).values(), old) for kind, old in self._classes])
             and all(map(self.is_same, self._outside))
         )
 
     def is_same(self, module: torch.nn.Module) -> bool:
         """Whether a module has the attributes, parameters, buffers and submodules that it had before the forward."""
         saved = self._modules.get(id(module))
-        if saved is None:
-            return False
-        return all(map(same_tables, saved.live, saved.tables))
+        return saved is not None and saved.is_unchanged()
 
     def knows(self, module: torch.nn.Module | None) -> bool:
         """Whether a module was there before the forward."""

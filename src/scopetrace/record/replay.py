@@ -46,7 +46,7 @@ from scopetrace.ir.tape import (
 )
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model
-from scopetrace.record.object_reads import Noted, ObjectReads
+from scopetrace.record.object_reads import Noted, ObjectReads, Watched
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.pairs import Differs, Pairs
 
@@ -111,6 +111,12 @@ class Original:
     """The tensors that it makes and gives back, each with its number among the outputs of its op."""
     sharing: dict[Value, Value] = dataclasses.field(default_factory=dict)
     """By value that it makes in memory of its arguments, of what was there before, or of its results: one of these."""
+    seen: list[tuple[Watched, int]] = dataclasses.field(default_factory=list)
+    """What was read of its modules and objects, by id of these."""
+    unfound: list[tuple[Any, str, Noted]] = dataclasses.field(default_factory=list)
+    """The names that they did not have, each with where it was asked for."""
+    facts: dict[int, Any] = dataclasses.field(default_factory=dict)
+    """By id of a tensor of its modules, its metadata: see `Pairs`."""
     scopes: list[tuple[int, Scope]] = dataclasses.field(default_factory=list)
     """The scopes of users inside, each with the position of the first op that is in it."""
     can_wait: bool = False
@@ -246,7 +252,7 @@ class Replay:
         self._scopes = {id(original.call.scope): call.scope}
         self._frames = {id(original.call.frames): call.frames}
         self._starts: list[int] = []
-        self.call, self.count, self._waits = call, 0, False
+        self.call, self.repeated, self.count, self._waits = call, original.call, 0, False
         self._results: dict[Value, WaitingValue] = {}
         self._reads: dict[Op, WaitingValue] = {}
         self._copies: dict[Call, Call] = {original.call: call}
@@ -327,12 +333,14 @@ class Replay:
         original, tools = self.original, self._tools
         if not original.steps:
             original.prepare(self._outputs_of)
+            owners = [a for a, _ in self._pairs.owners]
+            original.seen, original.unfound = tools.object_reads.seen(owners), tools.object_reads.unfound(owners)
         if original.can_wait and self._makes_later and self._can_wait():
             self._wait()
         else:
             self._make_now()
-        tools.object_reads.repeat(self._pairs.owners, self._noted)
-        for owner, name, noted in tools.object_reads.unfound([a for a, _ in self._pairs.owners]):
+        tools.object_reads.repeat(original.seen, self._pairs.partner, self._noted)
+        for owner, name, noted in original.unfound:
             tools.object_reads.note_unfound(self._pairs.partner(owner), name, self._noted(noted))
         for a, b in self._pairs.tensors:
             if id(a) in tools.members:
@@ -406,7 +414,7 @@ class Replay:
         return self._call.start + step - bisect.bisect_left(self._known_reads, step)
 
     def _open_inside(self, old: Call, new: Call, scopes: list[tuple[int, Scope]]) -> None:
-        """The calls in a call, of which the arguments wait, and `scopes` of users, the last of which is entered first."""
+        """The calls in a call, of which the arguments wait, and `scopes` of users, of which the last is the first."""
         for inner in self.original.inside.get(old, ()):
             while scopes and scopes[-1][0] < inner.start:
                 self._scope_of(scopes.pop()[1])
@@ -414,19 +422,17 @@ class Replay:
             assert around is not None
             module = None if inner.module is None else self._pairs.partner(inner.module)
             place, frames = (new, self._scope_of(around)), self._frames_of(inner.frames)
-            start, give = self._position(inner.start), functools.partial(self._give, inner)
-            copy = self._calls.open_copy(inner, module, place, frames, start, give)
+            give = functools.partial(self._given_to, inner)
+            copy = self._calls.open_copy(inner, module, place, frames, self._position(inner.start), give)
             copy.stop = self._position(inner.stop)
             self._copies[inner] = copy
             self._scopes[id(inner.scope)], self._frames[id(inner.frames)] = copy.scope, copy.frames
             self._open_inside(inner, copy, scopes)
 
-    def _give(self, inner: Call) -> None:
-        """Make the arguments and results of a call inside."""
+    def _given_to(self, inner: Call) -> tuple[Any, ...]:
+        """The fields of a call inside that wait."""
         self._tape.fill()
-        copy = self._copies[inner]
-        assert isinstance(copy, CopiedCall)
-        copy.given = self._template(inner.args), self._template(inner.kwargs), self._template(inner.outputs)
+        return tuple([self._template(x) for x in (inner.args, inner.kwargs, inner.outputs)])
 
     def make(self) -> list[Op]:
         """As `Repetition.make`."""
@@ -445,6 +451,27 @@ class Replay:
         self._values.waiting.clear()
         del self._tools, self._values, self._builder, self._calls
         return ops
+
+    def now(self, value: Value) -> Value:
+        """As `Repetition.now`."""
+        return self._now[value]
+
+    def operands(self) -> list[Value]:
+        """As `Repetition.operands`."""
+        return [self._now[v] for v in (*self.original.inputs, *self.original.outside)]
+
+    def reads(self) -> list[tuple[Value, Op]]:
+        """As `Repetition.reads`."""
+        found: list[tuple[Value, Op]] = []
+        for old, value in self._reads.items():
+            like, real, owner = old.result, value.real, self._tools.model.owner(value.real)  # type: ignore[arg-type]
+            assert owner is not None
+            make = functools.partial(self._tools.maker.from_real_like, real, like.fake)
+            new = UnmadeValue(make, 0, self._values.new_storage(), like.key, 0, like.requires_grad)
+            new.real, new.autograd_placeholder = real, like.autograd_placeholder
+            place = self._scope_of(old.scope), self.call, self._frames_of(old.frames)
+            found.append((value, Op("get_attr", owner[0], (), {}, new, *place, old.grad)))
+        return found
 
     def _read_late(self, op: Op, value: WaitingValue, place: tuple[Scope, Call, Frames]) -> Op:
         real = value.real

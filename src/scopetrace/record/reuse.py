@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -32,10 +33,10 @@ from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.selection import Target
 from scopetrace.ir.tape import Call, CopiedCall, Value, ops_between
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.calls import CallRecorder, Progress, plain_attributes
+from scopetrace.record.calls import CallRecorder, Progress
 from scopetrace.record.code import ATOMS
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Model, is_torchs
+from scopetrace.record.model import Model, is_torchs, plain_attributes
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.pairs import Differs, Pairs
@@ -392,7 +393,7 @@ class CallRecorderWithReuse(CallRecorder):
             raise Differs("a setting of torch differs")
         if kept.state is not self._state or not self._state.is_unchanged(draws=False):
             raise Differs("the state of Python objects has changed")
-        pairs = Pairs(self._object_reads.may_have_read, self._state.watch)
+        pairs = Pairs(self._object_reads.may_have_read, self._state.watch, original.facts)
         pairs.module("", original.call.module, module)
         for a, b in zip(kept.given.modules, given.modules, strict=True):
             pairs.module("an argument", a, b)
@@ -425,11 +426,13 @@ class CallRecorderWithReuse(CallRecorder):
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
         where = {"fqn": fqn, "scope": scope, "parent": place[0], "frames": frames, "position": next(self._positions)}
-        own = {"attributes": plain_attributes(module), "module_type": self.class_of(module), "index": index}
+        own = {"module": module, "module_type": self.class_of(module), "index": index, "start": start}
         if callable(given):
-            new: Call = CopiedCall.of(call, given, module=module, start=start, **where, **own)
+            describe = functools.partial(plain_attributes, self._model.attributes_before(module))
+            new: Call = CopiedCall.of(call, given, describe, **where, **own)
         else:
-            new = call.replace(module=module, start=start, args=given[0], kwargs=given[1], **where, **own)
+            args, kwargs = given
+            new = call.replace(args=args, kwargs=kwargs, attributes=plain_attributes(module.__dict__), **where, **own)
         self._builder.tape.calls.append(new)
         if self._progress is not None:
             self._progress(str(scope), new.start)
