@@ -38,7 +38,8 @@ from scopetrace._compat.tensors import (
     storage_id,
     without_dispatch,
 )
-from scopetrace.ir.tape import UnmadeValue, Value, WaitingValue, flat, map_argument
+from scopetrace.ir.tape import Value, flat, map_argument
+from scopetrace.ir.unmade import UnmadeValue, WaitingValue
 from scopetrace.ops import views
 from scopetrace.ops.views import Int, Sizes, ViewArguments
 

@@ -21,9 +21,10 @@ import torch.fx
 from scopetrace._compat.ops import building, in_large_stack
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
-from scopetrace.ir.selection import Target, is_named, target_text
 from scopetrace.ir.segment import has_symbols
-from scopetrace.ir.tape import Call, CopiedCall, FunctionalTape, Tape, calls_inside, recorded_ops, repetitions
+from scopetrace.ir.selection import Target, is_named, target_text
+from scopetrace.ir.tape import Call, FunctionalTape, Tape, calls_inside, recorded_ops, repetitions
+from scopetrace.ir.unmade import CopiedCall
 from scopetrace.outline import FunctionSignature, OutlinedBody, Readers, outline
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
@@ -150,9 +151,9 @@ def _outlined(source: TracedProgram, wanted: list[Any]) -> OutlinedTrace:
         raise OutlineError("the trace has ops that write: a function of it would have effects; use functional=True")
     if not isinstance(tape, FunctionalTape):
         tape = FunctionalTape.of(tape)
-    found = _without_making(source, tape, wanted) if repetitions(tape.ops) else None
-    if found is not None:
-        return found
+    unmade = _without_making(source, tape, wanted) if repetitions(tape.ops) else None
+    if unmade is not None:
+        return unmade
     tape.fill()
     readers = Readers(tape)
     named, kept = _named(source, wanted, readers)
@@ -184,15 +185,16 @@ def _without_making(source: TracedProgram, tape: FunctionalTape, wanted: list[An
     inside = frozenset(calls_inside(tape.calls, waiting))
     repeated = waiting | inside
     again = [c for c in kept if c not in repeated]
-    found, tried = outline(tape, readers, again, source.forward, frozenset(repeated)), []
+    found = outline(tape, readers, again, source.forward, frozenset(repeated))
+    tried: list[Call] = []
     while again != tried:
         equal = {body.module_type for body in found.functions if len(body.calls) > 1}
         equal |= {c.module_type for c in repeated.intersection(kept)}
         kept = again = _equal(kept, named, equal, OUTERMOST in wanted)
-        if again == tried:
-            break
         if not waiting.issubset(again):
             return None
+        if again == tried:
+            break
         tried = again
         found = outline(tape, readers, [c for c in again if c not in inside], source.forward)
     return OutlinedTrace(source, found.program(), found.functions, kept)

@@ -40,7 +40,8 @@ from scopetrace.errors import ControlFlowError, ForeignTensorError, TraceError, 
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
-from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value, WaitingValue, recorded_ops
+from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value, recorded_ops
+from scopetrace.ir.unmade import WaitingValue
 from scopetrace.record.model import Model
 from scopetrace.record.regions import Region
 
@@ -335,8 +336,10 @@ class ValueTable:
 
     def enter_waiting(self, value: WaitingValue, real: torch.Tensor) -> None:
         """Have a value for a tensor of the model of which no fake is made yet."""
-        name, *owner = self._model.owner(real) or ("",)
-        self._tape.owners[name] = owner[0], owner[1]
+        owner = self._model.owner(real)
+        assert owner is not None
+        name = owner[0]
+        self._tape.owners[name] = owner[1:]
         self._tape.attributes[name] = real
         self.by_id[id(real)] = value
         self._keep.append(real)

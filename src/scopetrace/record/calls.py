@@ -41,7 +41,7 @@ from scopetrace.containers.structure import leaves_with_path, map_structure, ten
 from scopetrace.errors import LeafPatternError, RandomStateError, UnsupportedOpError
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.selection import Place, Target, is_named, several
-from scopetrace.ir.tape import GIVEN_META, Call, Phase, Value
+from scopetrace.ir.tape import GIVEN_META, Call, Phase
 from scopetrace.ops.history import can_require_grad, is_cut, is_view
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, Templates, ValueTable
 from scopetrace.record.checkpoints import CheckpointedRegion
@@ -576,8 +576,6 @@ def _buffers_kept(module: torch.nn.Module) -> Iterator[None]:
             for buffer, before in saved:
                 if buffer.device.type != "meta":
                     buffer.copy_(before)
-
-
 
 
 # Leaf modules --------------------------------------------------------------------------------------------------------

@@ -158,17 +158,17 @@ class Model:
 
     def registered(self) -> Registered:
         """All names of the modules and parameters, in the order of registration."""
-        names: dict[int, list[str]] = {}
-        params: dict[int, torch.Tensor] = {}
+        params: dict[int, tuple[torch.Tensor, list[str]]] = {}
+        modules: dict[str, RegisteredModule] = {}
         for module in self.modules:
+            fqns = self.names[id(module)]
+            modules[fqns[0]] = _registered(module, fqns)
             own = module.__dict__.get("_parameters")
-            prefixes = [f"{fqn}." if fqn else "" for fqn in self.names[id(module)]] if own else []
             for name, param in own.items() if own else ():
                 if param is not None:
-                    params[id(param)] = param
-                    names.setdefault(id(param), []).extend([prefix + name for prefix in prefixes])
-        modules = {self.names[id(m)][0]: _registered(m, self.names[id(m)]) for m in self.modules}
-        found = {names[i][0]: RegisteredParam(tuple(names[i]), tuple(p.shape), p.dtype) for i, p in params.items()}
+                    known = params.get(id(param)) or params.setdefault(id(param), (param, []))
+                    known[1].extend([f"{fqn}.{name}" if fqn else name for fqn in fqns])
+        found = {names[0]: RegisteredParam(tuple(names), tuple(p.shape), p.dtype) for p, names in params.values()}
         return Registered(modules, found)
 
     @property
@@ -220,8 +220,11 @@ class Model:
 
 def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
     of_class = getattr(type(module), "forward", None)  # scripted modules have theirs elsewhere
-    has_forward = of_class is not torch.nn.Module.forward or "forward" in module.__dict__
+    has_forward = of_class is not _NO_FORWARD or "forward" in module.__dict__
     return RegisteredModule(tuple(names), type(module).__name__, has_forward)
+
+
+_NO_FORWARD = torch.nn.Module.forward
 
 
 class SavedModule:
@@ -279,7 +282,7 @@ class SavedModule:
                 found += self._changes(table, old)
                 table.clear()
                 table.update(old)
-        if len(self.live) > 1:
+        if len(self.live) > 1 and unsaved_buffers_of(self.module) != self.unsaved:
             _restore_set(unsaved_buffers_of(self.module), self.unsaved)
         return found
 
@@ -586,7 +589,7 @@ def slots_of(kind: type) -> list[str]:
 def own_dict(x: Any) -> dict[str, Any]:
     """The `__dict__` of an object, past a `__getattribute__` of its class; of a `threading.local`, this thread's."""
     if issubclass(type(x), threading.local):  # isinstance may call a `__getattribute__` too
-        return x.__dict__  # type: ignore[no-any-return]
+        return x.__dict__
     found: dict[str, Any] = object.__getattribute__(x, "__dict__")
     return found
 

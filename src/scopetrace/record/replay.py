@@ -14,193 +14,30 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from scopetrace._compat.ops import eager, is_collective, is_op
+from scopetrace._compat.ops import eager, is_op
 from scopetrace._compat.questions import inference_mode_enabled
 from scopetrace._compat.tensors import (
     FakeFactory,
     FakeMaker,
-    is_leaf_of,
-    is_plain_real,
     normal_tensors,
-    offset_of,
     storage_id,
     without_dispatch,
 )
-from scopetrace.containers.structure import instantiate, leaves, map_structure
+from scopetrace.containers.structure import instantiate, map_structure
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import (
-    Call,
-    CopiedCall,
-    Op,
-    OpList,
-    UnmadeValue,
-    Value,
-    WaitingValue,
-    map_argument,
-    values_in,
-)
+from scopetrace.ir.tape import Call, Op, OpList, Value, map_argument
+from scopetrace.ir.unmade import UnmadeValue, WaitingValue
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model
-from scopetrace.record.object_reads import Noted, ObjectReads, Watched
+from scopetrace.record.object_reads import Noted, ObjectReads
 from scopetrace.record.ops import OpRecorder
+from scopetrace.record.original import Original, Step
 from scopetrace.record.pairs import Differs, Pairs
-
-_aten = torch.ops.aten
-_LITERAL = _aten.lift_fresh_copy.default
-"""The op of `torch.tensor([...])`."""
-_ALIASES = (_aten.detach.default, _aten.as_strided.default)
-"""What aliases that Python made are recorded as, for which no op was called."""
-
-
-class Step(NamedTuple):
-    """How an op is repeated."""
-
-    op: Op
-    inputs: list[Value]
-    values: list[Value]
-    outputs: Outputs | None
-    """What its results are; None for one that is recorded anew."""
-    is_inner: bool
-    """Whether nothing but copied ops reads its results, or what shares memory with them."""
-    given: list[tuple[int, Value]]
-    """Its arguments that are values, each with its position."""
-    nested: list[int]
-    """The positions of its arguments that hold values."""
-    only_values: bool
-    """Whether all of its arguments are values, and none has a name."""
-    is_plain_read: bool
-    """Whether it is an attribute, and its tensor one of which no op makes the metadata."""
-    place: tuple[int, int, Any]
-    """The ids of its scope and of the outer one of its frames, and the inner ones; 0 and None where it has none."""
-
-
-@dataclasses.dataclass(eq=False)
-class Original:
-    """A recorded call that others may repeat."""
-
-    call: Call
-    ops: list[Op]
-    calls: list[Call]
-    """Those inside, in order."""
-    inputs: list[Value]
-    """The tensors among its arguments."""
-    asked: list[Value]
-    """The tensors whose layout it asked for."""
-    contiguous: list[tuple[Value, int, Frames]]
-    """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
-    outside: list[Value] = dataclasses.field(default_factory=list)
-    """The parameters, buffers and constants that it reads and that were on the tape before."""
-    attributes: list[Op] = dataclasses.field(default_factory=list)
-    """The attributes that it was the first to read."""
-    literals: set[Op] = dataclasses.field(default_factory=set)
-    """Those of them that are constants written in the code."""
-    steps: list[Step] = dataclasses.field(default_factory=list)
-    """One for each op, known since the first repetition."""
-    makers: dict[int, Callable[[], torch.Tensor]] = dataclasses.field(default_factory=dict)
-    """By id of the metadata in a step, what makes such a tensor in memory of its own."""
-    inside: dict[Call, list[Call]] = dataclasses.field(default_factory=dict)
-    """The calls in each call."""
-    reads: list[tuple[int, Op]] = dataclasses.field(default_factory=list)
-    """`attributes`, each with the position of its step."""
-    results: dict[Value, tuple[int, OutputMeta]] = dataclasses.field(default_factory=dict)
-    """The tensors that it makes and gives back, each with its number among the outputs of its op."""
-    sharing: dict[Value, Value] = dataclasses.field(default_factory=dict)
-    """By value that it makes in memory of its arguments, of what was there before, or of its results: one of these."""
-    seen: list[tuple[Watched, int]] = dataclasses.field(default_factory=list)
-    """What was read of its modules and objects, by id of these."""
-    unfound: list[tuple[Any, str, Noted]] = dataclasses.field(default_factory=list)
-    """The names that they did not have, each with where it was asked for."""
-    facts: dict[int, Any] = dataclasses.field(default_factory=dict)
-    """By id of a tensor of its modules, its metadata: see `Pairs`."""
-    scopes: list[tuple[int, Scope]] = dataclasses.field(default_factory=list)
-    """The scopes of users inside, each with the position of the first op that is in it."""
-    can_wait: bool = False
-    """Whether the ops of a repetition can be made when they are read, and its results now."""
-
-    def problem(self, owners: Any) -> str:
-        """Why the call cannot be repeated; empty where it can. `owners` has the names of the model's own tensors."""
-        literals = {op.inputs()[0].op for op in self.ops if op.target is _LITERAL}
-        for op in self.ops:
-            is_call = op.kind == "call_function" and is_op(op.target) and not is_collective(op.target)
-            if op.kind == "get_attr":
-                self.attributes.append(op)
-                if op.name not in owners:
-                    if op not in literals:
-                        return "it makes a constant"
-                    self.literals.add(op)
-                if any(v.storage == op.result.storage for v in self.inputs):
-                    return "it takes a view of a tensor of its own"
-            elif not is_call or op.target in _ALIASES or op.unbacked or op.meta or op.phase:
-                return f"it has the op {op.target}"
-        if any(c.raised is not None or c.leaf or c.replaced for c in (self.call, *self.calls)):
-            return "a call in it raised an error, or is a leaf"
-        known = {v for op in self.ops for v in op.values()}.union(self.inputs)
-        templates = [(c.args, c.kwargs, c.outputs) for c in (self.call, *self.calls)]
-        used = [*(v for op in self.ops for v in op.inputs()), *leaves(templates, Value), *self.asked]
-        self.outside = [v for v in dict.fromkeys(used) if v not in known]
-        if any(v.op.kind != "get_attr" for v in self.outside):
-            return "it reads a tensor that is none of its arguments"
-        return ""
-
-    def prepare(self, outputs_of: Callable[[Op], Outputs | None]) -> None:
-        """Find how each op is repeated; `outputs_of` says what the results of one are, None where it is not known."""
-        steps = [(op, op.inputs(), op.values(), outputs_of(op)) for op in self.ops]
-        seen = [*self.inputs, *self.outside, *self.asked, *leaves(self.call.outputs, Value)]
-        seen += [v for v, _, _ in self.contiguous]
-        for op, inputs, values, outputs in steps:
-            if outputs is None or not outputs.is_static():
-                seen += values if op.kind == "get_attr" else (*inputs, *values)
-        shared = {v.storage for v in seen}
-        for step in steps:
-            op, is_inner = step[0], all(v.storage not in shared for v in step[2])
-            given = [(i, x) for i, x in enumerate(op.args) if isinstance(x, Value)]
-            nested = [i for i, x in enumerate(op.args) if not isinstance(x, Value) and values_in(x)]
-            only_values = len(given) == len(op.args) and not op.kwargs
-            is_plain_read = op.kind == "get_attr" and op not in self.literals and _is_plain(op.result.real)
-            place: tuple[int, int, Any] = id(op.scope), 0, None
-            if op.frames and not isinstance(op.frames, str):
-                place = id(op.scope), id(op.frames[0]), op.frames[1]
-            self.steps.append(Step(*step, is_inner, given, nested, only_values, is_plain_read, place))
-        self.inside = {}
-        for inner in self.calls:
-            assert inner.parent is not None
-            self.inside.setdefault(inner.parent, []).append(inner)
-        self.can_wait = self._find_what_waits()
-
-    def _find_what_waits(self) -> bool:
-        self.reads = [(i, step.op) for i, step in enumerate(self.steps) if step.op.kind == "get_attr"]
-        known = {*self.inputs, *self.outside}
-        wanted = [v for v in leaves(self.call.outputs, Value) if v not in known]
-        made = {v: step for step in self.steps for v in step.values}
-        for v in wanted:
-            step = made[v]
-            meta = None if step.outputs is None else step.outputs.tensors[v.slot]
-            if not isinstance(meta, OutputMeta) or meta.base is not None:
-                return False
-            self.results[v] = v.slot, meta
-        entered: dict[Scope, int] = {}
-        for i, step in enumerate(self.steps, self.call.start):
-            entered.setdefault(step.op.scope, i)
-        self.scopes = [(i, scope) for scope, i in entered.items() if not scope.is_module]
-        first: dict[int, Value] = {}
-        for v in (*self.inputs, *self.outside, *(op.result for _, op in self.reads), *self.results):
-            first.setdefault(v.storage, v)
-        if len({op.result.storage for _, op in self.reads}) < len(self.reads):
-            return False
-        for step in self.steps:
-            if step.outputs is None or not step.outputs.is_static():
-                if not step.is_plain_read or offset_of(step.op.result.fake):
-                    return False
-            else:
-                hidden = [v for v in step.values if v.storage in first and v not in self.results]
-                self.sharing.update((v, first[v.storage]) for v in hidden)
-        # what it makes for itself has no layout that a later write or a result could be asked for
-        return all(v.storage not in first for v, _, _ in self.contiguous)
 
 
 class CallOpener(Protocol):
@@ -441,6 +278,7 @@ class Replay:
             new.make, new.op = None, None  # type: ignore[assignment]
         for step in self.original.steps:
             op = step.op
+            assert op.call is not None
             place = self._scope_of(op.scope), self._copies[op.call], self._frames_of(op.frames)
             if step.outputs is not None:
                 ops.append(self._copy(step, step.outputs, place))
@@ -464,7 +302,9 @@ class Replay:
         """As `Repetition.reads`."""
         found: list[tuple[Value, Op]] = []
         for old, value in self._reads.items():
-            like, real, owner = old.result, value.real, self._tools.model.owner(value.real)  # type: ignore[arg-type]
+            like, real = old.result, value.real
+            assert real is not None
+            owner = self._tools.model.owner(real)
             assert owner is not None
             make = functools.partial(self._tools.maker.from_real_like, real, like.fake)
             new = UnmadeValue(make, 0, self._values.new_storage(), like.key, 0, like.requires_grad)
@@ -648,10 +488,6 @@ class Replay:
         if not same or len(new.writes) != len(op.writes) or len(made) != len(op.values()):
             raise Retrace("an op does something else when it is repeated", Assumptions(records_all=True))
         self._now.update(made)
-
-
-def _is_plain(real: torch.Tensor | None) -> bool:
-    return real is not None and is_leaf_of(real) and is_plain_real(real)
 
 
 def _made(maker: FakeMaker, meta: OutputMeta, base: Value | None) -> torch.Tensor:

@@ -31,7 +31,8 @@ from scopetrace.containers.structure import instantiate, leaves, open_container
 from scopetrace.ir.reuse import NotShared, Reuse
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.selection import Target
-from scopetrace.ir.tape import Call, CopiedCall, Value, ops_between
+from scopetrace.ir.tape import Call, Value, ops_between
+from scopetrace.ir.unmade import CopiedCall
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress
 from scopetrace.record.code import ATOMS
@@ -39,10 +40,11 @@ from scopetrace.record.effects import EffectWatch
 from scopetrace.record.model import Model, is_torchs, plain_attributes
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
+from scopetrace.record.original import Original
 from scopetrace.record.pairs import Differs, Pairs
 from scopetrace.record.python_state import State
 from scopetrace.record.reads import ReadRecorder
-from scopetrace.record.replay import Original, Replay, Tools
+from scopetrace.record.replay import Replay, Tools
 
 _IDENTITY = frozenset({"id", "hash"})
 """What tells equal modules apart."""
@@ -477,20 +479,24 @@ def _groups(root: torch.nn.Module | None) -> dict[int, _Group]:
     groups: dict[Any, _Group] = {}
     kinds: dict[Any, _Kind] = {}
     known: dict[int, _Group] = {}
+    unknown = _Group(_Kind(True))
 
     def visit(module: torch.nn.Module) -> _Group:
-        if id(module) not in known:
-            known[id(module)] = _Group(_Kind(True))  # of one that is inside of itself
-            own = module.__dict__
-            inside = [(name, visit(m)) for name, m in own["_modules"].items() if m is not None]
-            is_small = not inside and is_torchs(module)
-            like = type(module), tuple([(name, id(m.kind)) for name, m in inside])
-            kind = kinds.setdefault(like, _Kind(is_small))
-            shapes = tuple([p.shape for p in own["_parameters"].values() if p is not None])
-            same = type(module), tuple([(name, id(m)) for name, m in inside]), shapes
-            known[id(module)] = group = groups.setdefault(same, _Group(kind))
-            group.size += 1
-        return known[id(module)]
+        known[id(module)] = unknown  # of one that is inside of itself
+        own = module.__dict__
+        inside = [(name, known.get(id(m)) or visit(m)) for name, m in own["_modules"].items() if m is not None]
+        like = type(module), *[(name, id(group.kind)) for name, group in inside]
+        kind = kinds.get(like)
+        if kind is None:
+            kind = kinds[like] = _Kind(not inside and is_torchs(module))
+        shapes = [p.shape for p in own["_parameters"].values() if p is not None]
+        same = type(module), len(shapes), *shapes, *[(name, id(group)) for name, group in inside]
+        group = groups.get(same)
+        if group is None:
+            group = groups[same] = _Group(kind)
+        known[id(module)] = group
+        group.size += 1
+        return group
 
     if root is not None and not any(isinstance(m, torch.jit.ScriptModule) for m in root.modules()):
         visit(root)

@@ -1,0 +1,144 @@
+"""Values and calls of which a part is made when it is read: of calls that repeat others (see `tape.OpList`).
+
+Classes of their own: reading any attribute takes longer where the class has a `__getattr__`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from scopetrace._compat.tensors import offset_of, requires_grad_of
+from scopetrace.ir.tape import Call, Value
+
+
+class UnmadeValue(Value):
+    """A value whose `fake` is made when it is asked for, and which no tensor stands for before."""
+
+    __slots__ = ("unmade",)
+
+    unmade: Callable[[], torch.Tensor] | None
+    """Makes `fake`; None once that is made."""
+
+    def __init__(
+        self,
+        unmade: Callable[[], torch.Tensor],
+        slot: int,
+        storage: int,
+        key: int | None,
+        offset: int | torch.SymInt,
+        requires_grad: bool,
+    ) -> None:
+        self.unmade, self.slot, self.storage, self.key = unmade, slot, storage, key
+        self.offset, self.requires_grad, self.real = offset, requires_grad, None
+        self.op, self.autograd_placeholder = None, False  # type: ignore[assignment]
+
+    if not TYPE_CHECKING:  # for the one attribute that may not be set
+
+        def __getattr__(self, name: str) -> Any:
+            if name != "fake":
+                raise AttributeError(name)
+            self.fake, self.unmade = self.unmade(), None
+            return self.fake
+
+    @property
+    def requires_grad_now(self) -> bool:
+        """Whether `fake` requires grad."""
+        return self.requires_grad if self.unmade is not None else requires_grad_of(self.fake)
+
+    def copy(self, storage: int) -> Value:
+        """A value for the same tensor, for an op of another tape. It becomes that of the op that is made with it."""
+        if self.unmade is None:
+            return super().copy(storage)
+        later = functools.partial(getattr, self, "fake")
+        new = UnmadeValue(later, self.slot, storage, self.key, self.offset, self.requires_grad)
+        new.real, new.autograd_placeholder = self.real, self.autograd_placeholder
+        return new
+
+
+class WaitingValue(Value):
+    """A value of a part of the tape that is not made yet (see `OpList`): what is not known of it makes that part."""
+
+    __slots__ = ("make",)
+
+    make: Callable[[], None] | None
+    """Makes the part of the tape; None once it is made."""
+
+    def __init__(self, make: Callable[[], None], real: torch.Tensor | None) -> None:
+        self.make, self.real = make, real
+
+    def know(self, fake: torch.Tensor, slot: int, storage: int, key: int | None, placeholder: bool) -> None:
+        """Set all but the op. `placeholder` is `autograd_placeholder`."""
+        self.fake, self.slot, self.storage, self.key = fake, slot, storage, key
+        self.requires_grad = requires_grad_of(fake)
+        self.offset = offset_of(fake)
+        self.autograd_placeholder = placeholder
+
+    if not TYPE_CHECKING:  # for the attributes that are not set
+
+        def __getattr__(self, name: str) -> Any:
+            make = self.make
+            if make is None:
+                raise AttributeError(name)
+            make()
+            return object.__getattribute__(self, name)
+
+
+_WAITING = ("args", "kwargs", "outputs")
+
+
+class CopiedCall(Call):
+    """A call inside of one that repeats another: the fields of `_WAITING`, and `attributes`, are made when read."""
+
+    make: Callable[[], tuple[Any, ...]]
+    """Makes the part of the tape that the call is in, and gives the fields of `_WAITING`."""
+    describe: Callable[[], dict[str, Any]]
+    """Makes `attributes`."""
+
+    @classmethod
+    def of(
+        cls, call: Call, make: Callable[[], tuple[Any, ...]], describe: Callable[[], dict[str, Any]], **changed: Any
+    ) -> CopiedCall:
+        """A copy of `call` with other fields, and without those that are made later."""
+        new = cls.__new__(cls)
+        new.__dict__.update(call.__dict__, **changed, make=make, describe=describe)
+        for name in (*_WAITING, "attributes"):
+            new.__dict__.pop(name, None)
+        return new
+
+    def whole(self) -> dict[str, Any]:
+        """The fields of a call."""
+        fields = self.__dict__
+        if "make" in fields:
+            fields.update(zip(_WAITING, self.make(), strict=True))
+            del fields["make"]
+        if "describe" in fields:
+            fields["attributes"] = self.describe()
+            del fields["describe"]
+        return fields
+
+    def replace(self, **changed: Any) -> Call:
+        """As the base's."""
+        new = Call.__new__(Call)
+        new.__dict__.update(self.whole(), **changed)
+        return new
+
+    if not TYPE_CHECKING:  # in the place of the field
+
+        @property
+        def attributes(self) -> dict[str, Any]:
+            """As of a Call."""
+            if "describe" in self.__dict__:
+                self.__dict__["attributes"] = self.__dict__.pop("describe")()
+            return self.__dict__["attributes"]
+
+
+def _made_late(name: str) -> Any:
+    return property(lambda self: self.whole()[name], lambda self, x: self.whole().update({name: x}))
+
+
+for _name in _WAITING:
+    setattr(CopiedCall, _name, _made_late(_name))  # in the place of the fields
