@@ -11,7 +11,7 @@ from torch import nn
 
 import scopetrace as st
 from scopetrace.api.runnable import program_of
-from scopetrace.ir.tape import UnmadeValue
+from scopetrace.ir.unmade import UnmadeValue
 
 _aten = torch.ops.aten
 

@@ -310,7 +310,8 @@ class Replay:
             new = UnmadeValue(make, 0, self._values.new_storage(), like.key, 0, like.requires_grad)
             new.real, new.autograd_placeholder = real, like.autograd_placeholder
             place = self._scope_of(old.scope), self.call, self._frames_of(old.frames)
-            found.append((value, Op("get_attr", owner[0], (), {}, new, *place, old.grad)))
+            read = Op("get_attr", owner[0], (), {}, new, *place, old.grad, autocast=old.autocast)
+            found.append((value, read))
         return found
 
     def _read_late(self, op: Op, value: WaitingValue, place: tuple[Scope, Call, Frames]) -> Op:
@@ -321,7 +322,7 @@ class Replay:
         self._values.enter_late(value.storage, 0, [value])
         owner = self._tools.model.owner(real)
         assert owner is not None
-        return Op("get_attr", owner[0], (), {}, value, *place, op.grad)
+        return Op("get_attr", owner[0], (), {}, value, *place, op.grad, autocast=op.autocast)
 
     def _outputs_of(self, op: Op) -> Outputs | None:
         if op.kind != "call_function" or op.writes or not is_op(op.target):
