@@ -182,12 +182,14 @@ def _without_making(source: TracedProgram, tape: FunctionalTape, wanted: list[An
     readers = Readers(tape)
     named, kept = _named(source, wanted, readers)
     waiting = {repetition.call for repetition in repetitions(tape.ops)}
+    if not waiting.isdisjoint(calls_inside(tape.calls, set(kept))):
+        return None  # bodies that are compared have all of their calls
     inside = frozenset(calls_inside(tape.calls, waiting))
     repeated = waiting | inside
     again = [c for c in kept if c not in repeated]
     found = outline(tape, readers, again, source.forward, frozenset(repeated))
     tried: list[Call] = []
-    while again != tried:
+    while True:
         equal = {body.module_type for body in found.functions if len(body.calls) > 1}
         equal |= {c.module_type for c in repeated.intersection(kept)}
         kept = again = _equal(kept, named, equal, OUTERMOST in wanted)

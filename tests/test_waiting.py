@@ -1,0 +1,155 @@
+"""Layers whose ops are made when the tape is read (`OpList`): what else a forward does with their tensors.
+
+a model that repeats a layer, then does one or two things with the tensors of the layers -> traced with copies and
+without -> the same tapes, and the results of eager
+"""
+
+import copy
+import itertools
+from unittest import mock
+
+import pytest
+import reuse_programs
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import scopetrace as st
+from scopetrace.api.runnable import program_of
+from scopetrace.ir.tape import OpList
+
+
+class Layer(nn.Module):
+    """A layer that looks at its input in several ways: views of it, no-op casts, views of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc, self.out = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.register_buffer("scale", torch.ones(4))
+
+    def forward(self, x):
+        """Run it."""
+        y = x.to(x.dtype).reshape(4, 2).t().reshape(2, 4).contiguous()
+        with st.scope("mixed"):
+            y = y * self.scale + self.out(self.fc(x)) @ self.fc.weight.t()
+        return x + y.relu().sigmoid().tanh().exp().neg().abs()
+
+
+# Statements after the layers: x is their result, first is what they got, self has the model's layers.
+AFTER = {
+    "nothing": "pass",
+    "write_result": "x.add_(1)",
+    "write_view_of_result": "x[0].mul_(2)",
+    "write_input": "first.mul_(2)",
+    "write_view_of_input": "first[:, 1].add_(x[:, 0])",
+    "read_input": "x = x + first.reshape(4, 2).t().reshape(2, 4)",
+    "same_cast": "x = x.to(x.dtype)",
+    "use_parameter": "x = F.linear(x, self.layers[2].fc.weight)",
+    "use_transposed": "x = x @ self.layers[3].out.weight.t()",
+    "use_data": "x = x + self.layers[2].fc.bias.data",
+    "use_detached": "x = x + self.layers[1].fc.bias.detach()",
+    "use_buffer": "x = x * self.layers[2].scale",
+    "write_buffer": "self.layers[2].scale.add_(1)",
+    "write_first_buffer": "self.layers[0].scale.mul_(2)",
+    "call_again": "x = self.layers[2](x)",
+    "call_part": "x = self.layers[3].fc(x)",
+    "call_first": "x = self.layers[0](x)",
+    "stack": "x = torch.cat([x, first, self.layers[1].fc.weight])[:2]",
+    "asks_stride": "x = x * x.stride(0)",
+    "asks_contiguous": "x = x.contiguous() + first.contiguous()",
+    "factory": "x = x + torch.ones_like(x) + torch.tensor([1.0])",
+    "in_no_grad": "with torch.no_grad(): x = x + first",
+    "detach": "x = x.detach() + first",
+    "scope": "with st.scope('after'): x = x * 2",
+    "size": "x = x.reshape(x.shape[1], x.shape[0]).t()",
+    "copies": "x = x.clone(memory_format=torch.contiguous_format)",
+    "bound": "self.last = x",
+    "several": "x = x + self.layers[1].fc.weight[:2] * self.layers[2].fc.weight[2:]",
+    "foreach": "x = torch._foreach_add([x, first], 1.0)[0]",
+    "cond": "x = torch.cond(x.sum() > 0, torch.relu, torch.neg, (x,))",
+    "expanded": "x = x.expand(3, 2, 4).sum(0)",
+    "as_strided": "x = x.as_strided((2, 4), (4, 1)) + first.as_strided((2, 4), (4, 1))",
+}
+ORDERS = {
+    "after": ["LAYERS", "A", "B"],
+    "around": ["A", "LAYERS", "B"],
+    "between": ["LAYERS", "A", "LAYERS", "B"],
+    "twice": ["LAYERS", "LAYERS", "A", "B"],
+}
+LAYERS = "for layer in self.layers: x = layer(x)"
+
+
+def model(order, one, other):
+    """A model of five layers, with two statements."""
+    lines = [{"LAYERS": LAYERS, "A": AFTER[one], "B": AFTER[other]}[part] for part in ORDERS[order]]
+    code = "\n    ".join(["def forward(self, x):", "first = x = x + 1", *lines, "return x, first"])
+    namespace = {"torch": torch, "F": F, "st": st}
+    exec(code, namespace)
+    torch.manual_seed(0)
+    net = type("Net", (nn.Module,), {"forward": namespace["forward"]})()
+    net.layers = nn.ModuleList([Layer() for _ in range(5)])
+    return net
+
+
+def tape_of(trace):
+    """The tape behind a trace."""
+    return program_of(trace).tape
+
+
+def noting(waited):
+    """`OpList.wait`, which also appends to `waited`."""
+    wait = OpList.wait
+
+    def noted(self, repetition):
+        waited.append(repetition)
+        wait(self, repetition)
+
+    return noted
+
+
+def check(order, one, other, grad):
+    """Trace with and without copies, and compare. Returns how many layers waited to be read."""
+    x, waited, found = torch.arange(8.0).view(2, 4) / 4, [], []
+    for reuse in (False, True):
+        net = model(order, one, other)
+        with torch.set_grad_enabled(grad), mock.patch.object(OpList, "wait", noting(waited)):
+            try:
+                found.append(st.trace(net, (x.clone(),), reuse=reuse, functional=False))
+            except st.TraceError as error:
+                found.append(str(error).partition("\n")[0])
+    plain, repeated = found
+    if isinstance(plain, str) or isinstance(repeated, str):
+        assert plain == repeated
+        return 0
+    assert not reuse_programs.differences(tape_of(plain), tape_of(repeated))
+    assert str(plain) == str(repeated)
+    assert plain.graph_module.code == repeated.graph_module.code
+    expected, net = copy.deepcopy(repeated.model), repeated.model
+    with torch.set_grad_enabled(grad):
+        wanted, got = expected(x.clone()), repeated(x.clone())
+    for a, b in zip(wanted, got, strict=True):
+        torch.testing.assert_close(a, b)
+    for a, b in zip(expected.buffers(), net.buffers(), strict=True):
+        assert torch.equal(a, b)
+    return len(waited)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_one_statement(order):
+    waiting = [check(order, one, "nothing", grad) for one, grad in itertools.product(AFTER, (False, True))]
+    assert sum(count > 0 for count in waiting) > len(waiting) // 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ORDERS)
+def test_two_statements(order):
+    pairs = list(itertools.product(AFTER, AFTER))
+    for i, (one, other) in enumerate(pairs[len(order) :: 7]):
+        check(order, one, other, bool(i % 2))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("order", ORDERS)
+def test_all_pairs_of_statements(order):
+    for one, other, grad in itertools.product(AFTER, AFTER, (False, True)):
+        check(order, one, other, grad)
