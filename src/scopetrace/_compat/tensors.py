@@ -124,10 +124,14 @@ def passes_its_class(t: torch.Tensor) -> bool:
 def tags_of(t: torch.Tensor) -> dict[str, Any]:
     """The attributes that users set on a tensor; those of torch are private, or such as all fake tensors have."""
     own = vars(t)
-    return {k: x for k, x in own.items() if k[0] != "_" and k not in _OF_FAKES} if own else own
+    if not own:
+        return own
+    of_torch = _OF_BUFFERS if "_is_buffer" in own else _OF_FAKES  # nn.Buffer sets these
+    return {k: x for k, x in own.items() if k[0] != "_" and k not in of_torch}
 
 
 _OF_FAKES = frozenset(FakeTensor.__annotations__)
+_OF_BUFFERS = _OF_FAKES | {"persistent"}
 
 
 def storage_id(t: torch.Tensor) -> int:

@@ -207,7 +207,9 @@ class Pairs:
         if not self._is_new(name, a, b):
             return
         first = self._facts.get(id(a)) or self._facts.setdefault(id(a), _facts(a))
-        if first is None or first != _facts(b):
+        if first is None:
+            raise Differs(f"{name}, a {type(a).__name__} with attributes of its own or of a special kind, is not compared")
+        if first != _facts(b):
             raise Differs(f"{name} differs: {_described(a)}, {_described(b)}")
         self._storages(name, storage_id(a), storage_id(b))
         self.tensors.append((a, b))
