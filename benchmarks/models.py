@@ -108,6 +108,38 @@ def llama_70b(layers: int = 80) -> Built:
         return LlamaModel(config).eval(), (torch.zeros(1, 128, dtype=torch.long),)
 
 
+def llama_405b(layers: int = 126) -> Built:
+    """The shape of Llama-405B on the meta device."""
+    import_torchvision()
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes = {"hidden_size": 16384, "intermediate_size": 53248, "num_attention_heads": 128, "num_key_value_heads": 8}
+    config = LlamaConfig(num_hidden_layers=layers, vocab_size=128256, use_cache=False, **sizes)
+    with torch.device("meta"):
+        return LlamaModel(config).eval(), (torch.zeros(1, 128, dtype=torch.long),)
+
+
+def deepseek_v3(layers: int = 61) -> Built:
+    """DeepSeek-V3 on the meta device: 256 experts in all but the first three layers."""
+    import_torchvision()
+    from transformers import DeepseekV3Config, DeepseekV3Model
+
+    with torch.device("meta"):
+        model = DeepseekV3Model(DeepseekV3Config(num_hidden_layers=layers, use_cache=False)).eval()
+        return model, (torch.zeros(1, 128, dtype=torch.long),)
+
+
+def vit_giant() -> Built:
+    """ViT-g/14 of timm on the meta device."""
+    with torch.device("meta"):
+        return _timm("vit_giant_patch14_224")
+
+
+def resnet200d() -> Built:
+    """ResNet-200d of timm."""
+    return _timm("resnet200d")
+
+
 def small_llama(layers: int) -> Built:
     """A Llama of few weights."""
     import_torchvision()

@@ -41,7 +41,7 @@ from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value, recorded_ops
-from scopetrace.ir.unmade import WaitingValue
+from scopetrace.ir.unmade import WaitingValue, is_unmade
 from scopetrace.record.model import Model
 from scopetrace.record.regions import Region
 
@@ -535,8 +535,9 @@ class ValueTable:
 
     def set_apart_result(self, t: torch.Tensor) -> None:
         """Give a result of the program a value of its own where it is `.data` of another tensor."""
-        if isinstance(t, FakeTensor):
-            op = self.value_of(t).op
+        value = self.value_of(t) if isinstance(t, FakeTensor) else None
+        if value is not None and not is_unmade(value):  # that of a copied call is the result of an op that runs
+            op = value.op
             if op.kind in ("placeholder", "get_attr") or op.target is _aten.detach.default:
                 self.set_apart(t)
 

@@ -506,7 +506,7 @@ def inputs_made_leaves(tape: RecordedTape, examples: Mapping[Value, torch.Tensor
 def refuse_tags(tape: RecordedTape, results: Iterable[Value]) -> None:
     """Raise UnsupportedOpError where a result that the forward made has an attribute of users."""
     for v in results:
-        if v.op.kind == "call_function" and tags_of(v.fake):
+        if tags_of(v.fake) and v.op.kind == "call_function":
             raise UnsupportedOpError(
                 f"the forward sets the attribute {next(iter(tags_of(v.fake)))!r} of its result, which results of a "
                 "graph do not have",
