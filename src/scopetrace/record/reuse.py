@@ -51,7 +51,7 @@ _IDENTITY = frozenset({"id", "hash"})
 _FEW = 4
 """So often modules that look alike may run in vain, and so often the state of Python objects may change, until
 nothing more is tried."""
-FEWEST_OPS = 12
+FEWEST_OPS = 16
 """Where it is not asked for, a call with fewer ops that can be copied is recorded: to compare it takes as long."""
 _FREE = 5
 """So many calls become originals at once. Each further one waits for twenty times `fewest_ops` more ops on the tape, so
