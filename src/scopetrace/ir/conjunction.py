@@ -1,7 +1,7 @@
 """Many comparisons of what is there now with what was there, as one expression of Python.
 
     Conditions: a form, `{}[{}] is {}`, and the objects that it is about
-        -> one function without arguments, whose body is all of them joined by `and`
+        -> one function without arguments, which asks all of them joined by `and`
 
 A call of a trace asks all of them each time. In an expression one takes about a third of what a loop takes for it.
 """
@@ -33,13 +33,13 @@ def is_entry(table: Any, key: str, value: Any) -> Condition:
     return Condition("{}[{}] is {}" if type(table) is dict else "{}.get({}) is {}", (table, key, value))
 
 
-def conjunction(conditions: Iterable[Condition]) -> Callable[[], bool]:
-    """A function that says whether all conditions hold.
+def check(conditions: Iterable[Condition], otherwise: Callable[[], None]) -> Callable[[], None]:
+    """A function that asks all conditions, and calls `otherwise` where one does not hold or cannot be asked.
 
-    It raises what asking raises: AttributeError and KeyError where an attribute or entry is gone.
+    It cannot where an attribute, an entry or the content of a cell is gone.
     """
     names: dict[int, str] = {}
-    given: dict[str, Any] = {}
+    given: dict[str, Any] = {"otherwise": otherwise}
 
     def name(x: Any) -> str:
         found = names.setdefault(id(x), f"x{len(names)}")
@@ -47,5 +47,17 @@ def conjunction(conditions: Iterable[Condition]) -> Callable[[], bool]:
         return found
 
     terms = [condition.form.format(*map(name, condition.operands)) for condition in conditions]
-    found: Callable[[], bool] = eval(f"lambda: {' and '.join(terms) or 'True'}", given)  # of forms and names made here
+    exec(_CHECK.replace("CONDITIONS", " and ".join(terms) or "True"), given)  # of forms and names made here
+    found: Callable[[], None] = given.pop("check")  # a function in its own globals would be freed late
     return found
+
+
+_CHECK = """
+def check():
+    try:
+        if CONDITIONS:
+            return
+    except (AttributeError, LookupError, ValueError):
+        pass
+    otherwise()
+"""

@@ -44,7 +44,7 @@ from scopetrace.containers.structure import (
     with_given,
 )
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
-from scopetrace.ir.conjunction import conjunction
+from scopetrace.ir.conjunction import check
 from scopetrace.ir.reads import (
     MISSING,
     NO_CALL,
@@ -602,7 +602,6 @@ class StateCheck:
     """Compares the state at a call with that of the trace."""
 
     def __init__(self, tape: ProgramTape) -> None:
-        self._tape = tape
         self._reads: list[Read] = []
         self._numbers: list[tuple[Any, str, Any, Read]] = []
         """Of numbers and text in attributes and globals: table, key and value."""
@@ -611,8 +610,9 @@ class StateCheck:
         for read in (part for whole in tape.reads for part in whole.parts):
             self._add(read)
         tables = () if tape.module_tables is None else tape.module_tables.unchanged()
-        self._is_as_traced = conjunction(itertools.chain(*map(unchanged, self._reads), tables))
-        """Mostly that is all that a call asks. Where it does not hold, each thing is compared by itself."""
+        conditions = itertools.chain(*map(unchanged, self._reads), tables)
+        self.run_state = check(conditions, _Comparison(tape, self._reads).run)
+        """Raise StateMismatchError for what is not as it was, beside the inputs."""
 
     def _add(self, read: Read) -> None:
         place, then = read.place, read.value
@@ -633,33 +633,36 @@ class StateCheck:
             if not same(value, now):
                 raise _mismatch(read, value, now)
 
-    def run_state(self) -> None:
-        """Raise StateMismatchError for what is not as it was, beside the inputs."""
-        try:
-            if self._is_as_traced():
-                return
-        except (AttributeError, LookupError, ValueError):  # an attribute, an entry or the content of a cell is gone
-            pass
-        try:
-            self._compare_state()
-        except StateMismatchError:
-            with one_at_a_time:  # a trace in another thread replaces attributes of classes for a while
-                self._compare_state()
-
-    def _compare_state(self) -> None:
-        for read in self._reads:
-            _compare(read)
-        tables = self._tape.module_tables
-        if tables is not None:
-            for change in tables.changes():
-                self._refuse(change, tables.read)
-
     def run_numbers(self) -> None:
         """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
         for table, key, value, read in self._numbers:
             now = table.get(key, MISSING)
             if now != value:
                 raise StateMismatchError(f"{read.name}: {value} when traced and {now} now; trace again, or put it back")
+
+
+class _Comparison:
+    """Compares each thing by itself, where the quick check fails: an equal one may be there, or it may not matter."""
+
+    def __init__(self, tape: ProgramTape, reads: list[Read]) -> None:
+        self._tape = tape
+        self._reads = reads
+
+    def run(self) -> None:
+        """Raise StateMismatchError for what is not as it was."""
+        try:
+            self._compare_all()
+        except StateMismatchError:
+            with one_at_a_time:  # a trace in another thread replaces attributes of classes for a while
+                self._compare_all()
+
+    def _compare_all(self) -> None:
+        for read in self._reads:
+            _compare(read)
+        tables = self._tape.module_tables
+        if tables is not None:
+            for change in tables.changes():
+                self._refuse(change, tables.read)
 
     def _refuse(self, change: TableChange, read: Set[str]) -> None:
         """Raise StateMismatchError for other hooks or modules than those of the trace, where the forward sees them.
