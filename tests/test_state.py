@@ -426,8 +426,17 @@ def test_other_threads_go_on_as_they_were_while_one_traces():
     assert torch.compiler._is_compiling_flag is False and torch.compiler._is_exporting_flag is False
 
 
-def test_a_call_compares_the_state_in_few_python_calls():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+class Precision(nn.Module):
+    def forward(self, x):
+        precise = torch.get_float32_matmul_precision() == "highest" and torch.get_default_dtype() is torch.float32
+        return x * torch.get_num_threads() if precise and torch.is_grad_enabled() else torch.zeros_like(x)
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), Precision()], ids=["layers", "flags"]
+)
+def test_a_call_compares_the_state_in_few_python_calls(model):
+    model.eval()
     trace, x = st.trace(model, torch.ones(2, 8)), torch.ones(2, 8)
     trace(x)
     called = []
@@ -441,8 +450,9 @@ def test_a_call_compares_the_state_in_few_python_calls():
         trace(x)
     finally:
         sys.setprofile(None)
-    start = called.index("check")
-    assert called[start : start + 2] == ["check", "LiveState.refresh"]
+    assert "check" in called and not any(name.startswith("_Comparison") for name in called)
+    inside = called[called.index("check") + 1 : called.index("LiveState.refresh")]
+    assert inside == [] or not isinstance(model, nn.Sequential)
 
 
 GAIN, TABLE = 2.0, {"act": "relu", "sizes": [2, 2], "deep": {"x": [1, (2, [3])]}}

@@ -124,9 +124,9 @@ def flag(name: str, args: tuple[Any, ...]) -> Any:
 
 
 def quick_flag(name: str, args: tuple[Any, ...], answer: Any) -> tuple[Callable[..., Any], tuple[Any, ...], Any] | None:
-    """A function of torch, its arguments and the object that it gives where `flag(name, args)` is `answer`.
+    """A function of torch, its arguments and what it gives where `flag(name, args)` is `answer`; None for no such.
 
-    It takes less time than `flag`, and may give another object where the flag is the same. None where there is none.
+    It takes less time than `flag`, and may give something else where the flag is the same.
     """
     if name == AUTOCAST:
         return None if answer else (any_autocast, (), False)

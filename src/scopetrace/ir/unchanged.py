@@ -53,8 +53,8 @@ def unchanged(read: Read) -> list[Condition]:
     """What holds only while the answer to a read is that of the trace."""
     place, then = read.place, read.value
     if isinstance(place, Flag) and (quick := quick_flag(place.function, place.args, then)) is not None:
-        ask, args, answer = quick
-        return [Condition(f"{{}}({', '.join('{}' for _ in args)}) is {{}}", (ask, *args, answer))]
+        ask, args, answer = quick  # whose class is always the same; text is a new object each time
+        return [Condition(f"{{}}({', '.join('{}' for _ in args)}) == {{}}", (ask, *args, answer))]
     if isinstance(place, InTable | InTables) and then is MISSING:
         tables = (place.table,) if isinstance(place, InTable) else place.tables
         return [Condition("{} not in {}", (place.key, table)) for table in tables]
