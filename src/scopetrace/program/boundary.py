@@ -44,7 +44,6 @@ from scopetrace.containers.structure import (
     with_given,
 )
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
-from scopetrace.ir.conjunction import check
 from scopetrace.ir.reads import (
     MISSING,
     NO_CALL,
@@ -58,12 +57,15 @@ from scopetrace.ir.reads import (
     Place,
     Read,
     TableChange,
+    check,
     check_numbers,
+    is_constant,
+    is_same,
     same,
     snapshot,
+    unchanged,
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind
-from scopetrace.ir.unchanged import is_constant, is_same, unchanged
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
