@@ -90,3 +90,37 @@ def test_writes_to_inputs_in_one_memory(inputs, first):
         right += 1
     if inputs != "one detached" and first != "across":  # refused, and torch's error
         assert right >= 20
+
+
+INNER = {
+    "by the parameter": lambda self, x, y: torch.autograd.grad((y.square() * self.p).sum(), self.p)[0],
+    "by the parameter, of both": lambda self, x, y: torch.autograd.grad(y.square().sum() + x.sum(), self.p)[0],
+    "by the parameter, of what has it in eager": lambda self, x, y: torch.autograd.grad(y.square().sum(), self.p)[0],
+    "by the other input": lambda self, x, y: torch.autograd.grad(y.square().sum(), y)[0],
+    "into the parameter": lambda self, x, y: (y.square() * self.p).sum().backward(),
+}
+
+
+class Inner(torch.nn.Module):
+    def __init__(self, differentiate):
+        super().__init__()
+        self.p = torch.nn.Parameter(torch.linspace(-1, 1, 6))
+        self.differentiate = differentiate
+
+    def forward(self, x, y):
+        x[1] = self.p
+        return self.differentiate(self, x, y)
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_a_derivative_inside_after_a_parameter_was_written_to_memory_of_two_inputs(name):
+    def run(traced, clones):
+        net, (x, y) = Inner(INNER[name]), given("parts", False)
+        args = (x, y.clone()) if clones else (x, y)
+        found = st.trace(net, args)(*args) if traced else net(*args)
+        return net.p.grad if found is None else found.detach()
+
+    with pytest.raises(st.errors.UnsupportedOpError, match="inputs are written that share memory"):
+        run(traced=True, clones=False)
+    if name in ("by the parameter", "by the parameter, of both", "into the parameter"):
+        torch.testing.assert_close(run(traced=True, clones=True), run(traced=False, clones=True))

@@ -426,8 +426,17 @@ def test_other_threads_go_on_as_they_were_while_one_traces():
     assert torch.compiler._is_compiling_flag is False and torch.compiler._is_exporting_flag is False
 
 
-def test_a_call_compares_the_state_in_few_python_calls():
-    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).eval()
+class Precision(nn.Module):
+    def forward(self, x):
+        precise = torch.get_float32_matmul_precision() == "highest" and torch.get_default_dtype() is torch.float32
+        return x * torch.get_num_threads() if precise and torch.is_grad_enabled() else torch.zeros_like(x)
+
+
+@pytest.mark.parametrize(
+    "model", [nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)), Precision()], ids=["layers", "flags"]
+)
+def test_a_call_compares_the_state_in_few_python_calls(model):
+    model.eval()
     trace, x = st.trace(model, torch.ones(2, 8)), torch.ones(2, 8)
     trace(x)
     called = []
@@ -441,5 +450,106 @@ def test_a_call_compares_the_state_in_few_python_calls():
         trace(x)
     finally:
         sys.setprofile(None)
-    compared = [name for name in called if name.startswith(("StateCheck", "ModuleTables", "_compare", "CallInputs"))]
-    assert compared == ["StateCheck.run_state", "StateCheck._compare_state", "ModuleTables.unchanged"]
+    assert "check" in called and not any(name.startswith("_Comparison") for name in called)
+    inside = called[called.index("check") + 1 : called.index("LiveState.refresh")]
+    assert inside == [] or not isinstance(model, nn.Sequential)
+
+
+GAIN, TABLE = 2.0, {"act": "relu", "sizes": [2, 2], "deep": {"x": [1, (2, [3])]}}
+
+
+def around(by):
+    return lambda x: x * by[0] + GAIN
+
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.sizes, self.pair, self.flag, self.by = [2, 2], (1, [2]), 1, [3, 4]
+        self.many, self.kinds, self.scaled = list(range(40)), {1: "a", "b": 2}, around(self.by)
+
+    def forward(self, x):
+        x = self.scaled(self.fc(x)) * self.pair[1][0] * self.flag * self.many[3] * len(self.kinds)
+        if self.training or not torch.is_grad_enabled() or hasattr(self, "extra"):
+            x = x * 2
+        return x.view(-1, *self.sizes).sum() * TABLE["deep"]["x"][1][1][0] + torch.zeros(())
+
+
+def put(owner, name):
+    return lambda value: setattr(owner, name, value)
+
+
+CHANGES = {
+    "an item": lambda m: m.sizes.__setitem__(0, 4),
+    "an item of another type": lambda m: m.sizes.__setitem__(0, 2.0),
+    "one more item": lambda m: m.sizes.append(1),
+    "an item of an item": lambda m: m.pair[1].__setitem__(0, 3),
+    "a bool for a number": lambda m: put(m, "flag")(True),
+    "an item of a long list": lambda m: m.many.__setitem__(3, 4),
+    "the order of a dict": lambda m: m.kinds.__setitem__(1, m.kinds.pop(1)),
+    "one entry less": lambda m: m.kinds.pop(1),
+    "an item that a closure reads": lambda m: m.by.__setitem__(0, 5),
+    "a tuple for a list": lambda m: put(m, "sizes")((2, 2)),
+    "a new attribute": lambda m: put(m, "extra")(0),
+    "no attribute": lambda m: delattr(m, "flag"),
+    "training": lambda m: m.train(),
+    "a hook": lambda m: m.fc.register_forward_hook(lambda m, args, y: y * 2),
+    "a forward": lambda m: put(m.fc, "forward")(lambda x: x),
+    "a class": lambda m: put(m.fc, "__class__")(type("Other", (nn.Linear,), {})),
+    "a submodule": lambda m: put(m, "fc")(nn.Linear(4, 4)),
+}
+OTHER_OBJECTS = {
+    "an equal list": lambda m: put(m, "sizes")([2, 2]),
+    "equal items": lambda m: m.many.__setitem__(slice(None), list(range(40))),
+    "an equal dict": lambda m: put(m, "kinds")(dict(m.kinds)),
+    "a float": lambda m: put(m, "flag")(int("1")),
+}
+
+
+@pytest.mark.parametrize("change", [*CHANGES, *OTHER_OBJECTS])
+def test_a_call_sees_what_has_changed_in_what_the_forward_read(change):
+    model, x = Reads().eval(), torch.ones(2, 4)
+    trace = st.trace(model, (x,))
+    trace(x)
+    if change in OTHER_OBJECTS:
+        OTHER_OBJECTS[change](model)
+        torch.testing.assert_close(trace(x), model(x))
+        return
+    CHANGES[change](model)
+    with pytest.raises(st.errors.StateMismatchError):
+        trace(x)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [torch.no_grad(), torch.autocast("cpu", torch.bfloat16), torch.device("meta")],
+    ids=["no_grad", "autocast", "device"],
+)
+def test_a_call_sees_another_state_of_torch(state):
+    model, x = Reads().eval(), torch.ones(2, 4)
+    trace = st.trace(model, (x,))
+    trace(x)
+    with state, pytest.raises(st.errors.StateMismatchError):
+        trace(x)
+    with torch.device("cpu"):
+        trace(x)
+
+
+def test_a_call_sees_other_globals(monkeypatch):
+    model, x = Reads().eval(), torch.ones(2, 4)
+    trace = st.trace(model, (x,))
+    expected = trace(x)
+    for change in (
+        lambda at: at.setitem(TABLE["deep"], "x", [1, (2, [4])]),
+        lambda at: at.setitem(TABLE, "more", 1),
+        lambda at: at.setitem(globals(), "GAIN", 3.0),
+        lambda at: at.delitem(globals(), "GAIN"),
+        lambda at: at.setattr(nn.Linear, "forward", lambda self, x: x),
+        lambda at: at.setattr(Reads.forward, "__code__", Stateful.forward.__code__),
+    ):
+        with monkeypatch.context() as at:
+            change(at)
+            with pytest.raises(st.errors.StateMismatchError):
+                trace(x)
+        assert torch.equal(trace(x), expected)

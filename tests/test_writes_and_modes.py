@@ -341,3 +341,84 @@ def test_what_may_return_its_input_and_is_written(name, around, dynamic):
     torch.testing.assert_close((got, given), (expected, wanted))
     assert (got[0] is given) == (expected[0] is wanted)
     assert (got[0].data_ptr() == given.data_ptr()) == (expected[0].data_ptr() == wanted.data_ptr())
+
+
+class Stateful(nn.Module):
+    """Runs a forward with a parameter and a buffer."""
+
+    def __init__(self, run):
+        super().__init__()
+        self.run = run
+        self.p = nn.Parameter(torch.linspace(-1, 1, 6))
+        self.register_buffer("b", torch.linspace(0, 1, 12).view(2, 6))
+
+    def forward(self, x):
+        return self.run(self, x)
+
+
+def observed(run, model, x):
+    """Values of results and buffer, which of them require grad, and the gradient of the parameter."""
+    results = [*run(x), model.b]
+    total = sum(t.sin().sum() for t in results if t.requires_grad)
+    if isinstance(total, torch.Tensor):
+        total.backward()
+    return [t.detach() for t in results], [t.requires_grad for t in results], model.p.grad
+
+
+def region(self, x):
+    return torch.utils.checkpoint.checkpoint(lambda t: (t * self.p).sin(), x, use_reentrant=False)
+
+
+def without_gradient(make):
+    def run(self, x):
+        t = make(self, x)
+        with torch.no_grad():
+            u = t * 2
+        t.detach_()
+        return u, t
+
+    return run
+
+
+def beside_a_write(self, x):
+    t = (x * self.p).sin()
+    self.b[0].add_(1)
+    u = t * self.b[1:]  # whose backward needs the row as it is, in memory that the write-back changes
+    t.detach_()
+    return u, t
+
+
+DETACHED_LATER = {
+    "what was computed": without_gradient(lambda self, x: (x * self.p).sin()),
+    "a checkpointed region": without_gradient(region),
+    "what an op keeps": beside_a_write,
+}
+
+
+@pytest.mark.parametrize("name", DETACHED_LATER)
+def test_what_was_computed_of_a_tensor_before_it_is_detached_in_place(name):
+    run, x = DETACHED_LATER[name], torch.linspace(-1, 1, 12).view(2, 6)
+    eager, model = Stateful(run), Stateful(run)
+    torch.testing.assert_close(observed(st.trace(model, (x,)), model, x), observed(eager, eager, x))
+
+
+FOREACH = {
+    "a result and a buffer": lambda self, t: torch._foreach_add_([t, self.b], 1),
+    "a detached operand": lambda self, t: torch._foreach_mul_([t, self.b], [self.b * 2, t.detach() * 2]),
+    "two of one tensor": lambda self, t: torch._foreach_exp_([t[0], t[1], self.b[0]]),
+}
+
+
+@pytest.mark.parametrize("name", FOREACH)
+@pytest.mark.parametrize("make", [region, lambda self, x: (x * self.p).sin()])
+def test_a_trace_without_autograd_gives_each_tensor_of_a_foreach_op_its_own_history(make, name):
+    def run(self, x):
+        t = make(self, x)
+        FOREACH[name](self, t)
+        return (t,)
+
+    x = torch.linspace(-1, 1, 12).view(2, 6)
+    eager, model = Stateful(run), Stateful(run)
+    with torch.no_grad():
+        trace = st.trace(model, (x,))
+    torch.testing.assert_close(observed(trace, model, x), observed(eager, eager, x))

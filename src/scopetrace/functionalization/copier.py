@@ -423,7 +423,7 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
 
 
 def _requires_grad(op: Op) -> bool:
-    return any(v.fake.requires_grad for v in op.inputs())
+    return any(v.ever_requires_grad for v in op.inputs())
 
 
 def _values(op: Op, x: Any) -> list[Value]:

@@ -189,7 +189,7 @@ class Functionalizer(TapeCopier):
         args, kwargs = call_variant(variant, func, *self._operands(op, name))
         if func is _aten.zero_.default and op.tensor(0).fake.is_complex():  # `zero` has no derivative there
             variant, args = dataclasses.replace(variant, op=_aten.fill.Scalar), (*args, 0)
-        run = self._run_each if name.startswith("_foreach_") and op.grad else self.emitter.run
+        run = self._run_each if name.startswith("_foreach_") and self._comes_apart(op) else self.emitter.run
         if variant.op is _RRELU and op.grad and list(args[4:5]) == [True]:
             run = self._run_rrelu
         self._store(op, variant, run(op, variant.op, tuple(args), kwargs))
@@ -199,6 +199,17 @@ class Functionalizer(TapeCopier):
         detached = self.emitter.run(op, _aten.detach.default, args[:1], {})
         _, noise = self.emitter.run(op, func, (detached, *args[1:]), kwargs)
         return [self.emitter.run(op, _aten.mul.Tensor, (args[0], noise), {}), noise]
+
+    def _comes_apart(self, op: Op) -> bool:
+        """Whether autograd may give the tensors that a foreach op writes different histories.
+
+        With autograd off around the forward too, a call with gradients runs the same ops.
+        """
+        if op.grad or not isinstance(self.old, RecordedTape) or self.old.grad:
+            return op.grad
+        so_far = self.old.ops[: self.old.ops.index(op) + 1]
+        history = History(so_far, plain_leaves(self.old), assumed=True)
+        return len({history.of(v) for v in op.writes}) > 1
 
     def _run_each(self, op: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
         """A foreach op for each tensor alone: one for all gives all results a gradient where one operand has one."""
@@ -230,7 +241,7 @@ class Functionalizer(TapeCopier):
 
         They are the statistics of batch_norm, and memory of the caller's or the model's of which eager keeps a copy.
         """
-        if not op.grad or not any(v.fake.requires_grad for v in op.inputs()):
+        if not op.grad or not any(v.ever_requires_grad for v in op.inputs()):
             return set()
         schema, now = schema_of(op.target), {self.read(v, op) for v in op.writes}
         if not schema.is_mutable:

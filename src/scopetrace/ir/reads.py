@@ -3,6 +3,8 @@
 Data flow:
     Python asks for a fact of an input, an attribute, a global or a flag -> a Read on the tape: name, value, place
     a call -> each place is asked again -> another answer is an error, since the program holds for the first one
+    each Read -> Conditions that hold only while its answer is that one: that the same objects are where they were
+    Conditions, and those of all tables -> one function of Python, in a third of the time of a loop over them
     modules of the model, before the forward -> their submodules and hooks as they are, and a copy of each
     a call -> all these tables are compared with the copies at once -> a TableChange for each that differs
     arguments of the trace + the names in the forward's code -> an ArgumentNumber for each number that it may read
@@ -19,6 +21,8 @@ import collections
 import contextvars
 import dataclasses
 import functools
+import itertools
+import keyword
 import operator
 import os
 import types
@@ -31,7 +35,7 @@ import torch
 
 from scopetrace._compat.questions import MISSING as MISSING
 from scopetrace._compat.questions import Missing as Missing
-from scopetrace._compat.questions import fact_of, flag
+from scopetrace._compat.questions import fact_of, flag, quick_flag
 from scopetrace._compat.sources import NOT_THE_MODEL
 from scopetrace._compat.tensors import parameters_of
 from scopetrace.containers.structure import effect_targets, is_plain_object, open_container
@@ -407,6 +411,122 @@ def same(then: Any, now: Any) -> bool:
         return False
 
 
+# Asked again at a call -----------------------------------------------------------------------------------------------
+
+
+class Condition(NamedTuple):
+    """Something that is true or false when it is asked."""
+
+    form: str
+    """An expression with `{}` for each operand."""
+    operands: tuple[Any, ...]
+
+
+def is_attribute(owner: Any, name: str, value: Any) -> Condition:
+    """Whether an attribute is this very object."""
+    if name.isidentifier() and not keyword.iskeyword(name):
+        return Condition(f"{{}}.{name} is {{}}", (owner, value))
+    return Condition("{}({}, {}) is {}", (getattr, owner, name, value))
+
+
+def is_entry(table: Any, key: str, value: Any) -> Condition:
+    """Whether a table has this very object under a key."""
+    return Condition("{}[{}] is {}" if type(table) is dict else "{}.get({}) is {}", (table, key, value))
+
+
+def check(conditions: Iterable[Condition], otherwise: Callable[[], None]) -> Callable[[], None]:
+    """A function that asks all conditions, and calls `otherwise` where one does not hold or cannot be asked.
+
+    It cannot where an attribute, an entry or the content of a cell is gone.
+    """
+    names: dict[int, str] = {}
+    given: dict[str, Any] = {"otherwise": otherwise}
+
+    def name(x: Any) -> str:
+        found = names.setdefault(id(x), f"x{len(names)}")
+        given[found] = x
+        return found
+
+    terms = [condition.form.format(*map(name, condition.operands)) for condition in conditions]
+    exec(_CHECK.replace("CONDITIONS", " and ".join(terms) or "True"), given)  # of forms and names made here
+    found: Callable[[], None] = given.pop("check")  # a function in its own globals would be freed late
+    return found
+
+
+_CHECK = """
+def check():
+    try:
+        if CONDITIONS:
+            return
+    except (AttributeError, LookupError, ValueError):
+        pass
+    otherwise()
+"""
+
+
+_IDENTICAL = frozenset({bool, int, float, str, type(None), type, types.FunctionType, torch.dtype, Missing})
+"""The classes of values that do not change: where nothing was assigned there is the same object."""
+
+_MOST = 16
+"""So many items of a container are asked one by one; those of longer ones are compared in a loop of C."""
+
+
+def is_constant(x: Any) -> bool:
+    """Whether an object, a number or text for one, does not change."""
+    return type(x) in _IDENTICAL or (type(x) is tuple and _IDENTICAL.issuperset(map(type, x)))
+
+
+def is_same(read: Read) -> bool:
+    """Whether the answer to a read is that of the trace."""
+    now = read.place.now(NO_CALL)
+    return same(read.value, now) or same(read.value, snapshot(now))
+
+
+def unchanged(read: Read) -> list[Condition]:
+    """What holds only while the answer to a read is that of the trace."""
+    place, then = read.place, read.value
+    if isinstance(place, Flag) and (quick := quick_flag(place.function, place.args, then)) is not None:
+        ask, args, answer = quick  # whose class is always the same; text is a new object each time
+        return [Condition(f"{{}}({', '.join('{}' for _ in args)}) == {{}}", (ask, *args, answer))]
+    if isinstance(place, InTable | InTables) and then is MISSING:
+        tables = (place.table,) if isinstance(place, InTable) else place.tables
+        return [Condition("{} not in {}", (place.key, table)) for table in tables]
+    found = None
+    if isinstance(place, InTable | InClosure) and is_same(read):
+        now = place.now(NO_CALL)
+        is_there = (
+            is_entry(place.table, place.key, now)
+            if isinstance(place, InTable)
+            else is_attribute(place.cell, "cell_contents", now)
+        )
+        found = _with_content(is_there, now)
+    elif isinstance(place, InSlot) and is_constant(then) and is_same(read):
+        found = [is_attribute(place.owner, place.key, getattr(place.owner, place.key, MISSING))]
+    elif isinstance(place, OfFunctions) and is_same(read) and not any(f.__kwdefaults__ for f in place.functions):
+        parts = itertools.product(place.functions, ("__code__", "__defaults__", "__kwdefaults__"))
+        found = [is_attribute(f, part, getattr(f, part)) for f, part in parts]
+    return [Condition("{}({})", (is_same, read))] if found is None else found
+
+
+def _with_content(is_there: Condition, x: Any) -> list[Condition] | None:
+    """That an object is somewhere, and has in it what it has now; None where that is no question of identity alone."""
+    if snapshot(x) is x:  # it is compared by identity, or does not change
+        return [is_there]
+    if type(x) not in (list, tuple, dict) or len(x) > _MOST:
+        return None
+    keys = list(x) if type(x) is dict else list(range(len(x)))
+    if not all(map(is_constant, keys)):
+        return None
+    same_keys = Condition("[*{}] == {}", (x, keys)) if type(x) is dict else Condition("{}({}) == {}", (len, x, len(x)))
+    found = [is_there, same_keys]
+    for key in keys:
+        of_item = _with_content(Condition("{}[{}] is {}", (x, key, x[key])), x[key])
+        if of_item is None:
+            return None
+        found += of_item
+    return found
+
+
 # What modules run beside their code ----------------------------------------------------------------------------------
 
 
@@ -491,18 +611,16 @@ class ModuleTables:
                 now.clear()
                 now.update(then)
 
-    def unchanged(self) -> bool:
-        """Whether all is what it was. A call asks this, so it takes few microseconds for a hundred modules."""
+    def unchanged(self) -> Iterator[Condition]:
+        """What holds as long as all is what it was."""
         for module, kind in self._classes:
-            if type(module) is not kind:
-                return False
+            yield Condition("{}({}) is {}", (type, module, kind))
         for table, name in self._without:
-            if name in table:
-                return False
+            yield Condition("{} not in {}", (name, table))
         for table, forward in self._forwards:
-            if table.get("forward") != forward:
-                return False
-        return not any(self._empty) and self._filled == self._filled_then
+            yield Condition("{}.get('forward') == {}", (table, forward))
+        yield Condition("not {}({})", (any, self._empty))
+        yield Condition("{} == {}", (self._filled, self._filled_then))
 
     def changes(self) -> Iterator[TableChange]:
         """The tables that are not what they were."""

@@ -119,7 +119,7 @@ class History:
                 bits |= self.of(v)
             for v in made if bits else ():
                 gains = self._assumed or v in op.writes
-                if v.requires_grad or v.fake.requires_grad or (gains and can_require_grad(v)):
+                if v.ever_requires_grad or (gains and can_require_grad(v)):
                     family = self._family.get(v, v)
                     self._bits[family] = self._bits.get(family, 0) | bits
 

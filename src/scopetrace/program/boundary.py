@@ -13,16 +13,14 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import functools
 import itertools
-import types
 from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
 
 from scopetrace._compat.ops import one_at_a_time
-from scopetrace._compat.questions import AUTOCAST, any_autocast, fact_of
+from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import (
     buffers_of,
@@ -48,21 +46,24 @@ from scopetrace.containers.structure import (
 from scopetrace.errors import EditError, InputMismatchError, StateMismatchError
 from scopetrace.ir.reads import (
     MISSING,
+    NO_CALL,
     SUBMODULES,
     CallInputs,
     Flag,
-    InSlot,
     InTable,
-    Missing,
     OfEnvironment,
     OfFunctions,
     OfInput,
     Place,
     Read,
     TableChange,
+    check,
     check_numbers,
+    is_constant,
+    is_same,
     same,
     snapshot,
+    unchanged,
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind
 from scopetrace.ir.write_back import GraphInput, StateRef
@@ -596,58 +597,33 @@ def _without_autocast_on(devices: list[str]) -> Iterator[None]:
 Number = Callable[[Any], Any]
 """From a symbolic size to its value in a call."""
 
-_IDENTICAL = frozenset({bool, int, float, str, type(None), type, types.FunctionType, torch.dtype, Missing})
-"""The classes of values that do not change: where nothing was assigned there is the same object."""
-
-
 _NUMBERS = (bool, int, float, str, type(None))
-_NO_INPUTS = CallInputs((), {}, ())
-
-
-def _is_constant(x: Any) -> bool:
-    return type(x) in _IDENTICAL or (type(x) is tuple and _IDENTICAL.issuperset(map(type, x)))
 
 
 class StateCheck:
     """Compares the state at a call with that of the trace."""
 
     def __init__(self, tape: ProgramTape) -> None:
-        self._tape = tape
-        self._asked: list[tuple[Callable[[], Any], Any, Read]] = []
-        """Of each read whose answer is one object as long as nobody assigns: what asks, and that object.
-
-        Mostly that is all that a call compares. A loop over few takes less time than `map` and `all`, or a generator.
-        """
+        self._reads: list[Read] = []
         self._numbers: list[tuple[Any, str, Any, Read]] = []
         """Of numbers and text in attributes and globals: table, key and value."""
-        self._others: list[Read] = []
         self.facts: list[tuple[Place, Read]] = []
         """What was read of inputs."""
         for read in (part for whole in tape.reads for part in whole.parts):
             self._add(read)
+        tables = () if tape.module_tables is None else tape.module_tables.unchanged()
+        conditions = itertools.chain(*map(unchanged, self._reads), tables)
+        self.run_state = check(conditions, _Comparison(tape, self._reads).run)
+        """Raise StateMismatchError for what is not as it was, beside the inputs."""
 
     def _add(self, read: Read) -> None:
         place, then = read.place, read.value
-        if isinstance(place, InTable) and _is_constant(then) and _is_constant(place.table.get(place.key)):
-            self._asked.append((functools.partial(place.table.get, place.key, MISSING), then, read))
-            if type(then) in _NUMBERS:
-                self._numbers.append((place.table, place.key, then, read))
-        elif place.kind == "input":
+        if place.kind == "input":
             self.facts.append((place, read))
-        elif isinstance(place, InSlot) and _is_constant(then) and same(then, place.now(_NO_INPUTS)):
-            self._ask_again(functools.partial(getattr, place.owner, place.key, MISSING), read)
-        elif isinstance(place, OfFunctions) and same(then, place.now(_NO_INPUTS)):
-            for f, part in itertools.product(place.functions, ("__code__", "__defaults__", "__kwdefaults__")):
-                self._ask_again(functools.partial(getattr, f, part), read)
-            if any(f.__kwdefaults__ for f in place.functions):
-                self._others.append(read)  # dicts, which may be changed
-        elif isinstance(place, Flag) and place.function == AUTOCAST and not then:
-            self._asked.append((any_autocast, False, read))
-        else:
-            self._others.append(read)
-
-    def _ask_again(self, ask: Callable[[], Any], read: Read) -> None:
-        self._asked.append((ask, ask(), read))
+            return
+        self._reads.append(read)
+        if isinstance(place, InTable) and type(then) in _NUMBERS and is_constant(place.table.get(place.key)):
+            self._numbers.append((place.table, place.key, then, read))
 
     def run_facts(self, call: CallInputs, number: Number) -> None:
         """Raise InputMismatchError for a fact of an input that differs."""
@@ -659,31 +635,36 @@ class StateCheck:
             if not same(value, now):
                 raise _mismatch(read, value, now)
 
-    def run_state(self) -> None:
-        """Raise StateMismatchError for what is not as it was, beside the inputs."""
-        try:
-            self._compare_state()
-        except StateMismatchError:
-            with one_at_a_time:  # a trace in another thread replaces attributes of classes for a while
-                self._compare_state()
-
-    def _compare_state(self) -> None:
-        for ask, answer, read in self._asked:
-            if ask() is not answer:
-                _compare(read)
-        for read in self._others:
-            _compare(read)
-        tables = self._tape.module_tables
-        if tables is not None and not tables.unchanged():
-            for change in tables.changes():
-                self._refuse(change, tables.read)
-
     def run_numbers(self) -> None:
         """The part of `run_state` that torch.compile can trace: numbers and text in attributes and globals."""
         for table, key, value, read in self._numbers:
             now = table.get(key, MISSING)
             if now != value:
                 raise StateMismatchError(f"{read.name}: {value} when traced and {now} now; trace again, or put it back")
+
+
+class _Comparison:
+    """Compares each thing by itself, where the quick check fails: an equal one may be there, or it may not matter."""
+
+    def __init__(self, tape: ProgramTape, reads: list[Read]) -> None:
+        self._tape = tape
+        self._reads = reads
+
+    def run(self) -> None:
+        """Raise StateMismatchError for what is not as it was."""
+        try:
+            self._compare_all()
+        except StateMismatchError:
+            with one_at_a_time:  # a trace in another thread replaces attributes of classes for a while
+                self._compare_all()
+
+    def _compare_all(self) -> None:
+        for read in self._reads:
+            _compare(read)
+        tables = self._tape.module_tables
+        if tables is not None:
+            for change in tables.changes():
+                self._refuse(change, tables.read)
 
     def _refuse(self, change: TableChange, read: Set[str]) -> None:
         """Raise StateMismatchError for other hooks or modules than those of the trace, where the forward sees them.
@@ -707,9 +688,8 @@ class StateCheck:
 
 
 def _compare(read: Read) -> None:
-    now = read.place.now(_NO_INPUTS)
-    if not same(read.value, now) and not same(read.value, now := snapshot(now)):
-        raise _mismatch(read, read.value, now)
+    if not is_same(read):
+        raise _mismatch(read, read.value, snapshot(read.place.now(NO_CALL)))
 
 
 _MEMBERS = ("children", "modules", "parameters", "buffers")

@@ -313,7 +313,7 @@ class FxLowering:
             ops = self.tape.ops if self._takes_gradients() else []
             inputs = [v for op in ops if op.kind == "placeholder" for v in op.values() if can_require_grad(v)]
             self._history = History(ops, dict.fromkeys(inputs, 1), assumed=True)
-        return v.fake.requires_grad or self._history.of(v) > 0
+        return v.ever_requires_grad or self._history.of(v) > 0
 
     def _takes_gradients(self) -> bool:
         """Whether inputs may require grad in a call that did not in the trace: not in a program that writes.

@@ -316,7 +316,7 @@ class CallRecorder:
 
         A leaf from outside keeps its gradient anyway. A view made in inference mode requires grad where its base does.
         """
-        required = t.requires_grad or any(v.requires_grad or v.requires_grad_now for v in self._values.sharing(t))
+        required = t.requires_grad or any(v.ever_requires_grad for v in self._values.sharing(t))
         outside = self._values.is_outside(t)
         keeps_it_anyway = method == "retain_grad" and outside and t.requires_grad and t.is_leaf
         if required and not keeps_it_anyway:

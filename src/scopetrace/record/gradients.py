@@ -435,6 +435,9 @@ class GradientRecorder:
         written, sharing = self._tape.written_storages(), collections.Counter(v.storage for v, _ in examples)
         rewritten = [(v, t) for v, t in examples if v.requires_grad and v.storage in written and is_view(t)]
         depends = any(sharing[v.storage] > 1 or any(t is other for other in by) for v, t in rewritten)
+        brought = {v.storage for op in self._tape.ops if op.grad and op.tracked for v in op.writes}
+        objects = {(v.storage, id(v.fake)) for v, _ in examples if v.storage in brought}
+        depends = depends or len(objects) > len({storage for storage, _ in objects})  # in eager all have what one gets
         with paused() if not depends else contextlib.nullcontext():
             depends = depends or has_other_gradient(by, [*given, *self._tape.attributes.values()])
         if depends:
@@ -442,8 +445,8 @@ class GradientRecorder:
                 "the forward differentiates by an input that has a hook, or by a parameter or an input from which "
                 "another input was computed, or that is a view made under no_grad or written; or inputs are written "
                 "that share memory",
-                "differentiate by `x.view_as(x)` of an input, or by an input that is detached first; or outside of "
-                "the forward",
+                "differentiate by `x.view_as(x)` of an input, or by an input that is detached first; clone() one of "
+                "those that share memory; or differentiate outside of the forward",
             )
 
     def _refuse_beyond(self) -> NoReturn:
