@@ -24,7 +24,19 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 Result = dict[str, Any]
 
-PARTS = ("speed", "dynamic", "decompositions", "profile", "functional", "llama", "ops", "plan", "onnx", "reuse", "jaxpr")
+PARTS = (
+    "speed",
+    "dynamic",
+    "decompositions",
+    "profile",
+    "functional",
+    "llama",
+    "ops",
+    "plan",
+    "onnx",
+    "reuse",
+    "jaxpr",
+)
 MODELS = ("bert-base", "vit-b16", "resnet152")
 REPEATED = (
     *("llama-70b, 8 layers", "llama-70b, 80 layers", "llama-405b, 126 layers", "deepseek-v3, 61 layers"),

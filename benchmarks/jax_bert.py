@@ -43,9 +43,7 @@ def norm(p: Params, x: jax.Array) -> jax.Array:
 def attention(p: Params, x: jax.Array, mask: jax.Array) -> jax.Array:
     """Attention of 12 heads."""
     batch, length, _ = x.shape
-    q, k, v = (
-        linear(p[name], x).reshape(batch, length, HEADS, WIDTH // HEADS).transpose(0, 2, 1, 3) for name in "qkv"
-    )
+    q, k, v = (linear(p[name], x).reshape(batch, length, HEADS, WIDTH // HEADS).transpose(0, 2, 1, 3) for name in "qkv")
     scores = q @ k.transpose(0, 1, 3, 2) / math.sqrt(WIDTH // HEADS) + mask
     out = (jax.nn.softmax(scores) @ v).transpose(0, 2, 1, 3).reshape(batch, length, WIDTH)
     return linear(p["o"], out)

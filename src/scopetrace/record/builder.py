@@ -535,11 +535,13 @@ class ValueTable:
 
     def set_apart_result(self, t: torch.Tensor) -> None:
         """Give a result of the program a value of its own where it is `.data` of another tensor."""
-        value = self.value_of(t) if isinstance(t, FakeTensor) else None
-        if value is not None and not is_unmade(value):  # that of a copied call is the result of an op that runs
-            op = value.op
-            if op.kind in ("placeholder", "get_attr") or op.target is _aten.detach.default:
-                self.set_apart(t)
+        if not isinstance(t, FakeTensor):
+            return
+        value = self.value_of(t)
+        if is_unmade(value):
+            return  # the result of a copied call, of an op that is none of these
+        if value.op.kind in ("placeholder", "get_attr") or value.op.target is _aten.detach.default:
+            self.set_apart(t)
 
     def data_source(self, t: torch.Tensor) -> torch.Tensor:
         """The tensor whose `.data` is to be read for `t.data`.

@@ -208,7 +208,9 @@ class Pairs:
             return
         first = self._facts.get(id(a)) or self._facts.setdefault(id(a), _facts(a))
         if first is None:
-            raise Differs(f"{name}, a {type(a).__name__} with attributes of its own or of a special kind, is not compared")
+            raise Differs(
+                f"{name}, a {type(a).__name__} with attributes of its own or of a special kind, is not compared"
+            )
         if first != _facts(b):
             raise Differs(f"{name} differs: {_described(a)}, {_described(b)}")
         self._storages(name, storage_id(a), storage_id(b))
