@@ -41,7 +41,7 @@ def least(table: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
 
 
 def repeated(model: str, rounds: int, slow_peers: bool) -> Result:
-    """A model that repeats a layer: traced with and without copies, with calls, functions and ONNX, and by torch.export."""
+    """A model that repeats a layer, traced with and without copies, with what is made of it; and by torch.export."""
     st = models.import_scopetrace()
     assert st is not None
     net, args = MODELS[model]()
