@@ -16,6 +16,7 @@ import functools
 import inspect
 import itertools
 import os
+import threading
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
@@ -359,6 +360,9 @@ class Repetition(Protocol):
         """The parameters and buffers that it is the first to read, each with an op like its own, for another tape."""
 
 
+_one_fills = threading.RLock()
+
+
 class OpList(list[Op]):
     """The ops of a recording. Those of calls that repeat others are made when somebody reads the list.
 
@@ -371,6 +375,7 @@ class OpList(list[Op]):
         self.waiting: list[tuple[int, Repetition]] = []
         """What is not made yet: before which of the ops that are there, and what makes it."""
         self._missing = 0
+        self._is_filling = False
 
     def wait(self, repetition: Repetition) -> None:
         """At the end of the list are ops that `repetition` makes."""
@@ -378,18 +383,26 @@ class OpList(list[Op]):
         self._missing += repetition.count
 
     def fill(self) -> None:
-        """Make the ops that are not there yet."""
+        """Make the ops that are not there yet. Other threads wait."""
         if not self.waiting:
             return
-        waiting, self.waiting, self._missing = self.waiting, [], 0
+        with _one_fills:
+            if self.waiting and not self._is_filling:
+                self._is_filling = True
+                try:
+                    super().__setitem__(slice(None), self._whole())
+                    self.waiting, self._missing = [], 0
+                finally:
+                    self._is_filling = False
+
+    def _whole(self) -> list[Op]:
         whole: list[Op] = []
         there, position = self.recorded(), 0
-        for before, repetition in waiting:
+        for before, repetition in self.waiting:
             whole += there[position:before]
             whole += repetition.make()
             position = before
-        whole += there[position:]
-        super().__setitem__(slice(None), whole)
+        return whole + there[position:]
 
     def recorded(self) -> list[Op]:
         """The ops that are there."""

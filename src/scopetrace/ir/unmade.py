@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from scopetrace._compat.tensors import offset_of, requires_grad_of
-from scopetrace.ir.tape import Call, Value
+from scopetrace.ir.tape import Call, Op, Value
 
 
 class UnmadeValue(Value):
@@ -41,8 +41,10 @@ class UnmadeValue(Value):
         def __getattr__(self, name: str) -> Any:
             if name != "fake":
                 raise AttributeError(name)
-            self.fake, self.unmade = self.unmade(), None
-            return self.fake
+            make = self.unmade
+            if make is not None:  # else another thread has just made it
+                self.fake, self.unmade = make(), None
+            return object.__getattribute__(self, "fake")
 
     @property
     def requires_grad_now(self) -> bool:
@@ -60,15 +62,19 @@ class UnmadeValue(Value):
 
 
 class WaitingValue(Value):
-    """A value of a part of the tape that is not made yet (see `OpList`): what is not known of it makes that part."""
+    """A value of a part of the tape that is not made yet (see `OpList`): what is not known of it makes that part.
 
-    __slots__ = ("make",)
+    `fill` makes it. Another thread waits there until it is made.
+    """
 
-    make: Callable[[], None] | None
-    """Makes the part of the tape; None once it is made."""
+    __slots__ = ("fill", "made_by")
 
-    def __init__(self, make: Callable[[], None], real: torch.Tensor | None) -> None:
-        self.make, self.real = make, real
+    fill: Callable[[], None]
+    made_by: Op | None
+    """Its op, once that is made."""
+
+    def __init__(self, fill: Callable[[], None], real: torch.Tensor | None) -> None:
+        self.fill, self.real, self.made_by = fill, real, None
 
     def know(self, fake: torch.Tensor, slot: int, storage: int, key: int | None, placeholder: bool) -> None:
         """Set all but the op. `placeholder` is `autograd_placeholder`."""
@@ -77,19 +83,27 @@ class WaitingValue(Value):
         self.offset = offset_of(fake)
         self.autograd_placeholder = placeholder
 
-    if not TYPE_CHECKING:  # for the attributes that are not set
+    if not TYPE_CHECKING:  # in the place of attributes
+
+        @property
+        def op(self) -> Op | None:
+            """As of a Value; None while the op itself is made."""
+            if self.made_by is None:
+                self.fill()
+            return self.made_by
+
+        @op.setter
+        def op(self, op: Op) -> None:
+            self.made_by = op
 
         def __getattr__(self, name: str) -> Any:
-            make = self.make
-            if make is None:
-                raise AttributeError(name)
-            make()
+            self.fill()
             return object.__getattribute__(self, name)
 
 
 def is_unmade(value: Value) -> bool:
     """Whether a value is of a part of the tape that is not made yet."""
-    return isinstance(value, WaitingValue) and value.make is not None
+    return isinstance(value, WaitingValue) and value.made_by is None
 
 
 _WAITING = ("args", "kwargs", "outputs")
@@ -117,12 +131,11 @@ class CopiedCall(Call):
     def whole(self) -> dict[str, Any]:
         """The fields of a call."""
         fields = self.__dict__
-        if "make" in fields:
-            fields.update(zip(_WAITING, self.make(), strict=True))
-            del fields["make"]
-        if "describe" in fields:
-            fields["attributes"] = self.describe()
-            del fields["describe"]
+        make = fields.get("make")
+        if make is not None:
+            fields.update(zip(_WAITING, make(), strict=True))
+            fields.pop("make", None)  # another thread may have done it
+        self.attributes  # noqa: B018
         return fields
 
     def replace(self, **changed: Any) -> Call:
@@ -136,8 +149,9 @@ class CopiedCall(Call):
         @property
         def attributes(self) -> dict[str, Any]:
             """As of a Call."""
-            if "describe" in self.__dict__:
-                self.__dict__["attributes"] = self.__dict__.pop("describe")()
+            describe = self.__dict__.pop("describe", None)
+            if describe is not None:
+                self.__dict__["attributes"] = describe()
             return self.__dict__["attributes"]
 
 

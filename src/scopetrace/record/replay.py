@@ -274,8 +274,6 @@ class Replay:
     def make(self) -> list[Op]:
         """As `Repetition.make`."""
         ops: list[Op] = []
-        for new in (*self._results.values(), *self._reads.values()):
-            new.make, new.op = None, None  # type: ignore[assignment]
         for step in self.original.steps:
             op = step.op
             assert op.call is not None
