@@ -99,6 +99,7 @@ default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 inference_mode_enabled: Callable[[], bool] = torch.is_inference_mode_enabled
 default_device: Callable[[], torch.device] = torch.get_default_device
+fast_path_enabled: Callable[[], bool] = torch.backends.mha.get_fastpath_enabled
 """torch's own functions, whose answer is no read."""
 
 

@@ -71,7 +71,7 @@ from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.flex_attention import FlexRecorder
 from scopetrace.record.functions import FunctionRecorder
 from scopetrace.record.higher_order import BodyRecorder
-from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.reads import FAST_PATH, ReadRecorder
 
 _aten = torch.ops.aten
 _flex_attention = torch.ops.higher_order.flex_attention
@@ -107,6 +107,7 @@ class OpFacts:
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         self.squeezes = schema.name.startswith("aten::squeeze")
         self.may_be_cast = autocast_may_change(func)
+        self.is_fast_path = schema.name == FAST_PATH
         self.may_write_undeclared = any(name in UNDECLARED_WRITTEN for name in schema.names)
 
 
@@ -309,6 +310,8 @@ class OpRecorder:
             facts = self._facts[id(func)] = OpFacts(func)
         if facts.may_be_cast and self.reads.awaits_cast:
             self.reads.on_cast_op()
+        if facts.is_fast_path:
+            self.reads.on_fast_path(_tensors((args, kwargs)))
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
         if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):

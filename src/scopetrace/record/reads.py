@@ -34,6 +34,10 @@ from scopetrace.record.code import Reach, names_of
 from scopetrace.record.model import Model
 
 
+FAST_PATH = "aten::_transformer_encoder_layer_fwd"
+"""The op without derivative that a module of torch chooses where no gradient is recorded."""
+
+
 class ReadRecorder:
     """Puts what the forward reads on the tape; the `Listener` of `_compat.questions`."""
 
@@ -280,6 +284,14 @@ class ReadRecorder:
         for fqn, (module, name) in tape.owners.items():
             if module is not None:
                 self._of_model(fqn, module, name)
+
+    def on_fast_path(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A module chose an op without derivative, as autograd is off or none of what it takes requires grad."""
+        if questions.grad_enabled():
+            for t in tensors:
+                self.on_requires_grad(t)
+        elif not self._grad:
+            self.note_once("torch.is_grad_enabled()", False, Flag("torch.is_grad_enabled", ()))
 
     def on_recomputed(self, op: Op) -> None:
         """With gradients, eager would run an op again in backward, and would give other results."""
