@@ -1,10 +1,13 @@
 """Rarer things that a forward asks: a call that would hear another answer is refused, or a side effect says so."""
 
+import array
 import collections
 import copy
 import datetime
+import functools
 import logging
 import os
+import queue
 import weakref
 
 import pytest
@@ -513,3 +516,84 @@ def test_a_dict_that_is_a_default_argument_and_changes():
     tr(X)
     forward.__defaults__[0]["k"] = 3.0
     refused(tr, "default arguments")
+
+
+# Tensors that Python only looks at -----------------------------------------------------------------------------------
+
+LOOKS = {
+    "numel": lambda s, x: x * s.table.numel(),
+    "len": lambda s, x: x * len(s.table),
+    "dtype": lambda s, x: x.to(s.table.dtype),
+    "is None": lambda s, x: x if s.table is None else x * 2,
+    "items": lambda s, x: x * len([row for row in s.table]),
+}
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "parameter"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_tensor_of_the_model_that_no_op_takes(look, kind):
+    make = nn.Parameter if kind == "parameter" else lambda t: t
+    model = net(LOOKS[look])
+    if kind == "buffer":
+        model.register_buffer("table", torch.ones(3, 2))
+    else:
+        model.table = make(torch.ones(3, 2))
+    tr = st.trace(model, (X,))
+    torch.testing.assert_close(tr(X), model(X))
+    model.table = make(torch.zeros(3, 2))
+    torch.testing.assert_close(tr(X), model(X))
+    for other in (make(torch.ones(5, 2)), make(torch.ones(3, 2).double()), None):
+        model.table = other
+        refused(tr, "table")
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "parameter"])
+@pytest.mark.parametrize("ask", [lambda t: t.stride(0), lambda t: t.is_contiguous(), lambda t: t.storage_offset()])
+def test_how_a_tensor_of_the_model_lies_in_memory(ask, kind):
+    make = nn.Parameter if kind == "parameter" else lambda t: t
+    model = net(lambda s, x: x * s.table[0] * (1 + ask(s.table)))
+    if kind == "buffer":
+        model.register_buffer("table", torch.ones(3, 4))
+    else:
+        model.table = make(torch.ones(3, 4))
+    tr = st.trace(model, (X,))
+    model.table = make(torch.ones(3, 4))
+    torch.testing.assert_close(tr(X), model(X))
+    model.table = make(torch.ones(7, 8)[1::2, ::2])
+    refused(tr, r"table('s strides|\.storage_offset\(\)), which the model reads")
+
+
+def test_the_keywords_of_a_partial():
+    model = net(lambda s, x: s.act(x), act=functools.partial(nn.functional.leaky_relu, negative_slope=0.5))
+    tr = st.trace(model, (X,))
+    model.act = functools.partial(nn.functional.leaky_relu, negative_slope=0.5)
+    tr(X)
+    model.act.keywords["negative_slope"] = 0.1
+    refused(tr, r"act, which the model reads.*'negative_slope': 0\.5.* when traced and .*0\.1")
+
+
+@pytest.mark.parametrize("make", [queue.Queue, queue.LifoQueue, queue.PriorityQueue])
+def test_queues(make):
+    def waits(s, x):
+        s.waiting.put(1)
+        return x * s.waiting.qsize()
+
+    model = net(waits, waiting=make())
+    tr = st.trace(model, (X,))
+    assert [e.change for e in tr.side_effects] == ["self.waiting was [] and became [1]"] and model.waiting.empty()
+    assert torch.equal(tr(X), X)
+    refused(tr, "right for one call only", error=st.errors.SideEffectError)
+    model = net(lambda s, x: x * s.waiting.qsize(), waiting=make())
+    tr = st.trace(model, (X,))
+    model.waiting.put(1)
+    refused(tr, "waiting, which the model reads")
+
+
+def test_numbers_in_an_array():
+    def counts(s, x):
+        s.counts[0] += 1
+        return x * s.counts[0]
+
+    tr = st.trace(net(counts, counts=array.array("d", [1.0])), (X,))
+    assert torch.equal(tr(X), X * 2)
+    refused(tr, "right for one call only.*self.counts", error=st.errors.SideEffectError)

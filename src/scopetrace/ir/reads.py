@@ -21,6 +21,7 @@ import dataclasses
 import functools
 import operator
 import os
+import queue
 import types
 import warnings
 import weakref
@@ -375,6 +376,8 @@ _WITHOUT_CONTENT = frozenset(
 _CONTENTS: dict[type, Callable[[Any], Any]] = {
     bytearray: bytes,
     array.array: lambda x: (x.typecode, x.tobytes()),
+    functools.partial: lambda x: (x.func, x.args, x.keywords),
+    **dict.fromkeys((queue.Queue, queue.LifoQueue, queue.PriorityQueue), operator.attrgetter("queue")),
     types.MappingProxyType: dict,
     collections.ChainMap: operator.attrgetter("maps"),
     collections.UserDict: operator.attrgetter("data"),

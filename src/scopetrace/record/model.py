@@ -13,6 +13,7 @@ Python and NumPy have contents. Modules, tensors, classes and objects of torch a
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import contextlib
 import contextvars
@@ -22,6 +23,7 @@ import gc
 import operator
 import os
 import pickle
+import queue
 import random
 import sys
 import threading
@@ -665,6 +667,8 @@ _BUILTIN: dict[type, Kind] = {
     weakref.ref: Kind(lambda x: [x()], lambda *_: None, _same_items),
     weakref.ProxyType: Kind(lambda x: [x.__init__.__self__], lambda *_: None, _same_items),
     bytearray: Kind(bytes, lambda x, before: x.__setitem__(slice(None), before), operator.eq),
+    array.array: Kind(lambda x: x[:], lambda x, before: x.__setitem__(slice(None), before), operator.eq),
+    queue.Queue: Kind(lambda x: list(x.queue), lambda x, before: _restore_list(x.queue, before), _same_items),
     MEMO: Kind(
         lambda x: (x, x.cache_info().misses),
         lambda x, _: x.cache_clear(),

@@ -233,8 +233,9 @@ class ObjectReads:
         attributes: list[Read] = list(self._whole_dicts(names, changed))
         for owner, place, (frames, scope) in self._attributes():
             value = place.now(NO_CALL)
-            is_input = isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module)
-            if not is_input:
+            if isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module):
+                self._members[id(value)] = value
+            else:
                 name = f"{names[id(owner)]}.{place.key}".removeprefix("self.") if id(owner) in names else place.key
                 read, key = Read(name, snapshot(value), place, frames, scope.path), (id(owner), place.key)
                 if key in changed:

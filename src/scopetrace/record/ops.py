@@ -356,7 +356,9 @@ class OpRecorder:
         func = call.facts.func
         answer = self.data.answer(func, call.args, call.kwargs)
         if answer is NotImplemented and func is _aten.is_nonzero.default and call.given[0][0].numel() == 1:
-            return self.data.is_true(func, self.recorded(call.given[0][0].item))
+            with self._builder.run_by_torch(func):
+                number = self.recorded(call.given[0][0].item)
+            return self.data.is_true(func, number)
         return answer
 
     # ---------------------------------------------------------------- arguments

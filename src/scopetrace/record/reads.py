@@ -232,6 +232,13 @@ class ReadRecorder:
                 self.note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
         elif name in ("stride", "is_contiguous", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
+            owner = self._model.owner(t)
+            if owner is not None and unwrapped(t) is t and t.layout is torch.strided:
+                fact = "storage_offset" if name == "storage_offset" else "layout"
+                place = OfTensor(*owner[1:], fact)
+                self.note_once(
+                    f"{owner[0]}'s strides" if fact == "layout" else f"{owner[0]}.{fact}()", place.now(NO_CALL), place
+                )
         elif name in ("requires_grad", "is_leaf", "grad_fn") and unwrapped(t) is t:  # else a transform's own history
             self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
             self.on_requires_grad(t)

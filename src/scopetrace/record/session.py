@@ -553,7 +553,7 @@ class Recording:
             return DataDependentError(
                 "Python needs the value of a tensor that depends on the inputs or the model's state",
                 op=self.ops.data.reader(getattr(error, "cond", None), running),
-                hint=_BRANCH,
+                hint=_IS_CAUSAL if _OF_MASK in str(place["source"]) else _BRANCH,
                 **place,
             )
         if isinstance(error, NoRealValue):
@@ -614,6 +614,14 @@ _BRANCH = (
     "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
 )
 
+
+_OF_MASK = "_detect_is_causal_mask"
+_IS_CAUSAL = (
+    "say whether the mask is a causal one, which nn.TransformerEncoder and its kind else look up in it: is_causal=True "
+    "or False beside mask=, tgt_is_causal= beside tgt_mask=, src_is_causal= beside src_mask= of nn.Transformer; "
+    "or trace with specialize=True, which lets the example decide"
+)
+"""What to do about the function of torch that `_OF_MASK` names."""
 
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
 
