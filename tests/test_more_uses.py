@@ -12,6 +12,7 @@ import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import scopetrace as st
@@ -597,3 +598,20 @@ def test_numbers_in_an_array():
     tr = st.trace(net(counts, counts=array.array("d", [1.0])), (X,))
     assert torch.equal(tr(X), X * 2)
     refused(tr, "right for one call only.*self.counts", error=st.errors.SideEffectError)
+
+
+@pytest.mark.parametrize("name", ["is_initialized", "get_rank", "get_world_size"])
+def test_the_process_group(name, tmp_path):
+    def asks(x):
+        return x * (2 + getattr(dist, name)()) if dist.is_initialized() else x * 5
+
+    tr = st.trace(asks, (X,))
+    tr(X)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        refused(tr, r"is_initialized\(\), which the model reads.*: False when traced and True now")
+        tr = st.trace(asks, (X,))
+        torch.testing.assert_close(tr(X), asks(X))
+    finally:
+        dist.destroy_process_group()
+    refused(tr, r"is_initialized\(\), which the model reads.*: True when traced and False now")

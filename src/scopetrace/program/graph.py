@@ -59,7 +59,7 @@ def refuse_taken_names(names: Iterable[str], module: str) -> None:
         raise UnsupportedOpError(
             f"the model has an attribute {first!r}, and so has each torch.fx.GraphModule: a graph cannot hold both",
             module=module,
-            hint="give the attribute another name, or trace a module that holds the model, such as nn.Sequential(model)",
+            hint="give the attribute another name, or trace a module that holds the model, as nn.Sequential(model)",
         )
 
 

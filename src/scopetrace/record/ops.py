@@ -308,10 +308,8 @@ class OpRecorder:
         facts = self._facts.get(id(func))
         if facts is None:
             facts = self._facts[id(func)] = OpFacts(func)
-        if facts.may_be_cast and self.reads.awaits_cast:
-            self.reads.on_cast_op()
-        if facts.is_fast_path:
-            self.reads.on_fast_path(_tensors((args, kwargs)))
+        if facts.is_fast_path or (facts.may_be_cast and self.reads.awaits_cast):
+            self._note_state(facts, args, kwargs)
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
         if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
@@ -331,6 +329,13 @@ class OpRecorder:
         key = self.inference.key_of_call(func, call.args, call.kwargs)
         found = None if key is None else self._inferred(call, key)
         return self._run(call, key) if found is None else self._append_inferred(call, *found)
+
+    def _note_state(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the state of autograd or autocast, which decides that this op runs, or what it gives."""
+        if facts.may_be_cast:
+            self.reads.on_cast_op()
+        if facts.is_fast_path:
+            self.reads.on_fast_path(_tensors((args, kwargs)))
 
     def _refuse_lost_dropout(self, func: Any, args: tuple[Any, ...]) -> None:
         """Raise where torch takes an op apart in Python, as it does with symbolic sizes, and forgets its dropout."""

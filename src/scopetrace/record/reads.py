@@ -33,7 +33,6 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, names_of
 from scopetrace.record.model import Model
 
-
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
 """The op without derivative that a module of torch chooses where no gradient is recorded."""
 
@@ -232,13 +231,7 @@ class ReadRecorder:
                 self.note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
         elif name in ("stride", "is_contiguous", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
-            owner = self._model.owner(t)
-            if owner is not None and unwrapped(t) is t and t.layout is torch.strided:
-                fact = "storage_offset" if name == "storage_offset" else "layout"
-                place = OfTensor(*owner[1:], fact)
-                self.note_once(
-                    f"{owner[0]}'s strides" if fact == "layout" else f"{owner[0]}.{fact}()", place.now(NO_CALL), place
-                )
+            self._layout_of_model(t, name)
         elif name in ("requires_grad", "is_leaf", "grad_fn") and unwrapped(t) is t:  # else a transform's own history
             self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
             self.on_requires_grad(t)
@@ -262,6 +255,17 @@ class ReadRecorder:
             self._layout(i)
             if offset and value.fake.layout is torch.strided:
                 self._fact(i, "storage_offset", (), value.offset)
+
+    def _layout_of_model(self, t: torch.Tensor, question: str) -> None:
+        """A parameter, buffer or other tensor of the model may be replaced by one that lies otherwise in memory."""
+        owner = self._model.owner(t)
+        if owner is None or unwrapped(t) is not t or t.layout is not torch.strided:
+            return
+        name, fact = "'s strides", "layout"
+        if question == "storage_offset":
+            name, fact = ".storage_offset()", question
+        place = OfTensor(*owner[1:], fact)
+        self.note_once(owner[0] + name, place.now(NO_CALL), place)
 
     def _layout(self, index: int, frames: Frames | None = None) -> None:
         fake = self._builder.tape.inputs[index].fake
