@@ -46,7 +46,7 @@ from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value
 from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_users, is_users_class, names_of
-from scopetrace.record.model import Change, Model, Snapshot, Words, holds_fake, same, short
+from scopetrace.record.model import READ_BY_A_CALL, Change, Model, Snapshot, Words, holds_fake, same, short
 from scopetrace.record.uses import are_only_shown, kept_in, uses
 
 # Draws ---------------------------------------------------------------------------------------------------------------
@@ -351,7 +351,7 @@ def _of_change(
 ) -> SideEffect:
     kind = change.holder if isinstance(change.holder, type) else type(change.holder)
     methods = _codes_of(kind)
-    line, reads = None, change.is_draw or change.key == ".training" or _read_by_torch(kind, change.key)
+    line, reads = None, change.is_draw or change.key[1:] in READ_BY_A_CALL or _read_by_torch(kind, change.key)
     writer = None
     for function in functions:
         is_of_class = change.holder is None or function.__code__ in methods

@@ -52,6 +52,10 @@ def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOK_TABLES = (*_HOOKS, *(name for name in sorted(BOOKKEEPING) if name.endswith(("_with_kwargs", "_always_called"))))
+"""The tables of a module that have its hooks, and how these are called."""
+READ_BY_A_CALL = frozenset({"training", *_HOOKS})
+"""The attributes of a module that its call reads."""
 
 
 class Model:
@@ -212,7 +216,7 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("contents", "fqn", "live", "module", "name", "tables", "unsaved")
+    __slots__ = ("contents", "fqn", "hooks", "live", "module", "name", "tables", "unsaved")
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
@@ -226,8 +230,9 @@ class SavedModule:
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             snapshot.add(f"{name}.{key}", f".{key}", x, module)
+        self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)}
         for hooks in _HOOKS:
-            for hook in own[hooks].values() if own.get(hooks) else ():
+            for hook in self.hooks.get(hooks, {}).values():
                 snapshot.add(f"{name}'s hook", "", hook)
 
     def replaced(self) -> tuple[str, ...]:
@@ -254,7 +259,18 @@ class SavedModule:
                 table.update(old)
         if len(self.live) > 1:
             _restore_set(unsaved_buffers_of(self.module), self.unsaved)
-        return found
+        return [*found, *self._restore_hooks()]
+
+    def _restore_hooks(self) -> Iterator[Change]:
+        own = self.module.__dict__
+        for name in _HOOK_TABLES:
+            table, old = own.get(name), self.hooks.get(name, {})
+            if (table or old) and isinstance(table, dict) and not same_tables(table, old):
+                if name in _HOOKS:
+                    hooks = name.strip("_").replace("_", " ")
+                    yield Change(f"{hooks} of {self.name}", f".{name}", len(old), len(table), self.module)
+                table.clear()
+                table.update(old)
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
