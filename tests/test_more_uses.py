@@ -167,8 +167,18 @@ def test_clocks_files_and_the_process(tmp_path):
         (lambda x: x * os.getpid(), "os.getpid()"),
         (lambda x: x * os.path.exists("/"), "os.path.exists()"),  # noqa: PTH110
         (read, "open()"),
+        (lambda x: x * float(file.read_text()), "Path.read_text()"),
+        (lambda x: x * file.exists(), "Path.exists()"),
+        (lambda x: x * len(list(file.parent.iterdir())), "Path.iterdir()"),
     ):
         assert (name, True) in effects(forward)
+
+    def logs(x):
+        with file.with_suffix(".log").open("a") as f:
+            f.write("called")
+        return x
+
+    assert effects(logs) == [("Path.open()", False)]
     made = st.trace(lambda x: (x, datetime.datetime(2020, 1, 2)), (X,))(X)[1]
     assert type(made) is datetime.datetime and isinstance(made, datetime.datetime)
 
@@ -375,7 +385,7 @@ def test_the_order_of_entries():
     y = X * 3
     tr = st.trace(lambda d: next(iter(d.values())) * 2, ({"a": X, "b": y},))
     assert torch.equal(tr({"a": y, "b": X}), y * 2)
-    refused(tr, "pass the same structure", {"b": X, "a": y}, error=st.errors.InputMismatchError)
+    refused(tr, "in the order of the trace", {"b": X, "a": y}, error=st.errors.InputMismatchError)
     tr = st.trace(lambda x, k=None, **more: x * next(iter(more.values())), (X,), {"a": X, "b": y, "k": X})
     tr(X, k=X, a=X, b=y)
     refused(tr, r"order of \*\*kwargs was \['a', 'b'\]", X, k=X, b=X, a=y, error=st.errors.InputMismatchError)
@@ -411,7 +421,7 @@ def test_the_order_of_entries_that_are_taken_by_key():
             tr(x, {"mask": mask, "scale": scale}, extra=extra, shift=shift)
     model.register_forward_pre_hook(lambda module, args: None)
     tr = st.trace(model, (X, {"scale": X * 2, "mask": X * 3}), {"shift": X * 4})
-    refused(tr, "pass the same structure", x, {"mask": X, "scale": X}, shift=X, error=st.errors.InputMismatchError)
+    refused(tr, "in the order of the trace", x, {"mask": X, "scale": X}, shift=X, error=st.errors.InputMismatchError)
 
 
 # What forward registers ----------------------------------------------------------------------------------------------
@@ -615,3 +625,19 @@ def test_the_process_group(name, tmp_path):
     finally:
         dist.destroy_process_group()
     refused(tr, r"is_initialized\(\), which the model reads.*: True when traced and False now")
+
+
+def test_an_argument_that_is_a_tensor_of_the_model():
+    model = net(lambda s, x, w: s.fc(x) @ w)
+    weight, other = model.fc.weight, torch.randn(4, 4)
+    tr = st.trace(model, (X, weight))
+    torch.testing.assert_close(tr(X, weight), model(X, weight))
+    for w in (other, weight.detach().clone()):
+        refused(tr, r"are tensors of the model: \(\(1, 'fc.weight'\),\)", X, w, error=st.errors.InputMismatchError)
+    tr = st.trace(model, (X, other))
+    torch.testing.assert_close(tr(X, weight), model(X, weight))
+    step = lambda params, x: torch.func.functional_call(model, params, (x, x.T @ x))  # noqa: E731
+    own = dict(model.named_parameters())
+    tr = st.trace(step, (own, X))
+    others = {name: p * 2 for name, p in own.items()}
+    torch.testing.assert_close(tr(others, X), step(others, X))

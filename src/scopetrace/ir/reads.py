@@ -222,15 +222,15 @@ class WhichInputs:
 
 @dataclasses.dataclass(frozen=True)
 class WhichOfModel:
-    """Which inputs are tensors of the model, whose modules and names there these are."""
+    """Which inputs are which tensors of the model, whose names there, modules and names in these are given."""
 
-    owners: tuple[tuple[torch.nn.Module, str], ...]
+    owners: tuple[tuple[str, torch.nn.Module, str], ...]
     kind, stays = "input", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
-        own = {id(_held(module, name)) for module, name in self.owners}
-        return tuple([i for i, t in enumerate(call.tensors) if id(t) in own])
+        own = {id(_held(module, name)): fqn for fqn, module, name in self.owners}
+        return tuple([(i, own[id(t)]) for i, t in enumerate(call.tensors) if id(t) in own])
 
 
 def _held(module: torch.nn.Module, name: str) -> Any:

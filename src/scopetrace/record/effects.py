@@ -21,6 +21,7 @@ import contextlib
 import datetime
 import functools
 import os
+import pathlib
 import random
 import secrets
 import sys
@@ -36,6 +37,7 @@ from torch.autograd.function import BackwardCFunction
 
 from scopetrace._compat.gradients import node_of, nodes_of, sequence_number
 from scopetrace._compat.ops import is_random
+from scopetrace._compat.patches import replacing
 from scopetrace._compat.tensors import base_of, is_view, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
@@ -77,6 +79,8 @@ _ASKED: dict[str, tuple[Any, str]] = {
     "": (builtins, "print open input"),
 }
 _CLOCKS_OF_CLASSES = ("now", "utcnow", "today")
+_OF_PATHS = ("open", "read_text", "read_bytes", "exists", "is_file", "is_dir", "stat", "iterdir", "glob", "rglob")
+"""The methods of `pathlib.Path` that look at files."""
 
 
 class Draw(NamedTuple):
@@ -115,7 +119,10 @@ class Draws:
         try:
             for table, name, function in places:
                 table[name] = replaced[function]
-            yield
+            with replacing() as replace:
+                for name in reach.names.intersection(_OF_PATHS):
+                    replace(pathlib.Path, name, self._noted(f"Path.{name}", getattr(pathlib.Path, name), thread))
+                yield
         finally:
             for table, name, function in places:
                 table[name] = function
@@ -125,7 +132,8 @@ class Draws:
             value = function(*args, **kwargs)
             if threading.get_ident() == thread and is_users(sys._getframe(1).f_code.co_filename):
                 module, frames = self._builder.state.current_scope.path, self._builder.frames()
-                baked_in = name != "print" and (name != "open" or value.readable())
+                opens = name.rpartition(".")[2] == "open"
+                baked_in = name != "print" and (not opens or value.readable())
                 if not (name.endswith("default_rng") and (args or kwargs)):  # a seed decides what it draws
                     self.found.append(Draw(f"{name}()", value, baked_in, module, frames))
             return value

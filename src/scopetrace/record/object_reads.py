@@ -256,18 +256,27 @@ class ObjectReads:
         return variables, [*attributes, *own]
 
     def _identities(self, ran: Reach) -> Iterator[Read]:
-        """Which inputs are one object, and which are tensors of the model, where the forward may ask: `x is y`."""
+        """Which inputs are tensors of the model; which are one object, where the forward may ask: `x is y`.
+
+        An input that is a tensor of the model, which the forward takes from there too, is one value with it.
+        """
         tape = self._builder.tape
         code = next((f.__code__ for f in ran.functions if "id" in names_of(f.__code__).globals), None)
-        if code is None or not tape.inputs:
+        taken = set(map(id, tape.attributes.values()))
+        owners = [self._model.owner(t) for t in self._examples if id(t) in taken]
+        given = dict.fromkeys(filter(None, owners))
+        if not tape.inputs or (code is None and not given):
             return
-        frames, path = ((), ((code, code.co_firstlineno),)), tape.root.path
-        places = WhichInputs(), WhichOfModel(tuple((module, name) for _, module, name in self._model.owners))
-        own = tuple([i for i, t in enumerate(self._examples) if self._model.owner(t) is not None])
+        frames, path = ((), () if code is None else ((code, code.co_firstlineno),)), tape.root.path
+        places = WhichInputs(), WhichOfModel(tuple(self._model.owners if code is not None else given))
+        own = places[1].now(CallInputs((), {}, self._examples))
+        if code is None:
+            yield Read("which arguments are tensors of the model", own, places[1], frames, path)
+            return
         if own:
             raise UnsupportedOpError(
-                f"{tape.input_paths[own[0]]} is a tensor of the model, and the forward compares objects (`is`, `id`), "
-                "which are others in a trace",
+                f"{tape.input_paths[own[0][0]]} is a tensor of the model, and the forward compares objects (`is`, "
+                "`id`), which are others in a trace",
                 module=path,
                 source=source_of(frames),
                 hint="give x.clone() to the trace",
