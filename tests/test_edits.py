@@ -597,3 +597,17 @@ def test_a_page_of_a_graph_whose_nodes_have_no_meta():
     for node in trace.graph_module.graph.nodes:
         node.meta.clear()
     assert "linear" in trace.to_html()
+
+
+def test_the_arguments_of_the_root_call_of_a_transformed_graph():
+    class Doubled(torch.fx.Transformer):
+        def call_function(self, target, args, kwargs):
+            found = super().call_function(target, args, kwargs)
+            return found * 2 if target is aten.relu.default else found
+
+    x = torch.randn(2, 4)
+    trace = st.trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), (x,))
+    found = trace.with_graph(Doubled(trace.graph_module).transform())
+    root = found.calls[0]
+    assert root.arguments["input"].op == "placeholder" and found.calls[1].arguments["input"] is root.arguments["input"]
+    torch.testing.assert_close(found(x), trace(x) * 2)
