@@ -859,3 +859,32 @@ def test_hooks_that_the_forward_removes_again():
     tr = st.trace(model, (x,))
     assert len(model.fc._forward_hooks) == 1
     torch.testing.assert_close(tr(x), copy.deepcopy(model.fc)(x) / 2)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer"])
+def test_a_tensor_whose_shape_is_read_before_another_one_takes_its_place(kind):
+    def forward(s, x):
+        if s.state.shape[0] != x.shape[0]:
+            s.state = x.new_zeros(x.shape)
+        s.state = s.state * 0.5 + x
+        return s.state * 1
+
+    def make(size):
+        model = net(forward)
+        if kind == "buffer":
+            model.register_buffer("state", torch.zeros(size, 4))
+        else:
+            model.state = torch.zeros(size, 4)
+        return model
+
+    model, x = make(1), torch.ones(2, 4)
+    tr = st.trace(model, (x,))
+    assert torch.equal(tr(x), x)
+    with pytest.raises(
+        st.errors.SideEffectError, match=r"self.state was a tensor \[1, 4\] and became a tensor \[2, 4\]"
+    ):
+        tr(x)
+    model, eager = make(2), make(2)
+    tr = st.trace(model, (x,))
+    for _ in range(3):
+        assert torch.equal(tr(x), eager(x))

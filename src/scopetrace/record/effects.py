@@ -38,7 +38,7 @@ from torch.autograd.function import BackwardCFunction
 from scopetrace._compat.gradients import node_of, nodes_of, sequence_number
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.patches import replacing
-from scopetrace._compat.tensors import base_of, is_view, requires_grad_of, tags_of
+from scopetrace._compat.tensors import base_of, is_symbolic, is_view, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, content_of
@@ -299,7 +299,9 @@ class EffectWatch:
                 write = AttributeWrite(change.holder, names[0], change.attribute, value, buffer=change.buffer)
                 self._tape.attribute_writes.append(write)
                 read = overwritten.get((id(change.holder), change.attribute))
-                if read is not None and not self._is_same_in_each_call(change.new):  # the next call reads this tensor
+                is_alike = _are_alike(change.old, value.fake)
+                if read is not None and not is_alike and not self._is_same_in_each_call(change.new):
+                    # the next call reads this tensor
                     old, new = short(change.old), short(change.new)
                     effects.append(SideEffect(change.name, old, new, read.module, read.source, True))
             else:
@@ -320,6 +322,13 @@ class EffectWatch:
             if is_random(op.target) or any(v.storage in differs for v in op.inputs()):
                 differs |= {v.storage for v in op.values()}
         return value.storage not in differs
+
+
+def _are_alike(old: Any, new: torch.Tensor) -> bool:
+    """Whether what Python sees of two tensors, while no op takes the first, is equal."""
+    if not isinstance(old, torch.Tensor) or is_symbolic(new):
+        return False
+    return (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
 
 
 def _add_outside(snapshot: Snapshot, name: str, key: str, x: Any) -> None:

@@ -324,7 +324,7 @@ class ObjectReads:
     def _of_members(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
         """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes.
 
-        Not of those in whose place the forward puts others, as it does in each call.
+        Those in whose place the forward puts others are `overwritten`.
         """
         used = set(map(id, self._builder.tape.attributes.values()))
         root = self._builder.tape.root.path
@@ -342,9 +342,14 @@ class ObjectReads:
             yield Read(f"{names} as one tensor", True, Tied(places), (), root)
         for key, t in self._members.items():
             owner = self._model.owner(t)
-            if key not in used and owner is not None and (id(owner[1]), owner[2]) not in changed:
-                place = OfTensor(*owner[1:], "metadata")
-                yield Read(f"{owner[0]}'s dtype, shape and device", place.now(NO_CALL), place, (), root)
+            if key in used or owner is None:
+                continue
+            place = OfTensor(*owner[1:], "metadata")
+            read, name = Read(f"{owner[0]}'s dtype, shape and device", place.now(NO_CALL), place, (), root), owner[1:]
+            if (id(name[0]), name[1]) in changed:
+                self.overwritten.setdefault((id(name[0]), name[1]), read)
+            else:
+                yield read
 
     def _attributes(self) -> Iterator[tuple[Any, InTable | InTables | InSlot, Noted]]:
         """The attributes that were read, of layers only those that users' code names.
