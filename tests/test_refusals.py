@@ -217,3 +217,13 @@ def test_attributes_that_a_graph_module_has_too(name, kind, tmp_path):
     trace = st.trace(nn.Sequential(model), (x,))
     for run in (trace, trace.to_module(), trace.to_exported_program().module()):
         torch.testing.assert_close(run(x), model(x))
+
+
+def test_a_custom_op_without_a_fake_implementation():
+    with torch.library._scoped_library("scopetrace_no_fake", "FRAGMENT"):
+        op = torch.library.custom_op(
+            "scopetrace_no_fake::twice", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+        )
+        with pytest.raises(st.errors.UnsupportedOpError, match="no fake impl registered") as error:
+            st.trace(op, (torch.ones(3),))
+        assert "register_fake" in error.value.hint

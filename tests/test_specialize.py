@@ -294,3 +294,14 @@ def test_the_mask_of_an_encoder_may_be_causal():
         tr(x, torch.zeros(3, 3))
     tr = st.trace(model, (x, mask), {"is_causal": False})
     torch.testing.assert_close(tr(x, torch.zeros(3, 3), is_causal=False), model(x, torch.zeros(3, 3), is_causal=False))
+
+
+def test_distributions_that_look_at_their_parameters():
+    def density(x, checks):
+        return torch.distributions.Normal(x, x.abs() + 1, validate_args=checks).log_prob(x)
+
+    with pytest.raises(st.errors.DataDependentError) as error:
+        st.trace(density, (X, True))
+    assert "validate_args=False" in error.value.hint
+    tr = st.trace(density, (X, False))
+    torch.testing.assert_close(tr(X * 2, False), density(X * 2, True))
