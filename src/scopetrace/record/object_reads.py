@@ -344,10 +344,11 @@ class ObjectReads:
             owner = self._model.owner(t)
             if key in used or owner is None:
                 continue
-            place = OfTensor(*owner[1:], "metadata")
-            read, name = Read(f"{owner[0]}'s dtype, shape and device", place.now(NO_CALL), place, (), root), owner[1:]
-            if (id(name[0]), name[1]) in changed:
-                self.overwritten.setdefault((id(name[0]), name[1]), read)
+            fqn, holder, attribute = owner
+            place = OfTensor(holder, attribute, "metadata")
+            read = Read(f"{fqn}'s dtype, shape and device", place.now(NO_CALL), place, (), root)
+            if (id(holder), attribute) in changed:
+                self.overwritten.setdefault((id(holder), attribute), read)
             else:
                 yield read
 
