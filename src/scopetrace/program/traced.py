@@ -317,7 +317,10 @@ class TracedProgram:
         known: tuple[Mapping[str, object], ...] = (tape.attributes, held.now, held.bound, tape.modules)
         names = {str(s.target) for s in self.lowering.made if s.op in ("get_attr", "call_module")}
         for name in names & {*tape.attributes, *tape.modules}:
-            now = look_up(self.graph_module, name)
+            try:
+                now = look_up(self.graph_module, name)
+            except AttributeError:
+                return True
             if all(now is not found.get(name) for found in known):
                 return True
         return False
@@ -456,6 +459,7 @@ class TracedProgram:
         except Exception as error:
             explained = _explained(error, self.tape, inputs)
             if explained is None:
+                _ = self.current  # an EditError where the graph was edited and cannot be followed
                 raise
             raise explained from error
         finally:

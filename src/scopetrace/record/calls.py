@@ -128,7 +128,7 @@ class CallRecorder:
         return self.run(call, {"call", method}, run, (module, *args), kwargs)
 
     def _refuse_other_path(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = other_path(module, args, kwargs)
+        found = other_path(module, args, kwargs, self._reads)
         if found is not None and not is_named(Place(module, type(module), *self._place(module)), self._leaves):
             problem, hint = found
             raise UnsupportedOpError(problem, op=type(module).__qualname__, **self._builder.where(), hint=hint)

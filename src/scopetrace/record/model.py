@@ -13,6 +13,7 @@ Python and NumPy have contents. Modules, tensors, classes and objects of torch a
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import contextlib
 import contextvars
@@ -22,6 +23,7 @@ import gc
 import operator
 import os
 import pickle
+import queue
 import random
 import sys
 import threading
@@ -50,6 +52,10 @@ def own_names(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOK_TABLES = (*_HOOKS, *(name for name in sorted(BOOKKEEPING) if name.endswith(("_with_kwargs", "_always_called"))))
+"""The tables of a module that have its hooks, and how these are called."""
+READ_BY_A_CALL = frozenset({"training", *_HOOKS})
+"""The attributes of a module that its call reads."""
 
 
 class Model:
@@ -210,7 +216,7 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("contents", "fqn", "live", "module", "name", "tables", "unsaved")
+    __slots__ = ("contents", "fqn", "hooks", "live", "module", "name", "tables", "unsaved")
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
@@ -224,8 +230,9 @@ class SavedModule:
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             snapshot.add(f"{name}.{key}", f".{key}", x, module)
+        self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)}
         for hooks in _HOOKS:
-            for hook in own[hooks].values() if own.get(hooks) else ():
+            for hook in self.hooks.get(hooks, {}).values():
                 snapshot.add(f"{name}'s hook", "", hook)
 
     def replaced(self) -> tuple[str, ...]:
@@ -252,7 +259,18 @@ class SavedModule:
                 table.update(old)
         if len(self.live) > 1:
             _restore_set(unsaved_buffers_of(self.module), self.unsaved)
-        return found
+        return [*found, *self._restore_hooks()]
+
+    def _restore_hooks(self) -> Iterator[Change]:
+        own = self.module.__dict__
+        for name in _HOOK_TABLES:
+            table, old = own.get(name), self.hooks.get(name, {})
+            if (table or old) and isinstance(table, dict) and not same_tables(table, old):
+                if name in _HOOKS:
+                    hooks = name.strip("_").replace("_", " ")
+                    yield Change(f"{hooks} of {self.name}", f".{name}", len(old), len(table), self.module)
+                table.clear()
+                table.update(old)
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
@@ -665,6 +683,8 @@ _BUILTIN: dict[type, Kind] = {
     weakref.ref: Kind(lambda x: [x()], lambda *_: None, _same_items),
     weakref.ProxyType: Kind(lambda x: [x.__init__.__self__], lambda *_: None, _same_items),
     bytearray: Kind(bytes, lambda x, before: x.__setitem__(slice(None), before), operator.eq),
+    array.array: Kind(lambda x: x[:], lambda x, before: x.__setitem__(slice(None), before), operator.eq),
+    queue.Queue: Kind(lambda x: list(x.queue), lambda x, before: _restore_list(x.queue, before), _same_items),
     MEMO: Kind(
         lambda x: (x, x.cache_info().misses),
         lambda x, _: x.cache_clear(),

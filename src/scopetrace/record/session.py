@@ -17,6 +17,7 @@ import itertools
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -553,7 +554,7 @@ class Recording:
             return DataDependentError(
                 "Python needs the value of a tensor that depends on the inputs or the model's state",
                 op=self.ops.data.reader(getattr(error, "cond", None), running),
-                hint=_BRANCH,
+                hint=_way_out(error),
                 **place,
             )
         if isinstance(error, NoRealValue):
@@ -572,7 +573,7 @@ class Recording:
                 hint="write out of place, or clone() the tensor before the ops that use it",
                 **place,
             )
-        if isinstance(error, NO_SHAPE_RULE):
+        if isinstance(error, NO_SHAPE_RULE) or _NO_FAKE_OF_CUSTOM_OP in str(error):
             first = (str(error).splitlines() or [""])[0]
             hint = (
                 "register a fake implementation with torch.library.register_fake, or name the module in leaf_modules="
@@ -613,6 +614,27 @@ _BRANCH = (
     "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
     "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
 )
+
+
+_NO_FAKE_OF_CUSTOM_OP = "There was no fake impl registered for"
+
+_WAYS_OUT = {
+    "_detect_is_causal_mask": "say whether the mask is a causal one, which nn.TransformerEncoder and its kind else "
+    "look up in it: is_causal=True or False beside mask=, tgt_is_causal= beside tgt_mask=, src_is_causal= beside "
+    "src_mask= of nn.Transformer; or trace with specialize=True, which lets the example decide",
+    "torch.distributions": "make the distribution with validate_args=False, or call "
+    "torch.distributions.Distribution.set_default_validate_args(False): it looks at its parameters and samples",
+}
+"""By a function or package of torch that asks for data, what to do instead."""
+
+
+def _way_out(error: BaseException) -> str:
+    """What to write instead of a branch on data."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asked_by = {frame.f_code.co_name for frame in frames} | {
+        str(frame.f_globals.get("__name__")).rpartition(".")[0] for frame in frames
+    }
+    return next((hint for name, hint in _WAYS_OUT.items() if name in asked_by), _BRANCH)
 
 
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
