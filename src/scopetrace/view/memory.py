@@ -79,7 +79,7 @@ class Memory:
 
     def __init__(self, program: TracedProgram, depth: int | None = None) -> None:
         """`depth`: levels of calls below the root that have rows; None for all."""
-        tape = program.reported
+        tape = program.as_run
         self.held_bytes, found = storages_of(tape)
         storages = list(found.values())
         self.timeline = timeline_of(len(tape.ops), ((s.size, s.made, s.used) for s in storages))
