@@ -115,6 +115,9 @@ class GradientRecorder:
             self._reads.on_requires_grad(outputs[0])
             if any(unwrapped(t) is t and id(t) not in self._values.by_id for t in by):
                 self._refuse_beyond()
+        for t in by if accumulates else ():
+            if self._outside(t) is t and not t.is_leaf:
+                t.retain_grad()  # as torch's engine does: the gradient of a result is put there by this hook
         self._refuse_other([self._outside(t) for t in by], accumulates=accumulates)
         params = [(p, t) for t in by if isinstance(p := self._outside(t), torch.nn.Parameter)]
         known = [p for p, _ in params]
@@ -150,7 +153,8 @@ class GradientRecorder:
         """Add to the `grad` of a leaf; a tensor that the forward made has its own."""
         outside = self._outside(t)
         if outside is t:
-            t.grad = gradient if t.grad is None else t.grad + gradient
+            if not t.retains_grad:
+                t.grad = gradient if t.grad is None else t.grad + gradient
             run_after_accumulation(t)
             return
         entry = self._of(t)
