@@ -287,6 +287,29 @@ def test_backward_beyond_an_input_is_refused():
         st.trace(lambda x: x.sum().backward(), (x,))
 
 
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused(kind, padding):
+    model = kind(10, 4, padding_idx=padding, sparse=True)
+    with pytest.raises(st.errors.UnsupportedOpError, match=r"parameter is sparse(.|\n)*sparse=False"):
+        st.trace(lambda x: model(x).sum().backward(), (torch.ones(2, 3, dtype=torch.int64),))
+
+
+def test_the_checks_of_distributions_are_named_in_the_error():
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+
+    def step(x, validate=None):
+        chosen = torch.distributions.Categorical(logits=model(x), validate_args=validate)
+        loss = chosen.log_prob(torch.zeros(5)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(st.errors.DataDependentError, match="validate_args=False"):
+        st.trace(step, (x,))
+    assert torch.equal(st.trace(step, (x, False))(x, False), step(x, False))
+    assert torch.equal(st.trace(step, (x,), specialize=True)(x), step(x))
+
+
 def test_an_optimizer_whose_first_step_is_another_is_refused():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)

@@ -130,6 +130,8 @@ class GradientRecorder:
             return found
         self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
         for t, gradient in zip(by, found, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise sparse_gradient("Tensor.backward", **self._builder.where())
             if gradient is not None:
                 with self._phases.of(self._phases.of_value(self._values.value_of(t))):
                     self._add(t, gradient, create_graph=create_graph)
@@ -455,3 +457,10 @@ class GradientRecorder:
 
     def _refuse(self, problem: str, hint: str, op: str = "torch.autograd.grad") -> NoReturn:
         raise UnsupportedOpError(problem, op=op, **self._builder.where(), hint=hint)
+
+
+def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:
+    """The error for a gradient that eager would add to `grad` by rules of its own for sparse tensors."""
+    problem = "the gradient of a parameter is sparse, as that of an embedding with sparse=True"
+    hint = "make the embedding with sparse=False, and the optimizer one that takes dense gradients"
+    return UnsupportedOpError(problem, op=op, module=module, source=source, hint=hint)

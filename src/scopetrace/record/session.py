@@ -27,6 +27,7 @@ from scopetrace._compat.export import additional_inputs, without_wrappers
 from scopetrace._compat.ops import building, dispatching_to, eager, in_large_stack
 from scopetrace._compat.patches import observing
 from scopetrace._compat.questions import hooks_of_all_modules, settings
+from scopetrace._compat.sources import TORCH_DIRECTORY, prefixes
 from scopetrace._compat.tensors import (
     DATA_DEPENDENT,
     NO_SHAPE_RULE,
@@ -94,6 +95,7 @@ from scopetrace.record.effects import (
     without_hidden_gradients,
     writes_to_inputs_apart,
 )
+from scopetrace.record.gradients import sparse_gradient
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.model import Model, holds_iterator
 from scopetrace.record.object_reads import ObjectReads, Watched
@@ -549,11 +551,15 @@ class Recording:
                 hint="step it after a call of the trace, on the gradients that this leaves in `grad`",
                 **place,
             )
+        if no_data and running is torch.ops.aten.embedding_backward.default:  # only where its result is sparse
+            return sparse_gradient(str(running), **place)
         if no_data:
+            frames = frames_of_traceback(error.__traceback__)
+            validates = any(code.co_filename.startswith(_DISTRIBUTIONS) for code, _ in frames)
             return DataDependentError(
                 "Python needs the value of a tensor that depends on the inputs or the model's state",
                 op=self.ops.data.reader(getattr(error, "cond", None), running),
-                hint=_BRANCH,
+                hint=_VALIDATION if validates else _BRANCH,
                 **place,
             )
         if isinstance(error, NoRealValue):
@@ -614,6 +620,13 @@ _BRANCH = (
     "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
 )
 
+
+_DISTRIBUTIONS = prefixes(TORCH_DIRECTORY, "distributions/")
+_VALIDATION = (
+    "torch.distributions checks arguments in Python: give the distribution validate_args=False, or call "
+    "torch.distributions.Distribution.set_default_validate_args(False) before; or trace with specialize=True, which "
+    "lets the example inputs decide"
+)
 
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)
 
