@@ -298,16 +298,16 @@ def test_sparse_gradients_are_refused(kind, padding):
 def test_the_checks_of_distributions_are_named_in_the_error():
     model, x = nn.Linear(4, 3), torch.randn(5, 4)
 
-    def step(x, validate=None):
+    def step(x, validate):
         chosen = torch.distributions.Categorical(logits=model(x), validate_args=validate)
         loss = chosen.log_prob(torch.zeros(5)).sum()
         loss.backward()
         return loss
 
     with pytest.raises(st.errors.DataDependentError, match="validate_args=False"):
-        st.trace(step, (x,))
+        st.trace(step, (x, True))
     assert torch.equal(st.trace(step, (x, False))(x, False), step(x, False))
-    assert torch.equal(st.trace(step, (x,), specialize=True)(x), step(x))
+    assert torch.equal(st.trace(step, (x, True), specialize=True)(x, True), step(x, True))
 
 
 def test_an_optimizer_whose_first_step_is_another_is_refused():

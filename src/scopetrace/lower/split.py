@@ -24,6 +24,7 @@ from torch.export import Dim
 
 from scopetrace._compat.compilers import default_partition
 from scopetrace._compat.graph_module import look_up, set_grad_enabled
+from scopetrace._compat.ops import is_op
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import Symbolic, example, has_unbacked
 from scopetrace._compat.tensors import FakeFactory, dense_order, is_symbolic
@@ -280,7 +281,7 @@ def _with_inputs(
         elif node.op != "output":
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)
             copy.meta["partitioner_tag"] = tags.get(node, "is_forward")
-            if node.op == "call_function" and node_value(node) is None and node.target is not set_grad_enabled:
+            if node.op == "call_function" and node_value(node) is None and not is_op(node.target):
                 of_numbers: Any = node.target
                 set_node_value(copy, of_numbers(*torch.fx.map_arg(copy.args, node_value)))
     graph.output([copies[n] if isinstance(n, torch.fx.Node) else n for n in outputs])
