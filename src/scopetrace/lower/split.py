@@ -176,7 +176,8 @@ def split_backward(
     forward, backward = partition_fn(joint.module, joint.examples, num_fwd_outputs=joint.results)
     returned = [n.name for n in _outputs(forward.graph)]
     after = {name: i for i, name in reversed([*enumerate(returned)])}
-    taken = [n for n in backward.graph.find_nodes(op="placeholder") if not n.target.startswith("tangents_")]
+    given = (str(n.target) for n in backward.graph.find_nodes(op="placeholder"))  # a node's name has no capitals
+    taken = [name for name in given if not name.startswith("tangents_")]
     made = {n.name: n for n in forward.graph.nodes}
     return SplitProgram(
         forward,
@@ -184,9 +185,9 @@ def split_backward(
         joint.primals,
         joint.results,
         joint.gradients,
-        tuple(Saved.among(made[n.name] for n in taken)),
+        tuple(Saved.among(map(made.__getitem__, taken))),
         program,
-        tuple(after[n.name] for n in taken),
+        tuple(map(after.__getitem__, taken)),
         joint.order,
         joint.differentiable,
         joint.sizes,
