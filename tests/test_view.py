@@ -544,6 +544,16 @@ def test_memory_is_kept_by_views_and_freed_after_the_last_use(tmp_path):
     assert counted(trace(Views(), torch.ones(4, 4)), tmp_path / "net.json")[0] == [64, 64, 128, 132, 72, 12]
 
 
+def test_a_summary_of_a_step_has_backward_by_module():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    summary = st.trace(lambda x: model(x).sum().backward(), (torch.ones(4, 4),)).summary()
+    assert [line.split()[0] for line in str(summary).splitlines()[1:9]] == [
+        *("function", "Sequential[model]", "Linear[0]", "BatchNorm1d[1]"),
+        *("backward", "Sequential[model]", "BatchNorm1d[1]", "Linear[0]"),
+    ]
+    assert [len(row.writes) for row in summary.rows[1:]] == [3, 0, 3, 0, 0, 0, 0]
+
+
 # Differences ---------------------------------------------------------------------------------------------------------
 
 
