@@ -493,6 +493,51 @@ def test_what_a_call_saves():
     assert [s.shape for s in trace.call("model.b").saved] == [(8, 3), (5, 8)]
 
 
+def train(model, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def in_a_function_around(model):
+    def forward(x):
+        return model(x)
+
+    return lambda x: train(forward, x)
+
+
+def as_a_default(model):
+    def step(x, model=model):
+        return train(model, x)
+
+    return step
+
+
+@pytest.mark.parametrize("make", [in_a_function_around, as_a_default, lambda model: functools.partial(train, model)])
+def test_the_names_of_modules_are_those_of_variables(make):
+    trace = st.trace(make(Net()), (torch.randn(5, 4),))
+    assert [call.fqn for call in trace.calls] == ["", "model", "model.a", "model.norm", "model.b"]
+    assert {m.name for m in trace.mutations} >= {"model.a.weight.grad"}
+
+
+def test_modules_of_one_name_in_two_functions():
+    def make(model):
+        return lambda x: model(x)
+
+    first, second = make(nn.Linear(4, 4)), make(nn.Linear(4, 4))
+    x = torch.randn(5, 4)
+    trace = st.trace(lambda x: second(first(x)).sum(), (x,))
+    assert [call.fqn for call in trace.calls[1:]] == ["model", "second.model"]
+    assert torch.equal(trace(x), second(first(x)).sum())
+
+
+def test_the_backward_of_a_second_call_says_so():
+    model = Twice()
+    text = str(st.trace(step_of(model), (torch.randn(5, 4),)))
+    found = [line.strip() for line in text[text.index("  backward") :].splitlines() if "[fc]" in line]
+    assert list(dict.fromkeys(found)) == ["Linear[fc]#1", "Linear[fc]"]
+
+
 def test_the_text_folds_backward_by_call():
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()) for _ in range(3)))
