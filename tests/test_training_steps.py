@@ -100,6 +100,49 @@ def test_gradients_in_memory_of_their_own():
     assert len({p.grad.untyped_storage().data_ptr() for p in (*model.parameters(),)} | {x.data_ptr()}) == 4
 
 
+def whole(p):
+    p.grad = torch.ones_like(p)
+    return p.grad
+
+
+def parts_of_one(p):
+    flat = torch.ones(10)
+    p.grad = flat[2:].view_as(p)
+    return flat
+
+
+def detached(p):
+    p.grad = torch.ones_like(p)
+    return p.grad.detach()
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("made_by", [whole, parts_of_one, detached])
+def test_gradients_in_memory_that_the_step_has_by_another_name(made_by, is_read):
+    """As a buffer that all gradients are views of: it is written before, and read after they are added."""
+
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        buffer = made_by(model.weight)
+
+        def step(x):
+            buffer.mul_(0.5)
+            model(x).square().sum().backward()
+            norm = buffer.norm()
+            return norm, model.weight.grad.sum() if is_read else norm
+
+        return model, buffer, step
+
+    (model, buffer, step), (twin, other, eager) = make(), make()
+    trace = st.trace(step, (torch.ones(5, 4),))
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        assert all(map(equal, trace(x), eager(x)))
+        assert equal(buffer, other)
+        assert equal(model.weight.grad, twin.weight.grad)
+
+
 def clamp(p):
     p.grad.clamp_(-0.01, 0.01)
 

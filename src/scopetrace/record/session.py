@@ -222,6 +222,7 @@ class Recording:
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
+        self.builder.gradients_shared = assumptions.gradients_shared
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.tape.reuse = None if reuse is False else Reuse()
