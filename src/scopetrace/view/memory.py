@@ -167,7 +167,10 @@ def forward_call(op: Op, tape: Tape) -> Call | None:
 
 
 def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
-    """The bytes that are there before the program, and what it makes, by `Value.storage`."""
+    """The bytes that are there before the program, and what it makes, by `Value.storage`.
+
+    What the bodies of a higher-order op need besides its results, while it runs, has a key of its own.
+    """
     size: dict[int, int] = {}
     made: dict[int, int] = {}
     used: dict[int, int] = {}
@@ -191,7 +194,19 @@ def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
     own = {
         s: Storage(size[s], made[s], used[s], forward.get(s, made[s]), backward.get(s)) for s in size if s not in held
     }
+    free = itertools.count(min(size, default=0) - 1, -1)  # keys that no storage has
+    for i, op in enumerate(tape.ops):
+        bodies = op.bodies()
+        inside = max(map(_peak_of, bodies)) - sum(s.size for s in own.values() if s.made == i) if bodies else 0
+        if inside > 0:
+            own[next(free)] = Storage(inside, i, i, i, None)
     return sum(size[s] for s in held), own
+
+
+def _peak_of(body: Tape) -> int:
+    """The most that is in use while a body of a higher-order op runs once, its results included."""
+    found = storages_of(body)[1].values()
+    return max(timeline_of(len(body.ops), ((s.size, s.made, s.used) for s in found)), default=0)
 
 
 def _bytes(value: Value) -> int:
