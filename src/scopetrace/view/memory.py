@@ -195,12 +195,16 @@ def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
         s: Storage(size[s], made[s], used[s], forward.get(s, made[s]), backward.get(s)) for s in size if s not in held
     }
     free = itertools.count(min(size, default=0) - 1, -1)  # keys that no storage has
+    return sum(size[s] for s in held), own | dict(zip(free, _inside_ops(tape, own.values()), strict=False))
+
+
+def _inside_ops(tape: Tape, storages: Iterable[Storage]) -> Iterator[Storage]:
+    """What the bodies of ops need besides the results of these."""
     for i, op in enumerate(tape.ops):
         bodies = op.bodies()
-        inside = max(map(_peak_of, bodies)) - sum(s.size for s in own.values() if s.made == i) if bodies else 0
-        if inside > 0:
-            own[next(free)] = Storage(inside, i, i, i, None)
-    return sum(size[s] for s in held), own
+        if bodies:
+            size = max(map(_peak_of, bodies)) - sum(s.size for s in storages if s.made == i)
+            yield Storage(max(size, 0), i, i, i, None)
 
 
 def _peak_of(body: Tape) -> int:
