@@ -65,7 +65,7 @@ from scopetrace.ir.reads import (
     snapshot,
     unchanged,
 )
-from scopetrace.ir.tape import ProgramTape, Value, bind
+from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
@@ -239,8 +239,10 @@ class CallBoundary:
     def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module, forward: Forward = None) -> None:
         self.tape = tape
         self.forward = forward
+        self._signed = forward_of(tape.calls[0], forward)
+        """What has the signature of `forward`: of a loaded trace, that is all that is known of it."""
         self.expected = ExpectedArguments(tape)
-        self.more_keywords = more_keywords(forward, self.expected.kwargs)
+        self.more_keywords = more_keywords(self._signed, self.expected.kwargs)
         self._takes_dicts = not _DICTS.isdisjoint(map(type, (*self.expected.args, *self.expected.kwargs.values())))
         self._count = len(tape.graph_outputs())
         self.outputs = _with_given(without_values(tape.outputs), tape.given)
@@ -297,12 +299,12 @@ class CallBoundary:
         `forward` is known.
         """
         expected = self.expected
-        if self.forward is None or (len(args) == len(expected.args) and set(kwargs) == set(expected.kwargs)):
+        if self._signed is None or (len(args) == len(expected.args) and set(kwargs) == set(expected.kwargs)):
             return args, kwargs
         more = expected.kwargs.keys() & set(self.more_keywords)
-        given = bind(self.forward, args, kwargs) | {name: kwargs[name] for name in more & kwargs.keys()}
-        traced = bind(self.forward, tuple(expected.args), expected.kwargs) | {n: expected.kwargs[n] for n in more}
-        names = argument_names(self.forward, len(expected.args))
+        given = bind(self._signed, args, kwargs) | {name: kwargs[name] for name in more & kwargs.keys()}
+        traced = bind(self._signed, tuple(expected.args), expected.kwargs) | {n: expected.kwargs[n] for n in more}
+        names = argument_names(self._signed, len(expected.args))
         if given.keys() != traced.keys() or not {*names, *expected.kwargs} <= given.keys():
             return args, kwargs
         for name in given.keys() - {*names, *expected.kwargs}:

@@ -338,6 +338,11 @@ class TracedProgram:
         """The tape whose writes and shared memory are those of a call."""
         return self.tape if self.tape.edited and self.tape.write_back is None else self.recorded
 
+    @property
+    def as_run(self) -> ProgramTape:
+        """The ops as they ran, mutations included; of an edited graph, as they would run now."""
+        return self.tape if self.tape.edited else self.recorded
+
     def with_tape(self, tape: ProgramTape) -> TracedProgram:
         """The same trace with another tape to make the graph from."""
         return TracedProgram(self.recorded, tape, self.model)

@@ -102,6 +102,9 @@ class CallRecorder:
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the traced callable as the outermost call."""
         call = self._open(self._model.root, "", self._builder.tape.root, args, kwargs)
+        if call.module is None:
+            with contextlib.suppress(TypeError, ValueError):  # built-in callables have no signature
+                call.signature = inspect.signature(self._model.forward)
         try:
             return self.run(call, set(), fn, args, kwargs)
         finally:

@@ -62,7 +62,8 @@ class Model:
     """The modules and tensors that belong to a traced callable, with their names.
 
     An `nn.Module` has its own names (`named_modules`), a bound method those of its module. For any other callable, the
-    modules in its closure, globals and partial arguments are named after their variables.
+    modules in its closure, globals, defaults and partial arguments are named after their variables, and those of the
+    functions that it refers to.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -312,10 +313,27 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 
 def _modules_around(fn: Any) -> list[tuple[str, torch.nn.Module]]:
-    """The modules that a function can reach by name."""
+    """The modules that a function can reach by name, itself and by the functions around it that it refers to."""
+    found: dict[str, torch.nn.Module] = {}
+    functions, known = [("", fn)], {id(fn)}
+    for around, function in functions:  # which grows meanwhile
+        for name, x in _variables(function):
+            if type(x) is types.FunctionType and is_users_class(x) and id(x) not in known:
+                known.add(id(x))
+                functions.append((f"{around}{name}.", x))
+            for path, module in _modules_in(name, x):
+                if found.setdefault(path, module) is not module:
+                    found.setdefault(around + path, module)
+    return [*found.items()]
+
+
+def _variables(fn: Any) -> list[tuple[str, Any]]:
+    """What a function can reach by name, or the attributes of a callable object."""
     found: list[tuple[str, Any]] = []
     if isinstance(fn, functools.partial):
-        found += [*((f"arg{i}", a) for i, a in enumerate(fn.args)), *fn.keywords.items()]
+        names = _parameters(fn.func)
+        found += [(names[i] if i < len(names) else f"arg{i}", a) for i, a in enumerate(fn.args)]
+        found += fn.keywords.items()
         fn = fn.func
     fn = getattr(fn, "__wrapped__", fn)
     code = getattr(fn, "__code__", None)
@@ -325,9 +343,18 @@ def _modules_around(fn: Any) -> list[tuple[str, torch.nn.Module]]:
         found += getattr(fn, "__dict__", {}).items()
     else:
         found += [(name, content_of(cell)) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False)]
+        defaults = fn.__defaults__ or ()
+        found += zip(_parameters(fn)[::-1], defaults[::-1], strict=False)
+        found += (fn.__kwdefaults__ or {}).items()
         found += [(name, fn.__globals__.get(name)) for name in code.co_names]
     found += vars(getattr(fn, "__self__", None) or object).items() if isinstance(fn, types.MethodType) else ()
-    return [module for name, x in found for module in _modules_in(name, x)]
+    return found
+
+
+def _parameters(fn: Any) -> list[str]:
+    """The names of the positional parameters of a function; none of another callable."""
+    code = getattr(fn, "__code__", None)
+    return [] if code is None or isinstance(fn, types.MethodType) else [*code.co_varnames[: code.co_argcount]]
 
 
 def _modules_in(name: str, x: Any, depth: int = 2) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -95,6 +95,7 @@ from scopetrace.record.effects import (
     without_hidden_gradients,
     writes_to_inputs_apart,
 )
+from scopetrace.record.gradients import sparse_gradient
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.model import Model, holds_iterator
 from scopetrace.record.object_reads import ObjectReads, Watched
@@ -221,6 +222,7 @@ class Recording:
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
+        self.builder.gradients_shared = assumptions.gradients_shared
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.tape.reuse = None if reuse is False else Reuse()
@@ -550,6 +552,8 @@ class Recording:
                 hint="step it after a call of the trace, on the gradients that this leaves in `grad`",
                 **place,
             )
+        if no_data and running is torch.ops.aten.embedding_backward.default:  # only where its result is sparse
+            return sparse_gradient(str(running), **place)
         if no_data:
             return DataDependentError(
                 "Python needs the value of a tensor that depends on the inputs or the model's state",
