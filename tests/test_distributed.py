@@ -622,6 +622,35 @@ def test_the_flops_of_a_step_are_those_of_its_ops():
     assert [g for kind, g in link if kind == "reduce-scatter"] == found.backward_gathers
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.NAdam])
+def test_an_optimizer_in_the_step_takes_no_flops(kind):
+    model = Blocks(together)
+    optimizer, step, ids = kind(model.parameters()), step_of(model), torch.zeros(1, 3, dtype=torch.int64)
+
+    def whole(ids):
+        step(ids)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain, tr = st.trace(step, (ids,)), st.trace(whole, (ids,))
+    found = [
+        st.distributed.simulate(
+            st.distributed.plan(model, t.order, classes=Block), t, ranks=4, bandwidth=1e6, flops=1e8
+        )
+        for t in (plain, tr)
+    ]
+    assert found[0].compute == found[1].compute
+    assert found[0].transfers == found[1].transfers
+
+
+def test_a_step_of_dynamic_sizes_has_no_flops():
+    model = nn.Sequential(nn.Linear(4, 4))
+    tr = st.trace(step_of(model), (torch.ones(3, 4),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    found = st.distributed.plan(model, tr.order, classes=nn.Linear)
+    with pytest.raises(st.errors.PlanError, match="FLOPs need sizes"):
+        st.distributed.simulate(found, tr, ranks=4, bandwidth=1e6, flops=1e8)
+
+
 def test_the_flops_of_what_runs_again_count():
     simulated_step(Blocks(together), Block, torch.zeros(1, 3, dtype=torch.int64))
 

@@ -218,6 +218,7 @@ def test_two_dims_that_the_model_makes_equal():
     [
         ({"z": {0: Dim("n")}}, "dynamic_shapes names 'z'; the arguments are x, y"),
         ({"x": {5: Dim("n")}}, "dimension 5 of x, which has 3"),
+        ({"x": {"0": Dim("n")}}, "the key .0. for x: a dimension is a whole number"),
         ({"x": {0: 1.5}}, "dimension 0: 1.5 is none of"),
         (({0: Dim("n")},), "1 items for 2 arguments"),
         ({"x": {0: Dim("n", max=2)}}, r"is 3 in the example, outside of \[0, 2\]"),

@@ -576,3 +576,38 @@ def test_a_module_that_writes_its_attributes_is_no_part_of_a_graph():
     assert type(observer.most) is torch.Tensor
     with pytest.raises(st.errors.ArgumentTypeError, match=r"takes a torch\.fx\.GraphModule, not ReLU"):
         trace.with_graph(nn.ReLU())
+
+
+def test_a_call_of_a_graph_without_its_tensor_or_with_another_input():
+    x, trace = torch.randn(2, 4), st.trace(nn.Linear(4, 3), (torch.randn(2, 4),))
+    del trace.graph_module.weight
+    for form in (lambda: trace(x), trace.to_exported_program, trace.to_module, lambda: str(trace.calls[0].outputs)):
+        with pytest.raises(st.errors.EditError, match="node weight: the graph module has no attribute weight"):
+            form()
+    trace = st.trace(nn.Linear(4, 3), (x,))
+    with trace.graph_module.graph.inserting_before(next(iter(trace.graph_module.graph.nodes))):
+        trace.graph_module.graph.placeholder("mask")
+    trace.graph_module.recompile()
+    with pytest.raises(st.errors.EditError, match="2 placeholders"):
+        trace(x)
+
+
+def test_a_page_of_a_graph_whose_nodes_have_no_meta():
+    trace = st.trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), (torch.randn(2, 4),))
+    for node in trace.graph_module.graph.nodes:
+        node.meta.clear()
+    assert "linear" in trace.to_html()
+
+
+def test_the_arguments_of_the_root_call_of_a_transformed_graph():
+    class Doubled(torch.fx.Transformer):
+        def call_function(self, target, args, kwargs):
+            found = super().call_function(target, args, kwargs)
+            return found * 2 if target is aten.relu.default else found
+
+    x = torch.randn(2, 4)
+    trace = st.trace(nn.Sequential(nn.Linear(4, 3), nn.ReLU()), (x,))
+    found = trace.with_graph(Doubled(trace.graph_module).transform())
+    root = found.calls[0]
+    assert root.arguments["input"].op == "placeholder" and found.calls[1].arguments["input"] is root.arguments["input"]
+    torch.testing.assert_close(found(x), trace(x) * 2)

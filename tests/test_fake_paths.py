@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.utils import rnn
 
 import scopetrace as st
-from scopetrace.errors import DataDependentError, RandomStateError, UnsupportedOpError
+from scopetrace.errors import DataDependentError, RandomStateError, StateMismatchError, UnsupportedOpError
 
 X = torch.randn(2, 4)
 SEQUENCES = torch.randn(2, 5, 8)
@@ -75,6 +75,42 @@ def test_layers_and_attention_are_as_in_eager(batch_first, bias, padding, grad):
         torch.testing.assert_close(tr(x, src_key_padding_mask=padding), layer(x, src_key_padding_mask=padding))
         tr = st.trace(attention, (x, x, x), {"key_padding_mask": padding})
         torch.testing.assert_close(tr(x, x, x, key_padding_mask=padding), attention(x, x, x, key_padding_mask=padding))
+
+
+def test_a_call_that_would_compute_on_nested_tensors_is_refused():
+    """Of a trace that did not, since gradients were recorded or the fast path was switched off."""
+    model, kwargs = encoder(), {"src_key_padding_mask": PADDING}
+    tr = st.trace(model, (SEQUENCES,), kwargs)
+    torch.testing.assert_close(tr(SEQUENCES, **kwargs), model(SEQUENCES, **kwargs))
+    with torch.no_grad(), pytest.raises(StateMismatchError, match=r"is_grad_enabled\(\).*: True when traced and False"):
+        tr(SEQUENCES, **kwargs)
+    model.requires_grad_(False)
+    with pytest.raises(StateMismatchError, match=r"requires_grad.*: True when traced and False now"):
+        tr(SEQUENCES, **kwargs)
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        tr = st.trace(model, (SEQUENCES,), kwargs)
+        tr(SEQUENCES, **kwargs)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(True)
+    with pytest.raises(StateMismatchError, match=r"get_fastpath_enabled\(\).*: False when traced and True now"):
+        tr(SEQUENCES, **kwargs)
+
+
+def test_a_call_with_gradients_that_would_not_take_the_fused_op_is_refused():
+    """It has no derivative."""
+    model = encoder().layers[0]
+    with torch.no_grad():
+        tr = st.trace(model, (SEQUENCES,))
+        torch.testing.assert_close(tr(SEQUENCES), model(SEQUENCES))
+    with pytest.raises(StateMismatchError, match=r"is_grad_enabled\(\).*: False when traced and True now"):
+        tr(SEQUENCES)
+    model.requires_grad_(False)
+    tr = st.trace(model, (SEQUENCES,))
+    torch.testing.assert_close(tr(SEQUENCES), model(SEQUENCES))
+    model.requires_grad_(True)
+    with pytest.raises(StateMismatchError, match=r"requires_grad.*: False when traced and True now"):
+        tr(SEQUENCES)
 
 
 # Tensors that a forward makes require grad ---------------------------------------------------------------------------

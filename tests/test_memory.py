@@ -55,6 +55,15 @@ def test_what_backward_reads_is_saved_until_then():
     assert memory.peak_bytes == 804  # that, the product, and the sum; in backward the gradient of weight
 
 
+def test_what_a_branch_needs_is_in_use_while_it_runs():
+    def f(x):
+        return torch.cond(x.sum() > 0, lambda t: torch.cat([t] * 9).sin().sum(), lambda t: t.sum(), (x,))
+
+    memory = st.trace(f, (torch.ones(100),)).memory()
+    assert memory.timeline[-1] == memory.peak_bytes == 2 * 3600 + 1  # and the condition
+    assert memory.peak_op == "cond"
+
+
 def test_a_program_without_ops():
     memory = st.trace(lambda x: x, (torch.ones(3),)).memory()
     assert (memory.peak_bytes, memory.held_bytes, memory.peak_op) == (0, 12, "")

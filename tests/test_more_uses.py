@@ -1,14 +1,18 @@
 """Rarer things that a forward asks: a call that would hear another answer is refused, or a side effect says so."""
 
+import array
 import collections
 import copy
 import datetime
+import functools
 import logging
 import os
+import queue
 import weakref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import scopetrace as st
@@ -163,8 +167,18 @@ def test_clocks_files_and_the_process(tmp_path):
         (lambda x: x * os.getpid(), "os.getpid()"),
         (lambda x: x * os.path.exists("/"), "os.path.exists()"),  # noqa: PTH110
         (read, "open()"),
+        (lambda x: x * float(file.read_text()), "Path.read_text()"),
+        (lambda x: x * file.exists(), "Path.exists()"),
+        (lambda x: x * len(list(file.parent.iterdir())), "Path.iterdir()"),
     ):
         assert (name, True) in effects(forward)
+
+    def logs(x):
+        with file.with_suffix(".log").open("a") as f:
+            f.write("called")
+        return x
+
+    assert effects(logs) == [("Path.open()", False)]
     made = st.trace(lambda x: (x, datetime.datetime(2020, 1, 2)), (X,))(X)[1]
     assert type(made) is datetime.datetime and isinstance(made, datetime.datetime)
 
@@ -371,7 +385,7 @@ def test_the_order_of_entries():
     y = X * 3
     tr = st.trace(lambda d: next(iter(d.values())) * 2, ({"a": X, "b": y},))
     assert torch.equal(tr({"a": y, "b": X}), y * 2)
-    refused(tr, "pass the same structure", {"b": X, "a": y}, error=st.errors.InputMismatchError)
+    refused(tr, "in the order of the trace", {"b": X, "a": y}, error=st.errors.InputMismatchError)
     tr = st.trace(lambda x, k=None, **more: x * next(iter(more.values())), (X,), {"a": X, "b": y, "k": X})
     tr(X, k=X, a=X, b=y)
     refused(tr, r"order of \*\*kwargs was \['a', 'b'\]", X, k=X, b=X, a=y, error=st.errors.InputMismatchError)
@@ -407,7 +421,7 @@ def test_the_order_of_entries_that_are_taken_by_key():
             tr(x, {"mask": mask, "scale": scale}, extra=extra, shift=shift)
     model.register_forward_pre_hook(lambda module, args: None)
     tr = st.trace(model, (X, {"scale": X * 2, "mask": X * 3}), {"shift": X * 4})
-    refused(tr, "pass the same structure", x, {"mask": X, "scale": X}, shift=X, error=st.errors.InputMismatchError)
+    refused(tr, "in the order of the trace", x, {"mask": X, "scale": X}, shift=X, error=st.errors.InputMismatchError)
 
 
 # What forward registers ----------------------------------------------------------------------------------------------
@@ -513,3 +527,117 @@ def test_a_dict_that_is_a_default_argument_and_changes():
     tr(X)
     forward.__defaults__[0]["k"] = 3.0
     refused(tr, "default arguments")
+
+
+# Tensors that Python only looks at -----------------------------------------------------------------------------------
+
+LOOKS = {
+    "numel": lambda s, x: x * s.table.numel(),
+    "len": lambda s, x: x * len(s.table),
+    "dtype": lambda s, x: x.to(s.table.dtype),
+    "is None": lambda s, x: x if s.table is None else x * 2,
+    "items": lambda s, x: x * len([row for row in s.table]),
+}
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "parameter"])
+@pytest.mark.parametrize("look", LOOKS)
+def test_a_tensor_of_the_model_that_no_op_takes(look, kind):
+    make = nn.Parameter if kind == "parameter" else lambda t: t
+    model = net(LOOKS[look])
+    if kind == "buffer":
+        model.register_buffer("table", torch.ones(3, 2))
+    else:
+        model.table = make(torch.ones(3, 2))
+    tr = st.trace(model, (X,))
+    torch.testing.assert_close(tr(X), model(X))
+    model.table = make(torch.zeros(3, 2))
+    torch.testing.assert_close(tr(X), model(X))
+    for other in (make(torch.ones(5, 2)), make(torch.ones(3, 2).double()), None):
+        model.table = other
+        refused(tr, "table")
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer", "parameter"])
+@pytest.mark.parametrize("ask", [lambda t: t.stride(0), lambda t: t.is_contiguous(), lambda t: t.storage_offset()])
+def test_how_a_tensor_of_the_model_lies_in_memory(ask, kind):
+    make = nn.Parameter if kind == "parameter" else lambda t: t
+    model = net(lambda s, x: x * s.table[0] * (1 + ask(s.table)))
+    if kind == "buffer":
+        model.register_buffer("table", torch.ones(3, 4))
+    else:
+        model.table = make(torch.ones(3, 4))
+    tr = st.trace(model, (X,))
+    model.table = make(torch.ones(3, 4))
+    torch.testing.assert_close(tr(X), model(X))
+    model.table = make(torch.ones(7, 8)[1::2, ::2])
+    refused(tr, r"table('s strides|\.storage_offset\(\)), which the model reads")
+
+
+def test_the_keywords_of_a_partial():
+    model = net(lambda s, x: s.act(x), act=functools.partial(nn.functional.leaky_relu, negative_slope=0.5))
+    tr = st.trace(model, (X,))
+    model.act = functools.partial(nn.functional.leaky_relu, negative_slope=0.5)
+    tr(X)
+    model.act.keywords["negative_slope"] = 0.1
+    refused(tr, r"act, which the model reads.*'negative_slope': 0\.5.* when traced and .*0\.1")
+
+
+@pytest.mark.parametrize("make", [queue.Queue, queue.LifoQueue, queue.PriorityQueue])
+def test_queues(make):
+    def waits(s, x):
+        s.waiting.put(1)
+        return x * s.waiting.qsize()
+
+    model = net(waits, waiting=make())
+    tr = st.trace(model, (X,))
+    assert [e.change for e in tr.side_effects] == ["self.waiting was [] and became [1]"] and model.waiting.empty()
+    assert torch.equal(tr(X), X)
+    refused(tr, "right for one call only", error=st.errors.SideEffectError)
+    model = net(lambda s, x: x * s.waiting.qsize(), waiting=make())
+    tr = st.trace(model, (X,))
+    model.waiting.put(1)
+    refused(tr, "waiting, which the model reads")
+
+
+def test_numbers_in_an_array():
+    def counts(s, x):
+        s.counts[0] += 1
+        return x * s.counts[0]
+
+    tr = st.trace(net(counts, counts=array.array("d", [1.0])), (X,))
+    assert torch.equal(tr(X), X * 2)
+    refused(tr, "right for one call only.*self.counts", error=st.errors.SideEffectError)
+
+
+@pytest.mark.parametrize("name", ["is_initialized", "get_rank", "get_world_size"])
+def test_the_process_group(name, tmp_path):
+    def asks(x):
+        return x * (2 + getattr(dist, name)()) if dist.is_initialized() else x * 5
+
+    tr = st.trace(asks, (X,))
+    tr(X)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        refused(tr, r"is_initialized\(\), which the model reads.*: False when traced and True now")
+        tr = st.trace(asks, (X,))
+        torch.testing.assert_close(tr(X), asks(X))
+    finally:
+        dist.destroy_process_group()
+    refused(tr, r"is_initialized\(\), which the model reads.*: True when traced and False now")
+
+
+def test_an_argument_that_is_a_tensor_of_the_model():
+    model = net(lambda s, x, w: s.fc(x) @ w)
+    weight, other = model.fc.weight, torch.randn(4, 4)
+    tr = st.trace(model, (X, weight))
+    torch.testing.assert_close(tr(X, weight), model(X, weight))
+    for w in (other, weight.detach().clone()):
+        refused(tr, r"are tensors of the model: \(\(1, 'fc.weight'\),\)", X, w, error=st.errors.InputMismatchError)
+    tr = st.trace(model, (X, other))
+    torch.testing.assert_close(tr(X, weight), model(X, weight))
+    step = lambda params, x: torch.func.functional_call(model, params, (x, x.T @ x))  # noqa: E731
+    own = dict(model.named_parameters())
+    tr = st.trace(step, (own, X))
+    others = {name: p * 2 for name, p in own.items()}
+    torch.testing.assert_close(tr(others, X), step(others, X))

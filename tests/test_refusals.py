@@ -192,3 +192,38 @@ def test_as_strided_where_the_graph_lays_memory_out_otherwise():
 
     with pytest.raises(st.FunctionalizationError, match="strides are not those of eager"):
         st.trace(run, (torch.randn(3, 3),))
+
+
+@pytest.mark.parametrize("name", ["code", "graph", "meta", "print_readable"])
+@pytest.mark.parametrize("kind", ["tensor", "module"])
+def test_attributes_that_a_graph_module_has_too(name, kind, tmp_path):
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            if kind == "tensor":
+                self.register_buffer(name, torch.ones(3))
+            else:
+                self.add_module(name, nn.Linear(3, 3))
+
+        def forward(self, x):
+            return x * self._buffers[name] if kind == "tensor" else self._modules[name](x)
+
+    model, x = Net(), torch.randn(2, 3)
+    trace = st.trace(model, (x,))
+    for make in (lambda: trace(x), trace.to_exported_program, trace.to_module, lambda: trace.save(tmp_path / "t.st")):
+        with pytest.raises(st.errors.UnsupportedOpError, match=f"attribute '{name}', and so has each") as error:
+            make()
+        assert "nn.Sequential(model)" in error.value.hint
+    trace = st.trace(nn.Sequential(model), (x,))
+    for run in (trace, trace.to_module(), trace.to_exported_program().module()):
+        torch.testing.assert_close(run(x), model(x))
+
+
+def test_a_custom_op_without_a_fake_implementation():
+    with torch.library._scoped_library("scopetrace_no_fake", "FRAGMENT"):
+        op = torch.library.custom_op(
+            "scopetrace_no_fake::twice", lambda x: x * 2, mutates_args=(), schema="(Tensor x) -> Tensor"
+        )
+        with pytest.raises(st.errors.UnsupportedOpError, match="no fake impl registered") as error:
+            st.trace(op, (torch.ones(3),))
+        assert "register_fake" in error.value.hint

@@ -174,7 +174,7 @@ class Wide(nn.Module):
 
     def forward(self, x):
         """Run it."""
-        for _ in range(12):
+        for _ in range(16):
             x = -x
         return x + self.weight
 

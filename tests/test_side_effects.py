@@ -4,6 +4,7 @@ The model and its arguments are put back. Globals, closures and classes keep wha
 """
 
 import collections
+import copy
 import functools
 import itertools
 import logging
@@ -22,6 +23,7 @@ from torch import nn
 
 import scopetrace as st
 from scopetrace.record.code import asks_by_computed_name
+from tests.nets import net
 
 LOG = logging.getLogger(__name__)
 X = torch.arange(8.0).reshape(2, 4)
@@ -796,3 +798,93 @@ def test_a_method_that_writes_nothing_beside_those_that_do():
 )
 def test_which_code_asks_by_a_computed_name(source, expected):
     assert asks_by_computed_name(eval(f"lambda x, y, f: {source}").__code__) == expected
+
+
+class Captures(nn.Module):
+    """Its first call puts hooks on its layers, which collect what these give, as models of transformers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.is_set_up = False
+        self.captured = []
+
+    def forward(self, x):
+        if not self.is_set_up:
+            self.is_set_up = True
+            for layer in self.layers:
+                layer.register_forward_hook(lambda m, args, kwargs, out: self.captured.append(out), with_kwargs=True)
+        self.captured = []
+        for layer in self.layers:
+            x = layer(x)
+        return x, list(self.captured)
+
+
+def test_hooks_that_the_forward_puts_on_modules():
+    model, x = Captures(), torch.randn(2, 4)
+    tr = st.trace(model, (x,))
+    assert not any(layer._forward_hooks or layer._forward_hooks_with_kwargs for layer in model.layers)
+    told = {e.change: e.baked_in for e in tr.side_effects}
+    assert told["forward hooks of self.layers.0 was 0 and became 1"]
+    torch.testing.assert_close(tr(x), copy.deepcopy(model)(x))
+    with pytest.raises(st.errors.SideEffectError, match="right for one call only") as error:
+        tr(x)
+    assert "run the model once before st.trace" in error.value.hint
+    expected = model(x)
+    assert len(expected[1]) == 2
+    tr = st.trace(model, (x,))
+    for _ in range(2):
+        torch.testing.assert_close(tr(x), expected)
+
+
+def test_hooks_that_the_forward_removes_again():
+    def forward(s, x):
+        handle = s.fc.register_forward_hook(lambda m, args, out: out * 2)
+        out = s.fc(x)
+        handle.remove()
+        return out
+
+    model, x = net(forward), torch.randn(2, 4)
+    tr = st.trace(model, (x,))
+    assert not tr.side_effects
+    for _ in range(2):
+        torch.testing.assert_close(tr(x), model(x))
+
+    def removes(s, x):
+        s.handle.remove()
+        return s.fc(x)
+
+    model = net(removes)
+    model.handle = model.fc.register_forward_hook(lambda m, args, out: out * 2)
+    tr = st.trace(model, (x,))
+    assert len(model.fc._forward_hooks) == 1
+    torch.testing.assert_close(tr(x), copy.deepcopy(model.fc)(x) / 2)
+
+
+@pytest.mark.parametrize("kind", ["attribute", "buffer"])
+def test_a_tensor_whose_shape_is_read_before_another_one_takes_its_place(kind):
+    def forward(s, x):
+        if s.state.shape[0] != x.shape[0]:
+            s.state = x.new_zeros(x.shape)
+        s.state = s.state * 0.5 + x
+        return s.state * 1
+
+    def make(size):
+        model = net(forward)
+        if kind == "buffer":
+            model.register_buffer("state", torch.zeros(size, 4))
+        else:
+            model.state = torch.zeros(size, 4)
+        return model
+
+    model, x = make(1), torch.ones(2, 4)
+    tr = st.trace(model, (x,))
+    assert torch.equal(tr(x), x)
+    with pytest.raises(
+        st.errors.SideEffectError, match=r"self.state was a tensor \[1, 4\] and became a tensor \[2, 4\]"
+    ):
+        tr(x)
+    model, eager = make(2), make(2)
+    tr = st.trace(model, (x,))
+    for _ in range(3):
+        assert torch.equal(tr(x), eager(x))

@@ -280,3 +280,28 @@ def test_a_saved_trace_keeps_them_and_refuses_as_well(tmp_path):
     torch.testing.assert_close(loaded(X * 5, N), Net()(X * 5, N))
     with pytest.raises(st.InputMismatchError, match="u1 was 2"):
         loaded(X, N + 1)
+
+
+def test_the_mask_of_an_encoder_may_be_causal():
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(4, 2, 8, batch_first=True), 1).eval()
+    x, mask = torch.randn(2, 3, 4), nn.Transformer.generate_square_subsequent_mask(3)
+    with pytest.raises(st.errors.DataDependentError, match="Python needs the value") as error:
+        st.trace(model, (x, mask))
+    assert "is_causal=True" in error.value.hint
+    tr = st.trace(model, (x, mask), specialize=True)
+    torch.testing.assert_close(tr(x, mask), model(x, mask))
+    with pytest.raises(st.errors.InputMismatchError, match="the trace is specialized"):
+        tr(x, torch.zeros(3, 3))
+    tr = st.trace(model, (x, mask), {"is_causal": False})
+    torch.testing.assert_close(tr(x, torch.zeros(3, 3), is_causal=False), model(x, torch.zeros(3, 3), is_causal=False))
+
+
+def test_distributions_that_look_at_their_parameters():
+    def density(x, checks):
+        return torch.distributions.Normal(x, x.abs() + 1, validate_args=checks).log_prob(x)
+
+    with pytest.raises(st.errors.DataDependentError) as error:
+        st.trace(density, (X, True))
+    assert "validate_args=False" in error.value.hint
+    tr = st.trace(density, (X, False))
+    torch.testing.assert_close(tr(X * 2, False), density(X * 2, True))

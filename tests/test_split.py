@@ -66,6 +66,8 @@ PROGRAMS = {
     "buffers": buffers,
     "in place": in_place,
     "views of results": views_of_results,
+    "dropout of what is saved": lambda m, x: F.dropout(F.leaky_relu(m.fc(x), 0.2), 0.3),
+    "an op that only checks": lambda m, x: torch.linalg.solve(m.fc.weight @ m.fc.weight.t() + torch.eye(4), x.t()),
     "a frozen parameter": lambda m, x: m.fc(x) * m.frozen,
     "a gradient of the input": lambda m, x: m.fc(x * x),
     "dropout": lambda m, x: F.dropout(m.fc(x), 0.5) * m.other(x),
@@ -97,7 +99,7 @@ def run(program, x):
     torch.manual_seed(3)
     out = program(x)
     sum((t * torch.linspace(0.1, 1, t.numel()).view(t.shape)).sum() for t in floating(out)).backward()
-    return out
+    return out, torch.get_rng_state()
 
 
 @pytest.mark.parametrize("partition_fn", PARTITIONERS)
@@ -315,6 +317,24 @@ def test_decompositions_that_leave_dropout_out_are_refused(kind):
     with pytest.raises(st.errors.DecompositionError, match="leaves the dropout between its layers out"):
         st.trace(layer, (x,)).decompose()
     st.trace(layer.eval(), (x,)).decompose()
+
+
+def penalty(run, x):
+    """A loss with the gradient by the input, which is to be differentiated again."""
+    x = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(run(x).square().sum(), x, create_graph=True)
+    (gradient.norm() + run(x).sum()).backward()
+
+
+def test_a_second_derivative_is_refused():
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh()), torch.randn(5, 4, requires_grad=True)
+    with pytest.raises(st.errors.UnsupportedOpError, match="cannot be differentiated again"):
+        penalty(st.trace(model, (x,)).split_backward(), x)
+    backend = st.functional_backend(lambda graph, given: graph, backward_compiler=lambda graph, given: graph)
+    with pytest.raises(st.errors.UnsupportedOpError, match="cannot be differentiated again"):
+        penalty(torch.compile(model, backend=backend), x)
+    (gradient,) = torch.autograd.grad(st.trace(model, (x,)).split_backward()(x).sum(), x, create_graph=True)
+    assert torch.equal(gradient, torch.autograd.grad(model(x).sum(), x)[0])
 
 
 def test_a_partitioner_by_name_is_refused():

@@ -78,8 +78,19 @@ def on_a_module(register, hook):
     return run
 
 
+def accumulating_where_computed(model, x):
+    """`inputs=` makes a tensor retain its gradient, if it does not anyway, in later backwards too."""
+    y, z = model.a(x), model.a(x)
+    y.retain_grad()
+    loss = (y * z).sum()
+    loss.backward(inputs=[y, z], retain_graph=True)
+    loss.backward()
+    model.a.bias.grad += y.grad.norm() + z.grad.sum()
+
+
 HOOKS = {
     "on a result": on_a_result,
+    "inputs that were computed": accumulating_where_computed,
     "around a write": around_a_write,
     "retain_grad": keeping_a_gradient,
     "on several tensors": on_several,

@@ -132,6 +132,10 @@ def test_an_expanded_tensor_for_an_input_that_is_written_is_refused():
         return x * 2
 
     trace = st.trace(add, (torch.ones(3, 4),))
-    with pytest.raises(InputMismatchError, match=r"x, which the model writes, was not expanded when traced"):
+    with pytest.raises(InputMismatchError, match=r"x, which the model writes, has elements that share memory"):
         trace(torch.ones(3, 1).expand(3, 4))
+    with pytest.raises(InputMismatchError, match=r"x, which the model writes, has elements that share memory"):
+        trace(torch.ones(12).as_strided((3, 4), (2, 1)))
+    for other in (torch.ones(4, 3).t(), torch.ones(6, 8)[::2, ::2], torch.ones(3, 1, 4)[:, 0]):
+        assert torch.equal(trace(other), torch.full((3, 4), 4.0))
     assert torch.equal(trace(torch.ones(3, 4)), torch.full((3, 4), 4.0))

@@ -100,6 +100,49 @@ def test_gradients_in_memory_of_their_own():
     assert len({p.grad.untyped_storage().data_ptr() for p in (*model.parameters(),)} | {x.data_ptr()}) == 4
 
 
+def whole(p):
+    p.grad = torch.ones_like(p)
+    return p.grad
+
+
+def parts_of_one(p):
+    flat = torch.ones(10)
+    p.grad = flat[2:].view_as(p)
+    return flat
+
+
+def detached(p):
+    p.grad = torch.ones_like(p)
+    return p.grad.detach()
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+@pytest.mark.parametrize("made_by", [whole, parts_of_one, detached])
+def test_gradients_in_memory_that_the_step_has_by_another_name(made_by, is_read):
+    """As a buffer that all gradients are views of: it is written before, and read after they are added."""
+
+    def make():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        buffer = made_by(model.weight)
+
+        def step(x):
+            buffer.mul_(0.5)
+            model(x).square().sum().backward()
+            norm = buffer.norm()
+            return norm, model.weight.grad.sum() if is_read else norm
+
+        return model, buffer, step
+
+    (model, buffer, step), (twin, other, eager) = make(), make()
+    trace = st.trace(step, (torch.ones(5, 4),))
+    for _ in range(3):
+        x = torch.randn(5, 4)
+        assert all(map(equal, trace(x), eager(x)))
+        assert equal(buffer, other)
+        assert equal(model.weight.grad, twin.weight.grad)
+
+
 def clamp(p):
     p.grad.clamp_(-0.01, 0.01)
 
@@ -287,6 +330,29 @@ def test_backward_beyond_an_input_is_refused():
         st.trace(lambda x: x.sum().backward(), (x,))
 
 
+@pytest.mark.parametrize("padding", [None, 0])
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused(kind, padding):
+    model = kind(10, 4, padding_idx=padding, sparse=True)
+    with pytest.raises(st.errors.UnsupportedOpError, match=r"parameter is sparse(.|\n)*sparse=False"):
+        st.trace(lambda x: model(x).sum().backward(), (torch.ones(2, 3, dtype=torch.int64),))
+
+
+def test_the_checks_of_distributions_are_named_in_the_error():
+    model, x = nn.Linear(4, 3), torch.randn(5, 4)
+
+    def step(x, validate):
+        chosen = torch.distributions.Categorical(logits=model(x), validate_args=validate)
+        loss = chosen.log_prob(torch.zeros(5)).sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(st.errors.DataDependentError, match="validate_args=False"):
+        st.trace(step, (x, True))
+    assert torch.equal(st.trace(step, (x, False))(x, False), step(x, False))
+    assert torch.equal(st.trace(step, (x, True), specialize=True)(x, True), step(x, True))
+
+
 def test_an_optimizer_whose_first_step_is_another_is_refused():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, dampening=0.5)
@@ -468,6 +534,51 @@ def test_what_a_call_saves():
     trace = st.trace(step_of(model), (x,))
     assert [(s.shape, s.bytes) for s in trace.call("model.a").saved] == [((5, 4), 80)]
     assert [s.shape for s in trace.call("model.b").saved] == [(8, 3), (5, 8)]
+
+
+def train(model, x):
+    loss = model(x).square().mean()
+    loss.backward()
+    return loss
+
+
+def in_a_function_around(model):
+    def forward(x):
+        return model(x)
+
+    return lambda x: train(forward, x)
+
+
+def as_a_default(model):
+    def step(x, model=model):
+        return train(model, x)
+
+    return step
+
+
+@pytest.mark.parametrize("make", [in_a_function_around, as_a_default, lambda model: functools.partial(train, model)])
+def test_the_names_of_modules_are_those_of_variables(make):
+    trace = st.trace(make(Net()), (torch.randn(5, 4),))
+    assert [call.fqn for call in trace.calls] == ["", "model", "model.a", "model.norm", "model.b"]
+    assert {m.name for m in trace.mutations} >= {"model.a.weight.grad"}
+
+
+def test_modules_of_one_name_in_two_functions():
+    def make(model):
+        return lambda x: model(x)
+
+    first, second = make(nn.Linear(4, 4)), make(nn.Linear(4, 4))
+    x = torch.randn(5, 4)
+    trace = st.trace(lambda x: second(first(x)).sum(), (x,))
+    assert [call.fqn for call in trace.calls[1:]] == ["model", "second.model"]
+    assert torch.equal(trace(x), second(first(x)).sum())
+
+
+def test_the_backward_of_a_second_call_says_so():
+    model = Twice()
+    text = str(st.trace(step_of(model), (torch.randn(5, 4),)))
+    found = [line.strip() for line in text[text.index("  backward") :].splitlines() if "[fc]" in line]
+    assert list(dict.fromkeys(found)) == ["Linear[fc]#1", "Linear[fc]"]
 
 
 def test_the_text_folds_backward_by_call():

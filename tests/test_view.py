@@ -484,11 +484,54 @@ def test_a_timeline(name, tmp_path):
     tr = trace(model, *args)
     tr.to_chrome_trace(tmp_path / "net.json")
     events = json.loads((tmp_path / "net.json").read_text())["traceEvents"]
-    bars, memory = ([e for e in events if e["ph"] == kind] for kind in "XC")
-    root = bars[0]
+    root, *bars = [e for e in events if e["ph"] == "X"]
     assert all(root["ts"] <= e["ts"] and e["ts"] + e["dur"] <= root["ts"] + root["dur"] for e in bars)
-    assert memory[-1]["args"]["bytes"] == 0
-    assert min(e["args"]["bytes"] for e in memory) == 0
+    assert max((e["args"]["bytes"] for e in events if e["ph"] == "C"), default=0) == tr.memory().peak_bytes
+
+
+def drop_relu(tr):
+    (node,) = tr.graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.relu.default)
+    node.replace_all_uses_with(node.args[0])
+    tr.graph_module.graph.erase_node(node)
+
+
+def counted(tr, path):
+    """The bytes in use while each op of a timeline runs, and the ops."""
+    tr.to_chrome_trace(path)
+    events = json.loads(path.read_text())["traceEvents"]
+    names = {e["ts"]: e["name"] for e in events if e["ph"] == "X"}
+    return [e["args"]["bytes"] for e in events if e["ph"] == "C"], [names[e["ts"]] for e in events if e["ph"] == "C"]
+
+
+@pytest.mark.parametrize("edit", [None, drop_relu])
+@pytest.mark.parametrize("is_step", [False, True])
+def test_a_timeline_has_the_bytes_of_memory(is_step, edit, tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.Linear(4, 4), nn.Dropout(inplace=True))
+    optimizer = torch.optim.Adam(model.parameters())
+
+    def step(x):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    tr = st.trace(step if is_step else model, (torch.ones(4, 4),))
+    if edit is not None:
+        edit(tr)
+    found, ops = counted(tr, tmp_path / "net.json")
+    whole = iter(tr.memory().timeline)
+    assert all(now in whole for now in found)  # in this order; ops that nothing reads have no bar
+    assert max(found) == tr.memory().peak_bytes
+    assert ("aten.relu_" in ops) == (edit is None)  # ops as they ran
+
+
+def test_a_timeline_counts_what_nobody_reads(tmp_path):
+    def f(x):
+        torch.cat([x, x, x])
+        return x + 1
+
+    tr = st.trace(f, (torch.ones(4, 4),))
+    assert counted(tr, tmp_path / "net.json") == ([192], ["aten.add.Tensor"])
+    assert tr.memory().timeline[1:] == [192, 64]
 
 
 def test_memory_is_kept_by_views_and_freed_after_the_last_use(tmp_path):
@@ -498,10 +541,17 @@ def test_memory_is_kept_by_views_and_freed_after_the_last_use(tmp_path):
             z = x * 2
             return y.sum() + z.sum()
 
-    trace(Views(), torch.ones(4, 4)).to_chrome_trace(tmp_path / "net.json")
-    events = json.loads((tmp_path / "net.json").read_text())["traceEvents"]
-    found = {e["ts"]: e["args"]["bytes"] for e in events if e["ph"] == "C"}
-    assert [found[at] for at in sorted(found)] == [64, 64, 128, 132, 72, 12, 4, 0]
+    assert counted(trace(Views(), torch.ones(4, 4)), tmp_path / "net.json")[0] == [64, 64, 128, 132, 72, 12]
+
+
+def test_a_summary_of_a_step_has_backward_by_module():
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    summary = st.trace(lambda x: model(x).sum().backward(), (torch.ones(4, 4),)).summary()
+    assert [line.split()[0] for line in str(summary).splitlines()[1:9]] == [
+        *("function", "Sequential[model]", "Linear[0]", "BatchNorm1d[1]"),
+        *("backward", "Sequential[model]", "BatchNorm1d[1]", "Linear[0]"),
+    ]
+    assert [len(row.writes) for row in summary.rows[1:]] == [3, 0, 3, 0, 0, 0, 0]
 
 
 # Differences ---------------------------------------------------------------------------------------------------------

@@ -238,6 +238,16 @@ def make_graph_module(
     return body
 
 
+def is_taken(name: str) -> bool:
+    """Whether a GraphModule has an attribute of its own in the place of a dotted path, such as `code` or `graph`."""
+    return name.partition(".")[0] in _own_attributes()
+
+
+@functools.cache
+def _own_attributes() -> frozenset[str]:
+    return frozenset({*dir(torch.fx.GraphModule({}, torch.fx.Graph())), *dir(TracedGraphModule)})
+
+
 class _Ref:
     """A reference to a node in a pickle, by its index in the graph."""
 

@@ -101,6 +101,7 @@ default_dtype: Callable[[], torch.dtype] = torch.get_default_dtype
 grad_enabled: Callable[[], bool] = torch.is_grad_enabled
 inference_mode_enabled: Callable[[], bool] = torch.is_inference_mode_enabled
 default_device: Callable[[], torch.device] = torch.get_default_device
+fast_path_enabled: Callable[[], bool] = torch.backends.mha.get_fastpath_enabled
 """torch's own functions, whose answer is no read."""
 
 
@@ -118,6 +119,8 @@ def flag(name: str, args: tuple[Any, ...]) -> Any:
     """
     if name == AUTOCAST:
         return autocast_state()
+    if name in _PROCESS_GROUP:
+        return _of_process_group(_PROCESS_GROUP[name])
     if name == "torch.get_default_device" and not function_modes():
         return _CPU  # another one is a mode on that stack; torch's own function takes 9 µs
     return _flags[name](*args) if name in _flags else operator.attrgetter(name.removeprefix("torch."))(torch)
@@ -133,6 +136,21 @@ def quick_flag(name: str, args: tuple[Any, ...], answer: Any) -> tuple[Callable[
     if name == "torch.get_default_device":
         return (function_modes, (), 0) if answer == _CPU else None
     return (_flags[name], args, answer) if name in _flags else None
+
+
+_PROCESS_GROUP: dict[str, Callable[..., Any]] = {
+    f"torch.distributed.{name}": getattr(torch.distributed, name)
+    for name in ("is_initialized", "get_rank", "get_world_size", "get_backend")
+    if hasattr(torch.distributed, name)
+}
+"""Functions that answer questions about the default process group."""
+
+
+def _of_process_group(ask: Callable[..., Any]) -> Any:
+    try:
+        return ask()
+    except ValueError:  # there is none
+        return MISSING
 
 
 _BACKENDS = [
@@ -240,6 +258,7 @@ def report_questions(replace: Replace, listener: Listener, mine: Mine, tags: Set
         module, _, name = path.rpartition(".")
         answered = _reported_flag(path, ask, listener, asked)
         replace(_owners[module], name, staticmethod(answered) if isinstance(_owners[module], type) else answered)
+    _report_process_group(replace, listener, asked)
     for name in (*METHODS, *PROPERTIES):
         make = _method if name in METHODS else _property
         replace(torch.Tensor, name, make(name, listener, asked))
@@ -261,6 +280,22 @@ def _reported_flag(name: str, ask: Callable[..., Any], listener: Listener, asked
         answer = ask(*args)
         if asked():
             listener.on_flag(name, args, answer)
+        return answer
+
+    return answered
+
+
+def _report_process_group(replace: Replace, listener: Listener, asked: Mine) -> None:
+    for path, ask in _PROCESS_GROUP.items():
+        replace(torch.distributed, path.rpartition(".")[2], _reported_of_group(path, ask, listener, asked))
+
+
+def _reported_of_group(name: str, ask: Callable[..., Any], listener: Listener, asked: Mine) -> Callable[..., Any]:
+    @functools.wraps(ask)
+    def answered(*args: Any, **kwargs: Any) -> Any:
+        answer = ask(*args, **kwargs)
+        if asked() and all(group is None for group in (*args, *kwargs.values())):
+            listener.on_flag(name, (), answer)
         return answer
 
     return answered

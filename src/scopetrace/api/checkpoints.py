@@ -90,7 +90,7 @@ class _Candidate:
 
 def checkpoint_plan(program: TracedProgram, budget_bytes: int) -> CheckpointPlan:
     """See `Trace.checkpoint_plan`."""
-    tape = program.reported
+    tape = program.as_run
     if all(map(is_forward, tape.ops)):
         raise ArgumentError("checkpoint_plan is of a training step: trace a function that calls backward()")
     _, storages = storages_of(tape)

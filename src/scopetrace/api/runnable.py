@@ -273,8 +273,9 @@ class Shown(Runnable):
     def to_chrome_trace(self, path: str | os.PathLike[str]) -> None:
         """Write the order of execution as a timeline that Perfetto (ui.perfetto.dev) and chrome://tracing open.
 
-        Module calls and ops are bars, with FLOPs and bytes; an op takes a microsecond, since a trace has no times. A
-        counter has the bytes of results that are still needed. Raises OSError where the file cannot be written.
+        Module calls and ops, as they ran, are bars with FLOPs and bytes; an op takes a microsecond, since a trace has
+        no times. A counter has the bytes in use, those of `memory().timeline`. Raises OSError where the file cannot be
+        written.
         """
         from scopetrace.view.timeline import chrome_trace
 

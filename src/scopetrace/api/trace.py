@@ -271,7 +271,7 @@ class Trace(Shown):
         """In which order modules run and parameters are used."""
         program = self._program
         if self._order is None or self._order[0] is not program:
-            self._order = program, execution_order(program.tape if program.tape.edited else program.recorded)
+            self._order = program, execution_order(program.as_run)
         return self._order[1]
 
     @property

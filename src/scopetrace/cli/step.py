@@ -16,12 +16,15 @@ import torch
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UsageError
 
+_NOT_IN_A_STEP = ("Adafactor", "ASGD", "LBFGS", "Optimizer", "RAdam", "SparseAdam")
+"""Those that branch on the values of tensors, need a closure or sparse gradients, and their base."""
+
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     name.lower(): kind
     for name, kind in vars(torch.optim).items()
-    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and kind is not torch.optim.Optimizer
+    if isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer) and name not in _NOT_IN_A_STEP
 }
-"""The optimizers of torch.optim, by their names in lower case."""
+"""The optimizers of torch.optim whose step can be traced, by their names in lower case."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -364,8 +364,10 @@ def match(
             f"{path} was a {container_type(template).__name__} when traced and is {_short(actual)} now"
         )
     if [key for key, _ in inner] != [key for key, _ in given]:
+        is_order = sorted(key for key, _ in inner) == sorted(key for key, _ in given)
+        hint = "in the order of the trace, which forward may have read" if is_order else "the same structure"
         raise InputMismatchError(
-            f"{path} had {_keys(inner)} when traced and has {_keys(given)} now: pass the same structure, or trace again"
+            f"{path} had {_keys(inner)} when traced and has {_keys(given)} now: pass {hint}, or trace again"
         )
     _match_context(template, actual, path)
     for (key, old), (_, new) in zip(inner, given, strict=True):

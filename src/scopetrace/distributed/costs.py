@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from scopetrace._compat.ops import can_decompose, is_op
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import instantiate
 from scopetrace.errors import PlanError
@@ -83,8 +84,11 @@ def op_flops(tape: ProgramTape) -> list[int]:
     counted: dict[Any, int] = {}
 
     def flops(op: Op) -> int:
-        if op.kind != "call_function" or op.bodies():
+        if not _has_flops(op):
             return 0
+        sizes = [size for v in op.inputs() for size in v.fake.shape]
+        if any(isinstance(x, Symbolic) for x in (*flat((op.args, op.kwargs)), *sizes)):
+            raise PlanError("FLOPs need sizes: trace with the sizes of one micro-batch, without dynamic_shapes")
         key = op.target, tuple(map(_leaf_key, flat((op.args, op.kwargs))))
         if key not in counted:
             counted[key] = _count(op)
@@ -93,14 +97,19 @@ def op_flops(tape: ProgramTape) -> list[int]:
     return list(map(flops, tape.ops))
 
 
+def _has_flops(op: Op) -> bool:
+    """Whether an op, or one that it may consist of, is counted: those of an optimizer may take numbers of tensors."""
+    if op.kind != "call_function" or op.bodies() or not op.values() or not is_op(op.target):
+        return False
+    packet = op.target.overloadpacket
+    return packet in flop_registry or packet in _MORE or can_decompose(op.target)
+
+
 def _leaf_key(x: Any) -> Any:
     return (tuple(x.fake.shape), x.fake.stride(), x.fake.dtype) if isinstance(x, Value) else (type(x), str(x))
 
 
 def _count(op: Op) -> int:
-    sizes = [size for v in op.inputs() for size in v.fake.shape]
-    if any(isinstance(x, Symbolic) for x in (*flat((op.args, op.kwargs)), *sizes)):
-        raise PlanError("FLOPs need sizes: trace with the sizes of one micro-batch, without dynamic_shapes")
     args, kwargs = instantiate(lambda v: v.fake.detach(), (op.args, op.kwargs), Value)
     mode = next((v.fake.fake_mode for v in op.inputs()), None)  # type: ignore[attr-defined]
     if mode is None or isinstance(op.target, str):

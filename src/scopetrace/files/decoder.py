@@ -32,7 +32,7 @@ from scopetrace.files.records import LEFT_OUT, RECORDS
 from scopetrace.files.tensors import TensorReader, dtype_of
 from scopetrace.ir.conditions import SizeRules
 from scopetrace.ir.scopes import Code, Scope
-from scopetrace.ir.tape import GIVEN_META, Autocast, BackwardNode, Call, Op, Tape, Value, flat
+from scopetrace.ir.tape import GIVEN_META, Autocast, BackwardNode, Call, Op, Signed, Tape, Value, flat
 
 _NUMBERS = {"SymInt": torch.SymInt, "SymFloat": torch.SymFloat, "SymBool": torch.SymBool}
 _PYTHON_NUMBERS: dict[str, type] = {"int": int, "float": float, "bool": bool}
@@ -143,8 +143,9 @@ class Decoder:
 
     def _call(self, row: Any) -> Call:
         row = dict(row)
-        kind = row.pop("module_type", None)
+        kind, signature = row.pop("module_type", None), row.pop("signature", None)
         call = Call(**self.fields(Call, row), module_type=None if kind is None else self.row("classes", kind))
+        call.signature = None if signature is None else self._signature(signature)
         _expect(int, call.start, call.stop, call.position, call.index)
         _expect((str, type(None)), call.fqn, call.raised)
         _expect((Call, type(None)), call.parent)
@@ -194,20 +195,14 @@ class Decoder:
             return type(qualname, (self.row("classes", base),), {"__module__": parametrize.__name__})
         if signature is None:
             return class_of_name(module, qualname)
-        return class_of_name(module, qualname, (torch.nn.Module,), {"forward": self._forward(signature)})
+        return class_of_name(module, qualname, (torch.nn.Module,), {"forward": Signed(self._signature(signature))})
 
-    def _forward(self, rows: Any) -> Callable[..., Any]:
-        """Stands for the forward of a class that is not imported: only its signature is asked for."""
-
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            raise TraceFileError("the forward of a module is not in the file of a trace")
-
+    def _signature(self, rows: Any) -> inspect.Signature:
         parameters = [
             inspect.Parameter(name, _kind(kind), default=self.data(default[0]) if default else inspect.Parameter.empty)
             for name, kind, *default in rows
         ]
-        forward.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-        return forward
+        return inspect.Signature(parameters)
 
     def _container(self, data: Any) -> Any:
         kind, context, children = data

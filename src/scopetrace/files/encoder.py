@@ -12,6 +12,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import enum
+import inspect
 import math
 import types
 import warnings
@@ -152,8 +153,10 @@ class Encoder:
         plain = {name: value for name, value in call.attributes.items() if is_plain(value)}
         kind = call.module_type
         with self._to_show():
-            row = self._fields(call, raised=raised, attributes=plain, module_type=None)
-            return row if kind is None else {**row, "module_type": self.class_row(kind)}
+            row = self._fields(call, raised=raised, attributes=plain, module_type=None, signature=None)
+            if kind is not None:
+                return {**row, "module_type": self.class_row(kind)}
+            return row if call.signature is None else {**row, "signature": self._parameters(call.signature)}
 
     @contextlib.contextmanager
     def _to_show(self) -> Iterator[None]:
@@ -219,9 +222,12 @@ class Encoder:
 
     def _signature(self, forward: Any) -> list[Any] | None:
         try:
-            parameters = list(signature_of(forward).parameters.values())
+            return self._parameters(signature_of(forward))
         except (TypeError, ValueError):  # scripted modules
             return None
+
+    def _parameters(self, signature: inspect.Signature) -> list[Any]:
+        parameters = list(signature.parameters.values())
         with self._to_show():
             defaults = [[] if p.default is p.empty else [self.data(p.default)] for p in parameters]
         return [[p.name, int(p.kind), *default] for p, default in zip(parameters, defaults, strict=True)]

@@ -25,6 +25,7 @@ import itertools
 import keyword
 import operator
 import os
+import queue
 import types
 import warnings
 import weakref
@@ -225,15 +226,15 @@ class WhichInputs:
 
 @dataclasses.dataclass(frozen=True)
 class WhichOfModel:
-    """Which inputs are tensors of the model, whose modules and names there these are."""
+    """Which inputs are which tensors of the model, whose names there, modules and names in these are given."""
 
-    owners: tuple[tuple[torch.nn.Module, str], ...]
+    owners: tuple[tuple[str, torch.nn.Module, str], ...]
     kind, stays = "input", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
-        own = {id(_held(module, name)) for module, name in self.owners}
-        return tuple([i for i, t in enumerate(call.tensors) if id(t) in own])
+        own = {id(_held(module, name)): fqn for fqn, module, name in self.owners}
+        return tuple([(i, own[id(t)]) for i, t in enumerate(call.tensors) if id(t) in own])
 
 
 def _held(module: torch.nn.Module, name: str) -> Any:
@@ -379,6 +380,8 @@ _WITHOUT_CONTENT = frozenset(
 _CONTENTS: dict[type, Callable[[Any], Any]] = {
     bytearray: bytes,
     array.array: lambda x: (x.typecode, x.tobytes()),
+    functools.partial: lambda x: (x.func, x.args, x.keywords),
+    **dict.fromkeys((queue.Queue, queue.LifoQueue, queue.PriorityQueue), operator.attrgetter("queue")),
     types.MappingProxyType: dict,
     collections.ChainMap: operator.attrgetter("maps"),
     collections.UserDict: operator.attrgetter("data"),

@@ -316,6 +316,8 @@ class Call:
     for all else, and the new values of the module's own tensors, by their names in it. None if nothing was changed."""
     module_type: type | None = None
     """None of a function."""
+    signature: inspect.Signature | None = None
+    """Of a function, if it has one."""
     replaced: tuple[str, ...] = ()
     """The module's parameters in whose place it had other tensors, as in `torch.func.functional_call`."""
 
@@ -490,12 +492,25 @@ def ops_between(ops: list[Op], start: int, stop: int) -> list[Op]:
     return ops.between(start, stop) if isinstance(ops, OpList) else ops[start:stop]
 
 
+class Signed:
+    """Stands for a function of which the signature is known, and nothing else."""
+
+    def __init__(self, signature: inspect.Signature) -> None:
+        self.__signature__ = signature
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing calls it; `inspect.signature` wants a callable."""
+        raise NotImplementedError
+
+
 def forward_of(call: Call, root: Any) -> Any:
     """The function that a call ran, for its signature; `root` is that of the root call, None where it is not known."""
     if call.module is not None and call.position > 0:
         return call.module.forward
-    if root is not None or call.module_type is None:
+    if root is not None:
         return root
+    if call.module_type is None:
+        return None if call.signature is None else Signed(call.signature)
     forward: Any = getattr(call.module_type, "forward", None)
     return types.MethodType(forward, object())  # in a loaded trace, which has no modules
 

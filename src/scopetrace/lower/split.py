@@ -19,16 +19,16 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.fx
-from torch.autograd.function import once_differentiable
 from torch.export import Dim
 
 from scopetrace._compat.compilers import default_partition
 from scopetrace._compat.graph_module import look_up, set_grad_enabled
+from scopetrace._compat.ops import is_op
 from scopetrace._compat.shape_env import DimSpec
 from scopetrace._compat.symbols import Symbolic, example, has_unbacked
 from scopetrace._compat.tensors import FakeFactory, dense_order, is_symbolic
 from scopetrace.containers.structure import leaves
-from scopetrace.errors import ArgumentTypeError, DynamicShapeError, ModeError, StateMismatchError
+from scopetrace.errors import ArgumentTypeError, DynamicShapeError, ModeError, StateMismatchError, UnsupportedOpError
 from scopetrace.ir.conditions import DynamicInput, SizeRules
 from scopetrace.ir.scopes import scope
 from scopetrace.ir.tape import Phase, RecordedTape
@@ -131,15 +131,37 @@ class _Differentiable(torch.autograd.Function):
         return results
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *tangents: Any) -> Any:
-        split = ctx.split
+        split, create_graph = ctx.split, torch.is_grad_enabled()
         like = [node_value(n) for n in split.backward.graph.find_nodes(op="placeholder")[len(split._places) :]]
-        given = [_laid_out(tangents[i], t) for i, t in zip(split._differentiable, like, strict=True)]
-        tensors = iter(ctx.saved_tensors)
-        kept = [next(tensors) if x is None else x for x in ctx.numbers]
-        found = dict(zip(split.gradients, ctx.run(*kept, *given), strict=True))
+        with torch.no_grad():
+            given = [_laid_out(tangents[i], t) for i, t in zip(split._differentiable, like, strict=True)]
+            tensors = iter(ctx.saved_tensors)
+            kept = [next(tensors) if x is None else x for x in ctx.numbers]
+            gradients = ctx.run(*kept, *given)
+        if create_graph:
+            gradients = _DifferentiatedOnce.apply(torch.empty(0, requires_grad=True), *gradients)
+        found = dict(zip(split.gradients, gradients, strict=True))
         return None, None, None, *(found.get(name) for name in split.primals)
+
+
+class _DifferentiatedOnce(torch.autograd.Function):
+    """Gives gradients a history that cannot be differentiated: without one, derivatives of them would be left out.
+
+    Torch's `once_differentiable` does so only where the gradients of the results require grad.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, _: torch.Tensor, *gradients: Any) -> Any:
+        return tuple(g if g is None else g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise UnsupportedOpError(
+            "the gradients that the backward graph of a split program gives cannot be differentiated again",
+            hint="trace a step that contains both derivatives and split that; or give functional_backend no "
+            "backward_compiler",
+        )
 
 
 def _detached(x: Any) -> Any:
@@ -173,9 +195,11 @@ def split_backward(
     for node in joint.module.graph.find_nodes(op="call_function", target=set_grad_enabled):
         joint.module.graph.erase_node(node)
     forward, backward = partition_fn(joint.module, joint.examples, num_fwd_outputs=joint.results)
+    _erase_needless_forward(backward)
     returned = [n.name for n in _outputs(forward.graph)]
     after = {name: i for i, name in reversed([*enumerate(returned)])}
-    taken = [n for n in backward.graph.find_nodes(op="placeholder") if not n.target.startswith("tangents_")]
+    given = (str(n.target) for n in backward.graph.find_nodes(op="placeholder"))  # a node's name has no capitals
+    taken = [name for name in given if not name.startswith("tangents_")]
     made = {n.name: n for n in forward.graph.nodes}
     return SplitProgram(
         forward,
@@ -183,13 +207,21 @@ def split_backward(
         joint.primals,
         joint.results,
         joint.gradients,
-        tuple(Saved.among(made[n.name] for n in taken)),
+        tuple(Saved.among(map(made.__getitem__, taken))),
         program,
-        tuple(after[n.name] for n in taken),
+        tuple(map(after.__getitem__, taken)),
         joint.order,
         joint.differentiable,
         joint.sizes,
     )
+
+
+def _erase_needless_forward(backward: torch.fx.GraphModule) -> None:
+    """Erase what partitioners leave of the forward where nothing reads it: random ops and checks have run there."""
+    for node in reversed(backward.graph.nodes):
+        if node.op == "call_function" and not node.users and node.meta.get("partitioner_tag") == "is_forward":
+            backward.graph.erase_node(node)
+    backward.recompile()
 
 
 class _Joint(NamedTuple):
@@ -280,7 +312,7 @@ def _with_inputs(
         elif node.op != "output":
             copy = copies[node] = graph.node_copy(node, copies.__getitem__)
             copy.meta["partitioner_tag"] = tags.get(node, "is_forward")
-            if node.op == "call_function" and node_value(node) is None and node.target is not set_grad_enabled:
+            if node.op == "call_function" and node_value(node) is None and not is_op(node.target):
                 of_numbers: Any = node.target
                 set_node_value(copy, of_numbers(*torch.fx.map_arg(copy.args, node_value)))
     graph.output([copies[n] if isinstance(n, torch.fx.Node) else n for n in outputs])

@@ -65,7 +65,7 @@ from scopetrace.ir.reads import (
     snapshot,
     unchanged,
 )
-from scopetrace.ir.tape import ProgramTape, Value, bind
+from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
@@ -191,8 +191,11 @@ def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
                 + or_else
             )
     for path, value, tensor in zip(tape.input_paths, tape.inputs, tensors, strict=True):
-        if value.storage in written and _is_expanded(tensor) and not _is_expanded(value.fake):
-            raise InputMismatchError(f"{path}, which the model writes, was not expanded when traced; pass x.clone()")
+        if value.storage in written and _may_overlap(tensor) and not _may_overlap(value.fake):
+            raise InputMismatchError(
+                f"{path}, which the model writes, has elements that share memory, as after expand(), and had none when "
+                "traced; pass x.clone()"
+            )
 
 
 def _with_given(outputs: Any, given: list[GivenPart]) -> Any:
@@ -203,11 +206,16 @@ def _with_given(outputs: Any, given: list[GivenPart]) -> Any:
     return Returned(with_given(outputs.result, given, (ATensor, ANumber)), effects)
 
 
-def _is_expanded(t: torch.Tensor) -> bool:
-    """Whether several of its elements are one in memory, so that most ops refuse to write it."""
-    if t.layout is not torch.strided or is_symbolic(t):
+def _may_overlap(t: torch.Tensor) -> bool:
+    """Whether several of its elements may be one in memory: most ops refuse to write it, or write it in some order."""
+    if t.layout is not torch.strided or is_symbolic(t) or not t.numel():
         return False
-    return any(stride == 0 and size > 1 for size, stride in zip(t.size(), t.stride(), strict=True))
+    span = 1
+    for stride, size in sorted((stride, size) for size, stride in zip(t.size(), t.stride(), strict=True) if size > 1):
+        if stride < span:
+            return True
+        span += stride * (size - 1)
+    return False
 
 
 _DICTS = frozenset({dict, collections.OrderedDict})
@@ -231,8 +239,10 @@ class CallBoundary:
     def __init__(self, tape: ProgramTape, graph_module: torch.nn.Module, forward: Forward = None) -> None:
         self.tape = tape
         self.forward = forward
+        self._signed = forward_of(tape.calls[0], forward)
+        """What has the signature of `forward`: of a loaded trace, that is all that is known of it."""
         self.expected = ExpectedArguments(tape)
-        self.more_keywords = more_keywords(forward, self.expected.kwargs)
+        self.more_keywords = more_keywords(self._signed, self.expected.kwargs)
         self._takes_dicts = not _DICTS.isdisjoint(map(type, (*self.expected.args, *self.expected.kwargs.values())))
         self._count = len(tape.graph_outputs())
         self.outputs = _with_given(without_values(tape.outputs), tape.given)
@@ -289,12 +299,12 @@ class CallBoundary:
         `forward` is known.
         """
         expected = self.expected
-        if self.forward is None or (len(args) == len(expected.args) and set(kwargs) == set(expected.kwargs)):
+        if self._signed is None or (len(args) == len(expected.args) and set(kwargs) == set(expected.kwargs)):
             return args, kwargs
         more = expected.kwargs.keys() & set(self.more_keywords)
-        given = bind(self.forward, args, kwargs) | {name: kwargs[name] for name in more & kwargs.keys()}
-        traced = bind(self.forward, tuple(expected.args), expected.kwargs) | {n: expected.kwargs[n] for n in more}
-        names = argument_names(self.forward, len(expected.args))
+        given = bind(self._signed, args, kwargs) | {name: kwargs[name] for name in more & kwargs.keys()}
+        traced = bind(self._signed, tuple(expected.args), expected.kwargs) | {n: expected.kwargs[n] for n in more}
+        names = argument_names(self._signed, len(expected.args))
         if given.keys() != traced.keys() or not {*names, *expected.kwargs} <= given.keys():
             return args, kwargs
         for name in given.keys() - {*names, *expected.kwargs}:
@@ -430,6 +440,12 @@ class LiveState:
                 fake = fakes.get(name, last)
                 bound = _Bound(name, holder, leaf, module, attribute, table, last, fake.dtype, fake.shape)
                 self._held.append(bound)
+        self._unread = [
+            (name, self._owners[name], (fake.dtype, fake.shape))
+            for name, fake in fakes.items()
+            if name in self._owners and name not in targets and not tape.edited
+        ]
+        """Tensors that only ops without effect take, as where Python asks them for their number."""
 
     def refresh(self) -> None:
         """Bind the tensors that the model has now to the GraphModule, but for those that somebody replaced there.
@@ -441,13 +457,17 @@ class LiveState:
             if now is not bound.last:
                 now = self._follow(bound)
             if now.dtype is not bound.dtype or now.shape != bound.shape:
-                raise _not_as_traced(bound, _metadata(now.dtype, now.shape))
+                raise _not_as_traced(bound.name, (bound.dtype, bound.shape), now)
+        for name, place, then in self._unread:
+            found = _look_up(*place)
+            if found is None or (found.dtype, found.shape) != then:
+                raise _not_as_traced(name, then, found)
 
     def _follow(self, bound: _Bound) -> torch.Tensor:
         """The tensor that the model has now in place of the one that the GraphModule got last."""
         table = _table_of(bound.module, bound.attribute)
         if table is None:
-            raise _not_as_traced(bound, "no tensor")
+            raise _not_as_traced(bound.name, (bound.dtype, bound.shape), None)
         now: torch.Tensor = table[bound.attribute]
         bound.table = table
         if now is not bound.last and _look_up(bound.holder, bound.leaf) is bound.last:
@@ -514,9 +534,11 @@ def _submodule(module: torch.nn.Module, path: str) -> torch.nn.Module:
         return torch.nn.Module()
 
 
-def _not_as_traced(bound: _Bound, now: str) -> StateMismatchError:
-    then = _metadata(bound.dtype, bound.shape)
-    return StateMismatchError(f"{bound.name} was {then} when traced and is {now} now; trace again, or put it back")
+def _not_as_traced(name: str, then: tuple[torch.dtype, torch.Size], now: torch.Tensor | None) -> StateMismatchError:
+    text = "no tensor" if now is None else _metadata(now.dtype, now.shape)
+    return StateMismatchError(
+        f"{name} was {_metadata(*then)} when traced and is {text} now; trace again, or put it back"
+    )
 
 
 def _metadata(dtype: torch.dtype, shape: torch.Size) -> str:

@@ -22,11 +22,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import TracedGraphModule, make_graph_module, set_grad_enabled
+from scopetrace._compat.graph_module import TracedGraphModule, is_taken, make_graph_module, set_grad_enabled
 from scopetrace._compat.ops import is_collective, is_random
 from scopetrace._compat.symbols import Symbolic, SymbolNodes, number_text, surely_equal, to_expr
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import leaves, map_structure, open_container
+from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.scopes import format_stack
 from scopetrace.ir.tape import BodyTape, Call, Op, Phase, ProgramTape, Tape, Value
 from scopetrace.ops.history import History, can_require_grad
@@ -48,6 +49,18 @@ class NodeState(NamedTuple):
 def node_states(graph: torch.fx.Graph) -> list[NodeState]:
     """The nodes of a graph as they are now, in order."""
     return [NodeState(n, n.op, n.target, n.args, n.kwargs) for n in graph.nodes]
+
+
+def refuse_taken_names(names: Iterable[str], module: str) -> None:
+    """Raise where a GraphModule has something of its own under the name of a tensor or module of the model."""
+    name = next(filter(is_taken, names), None)
+    if name is not None:
+        first = name.partition(".")[0]
+        raise UnsupportedOpError(
+            f"the model has an attribute {first!r}, and so has each torch.fx.GraphModule: a graph cannot hold both",
+            module=module,
+            hint="give the attribute another name, or trace a module that holds the model, as nn.Sequential(model)",
+        )
 
 
 class FxLowering:
@@ -152,6 +165,7 @@ class FxLowering:
         modules = tape.modules if isinstance(tape, ProgramTape) else {}
         everything = {**tape.attributes, **modules, **self._opaque, **bodies}
         held = {k: v for k, v in everything.items() if k in used}
+        refuse_taken_names(held, tape.root.path)
         if isinstance(tape, BodyTape):
             return make_graph_module(held, self.graph, name, is_body=True, context_fn=tape.context_fn)
         return make_graph_module(held, self.graph, name)

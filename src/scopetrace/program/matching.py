@@ -60,12 +60,14 @@ class Matching:
         self._fresh = self._places_of_new_nodes()
 
     def _pairs(self) -> dict[Node, NodeState]:
-        found = {}
+        inputs = [state for state in self._made if state.op == "placeholder"]
+        placeholders = [node for node in self._graph.nodes if node.op == "placeholder"]
+        found = dict(zip(placeholders, inputs, strict=True)) if len(inputs) == len(placeholders) else {}
         old = {state.node: state for state in self._made}
         by_name = {state.node.name: state for state in self._made}
         for node in self._graph.nodes:
             state = old.get(node) or by_name.get(node.name)
-            if state is not None and (state.node is node or _are_one(state, node)):
+            if node not in found and state is not None and (state.node is node or _are_one(state, node)):
                 found[node] = state
         taken = {state.node for state in found.values()}
         left = _by_kind(state.node for state in self._made if state.node not in taken)

@@ -320,7 +320,10 @@ class TracedProgram:
         known: tuple[Mapping[str, object], ...] = (tape.attributes, held.now, held.bound, tape.modules)
         names = {str(s.target) for s in self.lowering.made if s.op in ("get_attr", "call_module")}
         for name in names & {*tape.attributes, *tape.modules}:
-            now = look_up(self.graph_module, name)
+            try:
+                now = look_up(self.graph_module, name)
+            except AttributeError:
+                return True
             if all(now is not found.get(name) for found in known):
                 return True
         return False
@@ -337,6 +340,11 @@ class TracedProgram:
     def reported(self) -> ProgramTape:
         """The tape whose writes and shared memory are those of a call."""
         return self.tape if self.tape.edited and self.tape.write_back is None else self.recorded
+
+    @property
+    def as_run(self) -> ProgramTape:
+        """The ops as they ran, mutations included; of an edited graph, as they would run now."""
+        return self.tape if self.tape.edited else self.recorded
 
     def with_tape(self, tape: ProgramTape) -> TracedProgram:
         """The same trace with another tape to make the graph from."""
@@ -460,6 +468,7 @@ class TracedProgram:
         except Exception as error:
             explained = _explained(error, self.tape, inputs)
             if explained is None:
+                _ = self.current  # an EditError where the graph was edited and cannot be followed
                 raise
             raise explained from error
         finally:

@@ -63,6 +63,8 @@ class Assumptions:
     """The classes, unknown to pytree, whose instances hold tensors in their attributes."""
     records_all: bool = False
     """Whether each module call runs, though the user allows that equal ones do not."""
+    gradients_shared: bool = False
+    """Whether the forward takes the memory of a `grad` by another tensor, so that it is added to where eager does."""
 
     def __or__(self, other: Assumptions) -> Assumptions:
         return Assumptions(
@@ -72,6 +74,7 @@ class Assumptions:
             self.functions_apart or other.functions_apart,
             self.object_types | other.object_types,
             self.records_all or other.records_all,
+            self.gradients_shared or other.gradients_shared,
         )
 
 
@@ -135,6 +138,8 @@ class TapeBuilder:
         """The numbers of the nodes on which the forward has hung hooks, each with the error where it may not."""
         self.looks_at_objects = False
         """Whether the recorder itself asks objects of the model for attributes, which is no read of the forward."""
+        self.gradients_shared = False
+        """As in Assumptions."""
         self.functions_apart = False
         """As in Assumptions."""
         self.autocast: Autocast | None = None

@@ -102,6 +102,9 @@ class CallRecorder:
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the traced callable as the outermost call."""
         call = self._open(self._model.root, "", self._builder.tape.root, args, kwargs)
+        if call.module is None:
+            with contextlib.suppress(TypeError, ValueError):  # built-in callables have no signature
+                call.signature = inspect.signature(self._model.forward)
         try:
             return self.run(call, set(), fn, args, kwargs)
         finally:
@@ -128,7 +131,7 @@ class CallRecorder:
         return self.run(call, {"call", method}, run, (module, *args), kwargs)
 
     def _refuse_other_path(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found = other_path(module, args, kwargs)
+        found = other_path(module, args, kwargs, self._reads)
         if found is not None and not is_named(Place(module, type(module), *self._place(module)), self._leaves):
             problem, hint = found
             raise UnsupportedOpError(problem, op=type(module).__qualname__, **self._builder.where(), hint=hint)

@@ -100,7 +100,8 @@ class DataReader:
             unbacked = self._factory.unbacked_bindings(answer)
             self._builder.append("call_function", func, args, kwargs, answer, unbacked=unbacked)
             return self.is_true(func, answer)
-        if found is NotImplemented and args[0].fake.dtype is torch.bool:
+        is_python_bool = _aten.is_nonzero.default in (func, self._builder.running)
+        if found is NotImplemented and args[0].fake.dtype is torch.bool and not is_python_bool:
             self._refuse_identity(func)
         return found
 

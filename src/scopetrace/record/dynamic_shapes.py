@@ -282,6 +282,9 @@ def _read(dim: Any, value: int, where: str, path: str) -> DimSpec | None:
 
 def _dims(t: torch.Tensor, spec: Any, path: str) -> dict[int, DimSpec | None]:
     if isinstance(spec, dict):
+        other = next((d for d in spec if type(d) is not int), None)
+        if other is not None:
+            raise DynamicShapeError(f"dynamic_shapes has the key {other!r} for {path}: a dimension is a whole number")
         dims = {(d + t.dim() if d < 0 else d): dim for d, dim in spec.items()}
         beyond = [d for d in dims if not 0 <= d < t.dim()]
         if beyond:

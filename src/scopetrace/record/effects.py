@@ -21,6 +21,7 @@ import contextlib
 import datetime
 import functools
 import os
+import pathlib
 import random
 import secrets
 import sys
@@ -36,7 +37,8 @@ from torch.autograd.function import BackwardCFunction
 
 from scopetrace._compat.gradients import node_of, nodes_of, sequence_number
 from scopetrace._compat.ops import is_random
-from scopetrace._compat.tensors import base_of, is_view, requires_grad_of, tags_of
+from scopetrace._compat.patches import replacing
+from scopetrace._compat.tensors import base_of, is_symbolic, is_view, requires_grad_of, tags_of
 from scopetrace.containers.structure import leaves_with_path, object_classes
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import MISSING, Read, content_of
@@ -46,7 +48,7 @@ from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value, re
 from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_users, is_users_class, names_of
-from scopetrace.record.model import Change, Model, Snapshot, Words, holds_fake, same, short
+from scopetrace.record.model import READ_BY_A_CALL, Change, Model, Snapshot, Words, holds_fake, same, short
 from scopetrace.record.uses import are_only_shown, kept_in, uses
 
 # Draws ---------------------------------------------------------------------------------------------------------------
@@ -77,6 +79,8 @@ _ASKED: dict[str, tuple[Any, str]] = {
     "": (builtins, "print open input"),
 }
 _CLOCKS_OF_CLASSES = ("now", "utcnow", "today")
+_OF_PATHS = ("open", "read_text", "read_bytes", "exists", "is_file", "is_dir", "stat", "iterdir", "glob", "rglob")
+"""The methods of `pathlib.Path` that look at files."""
 
 
 class Draw(NamedTuple):
@@ -115,7 +119,10 @@ class Draws:
         try:
             for table, name, function in places:
                 table[name] = replaced[function]
-            yield
+            with replacing() as replace:
+                for name in reach.names.intersection(_OF_PATHS):
+                    replace(pathlib.Path, name, self._noted(f"Path.{name}", getattr(pathlib.Path, name), thread))
+                yield
         finally:
             for table, name, function in places:
                 table[name] = function
@@ -125,7 +132,8 @@ class Draws:
             value = function(*args, **kwargs)
             if threading.get_ident() == thread and is_users(sys._getframe(1).f_code.co_filename):
                 module, frames = self._builder.state.current_scope.path, self._builder.frames()
-                baked_in = name != "print" and (name != "open" or value.readable())
+                opens = name.rpartition(".")[2] == "open"
+                baked_in = name != "print" and (not opens or value.readable())
                 if not (name.endswith("default_rng") and (args or kwargs)):  # a seed decides what it draws
                     self.found.append(Draw(f"{name}()", value, baked_in, module, frames))
             return value
@@ -291,7 +299,9 @@ class EffectWatch:
                 write = AttributeWrite(change.holder, names[0], change.attribute, value, buffer=change.buffer)
                 self._tape.attribute_writes.append(write)
                 read = overwritten.get((id(change.holder), change.attribute))
-                if read is not None and not self._is_same_in_each_call(change.new):  # the next call reads this tensor
+                is_alike = _are_alike(change.old, value.fake)
+                if read is not None and not is_alike and not self._is_same_in_each_call(change.new):
+                    # the next call reads this tensor
                     old, new = short(change.old), short(change.new)
                     effects.append(SideEffect(change.name, old, new, read.module, read.source, True))
             else:
@@ -312,6 +322,13 @@ class EffectWatch:
             if is_random(op.target) or any(v.storage in differs for v in op.inputs()):
                 differs |= {v.storage for v in op.values()}
         return value.storage not in differs
+
+
+def _are_alike(old: Any, new: torch.Tensor) -> bool:
+    """Whether what Python sees of two tensors, while no op takes the first, is equal."""
+    if not isinstance(old, torch.Tensor) or is_symbolic(new):
+        return False
+    return (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
 
 
 def _add_outside(snapshot: Snapshot, name: str, key: str, x: Any) -> None:
@@ -351,7 +368,7 @@ def _of_change(
 ) -> SideEffect:
     kind = change.holder if isinstance(change.holder, type) else type(change.holder)
     methods = _codes_of(kind)
-    line, reads = None, change.is_draw or change.key == ".training" or _read_by_torch(kind, change.key)
+    line, reads = None, change.is_draw or change.key[1:] in READ_BY_A_CALL or _read_by_torch(kind, change.key)
     writer = None
     for function in functions:
         is_of_class = change.holder is None or function.__code__ in methods

@@ -23,7 +23,7 @@ from scopetrace._compat.gradients import give_hooks, has_other_gradient, hooks_o
 from scopetrace._compat.ops import can_decompose, eager, in_transform, is_op, paused, unwrapped
 from scopetrace._compat.patches import exporting
 from scopetrace._compat.questions import fact_of
-from scopetrace._compat.tensors import FakeTensor, dense_order, is_view
+from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, storage_id
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
 from scopetrace.ir.reads import Asked, OfInput, OfTensor, Place
@@ -56,6 +56,8 @@ class _Gradient:
     before: torch.Tensor | None = None
     """Where the forward has read it, what it was before, as a tensor of the trace."""
     is_read: bool = False
+    there: torch.Tensor | None = None
+    """What it was before, where something was added before it was known."""
 
 
 @dataclasses.dataclass
@@ -115,6 +117,9 @@ class GradientRecorder:
             self._reads.on_requires_grad(outputs[0])
             if any(unwrapped(t) is t and id(t) not in self._values.by_id for t in by):
                 self._refuse_beyond()
+        for t in by if accumulates else ():
+            if self._outside(t) is t and not t.is_leaf:
+                t.retain_grad()  # as torch's engine does: the gradient of a result is put there by this hook
         self._refuse_other([self._outside(t) for t in by], accumulates=accumulates)
         params = [(p, t) for t in by if isinstance(p := self._outside(t), torch.nn.Parameter)]
         known = [p for p, _ in params]
@@ -127,6 +132,8 @@ class GradientRecorder:
             return found
         self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
         for t, gradient in zip(by, found, strict=True):
+            if gradient is not None and gradient.layout is not torch.strided:
+                raise sparse_gradient("Tensor.backward", **self._builder.where())
             if gradient is not None:
                 with self._phases.of(self._phases.of_value(self._values.value_of(t))):
                     self._add(t, gradient, create_graph=create_graph)
@@ -150,10 +157,16 @@ class GradientRecorder:
         """Add to the `grad` of a leaf; a tensor that the forward made has its own."""
         outside = self._outside(t)
         if outside is t:
-            t.grad = gradient if t.grad is None else t.grad + gradient
+            if not t.retains_grad:
+                t.grad = gradient if t.grad is None else t.grad + gradient
             run_after_accumulation(t)
             return
         entry = self._of(t)
+        if not entry.is_known and outside.grad is not None:
+            if self._builder.gradients_shared:
+                self._read(entry)  # others see what is added, as a buffer that all gradients are views of
+            else:
+                entry.there = outside.grad
         with torch.set_grad_enabled(create_graph):
             self._add_to(entry, gradient, create_graph=create_graph)
         run_after_accumulation(entry.tensor)
@@ -229,6 +242,8 @@ class GradientRecorder:
         self._note(entry, before is not None)
         entry.is_known = entry.is_read = True
         if before is not None:
+            if entry.added and id(before) in self._values.by_id:
+                self._run_again()
             owner = self._model.owner(self._outside(entry.value.fake))
             if owner is not None:
                 self._model.add_gradient(before, *owner)
@@ -257,6 +272,7 @@ class GradientRecorder:
 
     def finish(self) -> None:
         """Put on the tape what the gradients are after the forward."""
+        self._look_for_shared()
         for entry in self._gradients.values():
             name, value = self._name(entry), entry.value
             inputs = self._tape.inputs
@@ -267,6 +283,21 @@ class GradientRecorder:
                 self._tape.attribute_writes.append(write)
             if entry.is_known and entry.now is None and (entry.before is not None or not entry.is_read):
                 self._tape.cleared.append(of)
+
+    def _look_for_shared(self) -> None:
+        """Run the forward again where it takes the memory of a `grad`, to which something was added, as another tensor.
+
+        What is added while nobody knows what was there comes later in the program than in eager.
+        """
+        late = {
+            storage_id(e.there): None if e.added else e.there for e in self._gradients.values() if e.there is not None
+        }
+        outside = [*(v.real for _, v in self._tape.attribute_reads()), *self._values.examples.values()]
+        if late and any(t is not None and late.get(storage_id(t), t) is not t for t in outside):
+            self._run_again()
+
+    def _run_again(self) -> NoReturn:
+        raise Retrace("a gradient shares its memory", Assumptions(gradients_shared=True))
 
     # ---------------------------------------------------------------- optimizers
 
@@ -454,3 +485,10 @@ class GradientRecorder:
 
     def _refuse(self, problem: str, hint: str, op: str = "torch.autograd.grad") -> NoReturn:
         raise UnsupportedOpError(problem, op=op, **self._builder.where(), hint=hint)
+
+
+def sparse_gradient(op: str, *, module: str | None, source: str | None) -> UnsupportedOpError:
+    """The error for a gradient that eager would add to `grad` by rules of its own for sparse tensors."""
+    problem = "the gradient of a parameter is sparse, as that of an embedding with sparse=True"
+    hint = "make the embedding with sparse=False, and the optimizer one that takes dense gradients"
+    return UnsupportedOpError(problem, op=op, module=module, source=source, hint=hint)

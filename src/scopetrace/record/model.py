@@ -13,6 +13,7 @@ Python and NumPy have contents. Modules, tensors, classes and objects of torch a
 from __future__ import annotations
 
 import argparse
+import array
 import collections
 import contextlib
 import contextvars
@@ -22,6 +23,7 @@ import gc
 import operator
 import os
 import pickle
+import queue
 import random
 import sys
 import threading
@@ -63,6 +65,10 @@ _OTHERS = (torch.Tensor, torch.nn.Module, Value)
 _PLAIN = frozenset({bool, int, float, str, tuple})  # the classes of most attributes: isinstance takes longer
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_HOOK_TABLES = (*_HOOKS, *(name for name in sorted(BOOKKEEPING) if name.endswith(("_with_kwargs", "_always_called"))))
+"""The tables of a module that have its hooks, and how these are called."""
+READ_BY_A_CALL = frozenset({"training", *_HOOKS})
+"""The attributes of a module that its call reads."""
 
 
 _is = operator.is_
@@ -72,7 +78,8 @@ class Model:
     """The modules and tensors that belong to a traced callable, with their names.
 
     An `nn.Module` has its own names (`named_modules`), a bound method those of its module. For any other callable, the
-    modules in its closure, globals and partial arguments are named after their variables.
+    modules in its closure, globals, defaults and partial arguments are named after their variables, and those of the
+    functions that it refers to.
     """
 
     def __init__(self, fn: Callable[..., Any]) -> None:
@@ -233,7 +240,7 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("contents", "fqn", "live", "module", "name", "tables", "unsaved")
+    __slots__ = ("contents", "fqn", "hooks", "live", "module", "name", "tables", "unsaved")
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
@@ -247,8 +254,9 @@ class SavedModule:
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             snapshot.add(f"{name}.{key}", f".{key}", x, module)
+        self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)}
         for hooks in _HOOKS:
-            for hook in own[hooks].values() if own.get(hooks) else ():
+            for hook in self.hooks.get(hooks, {}).values():
                 snapshot.add(f"{name}'s hook", "", hook)
 
     def is_unchanged(self) -> bool:
@@ -284,7 +292,18 @@ class SavedModule:
                 table.update(old)
         if len(self.live) > 1 and unsaved_buffers_of(self.module) != self.unsaved:
             _restore_set(unsaved_buffers_of(self.module), self.unsaved)
-        return found
+        return [*found, *self._restore_hooks()]
+
+    def _restore_hooks(self) -> Iterator[Change]:
+        own = self.module.__dict__
+        for name in _HOOK_TABLES:
+            table, old = own.get(name), self.hooks.get(name, {})
+            if (table or old) and isinstance(table, dict) and not same_tables(table, old):
+                if name in _HOOKS:
+                    hooks = name.strip("_").replace("_", " ")
+                    yield Change(f"{hooks} of {self.name}", f".{name}", len(old), len(table), self.module)
+                table.clear()
+                table.update(old)
 
     def _changes(self, table: dict[str, Any], old: dict[str, Any]) -> Iterator[Change]:
         compiles = isinstance(self.module, torch.fx.GraphModule)  # it keeps its code in private attributes
@@ -326,10 +345,27 @@ def _name_of(fn: Callable[..., Any]) -> str:
 
 
 def _modules_around(fn: Any) -> list[tuple[str, torch.nn.Module]]:
-    """The modules that a function can reach by name."""
+    """The modules that a function can reach by name, itself and by the functions around it that it refers to."""
+    found: dict[str, torch.nn.Module] = {}
+    functions, known = [("", fn)], {id(fn)}
+    for around, function in functions:  # which grows meanwhile
+        for name, x in _variables(function):
+            if type(x) is types.FunctionType and is_users_class(x) and id(x) not in known:
+                known.add(id(x))
+                functions.append((f"{around}{name}.", x))
+            for path, module in _modules_in(name, x):
+                if found.setdefault(path, module) is not module:
+                    found.setdefault(around + path, module)
+    return [*found.items()]
+
+
+def _variables(fn: Any) -> list[tuple[str, Any]]:
+    """What a function can reach by name, or the attributes of a callable object."""
     found: list[tuple[str, Any]] = []
     if isinstance(fn, functools.partial):
-        found += [*((f"arg{i}", a) for i, a in enumerate(fn.args)), *fn.keywords.items()]
+        names = _parameters(fn.func)
+        found += [(names[i] if i < len(names) else f"arg{i}", a) for i, a in enumerate(fn.args)]
+        found += fn.keywords.items()
         fn = fn.func
     fn = getattr(fn, "__wrapped__", fn)
     code = getattr(fn, "__code__", None)
@@ -339,9 +375,18 @@ def _modules_around(fn: Any) -> list[tuple[str, torch.nn.Module]]:
         found += getattr(fn, "__dict__", {}).items()
     else:
         found += [(name, content_of(cell)) for name, cell in zip(code.co_freevars, fn.__closure__ or (), strict=False)]
+        defaults = fn.__defaults__ or ()
+        found += zip(_parameters(fn)[::-1], defaults[::-1], strict=False)
+        found += (fn.__kwdefaults__ or {}).items()
         found += [(name, fn.__globals__.get(name)) for name in code.co_names]
     found += vars(getattr(fn, "__self__", None) or object).items() if isinstance(fn, types.MethodType) else ()
-    return [module for name, x in found for module in _modules_in(name, x)]
+    return found
+
+
+def _parameters(fn: Any) -> list[str]:
+    """The names of the positional parameters of a function; none of another callable."""
+    code = getattr(fn, "__code__", None)
+    return [] if code is None or isinstance(fn, types.MethodType) else [*code.co_varnames[: code.co_argcount]]
 
 
 def _modules_in(name: str, x: Any, depth: int = 2) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -699,6 +744,8 @@ _BUILTIN: dict[type, Kind] = {
     weakref.ref: Kind(lambda x: [x()], lambda *_: None, _same_items),
     weakref.ProxyType: Kind(lambda x: [x.__init__.__self__], lambda *_: None, _same_items),
     bytearray: Kind(bytes, lambda x, before: x.__setitem__(slice(None), before), operator.eq),
+    array.array: Kind(lambda x: x[:], lambda x, before: x.__setitem__(slice(None), before), operator.eq),
+    queue.Queue: Kind(lambda x: list(x.queue), lambda x, before: _restore_list(x.queue, before), _same_items),
     MEMO: Kind(
         lambda x: (x, x.cache_info().misses),
         lambda x, _: x.cache_clear(),

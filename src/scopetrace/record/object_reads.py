@@ -243,8 +243,9 @@ class ObjectReads:
         attributes: list[Read] = list(self._whole_dicts(names, changed))
         for owner, place, (frames, scope) in self._attributes():
             value = place.now(NO_CALL)
-            is_input = isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module)
-            if not is_input:
+            if isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module):
+                self._members[id(value)] = value
+            else:
                 name = f"{names[id(owner)]}.{place.key}".removeprefix("self.") if id(owner) in names else place.key
                 read, key = Read(name, snapshot(value), place, frames, scope.path), (id(owner), place.key)
                 if key in changed:
@@ -265,18 +266,27 @@ class ObjectReads:
         return variables, [*attributes, *own]
 
     def _identities(self, ran: Reach) -> Iterator[Read]:
-        """Which inputs are one object, and which are tensors of the model, where the forward may ask: `x is y`."""
+        """Which inputs are tensors of the model; which are one object, where the forward may ask: `x is y`.
+
+        An input that is a tensor of the model, which the forward takes from there too, is one value with it.
+        """
         tape = self._builder.tape
         code = next((f.__code__ for f in ran.functions if "id" in names_of(f.__code__).globals), None)
-        if code is None or not tape.inputs:
+        taken = set(map(id, tape.attributes.values()))
+        owners = [self._model.owner(t) for t in self._examples if id(t) in taken]
+        given = dict.fromkeys(filter(None, owners))
+        if not tape.inputs or (code is None and not given):
             return
-        frames, path = ((), ((code, code.co_firstlineno),)), tape.root.path
-        places = WhichInputs(), WhichOfModel(tuple((module, name) for _, module, name in self._model.owners))
-        own = tuple([i for i, t in enumerate(self._examples) if self._model.owner(t) is not None])
+        frames, path = ((), () if code is None else ((code, code.co_firstlineno),)), tape.root.path
+        places = WhichInputs(), WhichOfModel(tuple(self._model.owners if code is not None else given))
+        own = places[1].now(CallInputs((), {}, self._examples))
+        if code is None:
+            yield Read("which arguments are tensors of the model", own, places[1], frames, path)
+            return
         if own:
             raise UnsupportedOpError(
-                f"{tape.input_paths[own[0]]} is a tensor of the model, and the forward compares objects (`is`, `id`), "
-                "which are others in a trace",
+                f"{tape.input_paths[own[0][0]]} is a tensor of the model, and the forward compares objects (`is`, "
+                "`id`), which are others in a trace",
                 module=path,
                 source=source_of(frames),
                 hint="give x.clone() to the trace",
@@ -324,7 +334,7 @@ class ObjectReads:
     def _of_members(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
         """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes.
 
-        Not of those in whose place the forward puts others, as it does in each call.
+        Those in whose place the forward puts others are `overwritten`.
         """
         used = set(map(id, self._builder.tape.attributes.values()))
         root = self._builder.tape.root.path
@@ -342,9 +352,15 @@ class ObjectReads:
             yield Read(f"{names} as one tensor", True, Tied(places), (), root)
         for key, t in self._members.items():
             owner = self._model.owner(t)
-            if key not in used and owner is not None and (id(owner[1]), owner[2]) not in changed:
-                place = OfTensor(*owner[1:], "metadata")
-                yield Read(f"{owner[0]}'s dtype, shape and device", place.now(NO_CALL), place, (), root)
+            if key in used or owner is None:
+                continue
+            fqn, holder, attribute = owner
+            place = OfTensor(holder, attribute, "metadata")
+            read = Read(f"{fqn}'s dtype, shape and device", place.now(NO_CALL), place, (), root)
+            if (id(holder), attribute) in changed:
+                self.overwritten.setdefault((id(holder), attribute), read)
+            else:
+                yield read
 
     def _attributes(self) -> Iterator[tuple[Any, InTable | InTables | InSlot, Noted]]:
         """The attributes that were read, of layers only those that users' code names.

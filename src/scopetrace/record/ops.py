@@ -71,7 +71,7 @@ from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.flex_attention import FlexRecorder
 from scopetrace.record.functions import FunctionRecorder
 from scopetrace.record.higher_order import BodyRecorder
-from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.reads import FAST_PATH, ReadRecorder
 
 _aten = torch.ops.aten
 _flex_attention = torch.ops.higher_order.flex_attention
@@ -107,6 +107,7 @@ class OpFacts:
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
         self.squeezes = schema.name.startswith("aten::squeeze")
         self.may_be_cast = autocast_may_change(func)
+        self.is_fast_path = schema.name == FAST_PATH
         self.may_write_undeclared = any(name in UNDECLARED_WRITTEN for name in schema.names)
 
 
@@ -307,8 +308,8 @@ class OpRecorder:
         facts = self._facts.get(id(func))
         if facts is None:
             facts = self._facts[id(func)] = OpFacts(func)
-        if facts.may_be_cast and self.reads.awaits_cast:
-            self.reads.on_cast_op()
+        if facts.is_fast_path or (facts.may_be_cast and self.reads.awaits_cast):
+            self._note_state(facts, args, kwargs)
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
         if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
@@ -328,6 +329,13 @@ class OpRecorder:
         key = self.inference.key_of_call(func, call.args, call.kwargs)
         found = None if key is None else self._inferred(call, key)
         return self._run(call, key) if found is None else self._append_inferred(call, *found)
+
+    def _note_state(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note the state of autograd or autocast, which decides that this op runs, or what it gives."""
+        if facts.may_be_cast:
+            self.reads.on_cast_op()
+        if facts.is_fast_path:
+            self.reads.on_fast_path(_tensors((args, kwargs)))
 
     def _refuse_lost_dropout(self, func: Any, args: tuple[Any, ...]) -> None:
         """Raise where torch takes an op apart in Python, as it does with symbolic sizes, and forgets its dropout."""
@@ -353,7 +361,9 @@ class OpRecorder:
         func = call.facts.func
         answer = self.data.answer(func, call.args, call.kwargs)
         if answer is NotImplemented and func is _aten.is_nonzero.default and call.given[0][0].numel() == 1:
-            return self.data.is_true(func, self.recorded(call.given[0][0].item))
+            with self._builder.run_by_torch(func):
+                number = self.recorded(call.given[0][0].item)
+            return self.data.is_true(func, number)
         return answer
 
     # ---------------------------------------------------------------- arguments

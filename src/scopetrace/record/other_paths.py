@@ -8,14 +8,22 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 
+from scopetrace._compat.questions import fast_path_enabled, grad_enabled
+from scopetrace.record.reads import ReadRecorder
+
 HasOtherPath = (nn.TransformerEncoder, nn.RNNBase)
 """The classes that `other_path` knows."""
 
 
-def other_path(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
-    """What the trace would do otherwise than eager, and what to write instead. None where both do the same."""
+def other_path(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], reads: ReadRecorder
+) -> tuple[str, str] | None:
+    """What the trace would do otherwise than eager, and what to write instead. None where both do the same.
+
+    What decides it, and may be otherwise at a call, is told to `reads`.
+    """
     if isinstance(module, nn.TransformerEncoder):
-        return _NESTED if _takes_nested_path(module, args, kwargs) else None
+        return _NESTED if _takes_nested_path(module, args, kwargs, reads) else None
     packed = isinstance(args[0] if args else kwargs.get("input"), PackedSequence)
     return _PACKED if packed else None
 
@@ -36,16 +44,25 @@ _PARAMETERS = ("src", "mask", "src_key_padding_mask")
 """The first of `nn.TransformerEncoder.forward`."""
 
 
-def _takes_nested_path(module: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _takes_nested_path(
+    module: nn.TransformerEncoder, args: tuple[Any, ...], kwargs: dict[str, Any], reads: ReadRecorder
+) -> bool:
     """The conditions of `nn.TransformerEncoder.forward`, but whether the padding is at the end, which is data."""
     given: list[Any] = [args[i] if i < len(args) else kwargs.get(name) for i, name in enumerate(_PARAMETERS)]
     src, mask, padding = given
     first: Any = module.layers[0]
-    if not torch.backends.mha.get_fastpath_enabled() or not getattr(module, "use_nested_tensor", False):
+    if not getattr(module, "use_nested_tensor", False) or torch.is_autocast_enabled():
         return False
-    if first.training or padding is None or mask is not None or src.dim() != 3 or torch.is_autocast_enabled():
+    if first.training or padding is None or mask is not None or src.dim() != 3:
         return False
-    return not (torch.is_grad_enabled() and any(t.requires_grad for t in (src, *_read_by_fast_path(first))))
+    if not fast_path_enabled():
+        reads.on_flag("torch.backends.mha.get_fastpath_enabled", (), False)
+        return False
+    needs = next((t for t in (*_read_by_fast_path(first), src) if t.requires_grad), None)
+    if needs is None or not grad_enabled():
+        return True
+    reads.on_gradient(needs)
+    return False
 
 
 def _read_by_fast_path(layer: Any) -> list[torch.Tensor]:

@@ -33,6 +33,9 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, names_of
 from scopetrace.record.model import Model
 
+FAST_PATH = "aten::_transformer_encoder_layer_fwd"
+"""The op without derivative that a module of torch chooses where no gradient is recorded."""
+
 
 class ReadRecorder:
     """Puts what the forward reads on the tape; the `Listener` of `_compat.questions`."""
@@ -228,6 +231,7 @@ class ReadRecorder:
                 self.note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
         elif name in ("stride", "is_contiguous", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
+            self._layout_of_model(t, name)
         elif name in ("requires_grad", "is_leaf", "grad_fn") and unwrapped(t) is t:  # else a transform's own history
             self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
             self.on_requires_grad(t)
@@ -251,6 +255,17 @@ class ReadRecorder:
             self._layout(i)
             if offset and value.fake.layout is torch.strided:
                 self._fact(i, "storage_offset", (), value.offset)
+
+    def _layout_of_model(self, t: torch.Tensor, question: str) -> None:
+        """A parameter, buffer or other tensor of the model may be replaced by one that lies otherwise in memory."""
+        owner = self._model.owner(t)
+        if owner is None or unwrapped(t) is not t or t.layout is not torch.strided:
+            return
+        name, fact = "'s strides", "layout"
+        if question == "storage_offset":
+            name, fact = ".storage_offset()", question
+        place = OfTensor(*owner[1:], fact)
+        self.note_once(owner[0] + name, place.now(NO_CALL), place)
 
     def _layout(self, index: int, frames: Frames | None = None) -> None:
         fake = self._builder.tape.inputs[index].fake
@@ -280,6 +295,14 @@ class ReadRecorder:
         for fqn, (module, name) in tape.owners.items():
             if module is not None:
                 self._of_model(fqn, module, name)
+
+    def on_fast_path(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A module chose an op without derivative, as autograd is off or none of what it takes requires grad."""
+        if questions.grad_enabled():
+            for t in tensors:
+                self.on_requires_grad(t)
+        elif not self._grad:
+            self.note_once("torch.is_grad_enabled()", False, Flag("torch.is_grad_enabled", ()))
 
     def on_recomputed(self, op: Op) -> None:
         """With gradients, eager would run an op again in backward, and would give other results."""

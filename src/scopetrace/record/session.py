@@ -17,6 +17,7 @@ import itertools
 import re
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeVar
 
@@ -94,6 +95,7 @@ from scopetrace.record.effects import (
     without_hidden_gradients,
     writes_to_inputs_apart,
 )
+from scopetrace.record.gradients import sparse_gradient
 from scopetrace.record.leaks import refuse_leaks
 from scopetrace.record.model import Model, holds_iterator
 from scopetrace.record.object_reads import ObjectReads, Watched
@@ -221,6 +223,7 @@ class Recording:
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
+        self.builder.gradients_shared = assumptions.gradients_shared
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.tape.reuse = None if reuse is False else Reuse()
@@ -550,11 +553,13 @@ class Recording:
                 hint="step it after a call of the trace, on the gradients that this leaves in `grad`",
                 **place,
             )
+        if no_data and running is torch.ops.aten.embedding_backward.default:  # only where its result is sparse
+            return sparse_gradient(str(running), **place)
         if no_data:
             return DataDependentError(
                 "Python needs the value of a tensor that depends on the inputs or the model's state",
                 op=self.ops.data.reader(getattr(error, "cond", None), running),
-                hint=_BRANCH,
+                hint=_way_out(error),
                 **place,
             )
         if isinstance(error, NoRealValue):
@@ -573,7 +578,7 @@ class Recording:
                 hint="write out of place, or clone() the tensor before the ops that use it",
                 **place,
             )
-        if isinstance(error, NO_SHAPE_RULE):
+        if isinstance(error, NO_SHAPE_RULE) or _NO_FAKE_OF_CUSTOM_OP in str(error):
             first = (str(error).splitlines() or [""])[0]
             hint = (
                 "register a fake implementation with torch.library.register_fake, or name the module in leaf_modules="
@@ -614,6 +619,27 @@ _BRANCH = (
     "or trace with specialize=True, which lets the example inputs decide and says so in Trace.specializations; "
     "torch.compiler.is_exporting() is True here, so a check that is only for users can be skipped"
 )
+
+
+_NO_FAKE_OF_CUSTOM_OP = "There was no fake impl registered for"
+
+_WAYS_OUT = {
+    "_detect_is_causal_mask": "say whether the mask is a causal one, which nn.TransformerEncoder and its kind else "
+    "look up in it: is_causal=True or False beside mask=, tgt_is_causal= beside tgt_mask=, src_is_causal= beside "
+    "src_mask= of nn.Transformer; or trace with specialize=True, which lets the example decide",
+    "torch.distributions": "make the distribution with validate_args=False, or call "
+    "torch.distributions.Distribution.set_default_validate_args(False): it looks at its parameters and samples",
+}
+"""By a function or package of torch that asks for data, what to do instead."""
+
+
+def _way_out(error: BaseException) -> str:
+    """What to write instead of a branch on data."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    asked_by = {frame.f_code.co_name for frame in frames} | {
+        str(frame.f_globals.get("__name__")).rpartition(".")[0] for frame in frames
+    }
+    return next((hint for name, hint in _WAYS_OUT.items() if name in asked_by), _BRANCH)
 
 
 _LAYOUTS = (*(torch.strided, torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc),)

@@ -29,6 +29,8 @@ class Marks:
 
     def writes(self, section: Section) -> tuple[str, ...]:
         """The inputs of the model by path, and the parameters and buffers by name, without the module's own prefix."""
+        if section.is_backward:  # its path is that of the forward, which did it
+            return ()
         prefix = module_prefix(section) or ""
         found = [(name, kind) for path, name, kind in self._writes if path.startswith(f"{section.path}/")]
         return tuple(dict.fromkeys(name if kind == "input" else name.removeprefix(prefix) for name, kind in found))

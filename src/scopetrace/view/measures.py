@@ -133,6 +133,8 @@ class Meter:
         """Floating-point operations of one op; 0 where torch has no formula, or the op does not run without data."""
         if not is_op(node.target) or node.target.overloadpacket in _WITHOUT_FLOPS:
             return 0
+        if any(node_value(n) is None for n in (node, *node.all_input_nodes)):
+            return 0  # a node that a pass made, or whose meta it dropped
         if node.target.overloadpacket not in flop_registry and not can_decompose(node.target):
             return 0
         key = (node.target, _signature(node.args), _signature(node.kwargs))

@@ -79,7 +79,7 @@ class Memory:
 
     def __init__(self, program: TracedProgram, depth: int | None = None) -> None:
         """`depth`: levels of calls below the root that have rows; None for all."""
-        tape = program.reported
+        tape = program.as_run
         self.held_bytes, found = storages_of(tape)
         storages = list(found.values())
         self.timeline = timeline_of(len(tape.ops), ((s.size, s.made, s.used) for s in storages))
@@ -167,7 +167,10 @@ def forward_call(op: Op, tape: Tape) -> Call | None:
 
 
 def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
-    """The bytes that are there before the program, and what it makes, by `Value.storage`."""
+    """The bytes that are there before the program, and what it makes, by `Value.storage`.
+
+    What the bodies of a higher-order op need besides its results, while it runs, has a key of its own.
+    """
     size: dict[int, int] = {}
     made: dict[int, int] = {}
     used: dict[int, int] = {}
@@ -191,7 +194,23 @@ def storages_of(tape: Tape) -> tuple[int, dict[int, Storage]]:
     own = {
         s: Storage(size[s], made[s], used[s], forward.get(s, made[s]), backward.get(s)) for s in size if s not in held
     }
-    return sum(size[s] for s in held), own
+    free = itertools.count(min(size, default=0) - 1, -1)  # keys that no storage has
+    return sum(size[s] for s in held), own | dict(zip(free, _inside_ops(tape, own.values()), strict=False))
+
+
+def _inside_ops(tape: Tape, storages: Iterable[Storage]) -> Iterator[Storage]:
+    """What the bodies of ops need besides the results of these."""
+    for i, op in enumerate(tape.ops):
+        bodies = op.bodies()
+        if bodies:
+            size = max(map(_peak_of, bodies)) - sum(s.size for s in storages if s.made == i)
+            yield Storage(max(size, 0), i, i, i, None)
+
+
+def _peak_of(body: Tape) -> int:
+    """The most that is in use while a body of a higher-order op runs once, its results included."""
+    found = storages_of(body)[1].values()
+    return max(timeline_of(len(body.ops), ((s.size, s.made, s.used) for s in found)), default=0)
 
 
 def _bytes(value: Value) -> int:

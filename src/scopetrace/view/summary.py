@@ -215,7 +215,8 @@ def _inside(section: Section) -> Iterator[Section]:
 
 
 def _label(section: Section) -> str:
-    return section.body or (f'scope("{section.user_scope}")' if section.user_scope else label_of(section))
+    is_scope = section.user_scope and not section.is_backward
+    return section.body or (f'scope("{section.user_scope}")' if is_scope else label_of(section))
 
 
 def _ends(section: Section) -> tuple[Any, Any]:

@@ -46,6 +46,7 @@ from scopetrace.view.tree import (
     Run,
     Section,
     Tree,
+    index_of,
     module_prefix,
     op_text,
     value_text,
@@ -298,15 +299,11 @@ def _in_place(node: torch.fx.Node, prefix: str | None, constants: Container[str]
 
 def label_of(section: Section) -> str:
     """`Linear[fc]`, with `#1` for a second call of the same module."""
-    return section.user_scope or section.call.scope.label + _index(section.call)
+    return section.user_scope or section.call.scope.label + index_of(section.call)
 
 
 def _path_label(section: Section) -> str:
-    return section.path if section.user_scope else section.path + _index(section.call)
-
-
-def _index(call: ModuleCall) -> str:
-    return f"#{call.index}" if call.index else ""
+    return section.path if section.user_scope else section.path + index_of(section.call)
 
 
 def counted(labels: list[str]) -> str:

@@ -227,9 +227,11 @@ class _Filling:
             around[call.scope.path], call = call, call.parent
         if path.startswith(f"{outer}/"):
             inner = outer
-            for label in path[len(outer) + 1 :].split("/"):
-                inner = f"{inner}/{label}"
-                section = _last_backward(section, inner, around.get(inner, section.call), label)
+            for part in path[len(outer) + 1 :].split("/"):
+                inner = f"{inner}/{part}"
+                owner = around.get(inner)
+                label = part if owner is None else part + index_of(owner)
+                section = _last_backward(section, inner, owner or section.call, label)
         return section
 
     def _add_op(self, node: torch.fx.Node, section: Section, path: str) -> list[Op]:
@@ -443,6 +445,11 @@ class _Names:
         if tensor is None or tensor.numel() > _SMALL:
             return ""
         return "" if tensor.is_meta or tensor.layout is not torch.strided else str(tensor.tolist())
+
+
+def index_of(call: ModuleCall) -> str:
+    """`#1` for the second call of a module."""
+    return f"#{call.index}" if call.index else ""
 
 
 def module_prefix(section: Section) -> str | None:

@@ -39,6 +39,7 @@ from scopetrace.program.graph import (
     FxLowering,
     leave_custom_to_users,
     node_value,
+    refuse_taken_names,
     set_node_value,
     set_unbacked_bindings,
 )
@@ -82,7 +83,9 @@ def _build(
         switch_modes(program)
     names = argument_names(forward, len(tape.args[0]))
     given, in_spec = flat_arguments(marked, names)
-    lifted = Lifted(program, marked, states(tape, frames, program.graph, given), given)
+    tensors = states(tape, frames, program.graph, given)
+    refuse_taken_names([n for n, s in tensors.items() if s.kind is not InputKind.USER_INPUT], tape.root.path)
+    lifted = Lifted(program, marked, tensors, given)
     outputs = Outputs(program, marked, lifted)
     _share_regions(program)
     for lowered in program.walk():
