@@ -135,6 +135,8 @@ class TapeBuilder:
         """Whether the recorder itself asks objects of the model for attributes, which is no read of the forward."""
         self.functions_apart = False
         """As in Assumptions."""
+        self.derives_by_tape = False
+        """Whether the forward is taken to differentiate, and its backward is made from the tape (`TapeAutograd`)."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
         self.op_frames: Frames | None = None
@@ -322,6 +324,18 @@ class ValueTable:
     def new_storage(self) -> int:
         """The storage of a value whose tensor is not made yet. Those of tensors are addresses, and even."""
         return next(self._unmade)
+
+    def mark(self) -> tuple[int, ...]:
+        """A mark of what tensors are known."""
+        return tuple(map(len, (self.by_id, self._by_storage, self._keep, self.same, self.new_tensors)))
+
+    def return_to(self, mark: tuple[int, ...]) -> None:
+        """Forget the tensors that became known since `mark`, and lie in memory of their own."""
+        for table, length in zip((self.by_id, self._by_storage), mark, strict=False):
+            while len(table) > length:
+                table.popitem()
+        for found, length in zip((self._keep, self.same, self.new_tensors), mark[2:], strict=True):
+            del found[length:]
 
     def leave(self, start: int, results: Any) -> None:
         """At the end of a call: a tensor is again what it was outside, before the entries of `same` from `start` on.

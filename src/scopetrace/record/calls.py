@@ -237,7 +237,7 @@ class CallRecorder:
     @functools.cached_property
     def gradients(self) -> GradientRecorder:
         """Records derivatives, and the `grad` of tensors."""
-        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags)
+        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags, self._ops)
 
     @functools.cached_property
     def flags(self) -> FlagRecorder:
@@ -254,6 +254,8 @@ class CallRecorder:
     @property
     def differentiates(self) -> bool:
         """As `HookListener.differentiates`."""
+        if self._builder.derives_by_tape:
+            raise Retrace("the forward checkpoints a region", Assumptions(exact_autograd=True))
         return self._builder.tape.exact_autograd
 
     def on_forward_ad(self) -> None:

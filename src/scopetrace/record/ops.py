@@ -156,7 +156,7 @@ class OpRecorder:
         self.reads = reads
         self._builder = builder
         self._by_id = values.by_id
-        self._factory = factory
+        self.factory = factory
         self.inference = inference
         self._exact = builder.tape.exact_autograd
         self._composites_apart = composites_apart
@@ -172,7 +172,7 @@ class OpRecorder:
     @functools.cached_property
     def data(self) -> DataReader:
         """Answers what Python asks of the data of tensors."""
-        return DataReader(self._builder, self.values, self.reads, self._factory, specialize=self._specialize)
+        return DataReader(self._builder, self.values, self.reads, self.factory, specialize=self._specialize)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:
@@ -234,6 +234,8 @@ class OpRecorder:
         dtype = autocast_dtype(device)
         if dtype is None:
             return self.record(func, args, kwargs)
+        if self._builder.derives_by_tape:
+            raise Retrace("the forward differentiates under autocast", Assumptions(exact_autograd=True))
         rule, casts = autocast_rule(func, device)
         before, self._builder.autocast = self._builder.autocast, Autocast(device, dtype, casts)
         try:
@@ -242,6 +244,11 @@ class OpRecorder:
             return self.recorded(lambda: rule(*args, **kwargs))
         finally:
             self._builder.autocast = before
+
+    def updates(self, func: Any) -> bool:
+        """Whether an op writes to arguments that it does not return."""
+        facts = self._facts.get(id(func))
+        return facts is not None and facts.updates
 
     def _expect_exact(self) -> None:
         if not self._exact:
@@ -280,11 +287,11 @@ class OpRecorder:
                 + ("; or trace under torch.no_grad()" if kernel and hop not in FORMS else ""),
             )
         recorder = FlexRecorder if hop is _flex_attention else BodyRecorder
-        return recorder(self._builder, self.values, self._factory, hop, args, self._run_callable).run()
+        return recorder(self._builder, self.values, self.factory, hop, args, self._run_callable).run()
 
     def apply_function(self, cls: type, args: tuple[Any, ...]) -> Any:
         """A `torch.autograd.Function` is applied, and autograd sees it."""
-        return FunctionRecorder(cls, args, self._builder, self.values, self._factory, self._run_callable).run()
+        return FunctionRecorder(cls, args, self._builder, self.values, self.factory, self._run_callable).run()
 
     def _run_callable(self, fn: Any, args: Any) -> Any:
         """Call what a higher-order op was given, recording its ops. A graph is no module call: its nodes run."""
@@ -509,7 +516,7 @@ class OpRecorder:
         for value, layout in moved:
             self.values.freeze(value, layout)
         written = before.written()
-        unbacked = self._factory.unbacked_bindings(out)
+        unbacked = self.factory.unbacked_bindings(out)
         given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
         if not written and unbacked is None:
             if key is not None and facts.inferable:  # Python may hold an input as another object than its value does
@@ -533,15 +540,15 @@ class OpRecorder:
             return args[0]
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])
-        compared = facts.is_custom and self._factory.mode.propagate_real_tensors
+        compared = facts.is_custom and self.factory.mode.propagate_real_tensors
         has_history = self._exact and any(requires_grad_of(v.fake) for v in call.inputs)
         with (
             self._builder.run_by_torch(facts.func),
-            self._factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
+            self.factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
             self.data.real_tensors(call.inputs) if compared else contextlib.nullcontext(),
             self._below_autograd(call) if has_history else contextlib.nullcontext(),
         ):
-            out = run_op(self._factory.mode, facts.func, args, kwargs)
+            out = run_op(self.factory.mode, facts.func, args, kwargs)
         if facts.in_place and key is not None:
             self.inference.learn(key, call.inputs, out)
         return out
@@ -565,7 +572,7 @@ class OpRecorder:
                 with torch.no_grad():
                     return self.inference.below_autograd(func, call.args, call.kwargs, call.inputs, run)
             if func is _aten.detach.default and self.inference.key_of(args[0]) is not None:
-                return self._factory.detached(args[0])  # what autograd saves of a result
+                return self.factory.detached(args[0])  # what autograd saves of a result
             out = run()
             value, version = written.get(id(args[0]), (None, 0)) if func is _aten.clone.default else (None, 0)
             if value is not None and version == _version(value.fake):
@@ -587,7 +594,7 @@ class OpRecorder:
         """Calls with size 1 would lose a dimension here."""
         for d in flat(dims) if dims else range(t.dim()):
             if isinstance(t.size(d), torch.SymInt):
-                self._factory.shape_env.take_for_more_than_one(t.size(d))
+                self.factory.shape_env.take_for_more_than_one(t.size(d))
 
     def _prepare_write(self, call: OpCall) -> bool:
         """Before autograd sees a write: give results that were made from metadata the history that it expects.
@@ -604,7 +611,7 @@ class OpRecorder:
             if any(v.fake is not value.fake for v in same_memory):
                 raise Retrace("an op writes to a view of a tensor that requires grad", Assumptions(exact_autograd=True))
             if any(v.autograd_placeholder for v in same_memory):
-                self._factory.give_history(value.fake)
+                self.factory.give_history(value.fake)
             for v in same_memory:
                 v.autograd_placeholder = False
         return False

@@ -214,12 +214,13 @@ class Recording:
             shape_env=self.factory.shape_env,
             fake_mode=self.factory.mode,
             inference=inference,
-            exact_autograd=assumptions.exact_autograd or bool(assumptions.differentiates),
+            exact_autograd=assumptions.exact_autograd,
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
+        self.builder.derives_by_tape = bool(assumptions.differentiates) and not assumptions.exact_autograd
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.tape.reuse = None if reuse is False else Reuse()
