@@ -69,6 +69,8 @@ class TapeCopier(abc.ABC):
         """The values of inputs and attributes as the program got them, by those of the old tape."""
         self.values: dict[Value, Value] = {}
         """The new values of those outside of the alias sets."""
+        self.original_storages: set[int] = set()
+        """The storages of the values of `originals`."""
         self._copies: dict[Value, Value] = {}  # of values whose op was copied on copies of its operands
         self._outside: set[int] = set()  # written storages of inputs and attributes
         self._held: dict[int, list[Value]] = {}  # attributes read so far, by storage
@@ -273,6 +275,7 @@ class TapeCopier(abc.ABC):
         if not isinstance(old, Value):  # a number, given as argument or taken by a body
             return
         self.originals[old] = self._copies[old] = new
+        self.original_storages.add(new.storage)
         if op.kind == "placeholder":
             self.new.inputs.append(new)
         else:
@@ -285,8 +288,29 @@ class TapeCopier(abc.ABC):
         if aliases.same(old) is old:
             aliases.define(old, new)
 
+    def _copy_as_it_is(self, op: Op) -> bool:
+        """Copy an op that reads and makes only what no op writes, from copies. Returns whether it is one."""
+        if op.target is _aten.as_strided.default or is_random(op.target):
+            return False
+        sets, copies, values = self.sets, self._copies, self.values
+        for v in op.inputs():
+            if v.storage in sets or copies.get(v) is not values[v]:
+                return False
+        made = op.values()
+        for v in made:
+            if v.storage in sets:
+                return False
+        args = tuple([_of_table(a, copies) for a in op.args])
+        kwargs = {name: _of_table(a, copies) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
+        outputs = self.emitter.copy(op, args, kwargs)
+        for v, new in zip(made, (outputs,) if isinstance(outputs, Value) else values_in(outputs), strict=True):
+            copies[v] = values[v] = new
+        return True
+
     def _copy_op(self, op: Op) -> None:
         """An op that writes nothing."""
+        if op.kind == "call_function" and self._copy_as_it_is(op):
+            return
         if op.target is _aten.as_strided.default and self._read_by_position(op):
             return
         args, kwargs = self.present((op.args, op.kwargs), op)
@@ -420,6 +444,17 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
         written=old.written_storages(),
         uses_absolute_offset=set(old.uses_absolute_offset),
     )
+
+
+def _of_table(x: Any, table: dict[Value, Value]) -> Any:
+    """An op's argument with the values of a table in place of those that are keys."""
+    if isinstance(x, Value):
+        return table[x]
+    if isinstance(x, (list, tuple)):
+        return type(x)([_of_table(item, table) for item in x])
+    if isinstance(x, dict):
+        return {name: _of_table(item, table) for name, item in x.items()}
+    return x
 
 
 def _requires_grad(op: Op) -> bool:

@@ -123,6 +123,8 @@ class Emitter:
                 Without it, all storages are as in the recorded tape.
             more: for each a further result, a new tensor with the same metadata. The results are a tuple then.
         """
+        if storages is None and not more and isinstance(op.outputs, Value):
+            return self._append(op, op.kind, op.target, args, kwargs, op.outputs.copy(op.outputs.storage))
         given = {} if storages is None else storages
 
         def value(v: Value) -> Value:

@@ -159,7 +159,7 @@ class OpRecorder:
         self.factory = factory
         self.inference = inference
         self._exact = builder.tape.exact_autograd
-        self._composites_apart = composites_apart
+        self.composites_apart = composites_apart
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
         self._specialize = specialize
@@ -318,7 +318,7 @@ class OpRecorder:
             self.reads.on_cast_op()
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
-        if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
+        if self.composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
             self._refuse_lost_dropout(func, args)
             return self.recorded(lambda: run_parts(func, *args, **kwargs))
         if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
@@ -413,7 +413,7 @@ class OpRecorder:
         except ForeignTensorError as error:
             if not self._exact:
                 raise
-            if not self._composites_apart:
+            if not self.composites_apart:
                 raise Retrace(
                     "backward reads what a composite op has saved", Assumptions(composites_apart=True)
                 ) from None
@@ -503,6 +503,10 @@ class OpRecorder:
             args, kwargs = call.given  # instance_norm: its parts say what they write
             return self.recorded(lambda: facts.func.decompose(*args, **kwargs))
         unseen = bool(facts.written) and self._prepare_write(call)
+        if facts.updates and key is not None and not unseen:
+            found = self._known_update(call, key)
+            if found is not None:
+                return self._append_update(call, *found)
         args, kwargs = self._with_fakes(call.given)
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
@@ -518,6 +522,8 @@ class OpRecorder:
         written = before.written()
         unbacked = self.factory.unbacked_bindings(out)
         given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
+        if facts.updates and key is not None and unbacked is None and not moved:
+            self.inference.learn(key, call.inputs, out)
         if not written and unbacked is None:
             if key is not None and facts.inferable:  # Python may hold an input as another object than its value does
                 self.inference.learn(key, call.inputs, given[0].fake if given else out)
@@ -531,6 +537,21 @@ class OpRecorder:
         if moved:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
         return _given(out, call) if given else out
+
+    def _known_update(self, call: OpCall, key: Any) -> Inferred | None:
+        """The results of an op such as batch_norm, which writes statistics that it does not return, once it was run."""
+        if any(is_inference_of(v.fake) for v in call.inputs) or _overlaps(call):
+            return None
+        return self.inference.learned(key, call.facts.func, call.args, call.kwargs, call.inputs)
+
+    def _append_update(self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None]) -> Any:
+        written = tuple(dict.fromkeys(call.written(call.facts.written)))
+        tracked = tuple([v for v in call.inputs if requires_grad_of(v.fake)])
+        for v in written:
+            torch.autograd.graph.increment_version(v.fake)
+        made = self.values.new_inferred(outputs, fakes, call.inputs)
+        self._append(call, outputs.contained(made), written, None, tracked)
+        return outputs.contained(fakes)
 
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
         """What torch returns for fake tensors."""
@@ -748,8 +769,11 @@ def _requires_grad(args: Any, kwargs: Any) -> bool:
 def _has_history(value: Value) -> bool:
     """Whether autograd would let eager write to this result of an op, and it requires grad already."""
     op = value.op
-    single = not isinstance(op.outputs, (list, tuple))  # it refuses writes to one of several views
-    return requires_grad_of(value.fake) and op.kind == "call_function" and op.grad and single
+    if not requires_grad_of(value.fake) or op.kind != "call_function" or not op.grad:
+        return False
+    if not isinstance(op.outputs, (list, tuple)):
+        return True
+    return all(v.storage != value.storage for v in op.inputs())  # it refuses writes to one of several views
 
 
 def _tensors(x: Any) -> list[torch.Tensor]:

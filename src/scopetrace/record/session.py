@@ -220,7 +220,6 @@ class Recording:
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
-        self.builder.derives_by_tape = bool(assumptions.differentiates) and not assumptions.exact_autograd
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.tape.reuse = None if reuse is False else Reuse()
@@ -235,7 +234,7 @@ class Recording:
             inference,
             run_graph,
             specialize=specialize,
-            composites_apart=assumptions.composites_apart or bool(assumptions.differentiates),
+            composites_apart=assumptions.composites_apart,
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
@@ -262,8 +261,8 @@ class Recording:
         names = argument_names(forward, len(args))
         given = [*zip(names, args, strict=True), *kwargs.items()]
         effects = EffectWatch(fn, self.model, given, self.object_types, self.builder, self.values)
-        if "backward" in effects.reach.names and not tape.exact_autograd and self._assumptions.differentiates is None:
-            raise Retrace("the code names backward", Assumptions(differentiates=True))
+        if "backward" in effects.reach.names and self._assumptions.differentiates is None:
+            self._expect_backward()
         examples = [self.values.examples[value] for value in tape.inputs]
         reads = ObjectReads(self.builder, self.model, effects.reach, self.reads.members, examples)
         tape.module_tables = ModuleTables(self.model.named_modules(), hooks_of_all_modules(), effects.reach.names)
@@ -303,6 +302,12 @@ class Recording:
         if checks_enabled():
             verify(tape, "recording")
         return tape
+
+    def _expect_backward(self) -> None:
+        """Before the forward runs: take it for one that differentiates."""
+        self._assumptions = dataclasses.replace(self._assumptions, differentiates=True)
+        self.ops.composites_apart = True
+        self.builder.derives_by_tape = not self.tape.exact_autograd
 
     @contextlib.contextmanager
     def _expecting_backward(self) -> Iterator[None]:
