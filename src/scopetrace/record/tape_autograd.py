@@ -258,12 +258,15 @@ class TapeAutograd:
                 if any(start < i < stop for i in writes):
                     self.retrace("an op reads a tensor that was written by another alias")
 
-    def _refuse_written(self, op: Op, v: Value) -> None:
-        """Retrace where backward reads what was written since: autograd raises, or knows more."""
+    def _refuse_written(self, op: Op, v: Value, func: Any) -> None:
+        """Retrace where backward reads what was written since: autograd raises, or has kept a copy.
+
+        It takes what the op itself writes beside its results, such as statistics, as it is then.
+        """
         writes = self._writes.get(v.storage)
         if writes:
             own, start = self._position[op], self._position[v.op]
-            if any(i > start and i != own for i in writes):
+            if any(i > start and (i != own or func is not op.target) for i in writes):
                 self.retrace("backward reads a tensor that was written since")
 
     # ---------------------------------------------------------------- one op
@@ -286,7 +289,7 @@ class TapeAutograd:
             _expect_same(formula, self._formula(op, func, inputs, results, own, needs))
         present = [*inputs, *results, *(g for g in own if g is not None)]
         for i in formula.reads:
-            self._refuse_written(op, present[i])
+            self._refuse_written(op, present[i], func)
         now = dict(zip(formula.places, present, strict=True))
         phase = self._phases.of_op(op)
         builder = self._builder
@@ -368,7 +371,7 @@ class TapeAutograd:
         frames, builder.op_frames = builder.op_frames, None
         phase, builder.phase = builder.phase, None
         try:
-            places = [self._place(v, n) for v, n in zip(inputs, needs, strict=True)]
+            places = [self._place(v, v.requires_grad) for v in inputs]
             gradients = [None if g is None else self._place(g, False) for g in own]
             Op("placeholder", "given", (), {}, [*places, *(g for g in gradients if g)], tape.root, None, ())
             made = self._run(func, op, places)
@@ -427,7 +430,7 @@ class TapeAutograd:
             outputs = self._inference.known(op.target, op.args, op.kwargs)
         if outputs is not None:
             metas = [m for m in outputs.tensors if isinstance(m, OutputMeta)]
-            if len(metas) < len([m for m in outputs.tensors if m is not None]) or any(m.requires_grad for m in metas):
+            if len(metas) < len([m for m in outputs.tensors if m is not None]):
                 outputs = None
         given = [(i, x) for i, x in enumerate(op.args) if isinstance(x, Value)]
         nested = [i for i, x in enumerate(op.args) if isinstance(x, (list, tuple)) and flat_values(x)]
