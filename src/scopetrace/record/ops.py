@@ -67,10 +67,12 @@ from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.ops.recurrent import drops_between_layers
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable, layout_of
 from scopetrace.record.collectives import CollectiveRecorder, Pending
+from scopetrace.record.copying import OpCopier
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.flex_attention import FlexRecorder
 from scopetrace.record.functions import FunctionRecorder
 from scopetrace.record.higher_order import BodyRecorder
+from scopetrace.record.parts import PartsRecorder
 from scopetrace.record.reads import ReadRecorder
 
 _aten = torch.ops.aten
@@ -96,7 +98,9 @@ class OpFacts:
         self.reshapes = torch.Tag.inplace_view in func.tags
         self.written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_written)
         self.positions = tuple(enumerate(schema.names))
-        self.is_atomic = not (self.is_custom or can_decompose(func))
+        self.comes_apart = can_decompose(func)
+        """Whether it is a composition of others."""
+        self.is_atomic = not (self.is_custom or self.comes_apart)
         """Whether autograd runs it as this op, and its schema says which results lie in the memory of an argument."""
         self.may_alias = not self.is_atomic or any(a.aliases for a in schema.arguments)
         self.updates = bool(self.written) and not any(r.is_written or r.is_out for r in schema.returns)
@@ -166,6 +170,10 @@ class OpRecorder:
         self._pending: dict[int, Pending] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
         self._at_end = contextlib.ExitStack()
+        self.copier = OpCopier(builder, values, factory, inference, self.record)
+        """Puts ops on the tape that repeat others."""
+        self.parts = PartsRecorder(builder, values, reads, inference, self.copier)
+        """Records the parts of composite ops."""
         self.answers = 0
         """How often Python asked for the data of a tensor."""
 
@@ -318,9 +326,13 @@ class OpRecorder:
             self.reads.on_cast_op()
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
-        if self.composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
+        if self.composites_apart and facts.comes_apart and _requires_grad(args, kwargs):
             self._refuse_lost_dropout(func, args)
-            return self.recorded(lambda: run_parts(func, *args, **kwargs))
+            builder = self._builder
+            if self._exact or facts.written or facts.reads or builder.autocast is not None or not builder.is_plain():
+                return self.recorded(lambda: run_parts(func, *args, **kwargs))
+            call = self._lifted(facts, args, kwargs)
+            return self.parts.run(func, call.args, call.kwargs, call.inputs, call.given, self.recorded)
         if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
             return args[0]
         call = self._lifted(facts, args, kwargs)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -35,28 +35,15 @@ from scopetrace._compat.tensors import (
 )
 from scopetrace.errors import ScopetraceError
 from scopetrace.infer.rules import OutputMeta, Outputs
-from scopetrace.ir.tape import BackwardNode, Op, Phase, UnmadeValue, Value, checks_enabled, flat, map_argument
+from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, checks_enabled, flat, map_argument
 from scopetrace.ops.functional_variants import functional_variant, undeclared_writes
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.copying import NotRepeated, Step
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.phases import PhaseRecorder
 
 _aten = torch.ops.aten
 _SUM = _aten.add.Tensor
-
-
-class Step(NamedTuple):
-    """One op of a formula."""
-
-    op: Op
-    outputs: Outputs | None
-    """What its results are; None for one that is recorded anew."""
-    values: list[Value]
-    inputs: list[Value]
-    given: list[tuple[int, Value]]
-    """Its arguments that are values, each with its position."""
-    nested: list[int]
-    """The positions of its arguments that hold values."""
 
 
 @dataclasses.dataclass(eq=False)
@@ -82,6 +69,7 @@ class TapeAutograd:
         self._values = values
         self._ops = ops
         self._inference = ops.inference
+        self._copier = ops.copier
         self._factory = factory
         self._phases = phases
         self._formulas: dict[Any, Formula] = {}
@@ -292,14 +280,11 @@ class TapeAutograd:
             self._refuse_written(op, present[i], func)
         now = dict(zip(formula.places, present, strict=True))
         phase = self._phases.of_op(op)
-        builder = self._builder
-        ops = builder.tape.ops
-        place = builder.state.current_scope, builder.call, builder.op_frames, False
-        for step in formula.steps:
-            if step.outputs is not None:
-                ops.append(self._copied(step, step.outputs, now, place, phase))
-            else:
-                self._recorded(step, now, phase)
+        try:
+            for step in formula.steps:
+                self._copier.copy(step, now, phase)
+        except NotRepeated:
+            self.retrace("an op of a backward does something else when it is repeated")
         return [v and now[v] for v in formula.gradients]
 
     def _without_writes(self, op: Op, inputs: list[Value]) -> Any:
@@ -318,39 +303,6 @@ class TapeAutograd:
         if any(v.requires_grad and self._position.get(v.op, -1) < self._position[op] for v in others):
             self.retrace("an op writes to a tensor that has views")
         return variant.op
-
-    def _copied(self, step: Step, outputs: Outputs, now: dict[Value, Value], place: Any, phase: Phase) -> Op:
-        op = step.op
-        inputs = [now[v] for v in step.inputs]
-        args: list[Any] = [*op.args]
-        for i, v in step.given:
-            args[i] = now[v]
-        for i in step.nested:
-            args[i] = map_argument(lambda x: now[x] if isinstance(x, Value) else x, args[i])
-        kwargs = op.kwargs
-        if kwargs:
-            kwargs = {name: map_argument(lambda x: now[x] if isinstance(x, Value) else x, a) for name, a in kwargs.items()}
-        with without_dispatch():
-            fakes = outputs.make(self._factory, inputs)
-        made = self._values.new_inferred(outputs, fakes, inputs)
-        for v, new in zip(step.values, [m for m in made if m is not None], strict=True):
-            now[v] = new
-        return Op(op.kind, op.target, tuple(args), kwargs, outputs.contained(made), *place, phase=phase)
-
-    def _recorded(self, step: Step, now: dict[Value, Value], phase: Phase) -> None:
-        """An op that does more than its metadata says, such as to write."""
-        op, ops = step.op, self._builder.tape.ops
-        inputs, start = [now[v] for v in step.inputs], len(ops)
-        if any(isinstance(v, UnmadeValue) for v in inputs):
-            self.retrace("backward writes to a tensor of a call that is a copy")
-        args, kwargs = map_argument(lambda x: now[x].fake if isinstance(x, Value) else x, (op.args, op.kwargs))
-        self._builder.phase = _always(phase)
-        self._ops.record(op.target, args, kwargs)
-        new = ops[-1]
-        same = len(ops) == start + 1 and new.target is op.target and len(new.writes) == len(op.writes)
-        if not same or any(a is not b for a, b in zip(new.inputs(), inputs, strict=True)):
-            self.retrace("an op of a backward does something else when it is repeated")
-        now.update(zip(step.values, new.values(), strict=True))
 
     # ---------------------------------------------------------------- formulas
 
@@ -423,23 +375,10 @@ class TapeAutograd:
         return made
 
     def _step(self, op: Op) -> Step:
-        if op.kind != "call_function" or not is_op(op.target) or op.unbacked or op.meta or op.autocast or op.grad:
+        step = None if op.grad else self._copier.step(op)
+        if step is None:
             self.retrace("the backward of an op does what is no op")
-        outputs = None
-        if not op.writes and op.target is not _aten.as_strided.default:
-            outputs = self._inference.known(op.target, op.args, op.kwargs)
-        if outputs is not None:
-            metas = [m for m in outputs.tensors if isinstance(m, OutputMeta)]
-            if len(metas) < len([m for m in outputs.tensors if m is not None]):
-                outputs = None
-        given = [(i, x) for i, x in enumerate(op.args) if isinstance(x, Value)]
-        nested = [i for i, x in enumerate(op.args) if isinstance(x, (list, tuple)) and flat_values(x)]
-        return Step(op, outputs, op.values(), op.inputs(), given, nested)
-
-
-def flat_values(x: Any) -> bool:
-    """Whether an argument holds values."""
-    return any(isinstance(leaf, Value) for leaf in flat(x))
+        return step
 
 
 def _always(phase: Phase) -> Callable[[Any, Any], Phase | None]:
