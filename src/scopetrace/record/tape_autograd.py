@@ -14,6 +14,7 @@ what it made. So does each op on the tape, from the last one back.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 
 from scopetrace._compat.gradients import gradients_of
-from scopetrace._compat.ops import autocast_enabled, in_transform, is_collective, is_op, is_recording, schema_of
+from scopetrace._compat.ops import BelowAutograd, autocast_enabled, in_transform, is_collective, is_op, is_recording, schema_of
 from scopetrace._compat.tensors import (
     FakeFactory,
     is_inference_of,
@@ -365,7 +366,7 @@ class TapeAutograd:
         """The results of an op, with autograd."""
         fakes = iter([v.fake for v in places])
         args, kwargs = map_argument(lambda x: next(fakes) if isinstance(x, Value) else x, (op.args, op.kwargs))
-        with torch.enable_grad():
+        with torch.enable_grad(), self._below_autograd(func, op, places):
             out = run_op(self._factory.mode, func, args, kwargs)
         found = [t for t in flat(out) if isinstance(t, torch.Tensor)]
         known = [self._values.by_id.get(id(t)) for t in found]
@@ -373,6 +374,22 @@ class TapeAutograd:
         tape = self._builder.tape
         Op("placeholder", "made", (), {}, made, tape.root, None, ())
         return made
+
+    def _below_autograd(self, func: Any, op: Op, places: list[Value]) -> contextlib.AbstractContextManager[Any]:
+        """What sees the op after autograd: its results are known from the metadata of its inputs."""
+        outputs = self._inference.known(func, op.args, op.kwargs)
+        if outputs is None or not all(m is None or isinstance(m, OutputMeta) for m in outputs.tensors):
+            return contextlib.nullcontext()
+        plain = [m and m._replace(requires_grad=False) for m in outputs.tensors]
+        known = Outputs(outputs.container, tuple(plain))
+
+        def on_op(called: Any, args: Any, kwargs: Any) -> Any:
+            if called is func:
+                with without_dispatch():
+                    return known.contained(known.make(self._factory, places))
+            return self._factory.detached(args[0]) if called is _aten.detach.default else called(*args, **kwargs)
+
+        return BelowAutograd(on_op)
 
     def _step(self, op: Op) -> Step:
         step = None if op.grad else self._copier.step(op)
