@@ -76,6 +76,7 @@ class TapeCopier(abc.ABC):
         self._held: dict[int, list[Value]] = {}  # attributes read so far, by storage
         self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
         self._boundaries: list[Boundary] = []
+        self._random: dict[int, bool] = {}  # by the id of a target: whether it draws random numbers
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
         self._find_roots()
@@ -290,7 +291,7 @@ class TapeCopier(abc.ABC):
 
     def _copy_as_it_is(self, op: Op) -> bool:
         """Copy an op that reads and makes only what no op writes, from copies. Returns whether it is one."""
-        if op.target is _aten.as_strided.default or is_random(op.target):
+        if op.target is _aten.as_strided.default or self._draws(op):
             return False
         sets, copies, values = self.sets, self._copies, self.values
         for v in op.inputs():
@@ -306,6 +307,12 @@ class TapeCopier(abc.ABC):
         for v, new in zip(made, (outputs,) if isinstance(outputs, Value) else values_in(outputs), strict=True):
             copies[v] = values[v] = new
         return True
+
+    def _draws(self, op: Op) -> bool:
+        found = self._random.get(id(op.target))
+        if found is None:
+            found = self._random[id(op.target)] = is_random(op.target)
+        return found
 
     def _copy_op(self, op: Op) -> None:
         """An op that writes nothing."""
@@ -397,7 +404,7 @@ class TapeCopier(abc.ABC):
         def in_order(leaf: Any) -> Any:
             return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if isinstance(leaf, Value) else leaf
 
-        draws = is_random(op.target) and not _returns_operand(op)
+        draws = self._draws(op) and not _returns_operand(op)
         return map_argument(in_order if draws else now, x)
 
     def define(self, op: Op, old: Any, new: Any) -> None:
