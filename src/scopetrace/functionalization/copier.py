@@ -290,22 +290,34 @@ class TapeCopier(abc.ABC):
             aliases.define(old, new)
 
     def _copy_as_it_is(self, op: Op) -> bool:
-        """Copy an op that reads and makes only what no op writes, from copies. Returns whether it is one."""
+        """Copy an op that reads and makes only what no op writes, laid out as it was. Returns whether it is one."""
         if op.target is _aten.as_strided.default or self._draws(op):
             return False
         sets, copies, values = self.sets, self._copies, self.values
+        storages: dict[int, int] = {}
+        is_copy = True
         for v in op.inputs():
-            if v.storage in sets or copies.get(v) is not values[v]:
+            storage = v.storage
+            if storage in sets:
+                return False
+            new = values[v]
+            if copies.get(v) is not new:
+                is_copy = False
+                if new.fake is not v.fake and not _alike(v, new):
+                    return False
+            if storages.setdefault(storage, new.storage) != new.storage:
                 return False
         made = op.values()
         for v in made:
             if v.storage in sets:
                 return False
-        args = tuple([_of_table(a, copies) for a in op.args])
-        kwargs = {name: _of_table(a, copies) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
-        outputs = self.emitter.copy(op, args, kwargs)
+        args = tuple([_of_table(a, values) for a in op.args])
+        kwargs = {name: _of_table(a, values) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
+        outputs = self.emitter.copy(op, args, kwargs, None if is_copy else storages)
         for v, new in zip(made, (outputs,) if isinstance(outputs, Value) else values_in(outputs), strict=True):
-            copies[v] = values[v] = new
+            values[v] = new
+            if is_copy:
+                copies[v] = new
         return True
 
     def _draws(self, op: Op) -> bool:
