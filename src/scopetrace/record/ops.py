@@ -519,6 +519,12 @@ class OpRecorder:
             found = self._known_update(call, key)
             if found is not None:
                 return self._append_update(call, *found)
+        target = call.args[0] if facts.in_place and key is not None and call.args else None
+        if type(target) is Value:
+            with torch.no_grad() if unseen else contextlib.nullcontext():
+                changes_values = self._changes_only_values(call, target.fake, key)
+            if changes_values:
+                return self._append_in_place(call, target)
         args, kwargs = self._with_fakes(call.given)
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
@@ -565,12 +571,17 @@ class OpRecorder:
         self._append(call, outputs.contained(made), written, None, tracked)
         return outputs.contained(fakes)
 
+    def _append_in_place(self, call: OpCall, target: Value) -> Any:
+        fake = target.fake
+        torch.autograd.graph.increment_version(fake)
+        key = target.key if target.requires_grad is requires_grad_of(fake) else self.inference.key_of(fake)
+        tracked = tuple([v for v in call.inputs if requires_grad_of(v.fake)])
+        self._append(call, self.values.new(fake, 0, target.storage, key), (target,), None, tracked)
+        return _given(fake, call)
+
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
         """What torch returns for fake tensors."""
         facts = call.facts
-        if facts.in_place and self._changes_only_values(call, args[0], key):
-            torch.autograd.graph.increment_version(args[0])
-            return args[0]
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])
         compared = facts.is_custom and self.factory.mode.propagate_real_tensors

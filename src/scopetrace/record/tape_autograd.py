@@ -34,7 +34,7 @@ from scopetrace._compat.tensors import (
     stride_of,
     without_dispatch,
 )
-from scopetrace.errors import ScopetraceError
+from scopetrace.errors import ForeignTensorError, ScopetraceError
 from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, checks_enabled, flat, map_argument
 from scopetrace.ops.functional_variants import functional_variant, undeclared_writes
@@ -44,6 +44,7 @@ from scopetrace.record.ops import OpRecorder
 from scopetrace.record.phases import PhaseRecorder
 
 _aten = torch.ops.aten
+_FUNCTION = torch.ops.higher_order.autograd_function_apply
 _SUM = _aten.add.Tensor
 
 
@@ -86,7 +87,7 @@ class TapeAutograd:
 
     def retrace(self, why: str) -> NoReturn:
         """Record again with autograd."""
-        apart = self._builder.opaque_to_autograd == "autograd_function_apply"
+        apart = any(op.target is _FUNCTION for op in self._builder.tape.ops)
         raise Retrace(why, Assumptions(exact_autograd=True, functions_apart=apart))
 
     # ---------------------------------------------------------------- what leads where
@@ -284,7 +285,7 @@ class TapeAutograd:
         try:
             for step in formula.steps:
                 self._copier.copy(step, now, phase)
-        except NotRepeated:
+        except (NotRepeated, ForeignTensorError):  # also a tensor of a call that is a copy, which is not made yet
             self.retrace("an op of a backward does something else when it is repeated")
         return [v and now[v] for v in formula.gradients]
 
