@@ -293,32 +293,34 @@ class TapeCopier(abc.ABC):
         """Copy an op that reads and makes only what no op writes, laid out as it was. Returns whether it is one."""
         if op.target is _aten.as_strided.default or self._draws(op):
             return False
-        sets, copies, values = self.sets, self._copies, self.values
-        storages: dict[int, int] = {}
-        is_copy = True
-        for v in op.inputs():
-            storage = v.storage
-            if storage in sets:
-                return False
-            new = values[v]
-            if copies.get(v) is not new:
-                is_copy = False
-                if new.fake is not v.fake and not _alike(v, new):
-                    return False
-            if storages.setdefault(storage, new.storage) != new.storage:
-                return False
         made = op.values()
-        for v in made:
-            if v.storage in sets:
-                return False
+        storages = self._laid_out_as_before(op.inputs(), made)
+        if storages is None:
+            return False
+        copies, values = self._copies, self.values
+        is_copy = all([copies.get(v) is values[v] for v in op.inputs()])
         args = tuple([_of_table(a, values) for a in op.args])
         kwargs = {name: _of_table(a, values) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
         outputs = self.emitter.copy(op, args, kwargs, None if is_copy else storages)
-        for v, new in zip(made, (outputs,) if isinstance(outputs, Value) else values_in(outputs), strict=True):
-            values[v] = new
-            if is_copy:
-                copies[v] = new
+        new = [outputs] if isinstance(outputs, Value) else values_in(outputs)
+        values.update(zip(made, new, strict=True))
+        if is_copy:
+            copies.update(zip(made, new, strict=True))
         return True
+
+    def _laid_out_as_before(self, inputs: list[Value], made: list[Value]) -> dict[int, int] | None:
+        """The new storages by the old ones of what an op reads; None where it has another layout or is written."""
+        sets, values = self.sets, self.values
+        if sets and any([v.storage in sets for v in (*inputs, *made)]):
+            return None
+        storages: dict[int, int] = {}
+        for v in inputs:
+            new = values[v]
+            if self._copies.get(v) is not new and new.fake is not v.fake and not _alike(v, new):
+                return None
+            if storages.setdefault(v.storage, new.storage) != new.storage:
+                return None
+        return storages
 
     def _draws(self, op: Op) -> bool:
         found = self._random.get(id(op.target))

@@ -119,18 +119,7 @@ class FxLowering:
             self._symbols.assert_condition(condition)
         for op in tape.ops:
             if id(op) in live and op.kind != "placeholder" and not self._is_asserted(op):
-                if op.meta is None and op.phase is None:
-                    self._emit(op)
-                    continue
-                before, described = len(self.graph.nodes), self._described
-                self._emit(op)
-                if op.meta is not None and "custom" in op.meta:
-                    self._annotate(len(self.graph.nodes) - before, op.meta["custom"])
-                others = len(self.graph.nodes) - before - (self._described - described)
-                if op.phase is not None and others:  # what computes its numbers too
-                    for node in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
-                        if scope_path(node) is None:
-                            set_place(node, op.scope.path, 0 if op.call is None else op.call.position, op.phase)
+                self._emit_described(op)
         self._switch_grad(tape.outer_grad)
         returned = tape.outputs
         if isinstance(tape, ProgramTape):
@@ -138,6 +127,21 @@ class FxLowering:
         self.output = self.graph.output(self.lower(returned))
         set_node_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
         set_place(self.output, str(tape.root), 0)
+
+    def _emit_described(self, op: Op) -> None:
+        """As `_emit`; nodes that compute numbers of the op get its annotations and phase too."""
+        if op.meta is None and op.phase is None:
+            self._emit(op)
+            return
+        before, described = len(self.graph.nodes), self._described
+        self._emit(op)
+        count = len(self.graph.nodes) - before
+        if op.meta is not None and "custom" in op.meta:
+            self._annotate(count, op.meta["custom"])
+        if op.phase is not None and count > self._described - described:
+            for node in itertools.islice(reversed(self.graph.nodes), count):
+                if scope_path(node) is None:
+                    set_place(node, op.scope.path, 0 if op.call is None else op.call.position, op.phase)
 
     @property
     def is_edited(self) -> bool:
@@ -398,7 +402,8 @@ def live_ops(tape: Tape) -> set[int]:
 def has_effect(op: Op, known: dict[int, bool] | None = None) -> bool:
     """Whether an op stays although its results are not used: it writes, has an effect, or returns nothing.
 
-    `known` keeps what targets do, by their ids. A view stays too with a size of -1 for which symbolic sizes may leave a fraction: eager raises there.
+    A view stays too with a size of -1 for which symbolic sizes may leave a fraction: eager raises there. `known` keeps
+    what the targets of ops do, by their ids.
     """
     if op.kind in ("placeholder", "call_module") or op.writes or op.unbacked:
         return True

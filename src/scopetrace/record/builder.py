@@ -53,8 +53,10 @@ class Assumptions:
     composites_apart: bool = False
     """Whether composite ops are recorded as their parts, so that the tensors that autograd saves in them are known."""
     differentiates: bool | None = None
-    """Whether the forward is taken to differentiate, with ops as for `exact_autograd` and `composites_apart`, since its
-    code names `backward`. None while it is not; False where it did not."""
+    """Whether the forward is taken to differentiate, with ops as for `composites_apart`, since its code names
+    `backward`: what does so is made from the tape. None while it is not; False where it did not."""
+    by_autograd: bool = False
+    """Whether autograd differentiates, as with `exact_autograd`, where the forward is taken to differentiate."""
     functions_apart: bool = False
     """Whether torch applies each `torch.autograd.Function`, so that the backward of the forward runs its own."""
     object_types: frozenset[type] = frozenset()
@@ -62,11 +64,17 @@ class Assumptions:
     records_all: bool = False
     """Whether each module call runs, though the user allows that equal ones do not."""
 
+    @property
+    def differentiates_by_autograd(self) -> bool:
+        """Whether the forward is taken to differentiate, by autograd."""
+        return bool(self.differentiates) and self.by_autograd
+
     def __or__(self, other: Assumptions) -> Assumptions:
         return Assumptions(
             self.exact_autograd or other.exact_autograd,
             self.composites_apart or other.composites_apart,
             self.differentiates if other.differentiates is None else other.differentiates,
+            self.by_autograd or other.by_autograd,
             self.functions_apart or other.functions_apart,
             self.object_types | other.object_types,
             self.records_all or other.records_all,
@@ -172,6 +180,12 @@ class TapeBuilder:
     def frames(self) -> Frames:
         """The Python frames of what runs now, up to those of the traced callable."""
         return capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__)
+
+    def expect_no_tape(self, why: str, *, functions_apart: bool = False) -> None:
+        """Start again with autograd where the backward was to be made from the tape, which does not hold all."""
+        if self.derives_by_tape:
+            needed = Assumptions(differentiates=True, by_autograd=True, functions_apart=functions_apart)
+            raise Retrace(why, needed)
 
     def is_plain(self) -> bool:
         """Whether ops get no more than scope, call and frames: none of them comes from a node, or has annotations."""
@@ -327,14 +341,16 @@ class ValueTable:
 
     def mark(self) -> tuple[int, ...]:
         """A mark of what tensors are known."""
-        return tuple(map(len, (self.by_id, self._by_storage, self._keep, self.same, self.new_tensors)))
+        return len(self.by_id), len(self._by_storage), len(self._keep), len(self.same), len(self.new_tensors)
 
     def return_to(self, mark: tuple[int, ...]) -> None:
         """Forget the tensors that became known since `mark`, and lie in memory of their own."""
-        for table, length in zip((self.by_id, self._by_storage), mark, strict=False):
+        tables: tuple[dict[int, Any], ...] = self.by_id, self._by_storage
+        for table, length in zip(tables, mark, strict=False):
             while len(table) > length:
                 table.popitem()
-        for found, length in zip((self._keep, self.same, self.new_tensors), mark[2:], strict=True):
+        lists: tuple[list[Any], ...] = self._keep, self.same, self.new_tensors
+        for found, length in zip(lists, mark[2:], strict=True):
             del found[length:]
 
     def leave(self, start: int, results: Any) -> None:

@@ -254,8 +254,7 @@ class CallRecorder:
     @property
     def differentiates(self) -> bool:
         """As `HookListener.differentiates`."""
-        if self._builder.derives_by_tape:
-            raise Retrace("the forward checkpoints a region", Assumptions(exact_autograd=True))
+        self._builder.expect_no_tape("the forward checkpoints a region")
         return self._builder.tape.exact_autograd
 
     def on_forward_ad(self) -> None:

@@ -71,8 +71,9 @@ class OpCopier:
         """
         op, outputs, values, inputs, plain, later = step
         builder = self._builder
-        frames: Frames | None = builder.op_frames
-        if later and frames and not isinstance(frames, str):
+        frames = builder.frames() if builder.op_frames is None else builder.op_frames
+        if later:
+            assert frames and not isinstance(frames, str)
             frames = (frames[0], frames[1] + later)
         if outputs is None:
             self._record_again(step, now, frames, phase)
@@ -97,7 +98,7 @@ class OpCopier:
         place = builder.state.current_scope, builder.call, frames, op.grad
         builder.tape.ops.append(Op("call_function", op.target, args, kwargs, out, *place, phase=phase))
 
-    def _record_again(self, step: Step, now: dict[Value, Value], frames: Frames | None, phase: Phase | None) -> None:
+    def _record_again(self, step: Step, now: dict[Value, Value], frames: Frames, phase: Phase | None) -> None:
         op, builder = step.op, self._builder
         ops, inputs = builder.tape.ops, [now[v] for v in step.inputs]
         start, before = len(ops), (builder.op_frames, builder.phase)

@@ -94,7 +94,9 @@ class GradientRecorder:
         self._reads = reads
         self._model = model
         self._phases = PhaseRecorder(builder, values)
-        self._by_tape = TapeAutograd(builder, values, ops, ops.factory, self._phases) if builder.derives_by_tape else None
+        self._by_tape = (
+            TapeAutograd(builder, values, ops, ops.factory, self._phases) if builder.derives_by_tape else None
+        )
         self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._stepping: list[_Step] = []  # those that have begun, the innermost last

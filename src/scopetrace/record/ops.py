@@ -242,8 +242,7 @@ class OpRecorder:
         dtype = autocast_dtype(device)
         if dtype is None:
             return self.record(func, args, kwargs)
-        if self._builder.derives_by_tape:
-            raise Retrace("the forward differentiates under autocast", Assumptions(exact_autograd=True))
+        self._builder.expect_no_tape("the forward differentiates under autocast")
         rule, casts = autocast_rule(func, device)
         before, self._builder.autocast = self._builder.autocast, Autocast(device, dtype, casts)
         try:
@@ -327,12 +326,7 @@ class OpRecorder:
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
         if self.composites_apart and facts.comes_apart and _requires_grad(args, kwargs):
-            self._refuse_lost_dropout(func, args)
-            builder = self._builder
-            if self._exact or facts.written or facts.reads or builder.autocast is not None or not builder.is_plain():
-                return self.recorded(lambda: run_parts(func, *args, **kwargs))
-            call = self._lifted(facts, args, kwargs)
-            return self.parts.run(func, call.args, call.kwargs, call.inputs, call.given, self.recorded)
+            return self._record_parts(facts, args, kwargs)
         if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
             return args[0]
         call = self._lifted(facts, args, kwargs)
@@ -347,6 +341,15 @@ class OpRecorder:
         key = self.inference.key_of_call(func, call.args, call.kwargs)
         found = None if key is None else self._inferred(call, key)
         return self._run(call, key) if found is None else self._append_inferred(call, *found)
+
+    def _record_parts(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Put a composite op on the tape as its parts."""
+        builder = self._builder
+        self._refuse_lost_dropout(facts.func, args)
+        if self._exact or facts.written or facts.reads or builder.autocast is not None or not builder.is_plain():
+            return self.recorded(lambda: run_parts(facts.func, *args, **kwargs))
+        start = len(builder.tape.ops)
+        return self.parts.run(facts.func, self._lifted(facts, args, kwargs), start, self.recorded)
 
     def _refuse_lost_dropout(self, func: Any, args: tuple[Any, ...]) -> None:
         """Raise where torch takes an op apart in Python, as it does with symbolic sizes, and forgets its dropout."""
@@ -515,16 +518,9 @@ class OpRecorder:
             args, kwargs = call.given  # instance_norm: its parts say what they write
             return self.recorded(lambda: facts.func.decompose(*args, **kwargs))
         unseen = bool(facts.written) and self._prepare_write(call)
-        if facts.updates and key is not None and not unseen:
-            found = self._known_update(call, key)
-            if found is not None:
-                return self._append_update(call, *found)
-        target = call.args[0] if facts.in_place and key is not None and call.args else None
-        if type(target) is Value:
-            with torch.no_grad() if unseen else contextlib.nullcontext():
-                changes_values = self._changes_only_values(call, target.fake, key)
-            if changes_values:
-                return self._append_in_place(call, target)
+        known = self._append_known_write(call, key, unseen=unseen)
+        if known is not None:
+            return known
         args, kwargs = self._with_fakes(call.given)
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
@@ -540,13 +536,11 @@ class OpRecorder:
         written = before.written()
         unbacked = self.factory.unbacked_bindings(out)
         given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
-        if facts.updates and key is not None and unbacked is None and not moved:
-            self.inference.learn(key, call.inputs, out)
-        if not written and unbacked is None:
-            if key is not None and facts.inferable:  # Python may hold an input as another object than its value does
-                self.inference.learn(key, call.inputs, given[0].fake if given else out)
-            if out is not None and not _tensors(out):
-                return out  # a question about metadata, answered
+        if key is not None and unbacked is None and (facts.updates if written else facts.inferable):
+            # Python may hold an input as another object than its value does
+            self.inference.learn(key, call.inputs, given[0].fake if given else out)
+        if not (written or unbacked is not None or out is None or _tensors(out)):
+            return out  # a question about metadata, answered
         same = bool(given) and not written
         results = self.values.new_same(out, 0, given[0]) if same else self.values.new_results(out)
         self._append(call, results, written, unbacked, before.tracked)
@@ -556,11 +550,24 @@ class OpRecorder:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
         return _given(out, call) if given else out
 
-    def _known_update(self, call: OpCall, key: Any) -> Inferred | None:
-        """The results of an op such as batch_norm, which writes statistics that it does not return, once it was run."""
-        if any(is_inference_of(v.fake) for v in call.inputs) or _overlaps(call):
+    def _append_known_write(self, call: OpCall, key: Any, *, unseen: bool) -> Any:
+        """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
+
+        Such are ops in place that change values alone, and those that write statistics beside their results, once torch
+        has run one of equal metadata.
+        """
+        facts = call.facts
+        target = call.args[0] if call.args else None
+        if key is None or type(target) is not Value:
             return None
-        return self.inference.learned(key, call.facts.func, call.args, call.kwargs, call.inputs)
+        if facts.in_place:
+            with torch.no_grad() if unseen else contextlib.nullcontext():
+                is_known = self._changes_only_values(call, target.fake, key)
+            return self._append_in_place(call, target) if is_known else None
+        if not facts.updates or facts.is_custom or any(is_inference_of(t) for t in call.fakes()) or _overlaps(call):
+            return None
+        found = self.inference.learned(key, facts.func, call.args, call.kwargs, call.inputs)
+        return None if found is None else self._append_update(call, *found)
 
     def _append_update(self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None]) -> Any:
         written = tuple(dict.fromkeys(call.written(call.facts.written)))

@@ -11,11 +11,12 @@ What the parts are is decided by the metadata of the arguments, which of them ar
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
-from scopetrace._compat.ops import autocast_may_change
+from scopetrace._compat.ops import autocast_may_change, schema_of
 from scopetrace._compat.questions import settings
 from scopetrace._compat.tensors import run_parts
 from scopetrace.infer.inference import Inference
@@ -24,6 +25,15 @@ from scopetrace.ir.tape import Op, Value, checks_enabled, flat, map_argument
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.copying import OpCopier, Step
 from scopetrace.record.reads import ReadRecorder
+
+
+class Lifted(Protocol):
+    """The arguments of an op, as on the tape and as Python gave them."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    inputs: list[Value]
+    given: tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclasses.dataclass(eq=False)
@@ -54,12 +64,14 @@ class PartsRecorder:
         self._settings: dict[str, Any] | None = None
         self._check = checks_enabled()
 
-    def run(self, func: Any, args: Any, kwargs: Any, inputs: list[Value], given: tuple[Any, Any], recorded: Any) -> Any:
-        """What the op gives. `args`, `kwargs` and `inputs` are of the tape, `given` as Python gave them.
+    def run(self, func: Any, lifted: Lifted, start: int, recorded: Callable[[Callable[[], Any]], Any]) -> Any:
+        """What the op gives. The ops on the tape from `start` on are those of its arguments.
 
-        The attributes among the inputs that are the last ops on the tape get their place before who reads them.
+        Of these, attributes get their place before the part that is the first to read them. `recorded` runs a function,
+        and records the ops that it calls.
         """
         ops = self._builder.tape.ops
+        args, kwargs, inputs = lifted.args, lifted.kwargs, lifted.inputs
         now = settings()
         if now != self._settings:
             self._known.clear()
@@ -69,15 +81,13 @@ class PartsRecorder:
         if key is not None and len(places) < len(inputs):
             key = key, *map(places.index, inputs)
         parts = None if key is None else self._known.get(key)
-        first = len(ops)
-        while first > 0 and ops[first - 1].kind == "get_attr" and ops[first - 1].outputs in places:
-            first -= 1
+        first = start if all(op.kind == "get_attr" for op in ops[start:]) else len(ops)
         late = {op.result: op for op in ops[first:]}
         del ops[first:]
         if parts is not None and not self._check:
             return self._repeat(parts, places, late)
         frames = self._builder.op_frames
-        out = recorded(lambda: run_parts(func, *given[0], **given[1]))
+        out = recorded(lambda: run_parts(func, *lifted.given[0], **lifted.given[1]))
         new = ops[first:]
         if late:
             del ops[first:]
@@ -98,12 +108,9 @@ class PartsRecorder:
             return None
         known, steps = set(places), []
         for op in ops:
-            own = op.frames
-            is_beside = not isinstance(own, str) and own and own[0] is frames[0]
-            if not is_beside or own[1][: len(frames[1])] != frames[1] or not known.issuperset(op.inputs()):
-                return None
-            step = self._copier.step(op, own[1][len(frames[1]) :])
-            if step is None or torch.Tag.inplace_view in op.target.tags or op.target.name().startswith("aten::new_"):
+            later = _later_frames(frames, op.frames)
+            step = None if later is None else self._copier.step(op, later)
+            if step is None or not known.issuperset(step.inputs) or _is_noted(op.target):
                 return None
             steps.append(step)
             known.update(step.values)
@@ -132,8 +139,23 @@ class PartsRecorder:
         return map_argument(lambda v: now[v].fake if isinstance(v, Value) else v, parts.out)
 
 
+def _is_noted(target: Any) -> bool:
+    """Whether more is kept of an op than is on the tape: that it makes a tensor, or changes the shape of one."""
+    return torch.Tag.inplace_view in target.tags or schema_of(target).name.startswith("aten::new_")
+
+
+def _later_frames(frames: Any, own: Any) -> tuple[Any, ...] | None:
+    """The frames `own` without `frames`, which they begin with; None where they do not."""
+    if isinstance(own, str) or not own or own[0] is not frames[0] or own[1][: len(frames[1])] != frames[1]:
+        return None
+    found: tuple[Any, ...] = own[1][len(frames[1]) :]
+    return found
+
+
 def _told(parts: _Parts) -> Any:
     """For comparison: the ops and which values are which."""
     number = {v: i for i, v in enumerate([*parts.places, *(v for step in parts.steps for v in step.values)])}
     tell = lambda x: map_argument(lambda v: ("value", number[v]) if isinstance(v, Value) else v, x)  # noqa: E731
-    return [(s.op.target, tell(s.op.args), tell(s.op.kwargs), len(s.later_frames)) for s in parts.steps], tell(parts.out)
+    return [(s.op.target, tell(s.op.args), tell(s.op.kwargs), len(s.later_frames)) for s in parts.steps], tell(
+        parts.out
+    )

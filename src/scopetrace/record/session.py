@@ -214,12 +214,13 @@ class Recording:
             shape_env=self.factory.shape_env,
             fake_mode=self.factory.mode,
             inference=inference,
-            exact_autograd=assumptions.exact_autograd,
+            exact_autograd=assumptions.exact_autograd or assumptions.differentiates_by_autograd,
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
+        self._specialize = specialize
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.tape.reuse = None if reuse is False else Reuse()
@@ -234,7 +235,7 @@ class Recording:
             inference,
             run_graph,
             specialize=specialize,
-            composites_apart=assumptions.composites_apart,
+            composites_apart=assumptions.composites_apart or bool(assumptions.differentiates),
         )
         self.factory.shape_env.watch(self.builder, self.ops.data if specialize else None)
         self._leaves = leaf_targets(leaf_modules, model) if leaf_modules != () else []
@@ -308,6 +309,8 @@ class Recording:
         self._assumptions = dataclasses.replace(self._assumptions, differentiates=True)
         self.ops.composites_apart = True
         self.builder.derives_by_tape = not self.tape.exact_autograd
+        if self.tape.sizes is not None or self._specialize:
+            self.builder.expect_no_tape("sizes or data are symbols")
 
     @contextlib.contextmanager
     def _expecting_backward(self) -> Iterator[None]:

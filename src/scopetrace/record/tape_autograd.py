@@ -22,7 +22,16 @@ from typing import Any, NoReturn
 import torch
 
 from scopetrace._compat.gradients import gradients_of
-from scopetrace._compat.ops import BelowAutograd, autocast_enabled, in_transform, is_collective, is_op, is_recording, schema_of
+from scopetrace._compat.ops import (
+    BelowAutograd,
+    autocast_enabled,
+    in_transform,
+    is_collective,
+    is_op,
+    is_recording,
+    schema_of,
+)
+from scopetrace._compat.questions import settings
 from scopetrace._compat.tensors import (
     FakeFactory,
     is_inference_of,
@@ -30,7 +39,6 @@ from scopetrace._compat.tensors import (
     offset_of,
     requires_grad_of,
     run_op,
-    storage_id,
     stride_of,
     without_dispatch,
 )
@@ -38,7 +46,7 @@ from scopetrace.errors import ForeignTensorError, ScopetraceError
 from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, checks_enabled, flat, map_argument
 from scopetrace.ops.functional_variants import functional_variant, undeclared_writes
-from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.copying import NotRepeated, Step
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.phases import PhaseRecorder
@@ -75,6 +83,7 @@ class TapeAutograd:
         self._factory = factory
         self._phases = phases
         self._formulas: dict[Any, Formula] = {}
+        self._settings: dict[str, Any] | None = None
         self._inputs: dict[Op, list[Value]] = {}
         """Of each op that a gradient was asked through, the inputs."""
         self._writes: dict[int, list[int]] = {}
@@ -88,7 +97,8 @@ class TapeAutograd:
     def retrace(self, why: str) -> NoReturn:
         """Record again with autograd."""
         apart = any(op.target is _FUNCTION for op in self._builder.tape.ops)
-        raise Retrace(why, Assumptions(exact_autograd=True, functions_apart=apart))
+        self._builder.expect_no_tape(why, functions_apart=apart)
+        raise AssertionError(why)
 
     # ---------------------------------------------------------------- what leads where
 
@@ -140,6 +150,10 @@ class TapeAutograd:
         wanted = list(map(self._values.value_of, by))
         last = [(self._values.value_of(t), g) for t, g in zip(outputs, given, strict=True)]
         self._scan()
+        now = settings()
+        if now != self._settings:
+            self._formulas.clear()
+            self._settings = now
         nodes = self._reached([v for v, _ in last])
         ops = sorted((n for n in nodes if isinstance(n, Op)), key=self._position.__getitem__)
         needed = set(wanted)
@@ -162,6 +176,8 @@ class TapeAutograd:
     def _refuse_unknown(self, tensors: list[torch.Tensor]) -> None:
         builder, values = self._builder, self._values
         is_plain = builder.is_plain() and builder.opaque_to_autograd is None
+        if builder.regions:
+            self.retrace("the forward checkpoints a region")
         flagged = builder.former_leaves or builder.detached or values.made_leaves()
         same = any(v.requires_grad for v, _ in values.same)
         if not is_plain or flagged or same or in_transform() or autocast_enabled() or builder.autocast is not None:
@@ -293,9 +309,10 @@ class TapeAutograd:
         """The op that computes what an op in place does, where autograd takes both in the same way."""
         if not schema_of(op.target).is_mutable or self._ops.updates(op.target):
             return op.target  # such as batch_norm, which writes statistics
+        assert is_op(op.target)
         variant = functional_variant(op.target)
         plain = variant is not None and not variant.dropped and isinstance(op.outputs, Value) and len(op.writes) == 1
-        if not plain or op.args[0] is not op.writes[0] or not torch.Tag.inplace in op.target.tags:
+        if not plain or op.args[0] is not op.writes[0] or torch.Tag.inplace not in op.target.tags:
             self.retrace("an op writes")
         assert variant is not None
         if schema_of(variant.op).names != schema_of(op.target).names:
@@ -335,7 +352,7 @@ class TapeAutograd:
                     self.retrace("an op gives something else without writing")
             pairs = [(v.fake, g.fake) for v, g in zip(made, gradients, strict=True) if g is not None]
             by = [v.fake for v, n in zip(places, needs, strict=True) if n]
-            found = self._ops.recorded(lambda: gradients_of(*zip(*pairs, strict=True), by))
+            found = self._ops.recorded(lambda: gradients_of([t for t, _ in pairs], [g for _, g in pairs], by))
             wanted = [None if t is None else values.value_of(t) for t in found]
             steps = [self._step(o) for o in tape.ops[start:]]
         except (RuntimeError, ScopetraceError, NotImplementedError):
@@ -348,7 +365,9 @@ class TapeAutograd:
         read = {v for step in steps for v in step.inputs}
         inner = {v for step in steps for v in step.values}.union(given, (g for g in gradients if g))
         written = [v for step in steps for v in step.op.writes]
-        if any(v not in inner or v in given for v in written) or any(v not in inner for v in (*read, *filter(None, wanted))):
+        if any(v not in inner or v in given for v in written) or any(
+            v not in inner for v in (*read, *filter(None, wanted))
+        ):
             self.retrace("the backward of an op reads or writes something else")
         reads = [i for i, v in enumerate(given) if v in read or v in wanted]
         return Formula([*given, *(g for g in gradients if g)], steps, wanted, reads)
@@ -373,7 +392,7 @@ class TapeAutograd:
         known = [self._values.by_id.get(id(t)) for t in found]
         made = [v or self._values.new_result(t) for t, v in zip(found, known, strict=True)]
         tape = self._builder.tape
-        Op("placeholder", "made", (), {}, made, tape.root, None, ())
+        Op("placeholder", "made", (), {}, tuple(made), tape.root, None, ())
         return made
 
     def _below_autograd(self, func: Any, op: Op, places: list[Value]) -> contextlib.AbstractContextManager[Any]:
@@ -381,7 +400,7 @@ class TapeAutograd:
         outputs = self._inference.known(func, op.args, op.kwargs)
         if outputs is None or not all(m is None or isinstance(m, OutputMeta) for m in outputs.tensors):
             return contextlib.nullcontext()
-        plain = [m and m._replace(requires_grad=False) for m in outputs.tensors]
+        plain = [m._replace(requires_grad=False) if isinstance(m, OutputMeta) else None for m in outputs.tensors]
         known = Outputs(outputs.container, tuple(plain))
 
         def on_op(called: Any, args: Any, kwargs: Any) -> Any:
@@ -405,7 +424,9 @@ def _always(phase: Phase) -> Callable[[Any, Any], Phase | None]:
 
 def _expect_same(known: Formula, again: Formula) -> None:
     """Raise AssertionError where the backward of an op is another than that of one of equal metadata."""
-    numbers = [{v: i for i, v in enumerate([*f.places, *(v for s in f.steps for v in s.values)])} for f in (known, again)]
+    numbers = [
+        {v: i for i, v in enumerate([*f.places, *(v for s in f.steps for v in s.values)])} for f in (known, again)
+    ]
 
     def told(f: Formula, number: dict[Value, int]) -> Any:
         tell = lambda x: map_argument(lambda v: ("value", number[v]) if isinstance(v, Value) else v, x)  # noqa: E731
