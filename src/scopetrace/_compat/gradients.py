@@ -205,7 +205,9 @@ def gradients_of(
     outputs: Sequence[torch.Tensor], given: Sequence[torch.Tensor], by: Sequence[torch.Tensor]
 ) -> Sequence[torch.Tensor | None]:
     """The gradients of `outputs`, with `given` as theirs, by some tensors, from autograd itself."""
-    found: Sequence[torch.Tensor | None] = _run_engine(outputs, given, False, False, tuple(by), allow_unreachable=True)
+    found: Sequence[torch.Tensor | None] = _run_engine(
+        tuple(outputs), tuple(given), False, False, tuple(by), allow_unreachable=True
+    )
     return found
 
 
