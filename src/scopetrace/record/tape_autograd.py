@@ -141,7 +141,7 @@ class TapeAutograd:
         *,
         keeps_graph: bool,
         may_miss: bool,
-    ) -> list[torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, ...]:
         """The gradients of `outputs`, with `given` as theirs, by some tensors; None where there are none.
 
         `may_miss` says that it is no error where a tensor has none.
@@ -171,7 +171,7 @@ class TapeAutograd:
                 self._ops.mode.switch(True)
         if not may_miss and None in found:
             self.retrace("a gradient is missing")
-        return [None if v is None else v.fake for v in found]
+        return tuple([None if v is None else v.fake for v in found])
 
     def _refuse_unknown(self, tensors: list[torch.Tensor]) -> None:
         builder, values = self._builder, self._values
