@@ -170,10 +170,6 @@ class OpRecorder:
         self._pending: dict[int, Pending] = {}  # by storage: the collective under way that will write there
         self._given_away: dict[int, int] = {}  # by storage: the id of the tensor that `set_` has given it to
         self._at_end = contextlib.ExitStack()
-        self.copier = OpCopier(builder, values, factory, inference, self.record)
-        """Puts ops on the tape that repeat others."""
-        self.parts = PartsRecorder(builder, values, reads, inference, self.copier)
-        """Records the parts of composite ops."""
         self.answers = 0
         """How often Python asked for the data of a tensor."""
 
@@ -181,6 +177,16 @@ class OpRecorder:
     def data(self) -> DataReader:
         """Answers what Python asks of the data of tensors."""
         return DataReader(self._builder, self.values, self.reads, self.factory, specialize=self._specialize)
+
+    @functools.cached_property
+    def copier(self) -> OpCopier:
+        """Puts ops on the tape that repeat others."""
+        return OpCopier(self._builder, self.values, self.factory, self.inference, self.record)
+
+    @functools.cached_property
+    def parts(self) -> PartsRecorder:
+        """Records the parts of composite ops."""
+        return PartsRecorder(self._builder, self.values, self.reads, self.inference, self.copier)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:
