@@ -69,11 +69,14 @@ class TapeCopier(abc.ABC):
         """The values of inputs and attributes as the program got them, by those of the old tape."""
         self.values: dict[Value, Value] = {}
         """The new values of those outside of the alias sets."""
+        self.original_storages: set[int] = set()
+        """The storages of the values of `originals`."""
         self._copies: dict[Value, Value] = {}  # of values whose op was copied on copies of its operands
         self._outside: set[int] = set()  # written storages of inputs and attributes
         self._held: dict[int, list[Value]] = {}  # attributes read so far, by storage
         self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
         self._boundaries: list[Boundary] = []
+        self._random: dict[int, bool] = {}  # by the id of a target: whether it draws random numbers
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
         self._find_roots()
@@ -273,6 +276,7 @@ class TapeCopier(abc.ABC):
         if not isinstance(old, Value):  # a number, given as argument or taken by a body
             return
         self.originals[old] = self._copies[old] = new
+        self.original_storages.add(new.storage)
         if op.kind == "placeholder":
             self.new.inputs.append(new)
         else:
@@ -285,8 +289,49 @@ class TapeCopier(abc.ABC):
         if aliases.same(old) is old:
             aliases.define(old, new)
 
+    def _copy_as_it_is(self, op: Op) -> bool:
+        """Copy an op that reads and makes only what no op writes, laid out as it was. Returns whether it is one."""
+        if op.target is _aten.as_strided.default or self._draws(op):
+            return False
+        made = op.values()
+        storages = self._laid_out_as_before(op.inputs(), made)
+        if storages is None:
+            return False
+        copies, values = self._copies, self.values
+        is_copy = all([copies.get(v) is values[v] for v in op.inputs()])
+        args = tuple([_of_table(a, values) for a in op.args])
+        kwargs = {name: _of_table(a, values) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
+        outputs = self.emitter.copy(op, args, kwargs, None if is_copy else storages)
+        new = [outputs] if isinstance(outputs, Value) else values_in(outputs)
+        values.update(zip(made, new, strict=True))
+        if is_copy:
+            copies.update(zip(made, new, strict=True))
+        return True
+
+    def _laid_out_as_before(self, inputs: list[Value], made: list[Value]) -> dict[int, int] | None:
+        """The new storages by the old ones of what an op reads; None where it has another layout or is written."""
+        sets, values = self.sets, self.values
+        if sets and any([v.storage in sets for v in (*inputs, *made)]):
+            return None
+        storages: dict[int, int] = {}
+        for v in inputs:
+            new = values[v]
+            if self._copies.get(v) is not new and new.fake is not v.fake and not _alike(v, new):
+                return None
+            if storages.setdefault(v.storage, new.storage) != new.storage:
+                return None
+        return storages
+
+    def _draws(self, op: Op) -> bool:
+        found = self._random.get(id(op.target))
+        if found is None:
+            found = self._random[id(op.target)] = is_random(op.target)
+        return found
+
     def _copy_op(self, op: Op) -> None:
         """An op that writes nothing."""
+        if op.kind == "call_function" and self._copy_as_it_is(op):
+            return
         if op.target is _aten.as_strided.default and self._read_by_position(op):
             return
         args, kwargs = self.present((op.args, op.kwargs), op)
@@ -373,7 +418,7 @@ class TapeCopier(abc.ABC):
         def in_order(leaf: Any) -> Any:
             return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if isinstance(leaf, Value) else leaf
 
-        draws = is_random(op.target) and not _returns_operand(op)
+        draws = self._draws(op) and not _returns_operand(op)
         return map_argument(in_order if draws else now, x)
 
     def define(self, op: Op, old: Any, new: Any) -> None:
@@ -420,6 +465,17 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
         written=old.written_storages(),
         uses_absolute_offset=set(old.uses_absolute_offset),
     )
+
+
+def _of_table(x: Any, table: dict[Value, Value]) -> Any:
+    """An op's argument with the values of a table in place of those that are keys."""
+    if isinstance(x, Value):
+        return table[x]
+    if isinstance(x, (list, tuple)):
+        return type(x)([_of_table(item, table) for item in x])
+    if isinstance(x, dict):
+        return {name: _of_table(item, table) for name, item in x.items()}
+    return x
 
 
 def _requires_grad(op: Op) -> bool:

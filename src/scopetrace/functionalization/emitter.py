@@ -123,6 +123,12 @@ class Emitter:
                 Without it, all storages are as in the recorded tape.
             more: for each a further result, a new tensor with the same metadata. The results are a tuple then.
         """
+        if not more and isinstance(op.outputs, Value):
+            storage: int | None = op.outputs.storage
+            if storages is not None:
+                storage = storages.get(op.outputs.storage)
+            made = op.outputs.copy(next(self._storages) if storage is None else storage)
+            return self._append(op, op.kind, op.target, args, kwargs, made)
         given = {} if storages is None else storages
 
         def value(v: Value) -> Value:

@@ -249,8 +249,7 @@ class Functionalizer(TapeCopier):
         others = any(v.requires_grad for v in op.inputs() if v not in op.writes)
         if schema.op_name in _KEEPS_NOTHING or (schema.op_name in ("mul_", "div_") and not others):
             return set()
-        outside = {v.storage for v in self.originals.values()}
-        return {v for v in now if v.storage in outside}
+        return {v for v in now if v.storage in self.original_storages}
 
     def _apart(self, op: Op, by: Any, x: Any, values: set[Value]) -> Any:
         """The arguments with copies, or what else the op `by` makes, of some values."""

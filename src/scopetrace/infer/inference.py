@@ -161,6 +161,16 @@ class Inference:
             outputs = self._by_rule(func, args, kwargs, inputs)
             if outputs is None:
                 return None
+        return self._made(outputs, known, key, func, args, kwargs, inputs)
+
+    def learned(self, key: Any, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Inferred | None:
+        """As `infer`, by what `learn` has kept alone."""
+        outputs = self._outputs.get(key)
+        return None if outputs is None else self._made(outputs, True, key, func, args, kwargs, inputs)
+
+    def _made(
+        self, outputs: Outputs, known: bool, key: Any, func: Any, args: Any, kwargs: Any, inputs: list[Value]
+    ) -> Inferred:
         with without_dispatch():
             tensors = outputs.make(self._maker, inputs)
         if not known:

@@ -232,8 +232,13 @@ class Op:
 
     def inputs(self) -> list[Value]:
         """The tensors that the op read or wrote, in order."""
-        given = (self.args, self.kwargs)
-        return leaves(given, Value) if self.kind == "call_module" else values_in(given)
+        if self.kind == "call_module":
+            return leaves((self.args, self.kwargs), Value)
+        found: list[Value] = []
+        _collect(self.args, found)
+        if self.kwargs:
+            _collect(self.kwargs.values(), found)
+        return found
 
     @property
     def name(self) -> str:

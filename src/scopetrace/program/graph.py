@@ -113,6 +113,10 @@ class FxLowering:
         self.bodies: dict[str, FxLowering] = {}
         self._grad = tape.outer_grad
         self._history: History | None = None
+        self._described = 0
+        """How many nodes have the place of their op."""
+        self._traces: dict[int, str | None] = {}
+        """By the id of the frames of an op, as text."""
 
     def _build(self) -> None:
         tape = self.tape
@@ -128,14 +132,7 @@ class FxLowering:
             self._symbols.assert_condition(condition)
         for op in tape.ops:
             if id(op) in live and op.kind != "placeholder" and not self._is_asserted(op):
-                before = len(self.graph.nodes)
-                self._emit(op)
-                if op.meta is not None and "custom" in op.meta:
-                    self._annotate(len(self.graph.nodes) - before, op.meta["custom"])
-                if op.phase is not None:  # what computes its numbers too
-                    for node in itertools.islice(reversed(self.graph.nodes), len(self.graph.nodes) - before):
-                        if scope_path(node) is None:
-                            set_place(node, op.scope.path, 0 if op.call is None else op.call.position, op.phase)
+                self._emit_described(op)
         self._switch_grad(tape.outer_grad)
         returned = tape.outputs
         if isinstance(tape, ProgramTape):
@@ -143,6 +140,21 @@ class FxLowering:
         self.output = self.graph.output(self.lower(returned))
         set_node_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
         set_place(self.output, str(tape.root), 0)
+
+    def _emit_described(self, op: Op) -> None:
+        """As `_emit`; nodes that compute numbers of the op get its annotations and phase too."""
+        if op.meta is None and op.phase is None:
+            self._emit(op)
+            return
+        before, described = len(self.graph.nodes), self._described
+        self._emit(op)
+        count = len(self.graph.nodes) - before
+        if op.meta is not None and "custom" in op.meta:
+            self._annotate(count, op.meta["custom"])
+        if op.phase is not None and count > self._described - described:
+            for node in itertools.islice(reversed(self.graph.nodes), count):
+                if scope_path(node) is None:
+                    set_place(node, op.scope.path, 0 if op.call is None else op.call.position, op.phase)
 
     @property
     def is_edited(self) -> bool:
@@ -215,7 +227,7 @@ class FxLowering:
         if op.kind == "call_function":
             args = tuple([self.lower(a) for a in op.args])
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()}
-            node = self.graph.create_node("call_function", op.target, args, kwargs, name=_op_name(op.target))
+            node = self._call(op.target, args, kwargs, _op_name(op.target))
             for body in node.all_input_nodes if op.bodies() else ():
                 if body.target in self.bodies:
                     self._describe(body, op)
@@ -232,6 +244,14 @@ class FxLowering:
             self._symbols.learn_made(node, op.unbacked)
             self._assert_facts(op.unbacked)
 
+    def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None) -> torch.fx.Node:
+        """A `call_function` node. It gets its arguments at the end: `create_node` would look for symbols in them."""
+        node = self.graph.create_node("call_function", target, name=name)
+        node.args = args
+        if kwargs:
+            node.kwargs = kwargs
+        return node
+
     def _is_asserted(self, op: Op) -> bool:
         """Whether an op of a graph that was traced again asserts what the lowering asserts anyway."""
         found = op.target is _aten._assert_scalar.default and isinstance(op.args[0], torch.SymBool)
@@ -247,9 +267,16 @@ class FxLowering:
         self._symbols.assert_facts(self.tape.shape_env, made, self._messages)
 
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
+        self._described += 1
         set_place(node, op.scope.path, op.call.position if op.call is not None else 0, op.phase)
         if op.kind != "placeholder":
-            set_origin(node, self._module_stack(op.call) | _modules_within(op), format_stack(op.frames))
+            stack = self._module_stack(op.call)
+            if op.call is not None and op.scope is not op.call.scope:
+                stack = stack | _modules_within(op)
+            frames = id(op.frames)  # which the tape keeps alive
+            if frames not in self._traces:
+                self._traces[frames] = format_stack(op.frames)
+            set_origin(node, stack, self._traces[frames])
         if op.meta is not None:
             set_given(node, op.meta)
 
@@ -279,7 +306,7 @@ class FxLowering:
 
     def _take(self, node: torch.fx.Node, op: Op, key: int | str, part: Any) -> torch.fx.Node:
         how, key = _how(key)
-        taken = self.graph.create_node("call_function", how, (node, key))
+        taken = self._call(how, (node, key), {}, None)
         self._describe(taken, op)
         set_node_value(taken, map_structure(_fake, part, (Value, *Symbolic)))
         return taken
@@ -378,23 +405,32 @@ def live_ops(tape: Tape) -> set[int]:
     if isinstance(tape, ProgramTape):
         needed.update(w.value for w in tape.attribute_writes)
     live: set[int] = set()
+    effects: dict[int, bool] = {}  # by the id of an op's target, whether it has an effect of its own
     for op in reversed(tape.ops):
-        if has_effect(op) or any(v in needed for v in op.values()):
+        if any(v in needed for v in op.values()) or has_effect(op, effects):
             live.add(id(op))
             needed.update(op.inputs())
     return live
 
 
-def has_effect(op: Op) -> bool:
+def has_effect(op: Op, known: dict[int, bool] | None = None) -> bool:
     """Whether an op stays although its results are not used: it writes, has an effect, or returns nothing.
 
-    So does a view with a size of -1 for which symbolic sizes may leave a fraction: eager raises there.
+    A view stays too with a size of -1 for which symbolic sizes may leave a fraction: eager raises there. `known` keeps
+    what the targets of ops do, by their ids.
     """
     if op.kind in ("placeholder", "call_module") or op.writes or op.unbacked:
         return True
     if op.kind == "get_attr":
         return False
-    return not op.values() or is_random(op.target) or is_collective(op.target) or _checks_sizes(op)
+    if not op.values() or _checks_sizes(op):
+        return True
+    found = None if known is None else known.get(id(op.target))
+    if found is None:
+        found = is_random(op.target) or is_collective(op.target)
+        if known is not None:
+            known[id(op.target)] = found
+    return found
 
 
 def _checks_sizes(op: Op) -> bool:

@@ -55,8 +55,10 @@ class Assumptions:
     composites_apart: bool = False
     """Whether composite ops are recorded as their parts, so that the tensors that autograd saves in them are known."""
     differentiates: bool | None = None
-    """Whether the forward is taken to differentiate, with ops as for `exact_autograd` and `composites_apart`, since its
-    code names `backward`. None while it is not; False where it did not."""
+    """Whether the forward is taken to differentiate, with ops as for `composites_apart`, since its code names
+    `backward`: what does so is made from the tape. None while it is not; False where it did not."""
+    by_autograd: bool = False
+    """Whether autograd differentiates, as with `exact_autograd`, where the forward is taken to differentiate."""
     functions_apart: bool = False
     """Whether torch applies each `torch.autograd.Function`, so that the backward of the forward runs its own."""
     object_types: frozenset[type] = frozenset()
@@ -66,11 +68,17 @@ class Assumptions:
     gradients_shared: bool = False
     """Whether the forward takes the memory of a `grad` by another tensor, so that it is added to where eager does."""
 
+    @property
+    def differentiates_by_autograd(self) -> bool:
+        """Whether the forward is taken to differentiate, by autograd."""
+        return bool(self.differentiates) and self.by_autograd
+
     def __or__(self, other: Assumptions) -> Assumptions:
         return Assumptions(
             self.exact_autograd or other.exact_autograd,
             self.composites_apart or other.composites_apart,
             self.differentiates if other.differentiates is None else other.differentiates,
+            self.by_autograd or other.by_autograd,
             self.functions_apart or other.functions_apart,
             self.object_types | other.object_types,
             self.records_all or other.records_all,
@@ -142,6 +150,8 @@ class TapeBuilder:
         """As in Assumptions."""
         self.functions_apart = False
         """As in Assumptions."""
+        self.derives_by_tape = False
+        """Whether the forward is taken to differentiate, and its backward is made from the tape (`TapeAutograd`)."""
         self.autocast: Autocast | None = None
         """That of the op that runs now."""
         self.op_frames: Frames | None = None
@@ -177,6 +187,12 @@ class TapeBuilder:
     def frames(self) -> Frames:
         """The Python frames of what runs now, up to those of the traced callable."""
         return capture_frames(self.call.frames if self.call else (), TapeBuilder.in_call.__code__)
+
+    def expect_no_tape(self, why: str, *, functions_apart: bool = False) -> None:
+        """Start again with autograd where the backward was to be made from the tape, which does not hold all."""
+        if self.derives_by_tape:
+            needed = Assumptions(differentiates=True, by_autograd=True, functions_apart=functions_apart)
+            raise Retrace(why, needed)
 
     def is_plain(self) -> bool:
         """Whether ops get no more than scope, call and frames: none of them comes from a node, or has annotations."""
@@ -361,6 +377,20 @@ class ValueTable:
     def count_in(self, storage: int) -> int:
         """The number of values that lie in a storage and are made."""
         return len(self._by_storage.get(storage, ()))
+
+    def mark(self) -> tuple[int, ...]:
+        """A mark of what tensors are known."""
+        return len(self.by_id), len(self._by_storage), len(self._keep), len(self.same), len(self.new_tensors)
+
+    def return_to(self, mark: tuple[int, ...]) -> None:
+        """Forget the tensors that became known since `mark`, and lie in memory of their own."""
+        tables: tuple[dict[int, Any], ...] = self.by_id, self._by_storage
+        for table, length in zip(tables, mark, strict=False):
+            while len(table) > length:
+                table.popitem()
+        lists: tuple[list[Any], ...] = self._keep, self.same, self.new_tensors
+        for found, length in zip(lists, mark[2:], strict=True):
+            del found[length:]
 
     def leave(self, start: int, results: Any) -> None:
         """At the end of a call: a tensor is again what it was outside, before the entries of `same` from `start` on.

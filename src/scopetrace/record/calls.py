@@ -240,7 +240,7 @@ class CallRecorder:
     @functools.cached_property
     def gradients(self) -> GradientRecorder:
         """Records derivatives, and the `grad` of tensors."""
-        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags)
+        return GradientRecorder(self._builder, self._values, self._reads, self._model, self.flags, self._ops)
 
     @functools.cached_property
     def flags(self) -> FlagRecorder:
@@ -257,6 +257,7 @@ class CallRecorder:
     @property
     def differentiates(self) -> bool:
         """As `HookListener.differentiates`."""
+        self._builder.expect_no_tape("the forward checkpoints a region")
         return self._builder.tape.exact_autograd
 
     def on_forward_ad(self) -> None:

@@ -32,9 +32,11 @@ from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.flags import FlagRecorder
 from scopetrace.record.model import Model
+from scopetrace.record.ops import OpRecorder
 from scopetrace.record.optimizers import new_state, setting_of, settings_of, state_of, tensors_of
 from scopetrace.record.phases import OTHER, PhaseRecorder
 from scopetrace.record.reads import ReadRecorder
+from scopetrace.record.tape_autograd import TapeAutograd
 
 _SET_DATA = torch.ops.aten.set_.source_Tensor
 Differentiate = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor | None]]
@@ -79,7 +81,13 @@ class GradientRecorder:
     """Records what one forward does with gradients; the `GradientListener` of `_compat.gradients`."""
 
     def __init__(
-        self, builder: TapeBuilder, values: ValueTable, reads: ReadRecorder, model: Model, flags: FlagRecorder
+        self,
+        builder: TapeBuilder,
+        values: ValueTable,
+        reads: ReadRecorder,
+        model: Model,
+        flags: FlagRecorder,
+        ops: OpRecorder,
     ) -> None:
         self._builder = builder
         self._flags = flags
@@ -88,6 +96,9 @@ class GradientRecorder:
         self._reads = reads
         self._model = model
         self._phases = PhaseRecorder(builder, values)
+        self._by_tape = (
+            TapeAutograd(builder, values, ops, ops.factory, self._phases) if builder.derives_by_tape else None
+        )
         self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
         self._stepping: list[_Step] = []  # those that have begun, the innermost last
@@ -113,7 +124,7 @@ class GradientRecorder:
         self._refuse_without_history()
         by = list(map(self.differentiated, inputs))
         if accumulates and not by:
-            by = self._flags.without_frozen(leaves_of(outputs))
+            by = self._flags.without_frozen((self._by_tape.leaves_of if self._by_tape else leaves_of)(outputs))
             self._reads.on_requires_grad(outputs[0])
             if any(unwrapped(t) is t and id(t) not in self._values.by_id for t in by):
                 self._refuse_beyond()
@@ -126,8 +137,17 @@ class GradientRecorder:
         self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(hooks_of, tuple(known)))
         for p, t in params:
             give_hooks(p, t)
-        with self._phases.backward(outputs, list(given), keeps_graph=keeps_graph):
-            found = run(by)
+        given = list(given)
+        with self._phases.backward(outputs, given, keeps_graph=keeps_graph):
+            if self._by_tape is not None:
+                if create_graph or self._flags.is_set() or any(hooks_of(*known, *by)):
+                    self._by_tape.retrace("there are flags or hooks")
+                may_miss = accumulates or not inputs
+                found: Sequence[torch.Tensor | None] = self._by_tape.gradients(
+                    outputs, given, by, keeps_graph=keeps_graph, may_miss=may_miss
+                )
+            else:
+                found = run(by)
         if not accumulates:
             return found
         self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
@@ -439,6 +459,10 @@ class GradientRecorder:
     # ---------------------------------------------------------------- refusals
 
     def _refuse_without_history(self) -> None:
+        if self._by_tape is not None:
+            if self._values.transformed or in_transform() or self._builder.opaque_to_autograd is not None:
+                self._by_tape.retrace("the forward differentiates a function or transform")
+            return
         if not self._tape.exact_autograd:
             # torch's derivatives of most composite ops read what their parts have made
             apart = any(op.grad and is_op(op.target) and can_decompose(op.target) for op in self._tape.ops)

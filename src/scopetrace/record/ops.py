@@ -67,10 +67,12 @@ from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.ops.recurrent import drops_between_layers
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable, layout_of
 from scopetrace.record.collectives import CollectiveRecorder, Pending
+from scopetrace.record.copying import OpCopier
 from scopetrace.record.data import READERS, DataReader
 from scopetrace.record.flex_attention import FlexRecorder
 from scopetrace.record.functions import FunctionRecorder
 from scopetrace.record.higher_order import BodyRecorder
+from scopetrace.record.parts import PartsRecorder
 from scopetrace.record.reads import FAST_PATH, ReadRecorder
 
 _aten = torch.ops.aten
@@ -96,7 +98,9 @@ class OpFacts:
         self.reshapes = torch.Tag.inplace_view in func.tags
         self.written = tuple((i, a.name) for i, a in enumerate(schema.arguments) if a.is_written)
         self.positions = tuple(enumerate(schema.names))
-        self.is_atomic = not (self.is_custom or can_decompose(func))
+        self.comes_apart = can_decompose(func)
+        """Whether it is a composition of others."""
+        self.is_atomic = not (self.is_custom or self.comes_apart)
         """Whether autograd runs it as this op, and its schema says which results lie in the memory of an argument."""
         self.may_alias = not self.is_atomic or any(a.aliases for a in schema.arguments)
         self.updates = bool(self.written) and not any(r.is_written or r.is_out for r in schema.returns)
@@ -157,10 +161,10 @@ class OpRecorder:
         self.reads = reads
         self._builder = builder
         self._by_id = values.by_id
-        self._factory = factory
+        self.factory = factory
         self.inference = inference
         self._exact = builder.tape.exact_autograd
-        self._composites_apart = composites_apart
+        self.composites_apart = composites_apart
         self._run_graph = run_graph
         self._facts: dict[int, OpFacts] = {}
         self._specialize = specialize
@@ -173,7 +177,17 @@ class OpRecorder:
     @functools.cached_property
     def data(self) -> DataReader:
         """Answers what Python asks of the data of tensors."""
-        return DataReader(self._builder, self.values, self.reads, self._factory, specialize=self._specialize)
+        return DataReader(self._builder, self.values, self.reads, self.factory, specialize=self._specialize)
+
+    @functools.cached_property
+    def copier(self) -> OpCopier:
+        """Puts ops on the tape that repeat others."""
+        return OpCopier(self._builder, self.values, self.factory, self.inference, self.record)
+
+    @functools.cached_property
+    def parts(self) -> PartsRecorder:
+        """Records the parts of composite ops."""
+        return PartsRecorder(self._builder, self.values, self.reads, self.inference, self.copier)
 
     @functools.cached_property
     def collectives(self) -> CollectiveRecorder:
@@ -235,6 +249,7 @@ class OpRecorder:
         dtype = autocast_dtype(device)
         if dtype is None:
             return self.record(func, args, kwargs)
+        self._builder.expect_no_tape("the forward differentiates under autocast")
         rule, casts = autocast_rule(func, device)
         before, self._builder.autocast = self._builder.autocast, Autocast(device, dtype, casts)
         try:
@@ -243,6 +258,11 @@ class OpRecorder:
             return self.recorded(lambda: rule(*args, **kwargs))
         finally:
             self._builder.autocast = before
+
+    def updates(self, func: Any) -> bool:
+        """Whether an op writes to arguments that it does not return."""
+        facts = self._facts.get(id(func))
+        return facts is not None and facts.updates
 
     def _expect_exact(self) -> None:
         if not self._exact:
@@ -281,11 +301,11 @@ class OpRecorder:
                 + ("; or trace under torch.no_grad()" if kernel and hop not in FORMS else ""),
             )
         recorder = FlexRecorder if hop is _flex_attention else BodyRecorder
-        return recorder(self._builder, self.values, self._factory, hop, args, self._run_callable).run()
+        return recorder(self._builder, self.values, self.factory, hop, args, self._run_callable).run()
 
     def apply_function(self, cls: type, args: tuple[Any, ...]) -> Any:
         """A `torch.autograd.Function` is applied, and autograd sees it."""
-        return FunctionRecorder(cls, args, self._builder, self.values, self._factory, self._run_callable).run()
+        return FunctionRecorder(cls, args, self._builder, self.values, self.factory, self._run_callable).run()
 
     def _run_callable(self, fn: Any, args: Any) -> Any:
         """Call what a higher-order op was given, recording its ops. A graph is no module call: its nodes run."""
@@ -312,9 +332,8 @@ class OpRecorder:
             self._note_state(facts, args, kwargs)
         if facts.rewrite is not None:
             return facts.rewrite(self, *args, **kwargs)
-        if self._composites_apart and can_decompose(func) and _requires_grad(args, kwargs):
-            self._refuse_lost_dropout(func, args)
-            return self.recorded(lambda: run_parts(func, *args, **kwargs))
+        if self.composites_apart and facts.comes_apart and _requires_grad(args, kwargs):
+            return self._record_parts(facts, args, kwargs)
         if facts.reshapes and self._is_set_to_itself(facts, args, kwargs):
             return args[0]
         call = self._lifted(facts, args, kwargs)
@@ -336,6 +355,15 @@ class OpRecorder:
             self.reads.on_cast_op()
         if facts.is_fast_path:
             self.reads.on_fast_path(_tensors((args, kwargs)))
+
+    def _record_parts(self, facts: OpFacts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Put a composite op on the tape as its parts."""
+        builder = self._builder
+        self._refuse_lost_dropout(facts.func, args)
+        if self._exact or facts.written or facts.reads or builder.autocast is not None or not builder.is_plain():
+            return self.recorded(lambda: run_parts(facts.func, *args, **kwargs))
+        start = len(builder.tape.ops)
+        return self.parts.run(facts.func, self._lifted(facts, args, kwargs), start, self.recorded)
 
     def _refuse_lost_dropout(self, func: Any, args: tuple[Any, ...]) -> None:
         """Raise where torch takes an op apart in Python, as it does with symbolic sizes, and forgets its dropout."""
@@ -416,7 +444,7 @@ class OpRecorder:
         except ForeignTensorError as error:
             if not self._exact:
                 raise
-            if not self._composites_apart:
+            if not self.composites_apart:
                 raise Retrace(
                     "backward reads what a composite op has saved", Assumptions(composites_apart=True)
                 ) from None
@@ -506,6 +534,9 @@ class OpRecorder:
             args, kwargs = call.given  # instance_norm: its parts say what they write
             return self.recorded(lambda: facts.func.decompose(*args, **kwargs))
         unseen = bool(facts.written) and self._prepare_write(call)
+        known = self._append_known_write(call, key, unseen=unseen)
+        if known is not None:
+            return known
         args, kwargs = self._with_fakes(call.given)
         if facts.reshapes:
             self.values.keep_memory(v.fake for v in call.inputs)
@@ -519,13 +550,13 @@ class OpRecorder:
         for value, layout in moved:
             self.values.freeze(value, layout)
         written = before.written()
-        unbacked = self._factory.unbacked_bindings(out)
+        unbacked = self.factory.unbacked_bindings(out)
         given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
-        if not written and unbacked is None:
-            if key is not None and facts.inferable:  # Python may hold an input as another object than its value does
-                self.inference.learn(key, call.inputs, given[0].fake if given else out)
-            if out is not None and not _tensors(out):
-                return out  # a question about metadata, answered
+        if key is not None and unbacked is None and (facts.updates if written else facts.inferable):
+            # Python may hold an input as another object than its value does
+            self.inference.learn(key, call.inputs, given[0].fake if given else out)
+        if not (written or unbacked is not None or out is None or _tensors(out)):
+            return out  # a question about metadata, answered
         same = bool(given) and not written
         results = self.values.new_same(out, 0, given[0]) if same else self.values.new_results(out)
         self._append(call, results, written, unbacked, before.tracked)
@@ -535,23 +566,56 @@ class OpRecorder:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
         return _given(out, call) if given else out
 
+    def _append_known_write(self, call: OpCall, key: Any, *, unseen: bool) -> Any:
+        """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
+
+        Such are ops in place that change values alone, and those that write statistics beside their results, once torch
+        has run one of equal metadata.
+        """
+        facts = call.facts
+        target = call.args[0] if call.args else None
+        if key is None or type(target) is not Value:
+            return None
+        if facts.in_place:
+            with torch.no_grad() if unseen else contextlib.nullcontext():
+                is_known = self._changes_only_values(call, target.fake, key)
+            return self._append_in_place(call, target) if is_known else None
+        if not facts.updates or facts.is_custom or any(is_inference_of(t) for t in call.fakes()) or _overlaps(call):
+            return None
+        found = self.inference.learned(key, facts.func, call.args, call.kwargs, call.inputs)
+        return None if found is None else self._append_update(call, *found)
+
+    def _append_update(self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None]) -> Any:
+        written = tuple(dict.fromkeys(call.written(call.facts.written)))
+        tracked = tuple([v for v in call.inputs if requires_grad_of(v.fake)])
+        for v in written:
+            torch.autograd.graph.increment_version(v.fake)
+        made = self.values.new_inferred(outputs, fakes, call.inputs)
+        self._append(call, outputs.contained(made), written, None, tracked)
+        return outputs.contained(fakes)
+
+    def _append_in_place(self, call: OpCall, target: Value) -> Any:
+        fake = target.fake
+        torch.autograd.graph.increment_version(fake)
+        key = target.key if target.requires_grad is requires_grad_of(fake) else self.inference.key_of(fake)
+        tracked = tuple([v for v in call.inputs if requires_grad_of(v.fake)])
+        self._append(call, self.values.new(fake, 0, target.storage, key), (target,), None, tracked)
+        return _given(fake, call)
+
     def _execute(self, call: OpCall, args: Any, kwargs: Any, key: Any) -> Any:
         """What torch returns for fake tensors."""
         facts = call.facts
-        if facts.in_place and self._changes_only_values(call, args[0], key):
-            torch.autograd.graph.increment_version(args[0])
-            return args[0]
         # A convolution asks for sizes to choose a kernel, which is no guard; but it does fix the channels.
         free = facts.convolves and not any(isinstance(n, torch.SymInt) for n in args[0].size()[1:2])
-        compared = facts.is_custom and self._factory.mode.propagate_real_tensors
+        compared = facts.is_custom and self.factory.mode.propagate_real_tensors
         has_history = self._exact and any(requires_grad_of(v.fake) for v in call.inputs)
         with (
             self._builder.run_by_torch(facts.func),
-            self._factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
+            self.factory.shape_env.suppress_guards() if free else contextlib.nullcontext(),
             self.data.real_tensors(call.inputs) if compared else contextlib.nullcontext(),
             self._below_autograd(call) if has_history else contextlib.nullcontext(),
         ):
-            out = run_op(self._factory.mode, facts.func, args, kwargs)
+            out = run_op(self.factory.mode, facts.func, args, kwargs)
         if facts.in_place and key is not None:
             self.inference.learn(key, call.inputs, out)
         return out
@@ -575,7 +639,7 @@ class OpRecorder:
                 with torch.no_grad():
                     return self.inference.below_autograd(func, call.args, call.kwargs, call.inputs, run)
             if func is _aten.detach.default and self.inference.key_of(args[0]) is not None:
-                return self._factory.detached(args[0])  # what autograd saves of a result
+                return self.factory.detached(args[0])  # what autograd saves of a result
             out = run()
             value, version = written.get(id(args[0]), (None, 0)) if func is _aten.clone.default else (None, 0)
             if value is not None and version == _version(value.fake):
@@ -597,7 +661,7 @@ class OpRecorder:
         """Calls with size 1 would lose a dimension here."""
         for d in flat(dims) if dims else range(t.dim()):
             if isinstance(t.size(d), torch.SymInt):
-                self._factory.shape_env.take_for_more_than_one(t.size(d))
+                self.factory.shape_env.take_for_more_than_one(t.size(d))
 
     def _prepare_write(self, call: OpCall) -> bool:
         """Before autograd sees a write: give results that were made from metadata the history that it expects.
@@ -614,7 +678,7 @@ class OpRecorder:
             if any(v.fake is not value.fake for v in same_memory):
                 raise Retrace("an op writes to a view of a tensor that requires grad", Assumptions(exact_autograd=True))
             if any(v.autograd_placeholder for v in same_memory):
-                self._factory.give_history(value.fake)
+                self.factory.give_history(value.fake)
             for v in same_memory:
                 v.autograd_placeholder = False
         return False
@@ -751,8 +815,11 @@ def _requires_grad(args: Any, kwargs: Any) -> bool:
 def _has_history(value: Value) -> bool:
     """Whether autograd would let eager write to this result of an op, and it requires grad already."""
     op = value.op
-    single = not isinstance(op.outputs, (list, tuple))  # it refuses writes to one of several views
-    return requires_grad_of(value.fake) and op.kind == "call_function" and op.grad and single
+    if not requires_grad_of(value.fake) or op.kind != "call_function" or not op.grad:
+        return False
+    if not isinstance(op.outputs, (list, tuple)):
+        return True
+    return all(v.storage != value.storage for v in op.inputs())  # it refuses writes to one of several views
 
 
 def _tensors(x: Any) -> list[torch.Tensor]:

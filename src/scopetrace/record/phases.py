@@ -47,7 +47,8 @@ class PhaseRecorder:
                 ops[i] = ops[i].replace(phase=self._of_op(ops[i].tensor(0).op))
                 ops[i].result.op = ops[i]
         self._builder.tape.backwards.append([])
-        handles = [node.register_hook(self._on_end(node, keeps_graph=keeps_graph)) for node in nodes_of(outputs)]
+        nodes = [] if self._builder.derives_by_tape else nodes_of(outputs)
+        handles = [node.register_hook(self._on_end(node, keeps_graph=keeps_graph)) for node in nodes]
         before, self._builder.phase = self._builder.phase, self._of_running_node
         try:
             yield
@@ -64,6 +65,10 @@ class PhaseRecorder:
             yield
         finally:
             self._builder.phase = before
+
+    def of_op(self, op: Op) -> Phase:
+        """The phase of the backward of an op."""
+        return self._of_op(op)
 
     def of_value(self, value: Value) -> Phase:
         """The phase of what backward does with the gradient of a value, such as to add it to `grad`."""

@@ -201,7 +201,9 @@ class Replay:
     # ---------------------------------------------------------------- ops that wait
 
     def _can_wait(self) -> bool:
-        """Whether nothing else is known of the tensors that it is the first to use."""
+        """Whether nothing else is known of the tensors that it is the first to use, and the ops are not soon read."""
+        if self._builder.derives_by_tape:
+            return False
         owner, waiting = self._tools.model.owner, self._values.waiting
         for _, op in self.original.reads:
             real = self._pairs.partner(op.result.real)

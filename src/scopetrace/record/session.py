@@ -216,7 +216,7 @@ class Recording:
             shape_env=self.factory.shape_env,
             fake_mode=self.factory.mode,
             inference=inference,
-            exact_autograd=assumptions.exact_autograd or bool(assumptions.differentiates),
+            exact_autograd=assumptions.exact_autograd or assumptions.differentiates_by_autograd,
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
             ops=OpList(),
@@ -224,6 +224,7 @@ class Recording:
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
         self.builder.gradients_shared = assumptions.gradients_shared
+        self._specialize = specialize
         self.values = ValueTable(self.builder, self.factory, inference, model)
         specialize = specialize or self.factory.mode.propagate_real_tensors
         self.tape.reuse = None if reuse is False else Reuse()
@@ -265,8 +266,8 @@ class Recording:
         names = argument_names(forward, len(args))
         given = [*zip(names, args, strict=True), *kwargs.items()]
         effects = EffectWatch(fn, self.model, given, self.object_types, self.builder, self.values)
-        if "backward" in effects.reach.names and not tape.exact_autograd and self._assumptions.differentiates is None:
-            raise Retrace("the code names backward", Assumptions(differentiates=True))
+        if "backward" in effects.reach.names and self._assumptions.differentiates is None:
+            self._expect_backward()
         examples = [self.values.examples[value] for value in tape.inputs]
         reads = ObjectReads(self.builder, self.model, effects.reach, self.reads.members, examples)
         tape.module_tables = ModuleTables(self.model.named_modules(), hooks_of_all_modules(), effects.reach.names)
@@ -306,6 +307,14 @@ class Recording:
         if checks_enabled():
             verify(tape, "recording")
         return tape
+
+    def _expect_backward(self) -> None:
+        """Before the forward runs: take it for one that differentiates."""
+        self._assumptions = dataclasses.replace(self._assumptions, differentiates=True)
+        self.ops.composites_apart = True
+        self.builder.derives_by_tape = not self.tape.exact_autograd
+        if self.tape.sizes is not None or self._specialize:
+            self.builder.expect_no_tape("sizes or data are symbols")
 
     @contextlib.contextmanager
     def _expecting_backward(self) -> Iterator[None]:

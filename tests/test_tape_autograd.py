@@ -1,0 +1,249 @@
+"""Training steps whose backward is made from the tape, beside the same with autograd, and beside eager."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import scopetrace as st
+from scopetrace.record import tape_autograd
+
+
+class Block(nn.Module):
+    """Normalization, dropout, a residual, an op in place and a view."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.conv = nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        y = self.norm(self.conv(x))
+        y += x
+        return F.dropout(F.relu(y, inplace=True), 0.5, self.training).transpose(2, 3)
+
+
+class Attention(nn.Module):
+    """Attention, whose parts are many ops."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(8, 24), nn.Linear(8, 8), nn.LayerNorm(8)
+
+    def forward(self, x):
+        q, k, v = (t.unflatten(-1, (2, 4)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.1 if self.training else 0.0)
+        return x + self.out(F.gelu(y.transpose(1, 2).flatten(2)))
+
+
+def stack(block, count, *size):
+    """Several layers, the first of which runs twice, and what they take."""
+    layers = nn.ModuleList([block() for _ in range(count)])
+    return layers, torch.randn(*size)
+
+
+def plain(layers, x):
+    for layer in (*layers, layers[0]):
+        x = layer(x)
+    x.square().mean().backward()
+
+
+def several(layers, x):
+    """Two losses of one graph, one after the other; the same tensor as both operands."""
+    y = layers[0](x)
+    loss = (y * y).sum()
+    loss.backward(retain_graph=True)
+    torch.cat([loss[None], y.flatten()[:2]]).sum().backward()
+
+
+def only_some(layers, x):
+    y = layers[1](layers[0](x))
+    found = torch.autograd.grad(y.sum(), list(layers[0].parameters()), retain_graph=True)
+    y.square().mean().backward()
+    return found
+
+
+def traced(step, layers, *args, by_autograd=False):
+    """The trace of a step, which prints when its Python runs."""
+
+    def told(*args):
+        print("a run")
+        return step(layers, *args)
+
+    class Never(tape_autograd.TapeAutograd):
+        def gradients(self, *_, **__):
+            self.retrace("a test asks for it")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if by_autograd:
+            patch.setattr("scopetrace.record.gradients.TapeAutograd", Never)
+        return st.trace(told, args)
+
+
+def described(trace):
+    """All that a trace says."""
+    nodes = [(n.name, str(n.target), trace.phase_of(n), str(trace.scope_of(n))) for n in trace.graph_module.graph.nodes]
+    return str(trace), trace.graph_module.code, str(trace.write_back), str(trace.memory()), nodes
+
+
+@pytest.mark.parametrize("checked", [False, True])
+@pytest.mark.parametrize(("block", "size"), [(Block, (2, 4, 6, 6)), (Attention, (2, 5, 8))])
+@pytest.mark.parametrize("step", [plain, several, only_some])
+def test_a_step_is_what_autograd_makes_of_it(step, block, size, checked, monkeypatch, capsys):
+    monkeypatch.setenv("SCOPETRACE_CHECK", str(int(checked)))
+    layers, x = stack(block, 3, *size)
+    trace = traced(step, layers, x)
+    writes_again = step is plain and block is Block  # the statistics that backward of the first call reads
+    assert capsys.readouterr().out.count("a run") == 1 + writes_again
+    other = traced(step, layers, x, by_autograd=True)
+    assert capsys.readouterr().out.count("a run") == 2
+    assert described(trace) == described(other)
+    twin = copy.deepcopy(layers)
+    torch.manual_seed(0)
+    found = trace(x)
+    torch.manual_seed(0)
+    assert all(map(torch.allclose, found or (), step(twin, x) or ()))
+    for p, q in zip(layers.parameters(), twin.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        assert p.grad is None or torch.allclose(p.grad, q.grad, atol=1e-6)
+
+
+def written_view(w, x):
+    y = x * w
+    y[0].mul_(2)
+    y.sum().backward()
+
+
+def written_by_alias(w, x):
+    y = x * w
+    part = y[0]
+    y.mul_(2)
+    (part * w).sum().backward()
+
+
+def kept_by_backward(w, x):
+    y = (x * w).sin_()
+    y.sum().backward()
+
+
+def hooked(w, x):
+    y = x * w
+    y.register_hook(lambda g: g * 3)
+    y.sum().backward()
+
+
+def autocast(w, x):
+    with torch.autocast("cpu", torch.bfloat16):
+        (x @ w).sum().backward()
+
+
+def checkpointed(w, x):
+    y = torch.utils.checkpoint.checkpoint(lambda t: (t * w).sin(), x.clone().requires_grad_(), use_reentrant=False)
+    y.sum().backward()
+
+
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 5
+
+
+def function(w, x):
+    Double.apply(x * w).sum().backward()
+
+
+def twice(w, x):
+    y = x * w
+    (gradient,) = torch.autograd.grad(y.square().sum(), w, create_graph=True)
+    gradient.sum().backward()
+
+
+@pytest.mark.parametrize(
+    "step",
+    [written_view, written_by_alias, kept_by_backward, hooked, autocast, checkpointed, function, twice],
+)
+def test_what_the_tape_does_not_hold_is_left_to_autograd(step, capsys):
+    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4)
+    twin = w.detach().clone().requires_grad_()
+    trace = traced(step, w, x)
+    assert capsys.readouterr().out.count("a run") == 2
+    trace(x)
+    step(twin, x)
+    assert torch.allclose(w.grad, twin.grad)
+
+
+def test_a_write_after_an_op_that_saved_is_refused_as_in_eager():
+    w, x = torch.randn(4, requires_grad=True), torch.randn(4)
+
+    def step(w, x):
+        y = x * w
+        z = y.exp()
+        with torch.no_grad():
+            z.mul_(2)
+        z.sum().backward()
+
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(w, x)
+    with pytest.raises((RuntimeError, st.ScopetraceError)):
+        traced(step, w, x)
+
+
+def test_a_second_backward_through_a_graph_that_is_freed_fails_as_in_eager():
+    w, x = torch.randn(4, requires_grad=True), torch.randn(4)
+
+    def step(w, x):
+        y = (x * w).exp().sum()
+        y.backward()
+        y.backward()
+
+    with pytest.raises(RuntimeError, match="second time"):
+        traced(step, w, x)
+
+
+def test_layers_that_repeat_are_copied_in_a_model_that_differentiates():
+    class Net(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Attention() for _ in range(4)])
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            loss = x.square().sum()
+            loss.backward()
+            return loss.detach()
+
+    model, x = Net(), torch.randn(2, 5, 8)
+    copied, recorded = (st.trace(model, (x,), reuse=reuse) for reuse in (True, False))
+    assert copied.reuse.replayed == {"Attention": 2}  # the first one takes what does not require grad
+    assert described(copied) == described(recorded)
+
+
+def test_parts_of_composite_ops_follow_the_settings_of_torch():
+    def step(w, x):
+        loss = 0
+        for enabled in (True, False, True):
+            with torch.backends.mkldnn.flags(enabled):
+                loss = loss + F.scaled_dot_product_attention(x * w, x, x).sum() + F.linear(x, w).sum()
+        loss.backward()
+
+    w, x = torch.randn(4, 4, requires_grad=True), torch.randn(1, 4, 4)
+    assert described(traced(step, w, x)) == described(traced(step, w, x, by_autograd=True))
+
+
+def test_a_parameter_that_a_call_takes_is_read_before_the_call():
+    class Tied(nn.Module):
+        def forward(self, x, weight):
+            return F.linear(x, weight)
+
+    tied, w = Tied(), nn.Parameter(torch.randn(3, 4))
+
+    def step(w, x):
+        tied(x, w).sum().backward()
+
+    traced(step, w, torch.randn(2, 4)).lint()
