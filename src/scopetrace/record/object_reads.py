@@ -151,7 +151,7 @@ class ObjectReads:
                     asker = _asker(owner, sys._getframe(1))
                     if asker is not None:
                         self.note_unfound(owner, name, noted_at(self._builder, asker))
-            if isinstance(found, torch.Tensor):
+            if isinstance(found, torch.Tensor) and sys._getframe(1).f_code not in _REGISTERING:
                 self._members[id(found)] = found
             return found
 
