@@ -151,13 +151,18 @@ class GradientRecorder:
         if not accumulates:
             return found
         self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
+        self._accumulate(by, found, create_graph=create_graph)
+        return None
+
+    def _accumulate(
+        self, by: Sequence[torch.Tensor], found: Sequence[torch.Tensor | None], *, create_graph: bool
+    ) -> None:
         for t, gradient in zip(by, found, strict=True):
             if gradient is not None and gradient.layout is not torch.strided:
                 raise sparse_gradient("Tensor.backward", **self._builder.where())
             if gradient is not None:
                 with self._phases.of(self._phases.of_value(self._values.value_of(t))):
                     self._add(t, gradient, create_graph=create_graph)
-        return None
 
     def differentiated(self, t: torch.Tensor) -> torch.Tensor:
         """What stands for a tensor in autograd's graph of the forward: of a parameter, its fake tensor."""
