@@ -101,11 +101,6 @@ class WaitingValue(Value):
             return object.__getattribute__(self, name)
 
 
-def is_unmade(value: Value) -> bool:
-    """Whether a value is of a part of the tape that is not made yet."""
-    return isinstance(value, WaitingValue) and value.made_by is None
-
-
 _WAITING = ("args", "kwargs", "outputs")
 
 

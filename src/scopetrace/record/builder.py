@@ -41,7 +41,7 @@ from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import Identity, Outputs
 from scopetrace.ir.scopes import Scope, TracingState, capture_frames, source_of
 from scopetrace.ir.tape import Autocast, Call, Frames, Op, Phase, RecordedTape, Value, recorded_ops
-from scopetrace.ir.unmade import WaitingValue, is_unmade
+from scopetrace.ir.unmade import WaitingValue
 from scopetrace.record.model import Model
 from scopetrace.record.regions import Region
 
@@ -573,7 +573,7 @@ class ValueTable:
         if not isinstance(t, FakeTensor):
             return
         value = self.value_of(t)
-        if is_unmade(value):
+        if isinstance(value, WaitingValue) and value.made_by is None:
             return  # the result of a copied call, of an op that is none of these
         if value.op.kind in ("placeholder", "get_attr") or value.op.target is _aten.detach.default:
             self.set_apart(t)
