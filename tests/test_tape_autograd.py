@@ -247,3 +247,25 @@ def test_a_parameter_that_a_call_takes_is_read_before_the_call():
         tied(x, w).sum().backward()
 
     traced(step, w, torch.randn(2, 4)).lint()
+
+
+def test_a_second_backward_after_parameters_were_written():
+    """As sharpness-aware minimization does: the second gradient is at other parameters."""
+    model = nn.Linear(3, 2)
+
+    def step(x):
+        model(x).square().sum().backward()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.add_(p.grad, alpha=0.1)
+        model.zero_grad()
+        model(x).square().sum().backward()
+
+    x, before = torch.randn(4, 3), copy.deepcopy(model.state_dict())
+    st.trace(step, (x,))(x)
+    found = [p.grad for p in model.parameters()]
+    model.load_state_dict(before)
+    model.zero_grad()
+    step(x)
+    for p, gradient in zip(model.parameters(), found, strict=True):
+        torch.testing.assert_close(gradient, p.grad)

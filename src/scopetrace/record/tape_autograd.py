@@ -147,7 +147,6 @@ class TapeAutograd:
         `may_miss` says that it is no error where a tensor has none.
         """
         self._refuse_unknown([*outputs, *by])
-        wanted = list(map(self._values.value_of, by))
         last = [(self._values.value_of(t), g) for t, g in zip(outputs, given, strict=True)]
         self._scan()
         now = settings()
@@ -155,6 +154,8 @@ class TapeAutograd:
             self._formulas.clear()
             self._settings = now
         nodes = self._reached([v for v, _ in last])
+        leaves = {id(n.fake): n for n in nodes if isinstance(n, Value)}  # a write since gives a leaf another value
+        wanted = [leaves.get(id(t)) or self._values.value_of(t) for t in by]
         ops = sorted((n for n in nodes if isinstance(n, Op)), key=self._position.__getitem__)
         needed = set(wanted)
         used = [op for op in ops if self._needs(op, needed)]
