@@ -35,7 +35,7 @@ STATEMENTS = {
     "write_weight": "with torch.no_grad(): self.fc.weight.mul_(0.5)",
     "write_data": "self.p.data.mul_(2)",
     "write_row": "with torch.no_grad(): self.fc.weight[0].add_(1)",
-    "step": "with torch.no_grad():\n        for t in self.parameters():\n            if t.grad is not None: t.sub_(t.grad, alpha=0.1)",
+    "step": "with torch.no_grad():\n        for t in self.parameters(): t.grad is None or t.sub_(t.grad, alpha=0.1)",
     "zero": "self.zero_grad()",
     "zero_in_place": "self.zero_grad(set_to_none=False)",
     "write_buffer": "self.b.add_(1)",
