@@ -1,7 +1,7 @@
 """Training steps of a few statements, enumerated: what stands before, between and after two backwards, beside eager.
 
-one to three statements of STATEMENTS, in each order -> a step of a model with a parameter used twice -> two calls of its
-trace and two runs in eager: results, gradients, parameters and buffers are equal, or the step is refused
+statements of STATEMENTS, in each order -> a step of a model whose parameters are used twice -> two calls of its trace
+and two runs in eager: results, gradients, parameters and buffers are equal, or the step is refused
 """
 
 import copy
