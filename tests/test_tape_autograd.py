@@ -269,3 +269,14 @@ def test_a_second_backward_after_parameters_were_written():
     step(x)
     for p, gradient in zip(model.parameters(), found, strict=True):
         torch.testing.assert_close(gradient, p.grad)
+
+
+def test_anomaly_mode_looks_at_data():
+    model = nn.Linear(3, 2)
+
+    def step(x):
+        with torch.autograd.set_detect_anomaly(True):
+            model(x).square().sum().backward()
+
+    with pytest.raises(st.errors.DataDependentError), pytest.warns(UserWarning, match="Anomaly"):
+        st.trace(step, (torch.randn(4, 3),))

@@ -179,6 +179,8 @@ class TapeAutograd:
         is_plain = builder.is_plain() and builder.opaque_to_autograd is None
         if builder.regions:
             self.retrace("the forward checkpoints a region")
+        if torch.is_anomaly_enabled():
+            self.retrace("autograd looks at the data of gradients")
         flagged = builder.former_leaves or builder.detached or values.made_leaves()
         same = any(v.requires_grad for v, _ in values.same)
         if not is_plain or flagged or same or in_transform() or autocast_enabled() or builder.autocast is not None:
