@@ -478,19 +478,9 @@ def node_of(t: torch.Tensor) -> Any:
         return None
 
 
-def saved_in_storage(results: list[torch.Tensor], storage: int) -> bool:
-    """Whether an op that led to one of `results` has saved a tensor that lies in this storage."""
-    seen: set[Any] = set()
-    work = [t.grad_fn for t in results]
-    while work:
-        node = work.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if any(storage_id(t) == storage for t in _saved_by(node)):
-            return True
-        work += [found for found, _ in node.next_functions]
-    return False
+def saved_storages(results: Iterable[torch.Tensor]) -> set[int]:
+    """The storages of what the ops that led to `results` have saved for their backward."""
+    return {storage_id(t) for node in nodes_of(results) for t in _saved_by(node)}
 
 
 def _saved_by(node: Any) -> Iterator[torch.Tensor]:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.collectives import Group, Reduction, functional_collectives, recorded_work, unboxed
-from scopetrace._compat.gradients import saved_in_storage
+from scopetrace._compat.gradients import saved_storages
 from scopetrace._compat.ops import schema_of
 from scopetrace._compat.tensors import storage_id
 from scopetrace.errors import UnsupportedOpError
@@ -109,7 +109,7 @@ class CollectiveRecorder:
         fake = self._values.fake_of(target)
         same_memory = storage_id(fake)
         users = [o for o in self._builder.tape.ops if any(v.storage == same_memory for v in (*o.inputs(), *o.values()))]
-        if saved_in_storage([v.fake for o in users for v in o.values()], same_memory):
+        if same_memory in saved_storages([v.fake for o in users for v in o.values()]):
             raise UnsupportedOpError(
                 "a collective overwrites a tensor that autograd has saved for backward, which torch does not notice",
                 op=op,

@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from scopetrace._compat.gradients import gradients_of
+from scopetrace._compat.gradients import gradients_of, saved_storages
 from scopetrace._compat.ops import (
     BelowAutograd,
     autocast_enabled,
@@ -66,7 +66,7 @@ class Formula:
     gradients: list[Value | None]
     """Of each input that needs one."""
     reads: list[int]
-    """Which of the inputs and results the steps read."""
+    """Which of the inputs and results the steps read, or autograd has saved."""
 
 
 class TapeAutograd:
@@ -349,6 +349,7 @@ class TapeAutograd:
             gradients = [None if g is None else self._place(g, False) for g in own]
             Op("placeholder", "given", (), {}, [*places, *(g for g in gradients if g)], tape.root, None, ())
             made = self._run(func, op, places)
+            saved = saved_storages([v.fake for v in made])
             for v, known in zip(made, results, strict=True):
                 t, other = v.fake, known.fake
                 if (t.size(), stride_of(t), t.dtype) != (other.size(), stride_of(other), other.dtype):
@@ -372,7 +373,8 @@ class TapeAutograd:
             v not in inner for v in (*read, *filter(None, wanted))
         ):
             self.retrace("the backward of an op reads or writes something else")
-        reads = [i for i, v in enumerate(given) if v in read or v in wanted]
+        # autograd looks at all that a node has saved, also at what the gradients that are wanted do not need
+        reads = [i for i, v in enumerate(given) if v in read or v in wanted or v.storage in saved]
         return Formula([*given, *(g for g in gradients if g)], steps, wanted, reads)
 
     def _place(self, v: Value, requires_grad: bool) -> Value:
