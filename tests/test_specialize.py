@@ -300,8 +300,9 @@ def test_distributions_that_look_at_their_parameters():
     def density(x, checks):
         return torch.distributions.Normal(x, x.abs() + 1, validate_args=checks).log_prob(x)
 
-    with pytest.raises(st.errors.DataDependentError) as error:
-        st.trace(density, (X, True))
-    assert "validate_args=False" in error.value.hint
+    if torch.__version__ < "2.15":  # later ones assert it by an op
+        with pytest.raises(st.errors.DataDependentError) as error:
+            st.trace(density, (X, True))
+        assert "validate_args=False" in error.value.hint
     tr = st.trace(density, (X, False))
     torch.testing.assert_close(tr(X * 2, False), density(X * 2, True))

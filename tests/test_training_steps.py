@@ -347,8 +347,11 @@ def test_the_checks_of_distributions_are_named_in_the_error():
         loss.backward()
         return loss
 
-    with pytest.raises(st.errors.DataDependentError, match="validate_args=False"):
-        st.trace(step, (x, True))
+    if torch.__version__ < "2.15":  # later ones assert it by an op
+        with pytest.raises(st.errors.DataDependentError, match="validate_args=False"):
+            st.trace(step, (x, True))
+    else:
+        assert torch.equal(st.trace(step, (x, True))(x, True), step(x, True))
     assert torch.equal(st.trace(step, (x, False))(x, False), step(x, False))
     assert torch.equal(st.trace(step, (x, True), specialize=True)(x, True), step(x, True))
 
