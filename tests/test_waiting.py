@@ -4,6 +4,7 @@ a model that repeats a layer, then does one or two things with the tensors of th
 without -> the same tapes, and the results of eager
 """
 
+import concurrent.futures
 import copy
 import itertools
 from unittest import mock
@@ -16,7 +17,7 @@ from torch import nn
 
 import scopetrace as st
 from scopetrace.api.runnable import program_of
-from scopetrace.ir.tape import OpList
+from scopetrace.ir.tape import OpList, repetitions
 
 
 class Layer(nn.Module):
@@ -138,6 +139,86 @@ def check(order, one, other, grad):
 def test_one_statement(order):
     waiting = [check(order, one, "nothing", grad) for one, grad in itertools.product(AFTER, (False, True))]
     assert sum(count > 0 for count in waiting) > len(waiting) // 4
+
+
+class Stack(nn.Module):
+    """Layers between others, of which one class is in the layers too."""
+
+    def __init__(self, count=4):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.layers = nn.ModuleList([Layer() for _ in range(count)])
+
+    def forward(self, x):
+        """Run it."""
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.last(x)
+
+
+def paths(scope):
+    """The paths of a scope and of those inside."""
+    return [s.path for s in scope.walk()]
+
+
+def described(outline):
+    """What `Trace.outline` makes, as text."""
+    functions = [(f.identifier, f.graph_module.code, [c.fqn for c in f.calls], f.inputs) for f in outline.functions]
+    calls = [(c.fqn, c.scope.path, str(c.arguments), str(c.outputs), str(c.attributes)) for c in outline.calls]
+    return functions, calls, outline.graph_module.code, str(outline)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    ("targets", "makes_all"),
+    [
+        (["layers"], False),
+        (["repeated"], False),
+        ([Layer], False),
+        (["layers", Layer], False),
+        ([nn.Linear], True),
+        (["layers.2"], True),
+        ([True], True),
+    ],
+)
+def test_outlines_of_layers_that_wait(targets, makes_all, grad, monkeypatch):
+    monkeypatch.setenv("SCOPETRACE_CHECK", "0")  # a check of the tape reads all of it
+    model, x = Stack(), torch.ones(2, 4)
+    with torch.set_grad_enabled(grad):
+        plain, repeated = (st.trace(model, (x,), reuse=reuse) for reuse in (False, True))
+        ops = tape_of(repeated).ops
+        assert [r.call.fqn for r in repetitions(ops)] == ["layers.1", "layers.2", "layers.3"]
+        assert paths(repeated.scope) == paths(plain.scope)
+        assert [(c.fqn, c.index, c.attributes) for c in repeated.calls] == [
+            (c.fqn, c.index, c.attributes) for c in plain.calls
+        ]
+        outline = repeated.outline(*targets)
+        assert outline.functions
+        assert (repetitions(ops) == []) == makes_all
+        assert described(outline) == described(plain.outline(*targets))
+        torch.testing.assert_close(outline(x), model(x))
+    assert str(plain) == str(repeated)
+    assert repetitions(ops) == []
+
+
+def test_a_trace_whose_layers_wait_is_what_was_traced(monkeypatch, tmp_path):
+    """Whatever becomes of the model after the trace; also in a file, and from several threads."""
+    monkeypatch.setenv("SCOPETRACE_CHECK", "0")
+    model, x = Stack(8), torch.ones(2, 4)
+    wanted = st.trace(model, (x,), reuse=False).graph_module.code
+    saved, shared, changed = (st.trace(model, (x,), reuse=True) for _ in range(3))
+    assert all(repetitions(tape_of(trace).ops) for trace in (saved, shared, changed))
+    saved.save(tmp_path / "net.trace")
+    assert st.load(tmp_path / "net.trace").graph_module.code == wanted
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        texts = list(pool.map(lambda call: str(call.arguments), shared.calls))
+    assert texts == [str(call.arguments) for call in shared.calls]
+    model.layers[3] = nn.Identity()
+    model.double()
+    assert changed.graph_module.code == wanted
+    values = [n.meta["val"].dtype for n in changed.graph_module.graph.nodes if n.op == "get_attr"]
+    assert set(values) == {torch.float32}
 
 
 @pytest.mark.slow

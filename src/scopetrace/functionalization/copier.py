@@ -38,6 +38,7 @@ from scopetrace.ir.tape import (
     Value,
     flat,
     map_argument,
+    substituted,
     values_in,
 )
 from scopetrace.ops.higher_order import FORMS, with_more_operands, written_inputs
@@ -299,8 +300,8 @@ class TapeCopier(abc.ABC):
             return False
         copies, values = self._copies, self.values
         is_copy = all([copies.get(v) is values[v] for v in op.inputs()])
-        args = tuple([_of_table(a, values) for a in op.args])
-        kwargs = {name: _of_table(a, values) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
+        args = tuple([substituted(a, values) for a in op.args])
+        kwargs = {name: substituted(a, values) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
         outputs = self.emitter.copy(op, args, kwargs, None if is_copy else storages)
         new = [outputs] if isinstance(outputs, Value) else values_in(outputs)
         values.update(zip(made, new, strict=True))
@@ -465,17 +466,6 @@ def _started(old: RecordedTape | BodyTape) -> FunctionalTape | BodyTape:
         written=old.written_storages(),
         uses_absolute_offset=set(old.uses_absolute_offset),
     )
-
-
-def _of_table(x: Any, table: dict[Value, Value]) -> Any:
-    """An op's argument with the values of a table in place of those that are keys."""
-    if isinstance(x, Value):
-        return table[x]
-    if isinstance(x, (list, tuple)):
-        return type(x)([_of_table(item, table) for item in x])
-    if isinstance(x, dict):
-        return {name: _of_table(item, table) for name, item in x.items()}
-    return x
 
 
 def _requires_grad(op: Op) -> bool:

@@ -837,6 +837,20 @@ def renamed(x: Any, values: Mapping[Value, Value]) -> Any:
     return map_structure(lambda v: values.get(v, v), x, (Value, BodyTape))
 
 
+def substituted(x: Any, table: Mapping[Value, Value]) -> Any:
+    """An op's argument with what `table` has in place of each value. Raises KeyError for a value that it has not.
+
+    It takes a fraction of the time of `renamed`, which takes templates too.
+    """
+    if isinstance(x, Value):
+        return table[x]
+    if isinstance(x, (list, tuple)):
+        return type(x)([substituted(item, table) for item in x])
+    if isinstance(x, dict):
+        return {name: substituted(item, table) for name, item in x.items()}
+    return x
+
+
 def checks_enabled() -> bool:
     """Whether each stage verifies its result, because the environment variable `SCOPETRACE_CHECK` is `1`.
 

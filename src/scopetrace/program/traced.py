@@ -416,7 +416,6 @@ class TracedProgram:
     @functools.cached_property
     def scopes(self) -> dict[str, Scope]:
         """Every scope by its path."""
-        self.tape.fill()
         return {s.path: s for s in self.tape.root.walk()}
 
     def scope_of(self, node: torch.fx.Node) -> Scope:

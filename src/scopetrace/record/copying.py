@@ -18,7 +18,7 @@ from scopetrace._compat.tensors import FakeMaker, without_dispatch
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames
-from scopetrace.ir.tape import Op, Phase, Value, flat
+from scopetrace.ir.tape import Op, Phase, Value, flat, substituted
 from scopetrace.record.builder import TapeBuilder, ValueTable
 
 _aten = torch.ops.aten
@@ -85,8 +85,8 @@ class OpCopier:
             if kwargs:
                 kwargs = {name: now[a] if isinstance(a, Value) else a for name, a in kwargs.items()}
         else:
-            args = tuple([_renamed(a, now) for a in op.args])
-            kwargs = {name: _renamed(a, now) for name, a in op.kwargs.items()}
+            args = tuple([substituted(a, now) for a in op.args])
+            kwargs = {name: substituted(a, now) for name, a in op.kwargs.items()}
         with without_dispatch():
             fakes = outputs.make(self._maker, given)
         made = self._values.new_inferred(outputs, fakes, given)
@@ -106,8 +106,8 @@ class OpCopier:
         if phase is not None:
             builder.phase = lambda *_: phase
         try:
-            args = tuple([_fakes(_renamed(a, now)) for a in op.args])
-            self._record(op.target, args, {name: _fakes(_renamed(a, now)) for name, a in op.kwargs.items()})
+            args = tuple([_fakes(substituted(a, now)) for a in op.args])
+            self._record(op.target, args, {name: _fakes(substituted(a, now)) for name, a in op.kwargs.items()})
         finally:
             builder.op_frames, builder.phase = before
         new = ops[-1]
@@ -124,12 +124,6 @@ class NotRepeated(Exception):
 def has_values(x: Any) -> bool:
     """Whether an argument holds values."""
     return isinstance(x, (list, tuple, dict)) and any(isinstance(leaf, Value) for leaf in flat(x))
-
-
-def _renamed(x: Any, now: dict[Value, Value]) -> Any:
-    if isinstance(x, Value):
-        return now[x]
-    return type(x)([_renamed(item, now) for item in x]) if isinstance(x, (list, tuple)) else x
 
 
 def _fakes(x: Any) -> Any:

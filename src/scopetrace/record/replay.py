@@ -30,7 +30,7 @@ from scopetrace._compat.tensors import (
 from scopetrace.containers.structure import instantiate, map_structure
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import Call, Op, OpList, Value, map_argument
+from scopetrace.ir.tape import Call, Op, OpList, Value, map_argument, substituted
 from scopetrace.ir.unmade import UnmadeValue, WaitingValue
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model
@@ -150,12 +150,6 @@ class Replay:
 
     def _template(self, x: Any) -> Any:
         return map_structure(self._now.__getitem__, x, Value, (), self._pairs.partner)
-
-    def _argument(self, x: Any) -> Any:
-        kind = type(x)
-        if kind is list or kind is tuple:
-            return kind([self._argument(item) for item in x])
-        return self._now[x] if isinstance(x, Value) else x
 
     def _tensor(self, v: Value) -> torch.Tensor:
         """What Python has for a value."""
@@ -401,9 +395,9 @@ class Replay:
             for i, v in step.given:
                 changed[i] = now[v]
             for i in step.nested:
-                changed[i] = self._argument(changed[i])
+                changed[i] = substituted(changed[i], now)
             args = tuple(changed)
-            kwargs = {name: self._argument(x) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
+            kwargs = {name: substituted(x, now) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
         made: list[Value | None]
         if self._waits:
             old = {v.slot: v for v in step.values}
