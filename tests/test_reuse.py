@@ -192,6 +192,11 @@ def test_small_calls_are_copied_where_asked_for():
     assert st.trace(model, x, reuse=False).reuse is None
 
 
+def test_reuse_is_true_false_or_none():
+    with pytest.raises(st.ArgumentError, match="reuse='yes': it must be True, False or None"):
+        st.trace(Layer(0), torch.ones(2, 4), reuse="yes")
+
+
 def test_a_saved_trace_keeps_the_report(tmp_path):
     trace = compared(Net(*(Layer(i) for i in range(4))), torch.ones(2, 4))
     trace.save(tmp_path / "net.trace")

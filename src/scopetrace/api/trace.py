@@ -560,6 +560,7 @@ def trace(
             one that depends on tensors without data (on the meta device).
         SideEffectError: the forward has side effects, and side_effects="refuse".
         TraceError: for other things that cannot be recorded; it has one subclass for each.
+        ArgumentError: side_effects= or reuse= is none of its values.
         ArgumentTypeError: model is a class or not callable, args is no tuple, kwargs is no dict, both leaf_modules= and
             leaves= are given.
         Exception: what the model itself raises.
@@ -568,8 +569,7 @@ def trace(
         if leaf_modules is not None:
             raise ArgumentTypeError("leaves= is the earlier name of leaf_modules=: give one of them")
         leaf_modules = leaves
-    if side_effects not in (None, "warn", "refuse"):
-        raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
+    _refuse_options(side_effects, reuse)
     if isinstance(model, type) or not callable(model):
         what = f"the class {model.__name__}: make one" if isinstance(model, type) else f"a {type(model).__name__}"
         raise ArgumentTypeError(f"model must be a module or a function, and is {what}; write st.trace(model, args)")
@@ -600,6 +600,13 @@ def trace(
         warnings.warn(str(error), SideEffectWarning, stacklevel=2)
         tape.warns_of_effects = True
     return Trace(TracedProgram(tape, functional_tape(tape) if functional else tape, model))
+
+
+def _refuse_options(side_effects: Any, reuse: Any) -> None:
+    if side_effects not in (None, "warn", "refuse"):
+        raise ArgumentError(f"side_effects={side_effects!r}: it must be 'warn', 'refuse' or None")
+    if not isinstance(reuse, bool | None):
+        raise ArgumentError(f"reuse={reuse!r}: it must be True, False or None")
 
 
 def _unbound(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ArgumentTypeError | None:

@@ -28,6 +28,7 @@ from scopetrace.ir.unmade import CopiedCall
 from scopetrace.outline import FunctionSignature, OutlinedBody, Readers, outline
 from scopetrace.program.edits import Reading
 from scopetrace.program.graph import FxLowering
+from scopetrace.program.selection import names_near
 from scopetrace.program.traced import ModuleCall, TracedProgram
 
 OutlineTarget = Target | bool
@@ -260,7 +261,7 @@ def _named(source: TracedProgram, targets: list[Any], readers: Readers) -> tuple
                 "leave it out of the targets"
             )
         if not matched:
-            raise OutlineError(f"{target_text(target)} is no call of this trace; it has {_some(source.calls)}")
+            raise OutlineError(f"{target_text(target)} is no call of this trace; it has {_some(target, source.calls)}")
         found |= dict.fromkeys(matched)
     calls = [call for call in calls if not call.is_leaf and call.raised is None]
     named = [call.record for call in calls if call in found]
@@ -294,6 +295,6 @@ def _lost(call: Call) -> bool:
     return not isinstance(call, CopiedCall) and bool(leaves((call.args, call.kwargs, call.outputs), Removed))
 
 
-def _some(calls: list[ModuleCall]) -> str:
-    names = [call.fqn for call in calls if call.fqn]
+def _some(target: Any, calls: list[ModuleCall]) -> str:
+    names = names_near(target, calls)
     return ", ".join(names[:5]) + (", …" if len(names) > 5 else "") if names else "no module calls but the root"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterable
 from typing import Any, SupportsIndex, overload
 
 import torch
@@ -48,14 +49,20 @@ class Calls(list[ModuleCall]):
         raise CallNotFoundError(f"no module call has the name {fqn!r}; {self._near(fqn)}")
 
     def _near(self, key: Any) -> str:
-        names = list(dict.fromkeys(call.fqn for call in self if call.fqn))
-        near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []
-        return f"there are {_names(near or names)}" if names else "only the model itself is called"
+        names = names_near(key, self)
+        return f"there are {_names(names)}" if names else "only the model itself is called"
 
     def __repr__(self) -> str:
         if len(self) <= _LISTED:
             return super().__repr__()
         return f"[{', '.join(map(repr, super().__getitem__(slice(_LISTED - 1))))}, … {len(self) - _LISTED + 1} more]"
+
+
+def names_near(key: Any, calls: Iterable[ModuleCall]) -> list[str]:
+    """Up to three names of called modules that are like `key`; where none is, or `key` is no text, all names."""
+    names = list(dict.fromkeys(call.fqn for call in calls if call.fqn))
+    near = difflib.get_close_matches(key, names, n=3, cutoff=0.4) if isinstance(key, str) else []
+    return near or names
 
 
 def _names(names: list[str]) -> str:
