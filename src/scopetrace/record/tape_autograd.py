@@ -359,7 +359,7 @@ class TapeAutograd:
             found = self._ops.recorded(lambda: gradients_of([t for t, _ in pairs], [g for _, g in pairs], by))
             wanted = [None if t is None else values.value_of(t) for t in found]
             steps = [self._step(o) for o in tape.ops[start:]]
-        except (RuntimeError, ScopetraceError, NotImplementedError):
+        except (RuntimeError, ScopetraceError):  # with the step as it is, autograd raises what eager does
             self.retrace("torch does not differentiate an op alone")
         finally:
             builder.op_frames, builder.phase = frames, phase
