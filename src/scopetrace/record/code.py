@@ -175,6 +175,19 @@ _BIND_GLOBAL = (dis.opmap["STORE_GLOBAL"], dis.opmap["DELETE_GLOBAL"])
 _BIND_ATTRIBUTE = (dis.opmap["STORE_ATTR"], dis.opmap["DELETE_ATTR"])
 
 
+class Inner(NamedTuple):
+    """The part of a `Reach` that code inside of the model's modules finds, without the function around them."""
+
+    functions: frozenset[int]
+    """Ids."""
+    classes: frozenset[type]
+    """The classes of which it follows the methods, or some."""
+    names: frozenset[tuple[int, str]]
+    """The keys of `Reach.globals` and `Reach.looked_up`."""
+    cells: frozenset[int]
+    """Ids."""
+
+
 class Reach:
     """Follows names from functions and classes; tells `visit` of each object that a name leads to.
 
@@ -205,9 +218,18 @@ class Reach:
         """Whether code that belongs to no installed library may ask for a method by a computed name."""
         self.takes_dicts = False
         """Whether code that belongs to no installed library may ask for a `__dict__`, as `vars` does."""
+        self.inner: Inner | None = None
+        """What of it was found before a function that is around the modules; None where there is none."""
+        self.outer_objects: Set[int] = frozenset()
+        """The ids of the objects with contents to which only that function leads."""
         self._known: set[type] = set()
         self._members: dict[str, list[tuple[type, Any]]] = {}
         self._pending: list[types.FunctionType] = []
+
+    def end_inner(self) -> None:
+        """What was followed so far is what code inside of the modules may run. The function around them comes next."""
+        functions, classes = frozenset(map(id, self.functions)), frozenset((*self._known, *self.bases))
+        self.inner = Inner(functions, classes, frozenset((*self.globals, *self.looked_up)), frozenset(self.cells))
 
     def add(self, x: Any) -> None:
         """Follow a function, method, partial or class; nothing is done for other objects."""

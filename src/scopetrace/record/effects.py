@@ -215,10 +215,24 @@ class EffectWatch:
         self._classes = [(kind, dict(vars(kind))) for kind in self.reach.classes | self.reach.bases]
 
     def _follow(self, fn: Any) -> None:
-        """Everything that `fn` and the model's modules may run, and the objects that they may write to."""
+        """Everything that `fn` and the model's modules may run, and the objects that they may write to.
+
+        A function around the modules comes after them: what it alone leads to, no code inside of them finds.
+        """
         snapshot, reach = self._snapshot, self.reach
+        inner: set[int] | None = None
+        if self._model.root is None:
+            self._follow_modules()
+            reach.end_inner()
+            inner = set(snapshot.saved)
         reach.add(fn)
         snapshot.add("self" if hasattr(fn, "__self__") else "callable", "self", fn)
+        self._follow_modules()
+        if inner is not None:
+            reach.outer_objects = snapshot.saved.keys() - inner
+
+    def _follow_modules(self) -> None:
+        snapshot, reach = self._snapshot, self.reach
         for kind in {type(module): None for module in self._model.modules}:
             reach.add_class(kind)
         while snapshot.modules or snapshot.functions or snapshot.classes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import os
+import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 from scopetrace._compat.questions import function_modes
 from scopetrace.ir.reads import MISSING, content_of
+from scopetrace.record.code import Reach, is_users, is_users_class
 from scopetrace.record.effects import EffectWatch
 from scopetrace.record.model import Model, Saved, Snapshot
 from scopetrace.record.pairs import Watch
@@ -41,8 +43,7 @@ class State:
         watched = [s for s in objects.values() if s.kind.words is None or s.kind.is_draw]  # memos may remember anything
         self._watched = [(s.owner, s.kind, s.before) for s in watched if s.owner is not os.environ]
         self._environment = dict(_ENVIRONMENT)
-        named = {**reach.globals, **{key: found[:2] for key, found in reach.looked_up.items()}}
-        self._tables = list(_by_table(named.values()))
+        self._tables = list(_by_table(_named(reach).values()))
         self._cells = [(cell, content_of(cell)) for _, cell in reach.cells.values()]
         self._classes = [(kind, list(vars(kind).values())) for kind in reach.classes | reach.bases]
         self._modules = {id(saved.module): saved for saved in model.saved_modules}
@@ -75,10 +76,28 @@ class State:
         return id(module) in self._modules
 
     def tells_modules_apart(self) -> bool:
-        """Whether code may find modules of the model, or what cannot be watched, without being given them."""
-        found = [x for _, _, values in self._tables for x in values] + [x for _, x in self._cells]
-        found += [saved.owner for saved in self._objects.values() if saved.outside]
+        """Whether code inside of the modules may find one, or what cannot be watched, without being given it."""
+        reach = self._effects.reach
+        found = [
+            saved.owner for key, saved in self._objects.items() if saved.outside and key not in reach.outer_objects
+        ]
+        if reach.inner is None:
+            found += [x for _, _, values in self._tables for x in values] + [x for _, x in self._cells]
+        else:
+            found += [table.get(name) for key, (table, name) in _named(reach).items() if key in reach.inner.names]
+            found += [content_of(cell) for key, (_, cell) in reach.cells.items() if key in reach.inner.cells]
         return any(map(self.watch.problem, found))
+
+    def is_within(self, x: Any) -> bool:
+        """Whether what a function, a class or an object of the users leads to was looked at for code in the modules."""
+        reach = self._effects.reach
+        if reach.inner is None:
+            return True
+        if isinstance(x, types.FunctionType):
+            return id(x) in reach.inner.functions or not is_users(x.__code__.co_filename)
+        if isinstance(x, type):
+            return x in reach.inner.classes or not is_users_class(x)
+        return id(x) not in reach.outer_objects
 
     def renewed(self) -> State:
         """The state of now."""
@@ -93,6 +112,11 @@ class State:
         for cell, _ in self._cells:
             more.add("a closure", "", content_of(cell))
         return State(self._effects, self._model, {**more.saved, **now})
+
+
+def _named(reach: Reach) -> dict[tuple[int, str], tuple[dict[str, Any], str]]:
+    """The globals that code reads or binds."""
+    return {**reach.globals, **{key: found[:2] for key, found in reach.looked_up.items()}}
 
 
 def _by_table(named: Iterable[tuple[dict[str, Any], str]]) -> Iterator[tuple[Any, Callable[[Any], Any], Any]]:

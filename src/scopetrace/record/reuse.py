@@ -211,7 +211,7 @@ class CallRecorderWithReuse(CallRecorder):
         """As the base's."""
         with self._looking():
             self._state = State(self._effects, self._model, self._model.snapshot.saved)
-            self._groups = _groups(self._model.root) if self._is_possible() else {}
+            self._groups = _groups(self._model.modules) if self._is_possible() else {}
         return super().run_root(fn, args, kwargs)
 
     @contextlib.contextmanager
@@ -225,10 +225,10 @@ class CallRecorderWithReuse(CallRecorder):
 
     def _is_possible(self) -> bool:
         """Whether any call may be replayed: what code finds without the module tells nothing of which module it is."""
-        tape, root = self._builder.tape, self._model.root
-        if tape.exact_autograd or self._leaves or root is None or any(hooks_of_all_modules().values()):
+        if self._builder.tape.exact_autograd or self._leaves or any(hooks_of_all_modules().values()):
             return False
-        asks_id = any(not _IDENTITY.isdisjoint(f.__code__.co_names) for f in self._effects.reach.functions)
+        functions = filter(self._state.is_within, self._effects.reach.functions)
+        asks_id = any(not _IDENTITY.isdisjoint(f.__code__.co_names) for f in functions)
         return not asks_id and not self._state.tells_modules_apart()
 
     # ---------------------------------------------------------------- calls
@@ -318,6 +318,8 @@ class CallRecorderWithReuse(CallRecorder):
 
     def is_fixed(self, x: Any) -> bool:
         """Whether an object was there before the forward, and what it holds is watched."""
+        if not self._state.is_within(x):
+            return False
         if isinstance(x, types.FunctionType):
             return not x.__closure__ and not self._state.watch.problem(x)
         return isinstance(x, type) or (self._state.watch.has_attributes(x) and not self._state.watch.problem(x))
@@ -474,8 +476,8 @@ class _Group:
     """How many calls ran since the last one that was copied."""
 
 
-def _groups(root: torch.nn.Module | None) -> dict[int, _Group]:
-    """By id, of each module those that look like it."""
+def _groups(modules: list[torch.nn.Module]) -> dict[int, _Group]:
+    """By id, of each module those that look like it; `modules` are all, with those around others before these."""
     groups: dict[Any, _Group] = {}
     kinds: dict[Any, _Kind] = {}
     known: dict[int, _Group] = {}
@@ -498,8 +500,10 @@ def _groups(root: torch.nn.Module | None) -> dict[int, _Group]:
         group.size += 1
         return group
 
-    if root is not None and not any(isinstance(m, torch.jit.ScriptModule) for m in root.modules()):
-        visit(root)
+    if not any(isinstance(m, torch.jit.ScriptModule) for m in modules):
+        for module in modules:
+            if id(module) not in known:
+                visit(module)
     return known
 
 
