@@ -238,7 +238,8 @@ class FakeMaker:
         as_meta = in_kernel_invocation_manager(self.mode) if symbolic else _NOTHING
         with normal_tensors() if not is_inference_of(base) else _NOTHING:
             with as_meta:
-                view = torch.as_strided(base, size, stride, offset)
+                # of a plain alias: for a FakeTensor torch would ask its class, in Python, for the device
+                view = torch.as_strided(base if symbolic else base.detach(), size, stride, offset)
             return self._wrap(view, device, requires_grad)
 
     def detached(self, t: torch.Tensor) -> torch.Tensor:
