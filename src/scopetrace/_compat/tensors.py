@@ -310,15 +310,20 @@ class FakeFactory(FakeMaker):
         """
         found = self._fakes.get(id(real))
         if found is None:
-            place = nbytes_of(like.untyped_storage()), like.size(), stride_of(like), offset_of(like)
             with normal_tensors(), without_dispatch():
-                found = self.placed(place, like.dtype, like.device, requires_grad_of(like))
-            if getattr(like, "_is_param", False):
-                found._is_param = True
-            self._fakes[id(real)] = found
-            self._keep += [real, real.untyped_storage()]
-            self._storages[real.untyped_storage()._cdata] = found.untyped_storage()
-            self._real_of.setdefault(storage_id(found), real)
+                found = self.make_like(real, like)
+        return found
+
+    def make_like(self, real: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """As `from_real_like`, of a tensor of which there is no fake. Call inside `without_dispatch`."""
+        place = nbytes_of(like.untyped_storage()), like.size(), stride_of(like), offset_of(like)
+        found = self._fakes[id(real)] = self.placed(place, like.dtype, like.device, requires_grad_of(like))
+        if getattr(like, "_is_param", False):
+            found._is_param = True
+        storage, made = real.untyped_storage(), found.untyped_storage()
+        self._keep += (real, storage)
+        self._storages[storage._cdata] = made
+        self._real_of.setdefault(made._cdata, real)
         return found
 
     def symbolic(self, real: torch.Tensor, size: list[Any], stride: list[Any]) -> torch.Tensor:

@@ -550,6 +550,21 @@ class ValueTable:
         self._builder.append("get_attr", name, (), {}, value)
         return value
 
+    def adopt_like(self, real: torch.Tensor, owner: tuple[str, torch.nn.Module, str], like: Value) -> Value:
+        """The value of a tensor of the model that has the metadata of one on the tape; its op is to be appended next.
+
+        `owner` is that of the model. It is new, and alone in its storage, as `FakeFactory.from_real_like` says. Call
+        inside `without_dispatch`.
+        """
+        name = owner[0]
+        self._tape.owners[name] = owner[1:]
+        self._tape.attributes[name] = real
+        fake = self._factory.make_like(real, like.fake)
+        value = self.by_id[id(real)] = self.new(fake, 0, storage_id(fake), like.key)
+        value.real = real
+        self._keep.append(real)
+        return value
+
     def lift_fresh(self, real: torch.Tensor) -> torch.Tensor:
         """`torch.tensor([...])` in a forward: a constant that each run copies."""
         source = self.by_id.get(id(real))

@@ -62,7 +62,12 @@ from scopetrace.errors import DynamicShapeError, ForeignTensorError, RandomState
 from scopetrace.infer.inference import Inference, Inferred, may_infer
 from scopetrace.infer.rules import Identity, Outputs, is_elementwise
 from scopetrace.ir.tape import Autocast, Value, flat, map_argument
-from scopetrace.ops.functional_variants import UNDECLARED_WRITTEN, undeclared_variant, undeclared_writes
+from scopetrace.ops.functional_variants import (
+    UNDECLARED_WRITTEN,
+    is_metadata_only,
+    undeclared_variant,
+    undeclared_writes,
+)
 from scopetrace.ops.higher_order import CHECKPOINTS, FORMS
 from scopetrace.ops.recurrent import drops_between_layers
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable, layout_of
@@ -106,6 +111,10 @@ class OpFacts:
         self.updates = bool(self.written) and not any(r.is_written or r.is_out for r in schema.returns)
         """Whether it writes to arguments that it does not return, as batch_norm to its statistics."""
         self.in_place = torch.Tag.inplace in func.tags and is_elementwise(func)
+        changes_metadata = self.reshapes or is_metadata_only(func)
+        writes_one = torch.Tag.inplace in func.tags and len(self.written) == 1 and self.is_atomic
+        self.keeps_layout = self.in_place or (writes_one and not changes_metadata)
+        """Whether it is an op in place that changes nothing but elements of its first argument."""
         self.is_new = schema.name.startswith("aten::new_")
         """Whether it makes a tensor of the dtype and device of its first argument."""
         self.has_dtype = any(a.name == "dtype" and a.kwarg_only for a in schema.arguments)
@@ -576,7 +585,7 @@ class OpRecorder:
         target = call.args[0] if call.args else None
         if key is None or type(target) is not Value:
             return None
-        if facts.in_place:
+        if facts.keeps_layout:
             with torch.no_grad() if unseen else contextlib.nullcontext():
                 is_known = self._changes_only_values(call, target.fake, key)
             return self._append_in_place(call, target) if is_known else None
@@ -616,7 +625,7 @@ class OpRecorder:
             self._below_autograd(call) if has_history else contextlib.nullcontext(),
         ):
             out = run_op(self.factory.mode, facts.func, args, kwargs)
-        if facts.in_place and key is not None:
+        if facts.keeps_layout and key is not None:
             self.inference.learn(key, call.inputs, out)
         return out
 

@@ -362,7 +362,11 @@ class Replay:
             elif op.kind == "get_attr" and self._is_known(op):
                 pass
             elif step.is_plain_read:
-                self._anew(op, *place)
+                new = self._read_like(op, place)
+                if new is not None:
+                    ops.append(new)
+                else:
+                    self._anew(op, *place)
             else:
                 self._quiet.__exit__(None, None, None)
                 try:
@@ -457,6 +461,16 @@ class Replay:
             return False
         self._now[op.result] = found
         return True
+
+    def _read_like(self, op: Op, place: tuple[Scope, Call, Frames]) -> Op | None:
+        """An attribute that the original was the first to read, where nothing else is known of its memory."""
+        real = self._pairs.partner(op.result.real)
+        owner = self._tools.model.owner(real)
+        may_share = storage_id(real) in self._values.waiting or self._tools.maker.shares_storage(real)
+        if owner is None or may_share or not self._makes_later:
+            return None
+        value = self._now[op.result] = self._values.adopt_like(real, owner, op.result)
+        return Op("get_attr", owner[0], (), {}, value, *place, op.grad, autocast=op.autocast)
 
     def _read(self, op: Op) -> None:
         """An attribute that the original was the first to read."""
