@@ -922,6 +922,42 @@ def test_a_cumulative_product(x, dim, dtype):
         st.trace(Product(), (x,), dynamic_shapes=({0: "n", 1: "m"},)).to_onnx(functions=True, verify=True)
 
 
+class Experts(nn.Module):
+    """Rows in the order of the experts that they belong to, and what each expert multiplies them by."""
+
+    def __init__(self, product):
+        super().__init__()
+        self.weight, self.product = nn.Parameter(torch.randn(4, 8, 16)), product
+
+    def forward(self, x, ends):
+        """Run it."""
+        return self.product(x, self.weight, ends).relu()
+
+
+@pytest.mark.parametrize("ends", [[2, 2, 7, 9], [0, 0, 0, 9], [9, 9, 9, 9], [1, 2, 3, 7], [0, 0, 0, 0]])
+def test_a_product_with_the_weights_of_experts(ends, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    pytest.importorskip("transformers.integrations.moe")
+    model = Experts(torch.ops.transformers.grouped_mm_fallback)
+    x, offs = torch.randn(9, 8), torch.tensor(ends, dtype=torch.int32)
+    with torch.no_grad():
+        made = st.trace(model, (x, torch.tensor([3, 5, 6, 9], dtype=torch.int32))).to_onnx(tmp_path / "experts.onnx")
+        session = onnxruntime.InferenceSession(tmp_path / "experts.onnx")
+        given = {i.name: t.numpy() for i, t in zip(session.get_inputs(), (x, offs), strict=True)}
+        torch.testing.assert_close(torch.tensor(session.run(None, given)[0]), model(x, offs))
+    assert [node.op_type for node in made.graph].count("Loop") == 1
+
+
+def test_torchs_own_grouped_product():
+    model = Experts(lambda x, weight, ends: torch._grouped_mm(x, weight, offs=ends)).bfloat16()
+    ends = torch.tensor([8, 8, 16, 16], dtype=torch.int32)
+    made = st.trace(model, (torch.randn(16, 8).bfloat16(), ends)).to_onnx()
+    assert [node.op_type for node in made.graph].count("Loop") == 1
+    model.product = lambda x, weight, ends: torch._grouped_mm(x, x.t(), offs=ends)
+    with pytest.raises(st.errors.OnnxExportError, match="rows that belong to experts"):
+        st.trace(model, (torch.randn(16, 16).bfloat16(), ends)).to_onnx()
+
+
 def test_the_fast_path_of_the_transformer_layer():
     encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, norm_first=True), 2).eval()
     with torch.no_grad():

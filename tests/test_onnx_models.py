@@ -199,12 +199,13 @@ def test_a_cache_that_is_registered_with_pytree(static):
     assert [v.name for v in made.graph.outputs][-12:] == [f"past_key_values_{i}_updated" for i in range(12)]
 
 
-def test_one_function_for_each_kind_of_layer(transformers):
+@pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
+def test_one_function_for_each_kind_of_layer(transformers, implementation):
     """The first layer has no experts."""
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     config = transformers.Qwen3MoeConfig(**SMALL, **experts, head_dim=8, mlp_only_layers=[0])
     model = transformers.Qwen3MoeModel(config)
-    model.set_experts_implementation("batched_mm")
+    model.set_experts_implementation(implementation)
     kwargs = {"input_ids": torch.randint(0, 64, (2, 9)), "use_cache": False}
     made = exported(model, (), kwargs, dynamic_shapes={"input_ids": {1: Dim("length")}, "use_cache": None})
     assert layers(made, "Qwen3MoeDecoderLayer") == {"Qwen3MoeDecoderLayer": 1, "Qwen3MoeDecoderLayer_2": 3}

@@ -169,15 +169,17 @@ class without_dispatch:
 
     __slots__ = ("_autograd", "_python", "_torch")
 
-    def __enter__(self) -> None:
+    def __enter__(self) -> without_dispatch:
         self._torch = torch._C._DisableTorchDispatch()
         self._python = torch._C._DisablePythonDispatcher()
         self._autograd = torch._C._AutoDispatchBelowAutograd()
         self._torch.__enter__()
         self._python.__enter__()
         self._autograd.__enter__()
+        return self
 
     def __exit__(self, *exc: object) -> None:
+        exc = exc or (None, None, None)
         self._autograd.__exit__(*exc)
         self._python.__exit__(*exc)
         self._torch.__exit__(*exc)

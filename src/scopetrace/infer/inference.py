@@ -207,6 +207,14 @@ class Inference:
         key = self.key_of_call(func, args, kwargs) if may_infer(func) else None
         return None if key is None else self._outputs.get(key)
 
+    def outputs_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
+        """What the results of an op are, where the cache or a rule has them; also of one that has written."""
+        key = self.key_of_call(func, args, kwargs)
+        if key is None or not may_infer(func):
+            return self._outputs.get(key)
+        found = self.infer(key, func, args, kwargs, values_in((args, kwargs)))
+        return None if found is None else found[0]
+
     def learn(self, key: Any, inputs: list[Value], out: Any) -> None:
         """Keep what torch gave, where its metadata follows from that of the inputs alone."""
         outputs = _outputs_of(self, inputs, out)

@@ -8,13 +8,13 @@ Data flow:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from scopetrace._compat.ops import is_op
-from scopetrace._compat.tensors import FakeMaker, without_dispatch
+from scopetrace._compat.tensors import FakeMaker, storage_id, without_dispatch
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames
@@ -33,10 +33,34 @@ class Step(NamedTuple):
     """What its results are; None for one that is recorded anew."""
     values: list[Value]
     inputs: list[Value]
-    plain: bool
-    """Whether no list among its arguments holds values."""
+    given: list[tuple[int, Value]]
+    """Its positional arguments that are values, each with its position."""
+    nested: list[int]
+    """The positions of those that hold values."""
     later_frames: tuple[Any, ...] = ()
     """The Python frames that it has beyond those of what is repeated."""
+
+    @classmethod
+    def of(cls, op: Op, outputs: Outputs | None, later_frames: tuple[Any, ...] = ()) -> Step:
+        """The step that repeats an op, of which `outputs` says what its results are."""
+        given = [(i, x) for i, x in enumerate(op.args) if isinstance(x, Value)]
+        nested = [i for i, x in enumerate(op.args) if has_values(x)]
+        return cls(op, outputs, op.values(), op.inputs(), given, nested, later_frames)
+
+    def operands(self, now: Mapping[Value, Value]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments of the repetition, where `now` has what stands for each input."""
+        op = self.op
+        args: tuple[Any, ...]
+        if len(self.given) == len(op.args):
+            args = tuple([now[v] for _, v in self.given])
+        else:
+            changed = [*op.args]
+            for i, v in self.given:
+                changed[i] = now[v]
+            for i in self.nested:
+                changed[i] = substituted(changed[i], now)
+            args = tuple(changed)
+        return args, {name: substituted(x, now) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
 
 
 class OpCopier:
@@ -61,40 +85,39 @@ class OpCopier:
             outputs = self._inference.known(op.target, op.args, op.kwargs)
         if outputs is not None and not all(m is None or isinstance(m, OutputMeta) for m in outputs.tensors):
             outputs = None
-        nested = [a for a in (*op.args, *op.kwargs.values()) if not isinstance(a, Value) and has_values(a)]
-        return Step(op, outputs, op.values(), op.inputs(), not nested, later_frames)
+        return Step.of(op, outputs, later_frames)
 
-    def copy(self, step: Step, now: dict[Value, Value], phase: Phase | None) -> None:
+    def copy(self, step: Step, now: dict[Value, Value], phase: Phase | None, quiet: without_dispatch) -> None:
         """Put an op on the tape, where `now` has what stands for its inputs, and then for its results too.
 
-        Its frames are `TapeBuilder.op_frames`. Call outside of the recorder's mode, in the grad mode of the op.
+        Its frames are `TapeBuilder.op_frames`. Call outside of the recorder's mode, in the grad mode of the op, inside
+        of `quiet`.
         """
-        op, outputs, values, inputs, plain, later = step
-        builder = self._builder
+        op, builder, outputs = step.op, self._builder, step.outputs
         frames = builder.frames() if builder.op_frames is None else builder.op_frames
-        if later:
+        if step.later_frames:
             assert frames and not isinstance(frames, str)
-            frames = (frames[0], frames[1] + later)
+            frames = (frames[0], frames[1] + step.later_frames)
         if outputs is None:
-            self._record_again(step, now, frames, phase)
+            quiet.__exit__()
+            try:
+                self._record_again(step, now, frames, phase)
+            finally:
+                quiet.__enter__()
             return
-        given = [now[v] for v in inputs]
-        if plain:
-            args = tuple([now[a] if isinstance(a, Value) else a for a in op.args])
-            kwargs = op.kwargs
-            if kwargs:
-                kwargs = {name: now[a] if isinstance(a, Value) else a for name, a in kwargs.items()}
-        else:
-            args = tuple([substituted(a, now) for a in op.args])
-            kwargs = {name: substituted(a, now) for name, a in op.kwargs.items()}
-        with without_dispatch():
-            fakes = outputs.make(self._maker, given)
-        made = self._values.new_inferred(outputs, fakes, given)
-        out = outputs.contained(made)
+        inputs = [now[v] for v in step.inputs]
+        out: Any
         if outputs.container is None:
-            now[values[0]] = out
+            (meta,) = outputs.tensors
+            assert isinstance(meta, OutputMeta)
+            fake = meta.make(self._maker, None if meta.base is None else inputs[meta.base].fake)
+            out = now[step.values[0]] = self._values.new(fake, 0, storage_id(fake), meta.key)
+            out.autograd_placeholder = meta.requires_grad
         else:
-            now.update(zip(values, [m for m in made if m is not None], strict=True))
+            made = self._values.new_inferred(outputs, outputs.make(self._maker, inputs), inputs)
+            out = outputs.contained(made)
+            now.update(zip(step.values, [m for m in made if m is not None], strict=True))
+        args, kwargs = step.operands(now)
         place = builder.state.current_scope, builder.call, frames, op.grad
         builder.tape.ops.append(Op("call_function", op.target, args, kwargs, out, *place, phase=phase))
 

@@ -18,7 +18,7 @@ import torch
 
 from scopetrace._compat.ops import autocast_may_change, schema_of
 from scopetrace._compat.questions import settings
-from scopetrace._compat.tensors import run_parts
+from scopetrace._compat.tensors import run_parts, without_dispatch
 from scopetrace.infer.inference import Inference
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Value, checks_enabled, flat, map_argument
@@ -127,14 +127,15 @@ class PartsRecorder:
             self._reads.on_cast_op()
         now = dict(zip(parts.places, places, strict=True))
         ops, builder = self._builder.tape.ops, self._builder
-        for step in parts.steps:
-            if late:
-                ops += [late.pop(now[v]) for v in step.inputs if now[v] in late]
-            self._copier.copy(step, now, None)
-            if builder.phase is not None and ops[-1].phase is None:
-                phase = builder.phase(ops[-1].args, ops[-1].outputs)
-                if phase is not None:
-                    ops[-1] = ops[-1].replace(phase=phase).take_values()
+        with without_dispatch() as quiet:
+            for step in parts.steps:
+                if late:
+                    ops += [late.pop(now[v]) for v in step.inputs if now[v] in late]
+                self._copier.copy(step, now, None, quiet)
+                if builder.phase is not None and ops[-1].phase is None:
+                    phase = builder.phase(ops[-1].args, ops[-1].outputs)
+                    if phase is not None:
+                        ops[-1] = ops[-1].replace(phase=phase).take_values()
         ops += late.values()
         return map_argument(lambda v: now[v].fake if isinstance(v, Value) else v, parts.out)
 

@@ -302,8 +302,9 @@ class TapeAutograd:
         now = dict(zip(formula.places, present, strict=True))
         phase = self._phases.of_op(op)
         try:
-            for step in formula.steps:
-                self._copier.copy(step, now, phase)
+            with without_dispatch() as quiet:
+                for step in formula.steps:
+                    self._copier.copy(step, now, phase, quiet)
         except (NotRepeated, ForeignTensorError):  # also a tensor of a call that is a copy, which is not made yet
             self.retrace("an op of a backward does something else when it is repeated")
         return [v and now[v] for v in formula.gradients]
@@ -349,14 +350,16 @@ class TapeAutograd:
             gradients = [None if g is None else self._place(g, False) for g in own]
             Op("placeholder", "given", (), {}, [*places, *(g for g in gradients if g)], tape.root, None, ())
             made = self._run(func, op, places)
-            saved = saved_storages([v.fake for v in made])
+            with BelowAutograd(self._detach):
+                saved = saved_storages([v.fake for v in made])
             for v, known in zip(made, results, strict=True):
                 t, other = v.fake, known.fake
                 if (t.size(), stride_of(t), t.dtype) != (other.size(), stride_of(other), other.dtype):
                     self.retrace("an op gives something else without writing")
             pairs = [(v.fake, g.fake) for v, g in zip(made, gradients, strict=True) if g is not None]
             by = [v.fake for v, n in zip(places, needs, strict=True) if n]
-            found = self._ops.recorded(lambda: gradients_of([t for t, _ in pairs], [g for _, g in pairs], by))
+            with BelowAutograd(self._detach):
+                found = self._ops.recorded(lambda: gradients_of([t for t, _ in pairs], [g for _, g in pairs], by))
             wanted = [None if t is None else values.value_of(t) for t in found]
             steps = [self._step(o) for o in tape.ops[start:]]
         except (RuntimeError, ScopetraceError):  # with the step as it is, autograd raises what eager does
@@ -402,9 +405,9 @@ class TapeAutograd:
 
     def _below_autograd(self, func: Any, op: Op, places: list[Value]) -> contextlib.AbstractContextManager[Any]:
         """What sees the op after autograd: its results are known from the metadata of its inputs."""
-        outputs = self._inference.known(func, op.args, op.kwargs)
+        outputs = self._inference.outputs_of(func, op.args, op.kwargs)
         if outputs is None or not all(m is None or isinstance(m, OutputMeta) for m in outputs.tensors):
-            return contextlib.nullcontext()
+            return BelowAutograd(self._detach)
         plain = [m._replace(requires_grad=False) if isinstance(m, OutputMeta) else None for m in outputs.tensors]
         known = Outputs(outputs.container, tuple(plain))
 
@@ -412,9 +415,13 @@ class TapeAutograd:
             if called is func:
                 with without_dispatch():
                     return known.contained(known.make(self._factory, places))
-            return self._factory.detached(args[0]) if called is _aten.detach.default else called(*args, **kwargs)
+            return self._detach(called, args, kwargs)
 
         return BelowAutograd(on_op)
+
+    def _detach(self, called: Any, args: Any, kwargs: Any) -> Any:
+        """An op below autograd, which detaches the results that it saves, and again when it reads them."""
+        return self._factory.detached(args[0]) if called is _aten.detach.default else called(*args, **kwargs)
 
     def _step(self, op: Op) -> Step:
         step = None if op.grad else self._copier.step(op)

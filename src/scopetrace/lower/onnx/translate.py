@@ -11,23 +11,20 @@ import contextlib
 import logging
 import warnings
 from collections.abc import Iterator
-from typing import Any
 
-import onnx_ir as ir
 import torch
 import torch.fx
-from onnxscript import opset18 as op
-from onnxscript.function_libs.torch_lib.ops.core import aten_sort
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry, ModuleCallSignature
 from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, OutputKind, OutputSpec
 from torch.utils import _pytree as pytree
 
-from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once, scan, without_misread
+from scopetrace._compat.onnx import decomposed, node_in_error, op_library_read_once, without_misread
 from scopetrace._compat.onnx import optimize as run_optimizer
 from scopetrace.errors import OnnxExportError, OnnxOpError, OnnxOptionError
 from scopetrace.lower.exported.calls import argument_of
 from scopetrace.lower.onnx import Table
+from scopetrace.lower.onnx.forms import forms
 from scopetrace.lower.onnx.ops import OpFunctions
 from scopetrace.program.graph import scope_path, set_node_value, set_unbacked_bindings
 
@@ -66,56 +63,19 @@ def translate(
                 verbose=False,
                 optimize=False,
                 opset_version=opset_version,
-                custom_translation_table={**_FORMS, **ops.table},
+                custom_translation_table={**forms(), **ops.table},
             )
             assert result is not None
             ops.finish(result.model)
             if optimize:
                 run_optimizer(result.model, ())
     except torch.onnx.errors.OnnxExporterError as error:
-        raise _explained(error, program, opset_version, {**_FORMS, **ops.table}) from error
+        raise _explained(error, program, opset_version, {**forms(), **ops.table}) from error
     assert result.exported_program is not None
     version = result.model.opset_imports.get("")
     if opset_version is not None and version not in (None, opset_version):
         raise OnnxOptionError(f"torch.onnx has no opset {opset_version} for this model: write opset_version={version}")
     return result
-
-
-def _copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
-    """`aten.copy`, which torch.onnx translates without broadcasting `src` to the shape of `self`."""
-    return op.Expand(op.CastLike(src, self), op.Shape(self))
-
-
-def _sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
-    """`aten.sort.stable`, which torch.onnx has no form for: TopK puts equal numbers in the order of their indices."""
-    return aten_sort(self, dim, descending)
-
-
-def _cumprod(self: Any, dim: int, dtype: int = -1) -> Any:
-    """`aten.cumprod`, for which ONNX has an op from opset 26 on: a Scan that multiplies."""
-    rank = len(self.shape)
-    wanted = ir.DataType(dtype) if dtype != -1 else ir.DataType.INT64 if self.dtype.is_integer() else self.dtype
-    given: Any = op.Cast(self, to=wanted)
-    if not rank or 0 in self.shape:  # ONNX Runtime (1.31) aborts at a Scan of an empty tensor
-        return given
-    dim %= rank
-    others = op.Concat(op.Shape(self, start=0, end=dim), op.Shape(self, start=dim + 1), axis=0)
-    one: Any = op.Constant(value_int=1)
-    ones = op.Expand(op.CastLike(one, given), others)
-    product, factor = (ir.Value(name=name, type=ir.TensorType(wanted)) for name in ("product", "factor"))
-    nodes = [node := ir.node("Mul", [product, factor]), ir.node("Identity", node.outputs)]
-    outputs = [node.outputs[0] for node in nodes]
-    for name, value in zip(("new_product", "result"), outputs, strict=True):
-        value.name, value.type = name, product.type
-    body = ir.Graph([product, factor], outputs, nodes=nodes, name="multiply")
-    return scan(ones, given, body, dim)
-
-
-_FORMS: Table = {
-    torch.ops.aten.copy.default: _copy,
-    torch.ops.aten.sort.stable: _sort,
-    torch.ops.aten.cumprod.default: _cumprod,
-}
 
 
 @contextlib.contextmanager

@@ -1,0 +1,110 @@
+"""ONNX forms of ops that torch.onnx has none for, or one that is wrong.
+
+Data flow:
+    forms() -> `custom_translation_table` of torch.onnx.export -> called with ONNX values for the tensors of an op
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript import opset18 as op
+from onnxscript.function_libs.torch_lib.ops.core import aten_sort
+
+from scopetrace._compat.onnx import loop, scan
+from scopetrace.errors import OnnxExportError
+from scopetrace.lower.onnx import Table
+
+
+def forms() -> Table:
+    """By op, its form."""
+    table: dict[Any, Callable[..., Any]] = {
+        torch.ops.aten.copy.default: _copy,
+        torch.ops.aten.sort.stable: _sort,
+        torch.ops.aten.cumprod.default: _cumprod,
+        torch.ops.aten._grouped_mm.default: _grouped_mm,
+    }
+    of_experts = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    if of_experts is not None:  # what transformers calls where torch has no kernel, as on CPU
+        table[of_experts.default] = _grouped_mm
+    return table
+
+
+def _copy(self: Any, src: Any, non_blocking: bool = False) -> Any:
+    """`aten.copy`, which torch.onnx translates without broadcasting `src` to the shape of `self`."""
+    return op.Expand(op.CastLike(src, self), op.Shape(self))
+
+
+def _sort(self: Any, stable: bool | None = None, dim: int = -1, descending: bool = False) -> Any:
+    """`aten.sort.stable`, which torch.onnx has no form for: TopK puts equal numbers in the order of their indices."""
+    return aten_sort(self, dim, descending)
+
+
+def _cumprod(self: Any, dim: int, dtype: int = -1) -> Any:
+    """`aten.cumprod`, for which ONNX has an op from opset 26 on: a Scan that multiplies."""
+    rank = len(self.shape)
+    wanted = ir.DataType(dtype) if dtype != -1 else ir.DataType.INT64 if self.dtype.is_integer() else self.dtype
+    given: Any = op.Cast(self, to=wanted)
+    if not rank or 0 in self.shape:  # ONNX Runtime (1.31) aborts at a Scan of an empty tensor
+        return given
+    dim %= rank
+    others = op.Concat(op.Shape(self, start=0, end=dim), op.Shape(self, start=dim + 1), axis=0)
+    one: Any = op.Constant(value_int=1)
+    ones = op.Expand(op.CastLike(one, given), others)
+    product, factor = (ir.Value(name=name, type=ir.TensorType(wanted)) for name in ("product", "factor"))
+    nodes = [node := ir.node("Mul", [product, factor]), ir.node("Identity", node.outputs)]
+    outputs = [node.outputs[0] for node in nodes]
+    for name, value in zip(("new_product", "result"), outputs, strict=True):
+        value.name, value.type = name, product.type
+    body = ir.Graph([product, factor], outputs, nodes=nodes, name="multiply")
+    return scan(ones, given, body, dim)
+
+
+def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: int = -1) -> Any:
+    """`aten._grouped_mm` of the rows of all experts of a mixture: a Loop with a product for each expert.
+
+    The rows of expert i are those from `offs[i - 1]` to `offs[i]`; those behind the last are zero.
+    """
+    if offs is None or len(self.shape) != 2 or len(mat2.shape) != 3 or bias is not None:
+        raise OnnxExportError("a grouped product is exported of rows that belong to experts: 2-d by 3-d with offs=")
+    x, weights = self, mat2
+    ends: Any = op.Cast(offs, to=ir.DataType.INT64)
+    wanted = ir.DataType(out_dtype) if out_dtype != -1 else x.dtype
+    rows, columns = op.Shape(x, start=0, end=1), op.Shape(weights, start=2, end=3)
+    zero: Any = op.Constant(value_ints=[0])
+    nothing: Any = op.Constant(value_float=0.0)
+    nothing = op.CastLike(nothing, x)
+    none = op.Expand(nothing, op.Concat(zero, columns, axis=0))
+
+    number = ir.TensorType(ir.DataType.INT64)
+    step, going, start, done = (
+        ir.Value(name=name, type=type_, shape=shape)
+        for name, type_, shape in (
+            ("expert", number, ir.Shape([])),
+            ("going", ir.TensorType(ir.DataType.BOOL), ir.Shape([])),
+            ("start", number, ir.Shape([1])),
+            ("done", ir.TensorType(x.dtype), None),
+        )
+    )
+    nodes = [
+        axis := ir.node("Constant", [], attributes={"value_ints": [0]}),
+        one := ir.node("Unsqueeze", [step, axis.outputs[0]]),
+        end := ir.node("Gather", [ends, one.outputs[0]], attributes={"axis": 0}),
+        own := ir.node("Slice", [x, start, end.outputs[0], axis.outputs[0]]),
+        weight := ir.node("Gather", [weights, step], attributes={"axis": 0}),
+        product := ir.node("MatMul", [own.outputs[0], weight.outputs[0]]),
+        more := ir.node("Concat", [done, product.outputs[0]], attributes={"axis": 0}),
+        goes := ir.node("Identity", [going]),
+    ]
+    for node, kind in ((goes, going.type), (end, number), (more, done.type)):
+        node.outputs[0].type = kind
+    body = ir.Graph([step, going, start, done], [n.outputs[0] for n in (goes, end, more)], nodes=nodes, name="expert")
+    for node in nodes:
+        node.outputs[0].name = f"{node.op_type.lower()}_of_expert"
+    count = op.Squeeze(op.Shape(weights, start=0, end=1), zero)
+    last, products = loop(count, zero, none, body)
+    rest = op.Expand(nothing, op.Concat(op.Sub(rows, last), columns, axis=0))
+    return op.Cast(op.Concat(products, rest, axis=0), to=wanted)
