@@ -142,6 +142,28 @@ class Emitter:
             outputs = (*outputs, Value(self.inference.like(like.fake), slot, next(self._storages), None))
         return self._append(op, op.kind, op.target, args, kwargs, outputs)
 
+    def placed(
+        self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], storages: dict[int, int]
+    ) -> list[tuple[Value, Value]]:
+        """As `copy`, of an op that is not of a leaf module; gives its results, each with the new one.
+
+        A new tensor has the storage of the recorded one, which `storages` gets.
+        """
+        made: list[tuple[Value, Value]] = []
+
+        def value(v: Any) -> Any:
+            if not isinstance(v, Value):
+                return v
+            new = v.copy(storages.setdefault(v.storage, v.storage))
+            made.append((v, new))
+            return new
+
+        outs = op.outputs
+        self._append(
+            op, op.kind, op.target, args, kwargs, value(outs) if isinstance(outs, Value) else map_argument(value, outs)
+        )
+        return made
+
     def attribute(self, origin: Op, name: str, real: torch.Tensor) -> Value:
         """Append the read of a tensor that the tape holds under this name."""
         assert self.tape.fake_mode is not None

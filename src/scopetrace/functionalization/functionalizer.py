@@ -474,9 +474,9 @@ class Functionalizer(TapeCopier):
         if aliases is not None:
             aliases.link(after, ViewMeta(source))
         elif loses_gradient and self.grad:
-            self.values[after] = left.overwritten(now, self.read(source, op), op)
+            self.bind(after, left.overwritten(now, self.read(source, op), op))
         else:
-            self.values[after] = self.read(source, op)
+            self.bind(after, self.read(source, op))
 
     def _resize(self, op: Op) -> None:
         """`resize_`: a contiguous tensor at the front of the memory, which may have to grow."""
