@@ -56,7 +56,7 @@ class Functionalizer(TapeCopier):
 
     def run(self) -> FunctionalTape:
         """The functional tape. Raises FunctionalizationError."""
-        with building():
+        with building(), torch.no_grad():
             return in_large_stack(self._run_program)
 
     def _run_program(self) -> FunctionalTape:

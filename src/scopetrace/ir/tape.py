@@ -575,8 +575,17 @@ class AttributeWrite:
 class OpInference(Protocol):
     """Gives the results of ops on the fake tensors of a tape; see `infer.Inference`."""
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def inferred(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
+        """The results of `func` without running it: their metadata and fake tensors, None where they are not known.
+
+        `inputs` are the values among the arguments.
+        """
+
+    def ran(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
         """What `func` returns for values and other arguments, its tensors fake. Raises what the op raises."""
+
+    def requiring_grad(self, key: int | None, fake: torch.Tensor) -> int | None:
+        """The key of `fake`, which requires grad; `key` is that of the same metadata without."""
 
     def key_of_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What stands for all that decides the metadata of the op's results; None where the arguments do not say it."""
@@ -827,6 +836,19 @@ def _collect(items: Iterable[Any], found: list[Value]) -> None:
                 _collect(x.values(), found)
             elif isinstance(x, Value):
                 found.append(x)
+
+
+def holds_tensor(x: Any) -> bool:
+    """Whether a real tensor is among the leaves of an op's argument."""
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, (list, tuple)):
+        return isinstance(x, torch.Tensor)
+    for item in x:
+        kind = type(item)
+        if kind is not Value and kind not in _LEAVES and holds_tensor(item):
+            return True
+    return False
 
 
 _LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype})  # as most leaves are: isinstance takes longer
