@@ -37,6 +37,7 @@ from scopetrace.ops.view_inverses import (
     by_own_inverse,
     geometry_of,
     index_in,
+    overlaps_itself,
 )
 from scopetrace.ops.views import is_contiguous
 
@@ -221,8 +222,7 @@ class AliasSet:
         chain, above = [old], old
         while (parent := self._parent(above)) is not None:
             above = parent
-            overlaps = geometry_of(above).overlaps_itself()
-            if self._is_base(above) or not (overlaps or self._find_function(chain[-1], above) is None):
+            if self._is_base(above) or not (overlaps_itself(above) or self._find_function(chain[-1], above) is None):
                 chain.append(above)
         return chain
 
@@ -267,7 +267,7 @@ class AliasSet:
     # ---------------------------------------------------------------- the row
 
     def _needs_row(self) -> bool:
-        return len(self.roots) > 1 or any(geometry_of(r).overlaps_itself() for r in self.roots)
+        return len(self.roots) > 1 or any(map(overlaps_itself, self.roots))
 
     def _make_row(self, writer: Op) -> None:
         """Put all elements of the roots in one row, each once."""

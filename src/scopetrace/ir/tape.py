@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import torch
 
+from scopetrace._compat.ops import OpOverload
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
@@ -263,6 +264,8 @@ class Op:
 
     def bodies(self) -> list[BodyTape]:
         """Of a higher-order op such as `cond`, the tapes in its arguments. One of them is an argument itself."""
+        if not self.args or type(self.target) is OpOverload:
+            return []
         found = [a for a in self.args if type(a) is BodyTape]
         return [a for a in flat(self.args) if type(a) is BodyTape] if found else found
 
