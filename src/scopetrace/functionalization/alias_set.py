@@ -402,6 +402,9 @@ def became(sets: dict[int, AliasSet], value: Value) -> Iterator[tuple[Value, Op]
 
 def last_of(sets: dict[int, AliasSet], value: Value) -> Value:
     """What a value is after all in-place changes of its shape or memory."""
+    aliases = sets.get(value.storage)
+    if aliases is None or not aliases.reshaped:
+        return value
     for after, _ in became(sets, value):
         value = after
     return value

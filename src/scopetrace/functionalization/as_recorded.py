@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.tensors import is_symbolic, stride_of
 from scopetrace.ir.tape import Value
 
 
@@ -38,6 +39,8 @@ class AsRecorded:
 def alike(old: Value, new: Value) -> bool:
     """Whether two values have the same dtype, sizes and strides."""
     a, b = old.fake, new.fake
-    return a is b or (
-        a.dtype == b.dtype and to_expr(a.size()) == to_expr(b.size()) and to_expr(a.stride()) == to_expr(b.stride())
-    )
+    if a is b:
+        return True
+    if is_symbolic(a) or is_symbolic(b):
+        return bool(a.dtype == b.dtype and to_expr((a.size(), a.stride())) == to_expr((b.size(), b.stride())))
+    return bool(a.dtype == b.dtype and a.size() == b.size() and stride_of(a) == stride_of(b))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import is_random
+from scopetrace._compat.ops import is_op, is_random
 from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, last_of
@@ -75,10 +75,11 @@ class TapeCopier(abc.ABC):
         self.original_storages: set[int] = set()
         """The storages of the values of `originals`."""
         self._outside: set[int] = set()  # written storages of inputs and attributes
-        self._held: dict[int, list[Value]] = {}  # attributes read so far, by storage
+        self._held: dict[int, list[tuple[str, Value]]] = {}  # attributes read so far and their names, by storage
         self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
         self._boundaries: list[Boundary] = []
         self._random: dict[int, bool] = {}  # by the id of a target: whether it draws random numbers
+        self._plain: dict[int, bool] = {}  # by the id of a target: whether all that an op of it is shows in its operands
         self._aliasing: set[Op] = set()  # ops that give a view of memory that is written
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
@@ -147,7 +148,8 @@ class TapeCopier(abc.ABC):
             if i in self._starts or i in self._stops:
                 self._pass_boundaries(i, op)
             try:
-                self._step(op)
+                if op.writes or not self._copy_as_it_is(op):
+                    self._step(op)
             except DATA_DEPENDENT as error:
                 raise refusal("what becomes of a write depends on data", op) from error
         return self.old.ops[-1]
@@ -209,24 +211,30 @@ class TapeCopier(abc.ABC):
         if start == stop:
             return None
         inside = (self.old.ops[i] for i in self._writers[start:stop])
-        written = dict.fromkeys(v.storage for o in inside for v in o.writes)  # in order: equal calls name them alike
+        written = dict.fromkeys([v.storage for o in inside for v in o.writes])  # in order: equal calls name them alike
+        now, prefix = self.emitter.calls[call], call.prefix
 
         def changed(v: Value) -> Value | None:
-            last = last_of(self.sets, v) if v.storage in written else None
-            new = last and self._read_at_edge(last, op, self.emitter.calls[call])
-            if new is not None and call.parent is None and new.op.target is OVERWRITE:
+            if v.storage not in written:
+                return None
+            new = self._read_at_edge(last_of(self.sets, v), op, now)
+            if call.parent is None and new.op.target is OVERWRITE:
                 return new.op.tensor(1)  # what comes after the program copies data alone
             return new
 
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
-        held = [v for s in written for v in self._held.get(s, ()) if v.op.name.startswith(call.prefix)]
-        return args, kwargs, {v.op.name.removeprefix(call.prefix): new for v in held if (new := changed(v)) is not None}
+        named = [held for s in written if s in self._held for held in self._held[s]]
+        held = {name.removeprefix(prefix): changed(v) for name, v in named if name.startswith(prefix)}
+        return args, kwargs, held
 
     # ---------------------------------------------------------------- ops
 
     def _find_roots(self) -> None:
         given: dict[int, Value] = {}
         for op in self.old.ops:
+            outs = op.outputs
+            if isinstance(outs, Value) and outs.storage not in self.sets:
+                continue
             for value in op.values():
                 aliases = self.sets.get(value.storage)
                 if aliases is None:
@@ -298,7 +306,7 @@ class TapeCopier(abc.ABC):
         if op.kind == "placeholder":
             self.new.inputs.append(new)
         else:
-            self._held.setdefault(old.storage, []).append(old)
+            self._held.setdefault(old.storage, []).append((op.name, old))
         aliases = self.sets.get(old.storage)
         if aliases is None:
             self.bind(old, new)
@@ -312,18 +320,25 @@ class TapeCopier(abc.ABC):
 
         Its results lie where those of the recorded tape do.
         """
-        if op.target is _aten.as_strided.default or op in self._aliasing or self._draws(op):
+        is_plain = self._plain.get(id(op.target))
+        if is_plain is None:
+            is_plain = is_op(op.target) and op.target is not _aten.as_strided.default and not self._draws(op)
+            self._plain[id(op.target)] = is_plain
+        if not is_plain or op in self._aliasing:
             return False
-        now, storages = self.as_recorded.now, self.as_recorded.storages
+        now, sets = self.as_recorded.now, self.sets
         try:
             args = tuple([now[a] if isinstance(a, Value) else substituted(a, now) for a in op.args])
             kwargs = substituted(op.kwargs, now) if op.kwargs else op.kwargs
         except KeyError:
             return False
-        made = self.emitter.placed(op, args, kwargs, storages)
-        for old, new in made:
+        outputs = self.emitter.placed(op, args, kwargs, self.as_recorded.storages)
+        if isinstance(op.outputs, Value) and op.outputs.storage not in sets:
+            now[op.outputs] = outputs
+            return True
+        for old, new in zip(op.values(), values_in(outputs), strict=True):
             now[old] = new
-            aliases = self.sets.get(old.storage)
+            aliases = sets.get(old.storage)
             if aliases is not None:
                 aliases.define(old, new)
                 aliases.show(old, new)
@@ -336,9 +351,7 @@ class TapeCopier(abc.ABC):
         return found
 
     def _copy_op(self, op: Op) -> None:
-        """An op that writes nothing."""
-        if op.kind == "call_function" and self._copy_as_it_is(op):
-            return
+        """An op that writes nothing, and whose operands or results are not as they were."""
         if op.target is _aten.as_strided.default and self._read_by_position(op):
             return
         args, kwargs = self.present((op.args, op.kwargs), op)
@@ -424,12 +437,24 @@ class TapeCopier(abc.ABC):
             return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if isinstance(leaf, Value) else leaf
 
         draws = self._draws(op) and not _returns_operand(op)
+        if not draws:
+            try:
+                return substituted(x, self.as_recorded.now)
+            except KeyError:  # one of them may have to be derived
+                pass
         return map_argument(in_order if draws else now, x)
 
     def bind(self, old: Value, new: Value) -> None:
         """Have `new` stand for a value outside of the alias sets."""
         if not self.as_recorded.enter(old, new):
             self.values[old] = new
+
+    def show(self, old: Value) -> None:
+        """Let ops be copied with the present value of an alias as it is, unless that is memory from outside."""
+        aliases = self.sets[old.storage]
+        new = aliases.current(old)
+        if new is not None and new.storage not in self._outside:
+            aliases.show(old, new)
 
     def define(self, op: Op, old: Any, new: Any) -> None:
         """Bind what an op made: views in alias sets get their `ViewMeta`, new tensors are roots."""

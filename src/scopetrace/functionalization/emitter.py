@@ -182,25 +182,24 @@ class Emitter:
 
     def placed(
         self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], storages: dict[int, int]
-    ) -> list[tuple[Value, Value]]:
-        """As `copy`, of an op that is not of a leaf module; gives its results, each with the new one.
+    ) -> Any:
+        """As `copy`, of an op that is not of a leaf module.
 
         A new tensor has the storage of the recorded one, which `storages` gets.
         """
-        made: list[tuple[Value, Value]] = []
 
         def value(v: Any) -> Any:
-            if not isinstance(v, Value):
-                return v
-            new = v.copy(storages.setdefault(v.storage, v.storage))
-            made.append((v, new))
-            return new
+            return v.copy(storages.setdefault(v.storage, v.storage)) if isinstance(v, Value) else v
 
         outs = op.outputs
-        self._append(
-            op, op.kind, op.target, args, kwargs, value(outs) if isinstance(outs, Value) else map_argument(value, outs)
-        )
-        return made
+        if isinstance(outs, Value):
+            outputs: Any = outs.copy(storages.setdefault(outs.storage, outs.storage))
+        else:
+            outputs = map_argument(value, outs)
+        call = None if op.call is None else self.calls.get(op.call, op.call)
+        place = op.scope, call, op.frames, op.grad, (), op.unbacked, (), op.meta, op.autocast, op.phase
+        self.tape.ops.append(Op(op.kind, op.target, args, kwargs, outputs, *place))
+        return outputs
 
     def attribute(self, origin: Op, name: str, real: torch.Tensor) -> Value:
         """Append the read of a tensor that the tape holds under this name."""

@@ -282,6 +282,7 @@ class Functionalizer(TapeCopier):
                 aliases = self.sets[target.storage]
                 if (value is not target and aliases.views.get(target) is None) or value not in aliases.views:
                     aliases.link(value, ViewMeta(target))
+                self.show(value)
 
     def assign(self, op: Op, target: Value, new: Value) -> None:
         """`target` gets the elements of `new`: of its own size, or, with `out=`, of another."""
@@ -302,6 +303,7 @@ class Functionalizer(TapeCopier):
         if hidden:
             new = aliases.overwritten(aliases.read(target, op), new, op)
         aliases.write(target, new, op, hidden=hidden)
+        self.show(target)
         aliases.is_seen = aliases.is_seen or (op.grad and not hidden)
 
     def _is_hidden(self, op: Op, target: Value) -> bool:
