@@ -79,7 +79,9 @@ class TapeCopier(abc.ABC):
         self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
         self._boundaries: list[Boundary] = []
         self._random: dict[int, bool] = {}  # by the id of a target: whether it draws random numbers
-        self._plain: dict[int, bool] = {}  # by the id of a target: whether all that an op of it is shows in its operands
+        self._plain: dict[
+            int, bool
+        ] = {}  # by the id of a target: whether all that an op of it is shows in its operands
         self._aliasing: set[Op] = set()  # ops that give a view of memory that is written
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
@@ -454,6 +456,15 @@ class TapeCopier(abc.ABC):
         aliases = self.sets[old.storage]
         new = aliases.current(old)
         if new is not None and new.storage not in self._outside:
+            aliases.show(old, new)
+
+    def define_new(self, old: Value, new: Value) -> None:
+        """As `define`, for a tensor in memory of its own."""
+        aliases = self.sets.get(old.storage)
+        if aliases is None:
+            self.bind(old, new)
+        else:
+            aliases.define(old, new)
             aliases.show(old, new)
 
     def define(self, op: Op, old: Any, new: Any) -> None:

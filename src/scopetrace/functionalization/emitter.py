@@ -18,7 +18,7 @@ from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import OutputMeta, Outputs
-from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Value, holds_tensor, map_argument, values_in
+from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Value, holds_tensor, map_argument, operands
 
 _aten = torch.ops.aten
 
@@ -48,7 +48,7 @@ class Emitter:
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, (args, kwargs))
-        inputs = values_in((args, kwargs))
+        inputs = operands(args, kwargs)
         found = self.inference.inferred(func, args, kwargs, inputs)
         if found is None:
             out = self.inference.ran(func, args, kwargs, inputs)
@@ -180,9 +180,7 @@ class Emitter:
             outputs = (*outputs, Value(self.inference.like(like.fake), slot, next(self._storages), None))
         return self._append(op, op.kind, op.target, args, kwargs, outputs)
 
-    def placed(
-        self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], storages: dict[int, int]
-    ) -> Any:
+    def placed(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], storages: dict[int, int]) -> Any:
         """As `copy`, of an op that is not of a leaf module.
 
         A new tensor has the storage of the recorded one, which `storages` gets.

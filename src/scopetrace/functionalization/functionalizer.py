@@ -272,7 +272,7 @@ class Functionalizer(TapeCopier):
                 self._rename(written.get(source), old)
             elif isinstance(old, Value):
                 single = isinstance(out, Value)
-                self.define(op.replace(args=(), kwargs={}), old, out if single else out[source])
+                self.define_new(old, out if single else out[source])
 
     def _rename(self, targets: Any, returned: Any) -> None:
         """What an in-place op returned is the tensor that it wrote to."""

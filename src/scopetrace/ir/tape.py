@@ -235,11 +235,7 @@ class Op:
         """The tensors that the op read or wrote, in order."""
         if self.kind == "call_module":
             return leaves((self.args, self.kwargs), Value)
-        found: list[Value] = []
-        _collect(self.args, found)
-        if self.kwargs:
-            _collect(self.kwargs.values(), found)
-        return found
+        return operands(self.args, self.kwargs)
 
     @property
     def name(self) -> str:
@@ -818,6 +814,15 @@ def map_argument(fn: Callable[[Any], Any], x: Any) -> Any:
     return fn(x)
 
 
+def operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
+    """The values among the arguments of an op, in order."""
+    found: list[Value] = []
+    _collect(args, found)
+    if kwargs:
+        _collect(kwargs.values(), found)
+    return found
+
+
 def values_in(x: Any) -> list[Value]:
     """The values among the leaves of an op's arguments or outputs, in order. Of a template, use `leaves`."""
     if isinstance(x, Value):
@@ -865,12 +870,16 @@ def renamed(x: Any, values: Mapping[Value, Value]) -> Any:
 def substituted(x: Any, table: Mapping[Value, Value]) -> Any:
     """An op's argument with what `table` has in place of each value. Raises KeyError for a value that it has not.
 
-    It takes a fraction of the time of `renamed`, which takes templates too.
+    A list of plain numbers is the same list afterwards. It takes a fraction of the time of `renamed`, which takes
+    templates too.
     """
     if isinstance(x, Value):
         return table[x]
     if isinstance(x, (list, tuple)):
-        return type(x)([substituted(item, table) for item in x])
+        for item in x:
+            if type(item) not in _LEAVES:
+                return type(x)([substituted(item, table) for item in x])
+        return x
     if isinstance(x, dict):
         return {name: substituted(item, table) for name, item in x.items()}
     return x
