@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 
 from scopetrace._compat.symbols import to_expr
+from scopetrace.functionalization.as_recorded import AsRecorded
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import Op, Value
@@ -36,6 +37,7 @@ from scopetrace.ops.view_inverses import (
     by_own_inverse,
     geometry_of,
     index_in,
+    overlaps_itself,
 )
 from scopetrace.ops.views import is_contiguous
 
@@ -68,7 +70,9 @@ class ViewMeta(NamedTuple):
 class AliasSet:
     """The aliases of one written storage. `old` values are of the recorded tape, `new` ones of the functional tape."""
 
-    def __init__(self, emitter: Emitter, bring: Callable[[Value, Op], None]) -> None:
+    def __init__(
+        self, emitter: Emitter, bring: Callable[[Value, Op], None], as_recorded: AsRecorded | None = None
+    ) -> None:
         self.roots: list[Value] = []
         """The tensors that no view op made: the owner of the storage, or inputs that share it."""
         self.views: dict[Value, ViewMeta] = {}
@@ -80,6 +84,8 @@ class AliasSet:
         """By `transpose_` and its kind: what became of an alias, and the op."""
         self._emitter = emitter
         self._bring = bring  # puts a root on the tape that the program reads only later
+        self._as_recorded = as_recorded or AsRecorded()
+        self._shown: list[Value] = []  # those that are in it
         self._present: dict[Value, tuple[Value, int]] = {}
         self._row: Value | None = None
         self._row_positions = _NO_POSITIONS
@@ -94,6 +100,15 @@ class AliasSet:
     def define(self, old: Value, new: Value) -> None:
         """Say that `new` is the value of an alias that was made just now."""
         self._present[self.same(old)] = (new, self.version)
+
+    def show(self, old: Value, new: Value) -> None:
+        """Let ops be copied with `new`, the present value of an alias, as they are until the next write."""
+        if self._as_recorded.enter(old, new):
+            self._shown.append(old)
+
+    def _hide(self) -> None:
+        self._as_recorded.leave(self._shown)
+        self._shown.clear()
 
     def read(self, old: Value, reader: Op) -> Value:
         """The present value of an alias."""
@@ -133,6 +148,7 @@ class AliasSet:
         if may_lose and not bases:
             new = self._with_history(self.read(old, writer), new, writer)
         self.version += 1
+        self._hide()
         self._present[old] = (new, self.version)
         for view, parent, base in zip(chain, chain[1:], bases, strict=False):
             new = self._function(view, parent, writer).inverse(self._emitter.simplifying(writer), base, new)
@@ -158,6 +174,7 @@ class AliasSet:
         self.roots, self._row, self._covered = [old], None, True
         self.views.pop(old, None)
         self._first.clear()
+        self._hide()
         self.version += 1
         self._present = {old: (new, self.version)}
 
@@ -205,8 +222,7 @@ class AliasSet:
         chain, above = [old], old
         while (parent := self._parent(above)) is not None:
             above = parent
-            overlaps = geometry_of(above).overlaps_itself()
-            if self._is_base(above) or not (overlaps or self._find_function(chain[-1], above) is None):
+            if self._is_base(above) or not (overlaps_itself(above) or self._find_function(chain[-1], above) is None):
                 chain.append(above)
         return chain
 
@@ -251,7 +267,7 @@ class AliasSet:
     # ---------------------------------------------------------------- the row
 
     def _needs_row(self) -> bool:
-        return len(self.roots) > 1 or any(geometry_of(r).overlaps_itself() for r in self.roots)
+        return len(self.roots) > 1 or any(map(overlaps_itself, self.roots))
 
     def _make_row(self, writer: Op) -> None:
         """Put all elements of the roots in one row, each once."""
@@ -289,14 +305,17 @@ class AliasSet:
         """Add an alias."""
         if value in self._first:
             self._first.clear()
+            self._hide()
         if value.requires_grad:
             self._with_grad[value] = None
         self.views[value] = meta
 
     def same(self, old: Value) -> Value:
         """The first value that is this very tensor. Each in-place op adds one to the way there."""
-        passed: list[Value] = []
         first = self._first.get(old)
+        if first is not None:
+            return first
+        passed: list[Value] = []
         while first is None:
             passed.append(old)
             meta = self.views.get(old)
@@ -383,6 +402,9 @@ def became(sets: dict[int, AliasSet], value: Value) -> Iterator[tuple[Value, Op]
 
 def last_of(sets: dict[int, AliasSet], value: Value) -> Value:
     """What a value is after all in-place changes of its shape or memory."""
+    aliases = sets.get(value.storage)
+    if aliases is None or not aliases.reshaped:
+        return value
     for after, _ in became(sets, value):
         value = after
     return value

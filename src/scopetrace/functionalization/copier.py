@@ -19,11 +19,11 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.ops import is_random
-from scopetrace._compat.symbols import to_expr
+from scopetrace._compat.ops import is_op, is_random
 from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, last_of
+from scopetrace.functionalization.as_recorded import AsRecorded, alike
 from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_of, lift_constants
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
@@ -63,21 +63,26 @@ class TapeCopier(abc.ABC):
         self.grad = any(op.grad for op in old.ops if op.kind != "get_attr")
         self.emitter = Emitter(self.new, has_grad=self.grad)
         self._writers = [i for i, op in enumerate(old.ops) if op.writes]
+        self.as_recorded = AsRecorded()
         self.sets: dict[int, AliasSet] = {
-            v.storage: AliasSet(self.emitter, self._bring) for i in self._writers for v in old.ops[i].writes
+            storage: AliasSet(self.emitter, self._bring, self.as_recorded)
+            for storage in dict.fromkeys(v.storage for i in self._writers for v in old.ops[i].writes)
         }
         self.originals: dict[Value, Value] = {}
         """The values of inputs and attributes as the program got them, by those of the old tape."""
         self.values: dict[Value, Value] = {}
-        """The new values of those outside of the alias sets."""
+        """The new values of those outside of the alias sets that do not stand for them as they are."""
         self.original_storages: set[int] = set()
         """The storages of the values of `originals`."""
-        self._copies: dict[Value, Value] = {}  # of values whose op was copied on copies of its operands
         self._outside: set[int] = set()  # written storages of inputs and attributes
-        self._held: dict[int, list[Value]] = {}  # attributes read so far, by storage
+        self._held: dict[int, list[tuple[str, Value]]] = {}  # attributes read so far and their names, by storage
         self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
         self._boundaries: list[Boundary] = []
         self._random: dict[int, bool] = {}  # by the id of a target: whether it draws random numbers
+        self._plain: dict[
+            int, bool
+        ] = {}  # by the id of a target: whether all that an op of it is shows in its operands
+        self._aliasing: set[Op] = set()  # ops that give a view of memory that is written
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
         self._find_roots()
@@ -105,6 +110,9 @@ class TapeCopier(abc.ABC):
 
     def read(self, old: Value, reader: Op) -> Value:
         """The present value of one of the old tape."""
+        new = self.as_recorded.now.get(old)
+        if new is not None:
+            return new
         aliases = self.sets.get(old.storage)
         return self.values[old] if aliases is None else aliases.read(old, reader)
 
@@ -115,13 +123,19 @@ class TapeCopier(abc.ABC):
         Memory that was not written so far is written after the op in eager too, where a backward pass raises as well,
         but for ops of which autograd keeps copies.
         """
+        known = self.as_recorded.now.get(old)
+        if known is not None:
+            return known
         aliases = self.sets.get(old.storage)
         if aliases is None:
             return self.values[old]
         new = aliases.read(old, reader)
+        if new.storage not in self._outside:
+            aliases.show(old, new)
+            return new
         is_same = new.storage == old.storage and not (aliases.version or aliases.reshaped)
         is_same = is_same and reader not in self._offloaded
-        if not is_same and new.storage in self._outside and reader.grad and _requires_grad(reader):
+        if not is_same and reader.grad and _requires_grad(reader):
             new = self.emitter.run(reader, _aten.clone.default, (new,), {})
         return new
 
@@ -133,9 +147,11 @@ class TapeCopier(abc.ABC):
             self._starts.setdefault(call.start, []).append(call)
             self._stops.setdefault(call.stop, []).append(call)
         for i, op in enumerate(self.old.ops):
-            self._pass_boundaries(i, op)
+            if i in self._starts or i in self._stops:
+                self._pass_boundaries(i, op)
             try:
-                self._step(op)
+                if op.writes or not self._copy_as_it_is(op):
+                    self._step(op)
             except DATA_DEPENDENT as error:
                 raise refusal("what becomes of a write depends on data", op) from error
         return self.old.ops[-1]
@@ -165,6 +181,9 @@ class TapeCopier(abc.ABC):
 
     def _read_at_edge(self, old: Value, op: Op, call: Call | None) -> Value:
         """As `read`, at the boundary of a call beside `op`. What is derived for it belongs to `call`."""
+        new = self.as_recorded.now.get(old)
+        if new is not None:
+            return new
         aliases = self.sets.get(old.storage)
         if aliases is None:
             return self.values[old]
@@ -194,24 +213,30 @@ class TapeCopier(abc.ABC):
         if start == stop:
             return None
         inside = (self.old.ops[i] for i in self._writers[start:stop])
-        written = dict.fromkeys(v.storage for o in inside for v in o.writes)  # in order: equal calls name them alike
+        written = dict.fromkeys([v.storage for o in inside for v in o.writes])  # in order: equal calls name them alike
+        now, prefix = self.emitter.calls[call], call.prefix
 
         def changed(v: Value) -> Value | None:
-            last = last_of(self.sets, v) if v.storage in written else None
-            new = last and self._read_at_edge(last, op, self.emitter.calls[call])
-            if new is not None and call.parent is None and new.op.target is OVERWRITE:
+            if v.storage not in written:
+                return None
+            new = self._read_at_edge(last_of(self.sets, v), op, now)
+            if call.parent is None and new.op.target is OVERWRITE:
                 return new.op.tensor(1)  # what comes after the program copies data alone
             return new
 
         args, kwargs = map_structure(changed, (call.args, call.kwargs), Value)
-        held = [v for s in written for v in self._held.get(s, ()) if v.op.name.startswith(call.prefix)]
-        return args, kwargs, {v.op.name.removeprefix(call.prefix): new for v in held if (new := changed(v)) is not None}
+        named = [held for s in written if s in self._held for held in self._held[s]]
+        held = {name.removeprefix(prefix): changed(v) for name, v in named if name.startswith(prefix)}
+        return args, kwargs, held
 
     # ---------------------------------------------------------------- ops
 
     def _find_roots(self) -> None:
         given: dict[int, Value] = {}
         for op in self.old.ops:
+            outs = op.outputs
+            if isinstance(outs, Value) and outs.storage not in self.sets:
+                continue
             for value in op.values():
                 aliases = self.sets.get(value.storage)
                 if aliases is None:
@@ -222,6 +247,8 @@ class TapeCopier(abc.ABC):
                     aliases.link(value, ViewMeta(first))
                 elif op.kind in ("placeholder", "get_attr") or parent is None or self._leaves_its_base(value):
                     aliases.roots.append(value)
+                if parent is not None:
+                    self._aliasing.add(op)
 
     def _leaves_its_base(self, value: Value) -> bool:
         """Whether as_strided reads memory that no other tensor of the program has."""
@@ -276,52 +303,48 @@ class TapeCopier(abc.ABC):
         new = self.emitter.copy(op, (), {})
         if not isinstance(old, Value):  # a number, given as argument or taken by a body
             return
-        self.originals[old] = self._copies[old] = new
+        self.originals[old] = new
         self.original_storages.add(new.storage)
         if op.kind == "placeholder":
             self.new.inputs.append(new)
         else:
-            self._held.setdefault(old.storage, []).append(old)
+            self._held.setdefault(old.storage, []).append((op.name, old))
         aliases = self.sets.get(old.storage)
         if aliases is None:
-            self.values[old] = new
+            self.bind(old, new)
             return
         self._outside.add(old.storage)
         if aliases.same(old) is old:
             aliases.define(old, new)
 
     def _copy_as_it_is(self, op: Op) -> bool:
-        """Copy an op that reads and makes only what no op writes, laid out as it was. Returns whether it is one."""
-        if op.target is _aten.as_strided.default or self._draws(op):
-            return False
-        made = op.values()
-        storages = self._laid_out_as_before(op.inputs(), made)
-        if storages is None:
-            return False
-        copies, values = self._copies, self.values
-        is_copy = all([copies.get(v) is values[v] for v in op.inputs()])
-        args = tuple([substituted(a, values) for a in op.args])
-        kwargs = {name: substituted(a, values) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
-        outputs = self.emitter.copy(op, args, kwargs, None if is_copy else storages)
-        new = [outputs] if isinstance(outputs, Value) else values_in(outputs)
-        values.update(zip(made, new, strict=True))
-        if is_copy:
-            copies.update(zip(made, new, strict=True))
-        return True
+        """Copy an op that reads only what stands for what it read. Returns whether it is one.
 
-    def _laid_out_as_before(self, inputs: list[Value], made: list[Value]) -> dict[int, int] | None:
-        """The new storages by the old ones of what an op reads; None where it has another layout or is written."""
-        sets, values = self.sets, self.values
-        if sets and any([v.storage in sets for v in (*inputs, *made)]):
-            return None
-        storages: dict[int, int] = {}
-        for v in inputs:
-            new = values[v]
-            if self._copies.get(v) is not new and new.fake is not v.fake and not _alike(v, new):
-                return None
-            if storages.setdefault(v.storage, new.storage) != new.storage:
-                return None
-        return storages
+        Its results lie where those of the recorded tape do.
+        """
+        is_plain = self._plain.get(id(op.target))
+        if is_plain is None:
+            is_plain = is_op(op.target) and op.target is not _aten.as_strided.default and not self._draws(op)
+            self._plain[id(op.target)] = is_plain
+        if not is_plain or op in self._aliasing:
+            return False
+        now, sets = self.as_recorded.now, self.sets
+        try:
+            args = tuple([now[a] if isinstance(a, Value) else substituted(a, now) for a in op.args])
+            kwargs = substituted(op.kwargs, now) if op.kwargs else op.kwargs
+        except KeyError:
+            return False
+        outputs = self.emitter.placed(op, args, kwargs, self.as_recorded.storages)
+        if isinstance(op.outputs, Value) and op.outputs.storage not in sets:
+            now[op.outputs] = outputs
+            return True
+        for old, new in zip(op.values(), values_in(outputs), strict=True):
+            now[old] = new
+            aliases = sets.get(old.storage)
+            if aliases is not None:
+                aliases.define(old, new)
+                aliases.show(old, new)
+        return True
 
     def _draws(self, op: Op) -> bool:
         found = self._random.get(id(op.target))
@@ -330,9 +353,7 @@ class TapeCopier(abc.ABC):
         return found
 
     def _copy_op(self, op: Op) -> None:
-        """An op that writes nothing."""
-        if op.kind == "call_function" and self._copy_as_it_is(op):
-            return
+        """An op that writes nothing, and whose operands or results are not as they were."""
         if op.target is _aten.as_strided.default and self._read_by_position(op):
             return
         args, kwargs = self.present((op.args, op.kwargs), op)
@@ -343,13 +364,11 @@ class TapeCopier(abc.ABC):
                 return
             args = found[1] if found[0] is op.target else args
         old_inputs, new_inputs = op.inputs(), _values(op, (args, kwargs))
-        if op.kind == "call_module" or all(
-            self._copies.get(a) is b for a, b in zip(old_inputs, new_inputs, strict=True)
-        ):
+        if op.kind == "call_module":
             outputs = self.emitter.copy(op, args, kwargs)
-            self._copies.update(zip(op.values(), _values(op, outputs), strict=True))
-        elif all(map(_alike, old_inputs, new_inputs)) and not _come_apart(old_inputs, new_inputs):
-            storages = {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
+        elif all(map(alike, old_inputs, new_inputs)) and not _come_apart(old_inputs, new_inputs):
+            storages = {v.storage: v.storage for v in op.values()}  # new tensors lie where they did
+            storages |= {a.storage: b.storage for a, b in zip(old_inputs, new_inputs, strict=True)}
             outputs = self.emitter.copy(op, args, kwargs, storages)
         else:
             outputs = self._run(op, op.target, args, kwargs)
@@ -420,7 +439,33 @@ class TapeCopier(abc.ABC):
             return in_order_of(self.emitter.bound(op), now(leaf), leaf.fake) if isinstance(leaf, Value) else leaf
 
         draws = self._draws(op) and not _returns_operand(op)
+        if not draws:
+            try:
+                return substituted(x, self.as_recorded.now)
+            except KeyError:  # one of them may have to be derived
+                pass
         return map_argument(in_order if draws else now, x)
+
+    def bind(self, old: Value, new: Value) -> None:
+        """Have `new` stand for a value outside of the alias sets."""
+        if not self.as_recorded.enter(old, new):
+            self.values[old] = new
+
+    def show(self, old: Value) -> None:
+        """Let ops be copied with the present value of an alias as it is, unless that is memory from outside."""
+        aliases = self.sets[old.storage]
+        new = aliases.current(old)
+        if new is not None and new.storage not in self._outside:
+            aliases.show(old, new)
+
+    def define_new(self, old: Value, new: Value) -> None:
+        """As `define`, for a tensor in memory of its own."""
+        aliases = self.sets.get(old.storage)
+        if aliases is None:
+            self.bind(old, new)
+        else:
+            aliases.define(old, new)
+            aliases.show(old, new)
 
     def define(self, op: Op, old: Any, new: Any) -> None:
         """Bind what an op made: views in alias sets get their `ViewMeta`, new tensors are roots."""
@@ -428,7 +473,7 @@ class TapeCopier(abc.ABC):
         for a, b in zip(_values(op, old), _values(op, new), strict=True):
             aliases = self.sets.get(a.storage)
             if aliases is None:
-                self.values[a] = b
+                self.bind(a, b)
                 continue
             parent = _parent(op, a)
             if parent is not None and op.kind == "call_function":
@@ -520,10 +565,3 @@ def _come_apart(old: list[Value], new: list[Value]) -> bool:
     """Whether values that lay in one memory lie in several now."""
     storages = {(a.storage, b.storage) for a, b in zip(old, new, strict=True)}
     return len({before for before, _ in storages}) < len(storages)
-
-
-def _alike(old: Value, new: Value) -> bool:
-    a, b = old.fake, new.fake
-    return a is b or (
-        a.dtype == b.dtype and to_expr(a.size()) == to_expr(b.size()) and to_expr(a.stride()) == to_expr(b.stride())
-    )

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 
 from scopetrace._compat.ops import autocast_may_change, is_op
-from scopetrace._compat.tensors import FakeMaker, storage_id
+from scopetrace._compat.tensors import FakeMaker, is_leaf_of, requires_grad_of, set_requires_grad, storage_id
 from scopetrace.containers.structure import map_structure
 from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
-from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Value, map_argument, values_in
+from scopetrace.infer.rules import OutputMeta, Outputs
+from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Value, holds_tensor, map_argument, operands
 
 _aten = torch.ops.aten
 
@@ -39,6 +40,7 @@ class Emitter:
         self.added: set[Op] = set()
         """The ops that alias sets added. Those that nobody reads are dropped in the end, see `rewrites.schedule`."""
         assert tape.fake_mode is not None
+        self._knows_keys = tape.inference is not None  # which are numbers of one inference
         self.inference = tape.inference or Inference(FakeMaker(tape.fake_mode))
         self._storages = storages or itertools.count(-1, -1)
         self._constants: dict[int, Value] = {}
@@ -46,10 +48,39 @@ class Emitter:
     def run(self, origin: Op, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Append `func(*args, **kwargs)`; returns its result with values in place of tensors."""
         args, kwargs = self._lift(origin, (args, kwargs))
-        out = self.inference.run(func, args, kwargs)
-        inputs = values_in((args, kwargs))
-        carries = self._has_grad and func is not _aten.detach.default
-        seen = {v.storage for v in inputs if v.requires_grad and carries}
+        inputs = operands(args, kwargs)
+        found = self.inference.inferred(func, args, kwargs, inputs)
+        if found is None:
+            out = self.inference.ran(func, args, kwargs, inputs)
+            outputs = self._outputs(origin, func, inputs, out)
+        else:
+            outputs = self._inferred(origin, func, inputs, *found)
+        return self._append(origin, "call_function", func, args, kwargs, outputs)
+
+    def _inferred(
+        self, origin: Op, func: Any, inputs: list[Value], metas: Outputs, fakes: list[torch.Tensor | None]
+    ) -> Any:
+        """The results of `func`, of which the metadata was known."""
+        carrying = self._carrying(func, inputs)
+        made: list[Value | None] = []
+        for slot, (meta, fake) in enumerate(zip(metas.tensors, fakes, strict=True)):
+            if meta is None or fake is None:
+                made.append(None)
+                continue
+            is_new = isinstance(meta, OutputMeta)
+            base = meta.base if isinstance(meta, OutputMeta) else meta.input
+            storage = next(self._storages) if base is None else inputs[base].storage
+            required = bool(carrying) if origin.grad else storage in carrying
+            new = self._value(fake, slot, storage, required, is_new)
+            if is_new and self._knows_keys:
+                key = meta.key
+                new.key = self.inference.requiring_grad(key, fake) if new.requires_grad else key
+            made.append(new)
+        return metas.contained(made)
+
+    def _outputs(self, origin: Op, func: Any, inputs: list[Value], out: Any) -> Any:
+        """The results of `func`, which torch gave."""
+        carrying = self._carrying(func, inputs)
         given = {id(v.fake): v.storage for v in inputs}
         known = {storage_id(v.fake): v.storage for v in inputs}
 
@@ -57,23 +88,30 @@ class Emitter:
             if not isinstance(t, torch.Tensor):
                 return t
             storage = given.get(id(t), known.get(storage_id(t)))
-            required = bool(seen) if origin.grad else storage in seen  # under no_grad views alone require grad
-            differentiable = required and (t.is_floating_point() or t.is_complex())
-            if differentiable and id(t) not in given and not t.requires_grad and t.is_leaf:
-                t.requires_grad_()  # stands for the history that the real run has
-            made = Value(t, slot, next(self._storages) if storage is None else storage, None)
-            made.requires_grad = differentiable
-            return made
+            required = bool(carrying) if origin.grad else storage in carrying
+            storage = next(self._storages) if storage is None else storage
+            return self._value(t, slot, storage, required, id(t) not in given)
 
         if isinstance(out, (list, tuple)):
             parts = [
                 [value(u, s) for s, u in enumerate(t)] if isinstance(t, list) else value(t, s)
                 for s, t in enumerate(out)
             ]
-            outputs: Any = type(out)(parts)
-        else:
-            outputs = value(out, 0)
-        return self._append(origin, "call_function", func, args, kwargs, outputs)
+            return type(out)(parts)
+        return value(out, 0)
+
+    def _carrying(self, func: Any, inputs: list[Value]) -> set[int]:
+        """The storages of the inputs by which a result requires grad; under no_grad only one that is a view of them."""
+        carries = self._has_grad and func is not _aten.detach.default
+        return {v.storage for v in inputs if v.requires_grad} if carries else set()
+
+    def _value(self, fake: torch.Tensor, slot: int, storage: int, required: bool, is_new: bool) -> Value:
+        differentiable = required and (fake.dtype.is_floating_point or fake.dtype.is_complex)
+        if differentiable and is_new and not requires_grad_of(fake) and is_leaf_of(fake):
+            set_requires_grad(fake, True)  # stands for the history that the real run has
+        made = Value(fake, slot, storage, None)
+        made.requires_grad = differentiable
+        return made
 
     def bound(self, origin: Op) -> Callable[..., Any]:
         """`run` for one origin, called as the op."""
@@ -142,6 +180,25 @@ class Emitter:
             outputs = (*outputs, Value(self.inference.like(like.fake), slot, next(self._storages), None))
         return self._append(op, op.kind, op.target, args, kwargs, outputs)
 
+    def placed(self, op: Op, args: tuple[Any, ...], kwargs: dict[str, Any], storages: dict[int, int]) -> Any:
+        """As `copy`, of an op that is not of a leaf module.
+
+        A new tensor has the storage of the recorded one, which `storages` gets.
+        """
+
+        def value(v: Any) -> Any:
+            return v.copy(storages.setdefault(v.storage, v.storage)) if isinstance(v, Value) else v
+
+        outs = op.outputs
+        if isinstance(outs, Value):
+            outputs: Any = outs.copy(storages.setdefault(outs.storage, outs.storage))
+        else:
+            outputs = map_argument(value, outs)
+        call = None if op.call is None else self.calls.get(op.call, op.call)
+        place = op.scope, call, op.frames, op.grad, (), op.unbacked, (), op.meta, op.autocast, op.phase
+        self.tape.ops.append(Op(op.kind, op.target, args, kwargs, outputs, *place))
+        return outputs
+
     def attribute(self, origin: Op, name: str, real: torch.Tensor) -> Value:
         """Append the read of a tensor that the tape holds under this name."""
         assert self.tape.fake_mode is not None
@@ -184,6 +241,8 @@ class Emitter:
 
     def _lift(self, origin: Op, x: Any) -> Any:
         """Constants among the arguments become attributes."""
+        if not holds_tensor(x):
+            return x
         return map_argument(lambda leaf: self.constant(origin, leaf) if isinstance(leaf, torch.Tensor) else leaf, x)
 
 

@@ -25,7 +25,7 @@ from scopetrace.ops.functional_variants import (
     undeclared_writes,
     written_arguments,
 )
-from scopetrace.ops.view_inverses import Geometry, geometry_of, spans_meet
+from scopetrace.ops.view_inverses import Geometry, geometry_of, overlaps_itself, spans_meet
 
 _aten = torch.ops.aten
 _VISITS_IN_ORDER = ("index_", "scatter", "masked_scatter", "put", "_index_put")
@@ -64,9 +64,12 @@ class _Slot(NamedTuple):
 
 def refuse_overlap(op: Op) -> None:
     """Raise FunctionalizationError for a write whose result depends on the order in which elements are visited."""
+    inputs = op.inputs()
+    if len({v.storage for v in inputs}) == len(inputs) and not any(map(overlaps_itself, inputs)):
+        return
     written, read = _slots(op)
     for slot in written:
-        if geometry_of(slot.value).overlaps_itself() and op.target not in _MAY_OVERLAP:
+        if overlaps_itself(slot.value) and op.target not in _MAY_OVERLAP:
             raise refusal("the tensor that is written to has elements that share memory (clone() it first)", op)
     near: dict[int, list[_Slot]] = {}
     for slot in written:

@@ -48,6 +48,7 @@ class _Builder:
     ) -> None:
         self.old, self.new, self.sets, self.read = old, new, sets, read
         self.returned: list[Any] = []
+        self._given: dict[int, int] = {}  # by the id of each of them its index
         self._outputs = leaves(old.outputs, (Value, *Symbolic))
         self._first: dict[int, int] = {}
         self._storages: dict[int, list[int]] = {}
@@ -285,7 +286,7 @@ class _Builder:
         )
 
     def _give(self, value: Any, stride: tuple[int, ...] | None = None, copy: int = 0) -> FromGraph:
-        index = next((i for i, known in enumerate(self.returned) if known is value), len(self.returned))
+        index = self._given.setdefault(id(value), len(self.returned))
         if index == len(self.returned):
             self.returned.append(value)
         return FromGraph(index, stride, copy)

@@ -10,6 +10,7 @@ cache of fake results works below decomposition, where a linear layer is four op
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -46,6 +47,7 @@ Inferred = tuple[Outputs, list[torch.Tensor | None]]
 """The metadata of the results, and the results."""
 
 
+@functools.cache
 def may_infer(func: Any) -> bool:
     """Whether the results of `func` may come from the cache or a rule: it writes nothing and asks for no data."""
     return not schema_of(func).is_mutable and torch.Tag.data_dependent_output not in func.tags
@@ -61,6 +63,7 @@ class Inference:
         self._maker = maker
         self._keys: dict[Any, int] = {}
         self._expansions: dict[Any, Any] = {}
+        self._requiring_grad: dict[int, int] = {}
         self._outputs: dict[Any, Outputs] = {}
         self._below_autograd: dict[Any, Outputs] = {}
         self._check = checks_enabled()
@@ -100,16 +103,29 @@ class Inference:
         Raises what the op raises.
         """
         inputs = values_in((args, kwargs))
-        with torch.no_grad():
-            key = self.key_of_call(func, args, kwargs) if is_op(func) and may_infer(func) else None
-            found = None if key is None else self.infer(key, func, args, kwargs, inputs)
-        if found is not None:
-            return found[0].contained(found[1])
+        found = self.inferred(func, args, kwargs, inputs)
+        return self.ran(func, args, kwargs, inputs) if found is None else found[0].contained(found[1])
+
+    def inferred(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Inferred | None:
+        """As `run`, where the cache or a rule has the results. `inputs` are the values among the arguments."""
+        if grad_enabled():
+            with torch.no_grad():
+                return self.inferred(func, args, kwargs, inputs)
+        key = self._key(func, args, kwargs)
+        return None if key is None else self.infer(key, func, args, kwargs, inputs)
+
+    def ran(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
+        """As `run`, by torch, of which the cache learns the results."""
         given = map_argument(lambda x: x.fake if isinstance(x, Value) else x, (args, kwargs))
         out = run_fake(self._maker.mode, func, *given)
+        with torch.no_grad():
+            key = self._key(func, args, kwargs)
         if key is not None:
             self.learn(key, inputs, out)
         return out
+
+    def _key(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return self.key_of_call(func, args, kwargs) if is_op(func) and may_infer(func) else None
 
     def key_of_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What stands for all that decides the metadata of the op's results: equal for two calls, these are equal.
@@ -238,6 +254,17 @@ class Inference:
             assert _without_keys(_outputs_of(self, inputs, run())) == _without_keys(known), func
         with without_dispatch():
             return known.contained(known.make(self._maker, inputs))
+
+    def requiring_grad(self, key: int | None, fake: torch.Tensor) -> int | None:
+        """As `key_of` of `fake`, which requires grad; `key` is that of the same metadata without."""
+        if key is None:
+            return None
+        found = self._requiring_grad.get(key)
+        if found is None:
+            found = self.key_of(fake)
+            if found is not None:
+                self._requiring_grad[key] = found
+        return found
 
     def like(self, fake: torch.Tensor) -> torch.Tensor:
         """A fake tensor of the same size, strides, dtype and device in memory of its own, without gradient."""

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Union
 
 import torch
 
+from scopetrace._compat.ops import OpOverload
 from scopetrace._compat.shape_env import WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import FakeTensorMode, offset_of, requires_grad_of
@@ -234,11 +235,7 @@ class Op:
         """The tensors that the op read or wrote, in order."""
         if self.kind == "call_module":
             return leaves((self.args, self.kwargs), Value)
-        found: list[Value] = []
-        _collect(self.args, found)
-        if self.kwargs:
-            _collect(self.kwargs.values(), found)
-        return found
+        return operands(self.args, self.kwargs)
 
     @property
     def name(self) -> str:
@@ -263,6 +260,8 @@ class Op:
 
     def bodies(self) -> list[BodyTape]:
         """Of a higher-order op such as `cond`, the tapes in its arguments. One of them is an argument itself."""
+        if not self.args or type(self.target) is OpOverload:
+            return []
         found = [a for a in self.args if type(a) is BodyTape]
         return [a for a in flat(self.args) if type(a) is BodyTape] if found else found
 
@@ -575,8 +574,17 @@ class AttributeWrite:
 class OpInference(Protocol):
     """Gives the results of ops on the fake tensors of a tape; see `infer.Inference`."""
 
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def inferred(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
+        """The results of `func` without running it: their metadata and fake tensors, None where they are not known.
+
+        `inputs` are the values among the arguments.
+        """
+
+    def ran(self, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Any:
         """What `func` returns for values and other arguments, its tensors fake. Raises what the op raises."""
+
+    def requiring_grad(self, key: int | None, fake: torch.Tensor) -> int | None:
+        """The key of `fake`, which requires grad; `key` is that of the same metadata without."""
 
     def key_of_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What stands for all that decides the metadata of the op's results; None where the arguments do not say it."""
@@ -806,6 +814,15 @@ def map_argument(fn: Callable[[Any], Any], x: Any) -> Any:
     return fn(x)
 
 
+def operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
+    """The values among the arguments of an op, in order."""
+    found: list[Value] = []
+    _collect(args, found)
+    if kwargs:
+        _collect(kwargs.values(), found)
+    return found
+
+
 def values_in(x: Any) -> list[Value]:
     """The values among the leaves of an op's arguments or outputs, in order. Of a template, use `leaves`."""
     if isinstance(x, Value):
@@ -829,6 +846,19 @@ def _collect(items: Iterable[Any], found: list[Value]) -> None:
                 found.append(x)
 
 
+def holds_tensor(x: Any) -> bool:
+    """Whether a real tensor is among the leaves of an op's argument."""
+    if isinstance(x, dict):
+        x = x.values()
+    elif not isinstance(x, (list, tuple)):
+        return isinstance(x, torch.Tensor)
+    for item in x:
+        kind = type(item)
+        if kind is not Value and kind not in _LEAVES and holds_tensor(item):
+            return True
+    return False
+
+
 _LEAVES = frozenset({bool, int, float, str, type(None), torch.dtype})  # as most leaves are: isinstance takes longer
 
 
@@ -840,12 +870,16 @@ def renamed(x: Any, values: Mapping[Value, Value]) -> Any:
 def substituted(x: Any, table: Mapping[Value, Value]) -> Any:
     """An op's argument with what `table` has in place of each value. Raises KeyError for a value that it has not.
 
-    It takes a fraction of the time of `renamed`, which takes templates too.
+    A list of plain numbers is the same list afterwards. It takes a fraction of the time of `renamed`, which takes
+    templates too.
     """
     if isinstance(x, Value):
         return table[x]
     if isinstance(x, (list, tuple)):
-        return type(x)([substituted(item, table) for item in x])
+        for item in x:
+            if type(item) not in _LEAVES:
+                return type(x)([substituted(item, table) for item in x])
+        return x
     if isinstance(x, dict):
         return {name: substituted(item, table) for name, item in x.items()}
     return x

@@ -78,6 +78,12 @@ _STATISTICS_VARIANTS = {
 }
 """Their variants, and how many results come before the new statistics."""
 
+_UNDECLARED = {
+    "aten::_cudnn_rnn_flatten_weight": "weight_arr",  # each weight becomes a view of the result
+    "inductor::resize_storage_bytes_": "variable",
+}
+"""The other ops that do, and the argument that they always write."""
+
 UNDECLARED_WRITTEN = ("running_mean", "batches", "weight_arr", "variable")
 """Names of arguments by which ops are known that may write more than their schema says."""
 
@@ -127,7 +133,7 @@ def functional_variant(func: Any) -> FunctionalVariant | None:
         return None
     signature = _signature(schema)
     op = next((op for op in _candidates(schema) if _signature(schema_of(op)) == signature), None)
-    return None if op is None else _describe(schema, op)
+    return None if op is None else _describe(func, op)
 
 
 def _candidates(schema: Schema) -> Iterator[Any]:
@@ -179,8 +185,9 @@ def _returned_as(schema: Schema, argument: Argument) -> int | None:
     return next(places, None)
 
 
-def _describe(schema: Schema, op: Any) -> FunctionalVariant:
-    """`op` as the functional variant of the op with this schema."""
+def _describe(func: Any, op: Any) -> FunctionalVariant:
+    """`op` as the functional variant of `func`."""
+    schema = schema_of(func)
     first = len(schema.returns) + len(_MORE_RESULTS.get(schema.op_name, ()))
     places = {a.name: first + i for i, a in enumerate(_not_returned(schema))}
     for a in schema.arguments:
@@ -191,7 +198,7 @@ def _describe(schema: Schema, op: Any) -> FunctionalVariant:
     one = len(schema_of(op).returns) == 1
     return FunctionalVariant(
         op=op,
-        dropped=_dropped(schema, op),
+        dropped=_dropped(func, op),
         new_values=tuple((name, None if one else places[name]) for name in schema.written),
         results=tuple(returned.get(i, i) for i in range(len(schema.returns))),
     )
@@ -200,18 +207,23 @@ def _describe(schema: Schema, op: Any) -> FunctionalVariant:
 # Undeclared mutation -------------------------------------------------------------------------------------------------
 
 
+@functools.cache
+def may_write_undeclared(func: Any) -> bool:
+    """Whether `undeclared_writes` finds anything in some calls."""
+    name = schema_of(func).name
+    return name in _UNDECLARED or name in _STATISTICS
+
+
 def undeclared_writes(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
     """Names of arguments that this call writes although the schema of `func` does not say so.
 
     On CPU, the version counters of running statistics do not tell either, except for `instance_norm`.
     """
-    name = schema_of(func).name
-    if name == "aten::_cudnn_rnn_flatten_weight":
-        return ("weight_arr",)  # each weight becomes a view of the result
-    if name == "inductor::resize_storage_bytes_":
-        return ("variable",)
-    if name not in _STATISTICS:
+    if not may_write_undeclared(func):
         return ()
+    name = schema_of(func).name
+    if name in _UNDECLARED:
+        return (_UNDECLARED[name],)
     given = by_name(func, args, kwargs)
     switch = _STATISTICS[name]
     if switch is not None and not given[switch]:
@@ -242,7 +254,7 @@ def _statistics_variant(func: Any) -> FunctionalVariant | None:
     op = getattr(torch.ops.aten, name).default
     new = [("running_mean", count), ("running_var", count + 1), *((out, i) for i, out in enumerate(schema.written))]
     results: tuple[int | str, ...] = schema.written or tuple(range(len(schema.returns)))
-    return FunctionalVariant(op, _dropped(schema, op), tuple(new), results)
+    return FunctionalVariant(op, _dropped(func, op), tuple(new), results)
 
 
 # Calls ---------------------------------------------------------------------------------------------------------------
@@ -262,7 +274,7 @@ def call_variant(
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     needed = 0
-    for arg, name in _sources(schema_of(func), variant.op):
+    for arg, name in _sources(func, variant.op):
         if name not in given:
             positional.append(arg.default)
         elif arg.kwarg_only:
@@ -273,16 +285,17 @@ def call_variant(
     return tuple(positional[:needed]), keywords
 
 
-def _sources(schema: Schema, op: Any) -> list[tuple[Argument, str]]:
-    """Each argument of `op`, with the name of the same argument in the other schema, or its own where there is none."""
-    names = {_canonical(a): a.name for a in schema.arguments if not is_out_argument(a)}
+@functools.cache
+def _sources(func: Any, op: Any) -> list[tuple[Argument, str]]:
+    """Each argument of `op`, with the name of the same argument of `func`, or its own where there is none."""
+    names = {_canonical(a): a.name for a in schema_of(func).arguments if not is_out_argument(a)}
     return [(a, names.get(_canonical(a), a.name)) for a in schema_of(op).arguments]
 
 
-def _dropped(schema: Schema, op: Any) -> tuple[str, ...]:
-    """The arguments in the schema that `op` does not take."""
-    taken = {name for _, name in _sources(schema, op)}
-    return tuple(name for name in schema.names if name not in taken)
+def _dropped(func: Any, op: Any) -> tuple[str, ...]:
+    """The arguments of `func` that `op` does not take."""
+    taken = {name for _, name in _sources(func, op)}
+    return tuple(name for name in schema_of(func).names if name not in taken)
 
 
 def _options_of_out(func: Any, variant: FunctionalVariant, given: dict[str, Any]) -> dict[str, Any]:
@@ -308,10 +321,14 @@ def _is_default(arg: Argument, value: Any) -> bool:
 
 def by_name(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call by name, with the defaults of those that were not given."""
-    schema = schema_of(func)
-    given = {a.name: a.default for a in schema.arguments if a.has_default}
-    given |= dict(zip(schema.names, args, strict=False))
-    return given | kwargs
+    given = _defaults(func).copy()
+    given.update(zip(schema_of(func).names, args, strict=False), **kwargs)
+    return given
+
+
+@functools.cache
+def _defaults(func: Any) -> dict[str, Any]:
+    return {a.name: a.default for a in schema_of(func).arguments if a.has_default}
 
 
 def tensor_of(value: Any) -> Any:
@@ -333,5 +350,10 @@ def _canonical(arg: Argument) -> str:
 
 def is_factory(op: Op) -> bool:
     """Whether an op only takes sizes, dtype and device of its argument."""
-    name = schema_of(op.target).op_name if is_op(op.target) else ""
+    return is_op(op.target) and _is_factory(op.target)
+
+
+@functools.cache
+def _is_factory(func: Any) -> bool:
+    name = schema_of(func).op_name
     return name.endswith("_like") or name.startswith("new_")

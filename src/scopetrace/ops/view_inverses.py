@@ -94,6 +94,13 @@ def geometry_of(value: Value) -> Geometry:
     return Geometry.of(value.fake, value.offset)
 
 
+def overlaps_itself(value: Value) -> bool:
+    """As `Geometry.overlaps_itself`."""
+    fake = value.fake
+    is_plain = fake.layout is torch.strided and not is_symbolic(fake) and fake.is_contiguous()
+    return not is_plain and geometry_of(value).overlaps_itself()
+
+
 def spans_meet(a: Value, b: Value) -> bool:
     """Whether the memory between first and last element is shared by two values of one storage."""
     (a0, a1), (b0, b1) = geometry_of(a).span(), geometry_of(b).span()
