@@ -399,15 +399,16 @@ def live_ops(tape: Tape) -> set[int]:
 
     Arguments and results of module calls count as used, so that a ModuleCall can show them.
     """
-    needed = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
+    needed: set[Value] = set()
+    for call in tape.calls:
+        needed.update(leaves((call.args, call.kwargs, call.outputs, call.mutated), Value))
     needed.update(v for v in tape.graph_outputs() if isinstance(v, Value))
-    needed.update(v for call in tape.calls for v in leaves(call.mutated, Value))
     if isinstance(tape, ProgramTape):
         needed.update(w.value for w in tape.attribute_writes)
     live: set[int] = set()
     effects: dict[int, bool] = {}  # by the id of an op's target, whether it has an effect of its own
     for op in reversed(tape.ops):
-        if any(v in needed for v in op.values()) or has_effect(op, effects):
+        if not needed.isdisjoint(op.values()) or has_effect(op, effects):
             live.add(id(op))
             needed.update(op.inputs())
     return live
