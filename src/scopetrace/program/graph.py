@@ -34,6 +34,9 @@ from scopetrace.ops.history import History, can_require_grad
 
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default)
+_ASSERT = _aten._assert_scalar.default
+_PARTS = (Value, *Symbolic)
+"""What of a result is the value of a node."""
 
 
 class NodeState(NamedTuple):
@@ -99,7 +102,7 @@ class FxLowering:
 
     def learn(self, part: Any, node: torch.fx.Node) -> None:
         """Note that a value or symbolic number is the result of a node."""
-        if isinstance(part, (Value, *Symbolic)):
+        if isinstance(part, _PARTS):
             self._bind_one(node, part)
 
     def _start(self, tape: Tape, graph: torch.fx.Graph) -> None:
@@ -138,7 +141,7 @@ class FxLowering:
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
         self.output = self.graph.output(self.lower(returned))
-        set_node_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
+        set_node_value(self.output, _fakes(returned))
         set_place(self.output, str(tape.root), 0)
 
     def _emit_described(self, op: Op) -> None:
@@ -223,10 +226,11 @@ class FxLowering:
     # ---------------------------------------------------------------- emitting
 
     def _emit(self, op: Op) -> None:
-        self._switch_grad_for(op)
+        if op.grad != self._grad:
+            self._switch_grad_for(op)
         if op.kind == "call_function":
             args = tuple([self.lower(a) for a in op.args])
-            kwargs = {name: self.lower(a) for name, a in op.kwargs.items()}
+            kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
             node = self._call(op.target, args, kwargs, _op_name(op.target))
             for body in node.all_input_nodes if op.bodies() else ():
                 if body.target in self.bodies:
@@ -254,7 +258,7 @@ class FxLowering:
 
     def _is_asserted(self, op: Op) -> bool:
         """Whether an op of a graph that was traced again asserts what the lowering asserts anyway."""
-        found = op.target is _aten._assert_scalar.default and isinstance(op.args[0], torch.SymBool)
+        found = op.target is _ASSERT and isinstance(op.args[0], torch.SymBool)
         return found and self._symbols.is_asserted(op.args[0])
 
     def _annotate(self, count: int, custom: dict[str, Any]) -> None:
@@ -282,18 +286,19 @@ class FxLowering:
 
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
-        set_node_value(node, map_structure(_fake, op.outputs, (Value, *Symbolic)))
-        if isinstance(op.outputs, (Value, *Symbolic)):
-            self._bind_one(node, op.outputs)
-            return
-        self._bind_parts(node, op, op.outputs)
+        outputs = op.outputs
+        set_node_value(node, _fakes(outputs))
+        if isinstance(outputs, _PARTS):
+            self._bind_one(node, outputs)
+        elif outputs is not None:
+            self._bind_parts(node, op, outputs)
 
     def _bind_parts(self, node: torch.fx.Node, op: Op, parts: Any) -> None:
         children = enumerate(parts) if isinstance(parts, (list, tuple)) else open_container(parts) or ()
         for key, part in children:
-            if isinstance(part, (Value, *Symbolic)):
+            if isinstance(part, _PARTS):
                 self._bind_one(self._take(node, op, key, part), part)
-            elif leaves(part, (Value, *Symbolic)):
+            elif leaves(part, _PARTS):
                 self._bind_parts(self._take(node, op, key, part), op, part)
 
     def _bind_one(self, node: torch.fx.Node, part: Any) -> None:
@@ -301,19 +306,20 @@ class FxLowering:
             self._symbols.learn_number(part, node)
             return
         self._nodes[part] = node
-        if part.fake.layout is torch.strided and is_symbolic(part.fake):
-            self._symbols.learn_sizes(part.fake, node)
+        fake = part.fake
+        if is_symbolic(fake) and fake.layout is torch.strided:
+            self._symbols.learn_sizes(fake, node)
 
     def _take(self, node: torch.fx.Node, op: Op, key: int | str, part: Any) -> torch.fx.Node:
         how, key = _how(key)
-        taken = self._call(how, (node, key), {}, None)
+        taken = self._call(how, (node, key), {}, how.__name__)
         self._describe(taken, op)
-        set_node_value(taken, map_structure(_fake, part, (Value, *Symbolic)))
+        set_node_value(taken, _fakes(part))
         return taken
 
     def _as_arguments(self, x: Any) -> Any:
         """Arguments of a leaf module; objects that a node cannot hold become attributes of the GraphModule."""
-        if isinstance(x, (Value, *Symbolic)):
+        if isinstance(x, _PARTS):
             return self._lower_leaf(x)
         if type(x) in (tuple, list):
             return type(x)([self._as_arguments(item) for item in x])
@@ -340,12 +346,12 @@ class FxLowering:
     # ---------------------------------------------------------------- autograd on and off
 
     def _switch_grad_for(self, op: Op) -> None:
-        """Switch autograd only where the mode matters: before an op with an input that may require grad.
+        """Before an op under the other mode: switch autograd where that matters, as an input may require grad.
 
         Back to the mode of the call before any op.
         """
         is_outer = op.grad == self.tape.outer_grad and op.kind != "placeholder"
-        if op.grad != self._grad and (is_outer or any(map(self._may_require_grad, op.inputs()))):
+        if is_outer or any(map(self._may_require_grad, op.inputs())):
             self._switch_grad(op.grad)
 
     def _may_require_grad(self, v: Value) -> bool:
@@ -452,8 +458,9 @@ def _how(key: int | str) -> tuple[Any, Any]:
     return operator.getitem, key
 
 
-def _fake(x: Any) -> Any:
-    return x.fake if isinstance(x, Value) else x
+def _fakes(x: Any) -> Any:
+    """What the nodes of a structure of values give: fake tensors and symbolic numbers."""
+    return x.fake if isinstance(x, Value) else map_structure(_fakes, x, Value)
 
 
 # node.meta -----------------------------------------------------------------------------------------------------------
