@@ -119,7 +119,7 @@ class FxLowering:
         self._described = 0
         """How many nodes have the place of their op."""
         self._traces: dict[int, str | None] = {}
-        """By the id of the frames of an op, as text."""
+        """By the id of frames, which the tape keeps alive, as text."""
 
     def _build(self) -> None:
         tape = self.tape
@@ -277,10 +277,7 @@ class FxLowering:
             stack = self._module_stack(op.call)
             if op.call is not None and op.scope is not op.call.scope:
                 stack = stack | _modules_within(op)
-            frames = id(op.frames)  # which the tape keeps alive
-            if frames not in self._traces:
-                self._traces[frames] = format_stack(op.frames)
-            set_origin(node, stack, self._traces[frames])
+            set_origin(node, stack, format_stack(op.frames, self._traces))
         if op.meta is not None:
             set_given(node, op.meta)
 
