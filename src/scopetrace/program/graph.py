@@ -175,11 +175,11 @@ class FxLowering:
         tape = self.tape
         written = tape.name if isinstance(tape, BodyTape) else tape.root.type_name
         name = "".join(c for c in written if c.isidentifier() or c.isdigit()) or "Traced"
-        used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
+        used = dict.fromkeys(n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module"))
         bodies = {name: body.graph_module() for name, body in self.bodies.items()}
         modules = tape.modules if isinstance(tape, ProgramTape) else {}
         everything = {**tape.attributes, **modules, **self._opaque, **bodies}
-        held = {k: v for k, v in everything.items() if k in used}
+        held = {name: everything[name] for name in used}
         refuse_taken_names(held, tape.root.path)
         if isinstance(tape, BodyTape):
             return make_graph_module(held, self.graph, name, is_body=True, context_fn=tape.context_fn)
