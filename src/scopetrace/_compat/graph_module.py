@@ -35,6 +35,9 @@ exit_autocast: Callable[..., Any] = torch.amp.autocast_mode._exit_autocast
 was_erased: Callable[[torch.fx.Node], bool] = operator.attrgetter("_erased")
 """Whether a node was removed from its graph."""
 
+set_arguments: Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any]], None] = torch.fx.Node._update_args_kwargs
+"""Give a node its arguments. Assigning `node.args` also takes it out of the table of `find_nodes`, and puts it back."""
+
 LazyGraphModule = _LazyGraphModule
 """A GraphModule that generates its code, and the `forward` of its class, when it first runs."""
 

@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import TracedGraphModule, is_taken, make_graph_module, set_grad_enabled
+from scopetrace._compat.graph_module import (
+    TracedGraphModule,
+    is_taken,
+    make_graph_module,
+    set_arguments,
+    set_grad_enabled,
+)
 from scopetrace._compat.ops import is_collective, is_random
 from scopetrace._compat.symbols import Symbolic, SymbolNodes, number_text, surely_equal, to_expr
 from scopetrace._compat.tensors import is_symbolic
@@ -251,9 +257,7 @@ class FxLowering:
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None) -> torch.fx.Node:
         """A `call_function` node. It gets its arguments at the end: `create_node` would look for symbols in them."""
         node = self.graph.create_node("call_function", target, name=name)
-        node.args = args
-        if kwargs:
-            node.kwargs = kwargs
+        set_arguments(node, args, kwargs)
         return node
 
     def _is_asserted(self, op: Op) -> bool:
