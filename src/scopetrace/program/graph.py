@@ -43,6 +43,8 @@ _RESHAPES = (_aten.view.default, _aten.reshape.default)
 _ASSERT = _aten._assert_scalar.default
 _PARTS = (Value, *Symbolic)
 """What of a result is the value of a node."""
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype})
+"""The types of most arguments that are no values."""
 
 
 class NodeState(NamedTuple):
@@ -116,6 +118,8 @@ class FxLowering:
         self.graph = graph
         self.op_of: dict[torch.fx.Node, Op] = {}
         self._nodes: dict[Value, torch.fx.Node] = {}
+        self._all = graph.nodes
+        """The nodes that there are at the time, as `graph.nodes` is a view of the graph."""
         self._symbols = SymbolNodes(self.graph)
         self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
         self._opaque: dict[str, Any] = {}
@@ -155,9 +159,9 @@ class FxLowering:
         if op.meta is None and op.phase is None:
             self._emit(op)
             return
-        before, described = len(self.graph.nodes), self._described
+        before, described = len(self._all), self._described
         self._emit(op)
-        count = len(self.graph.nodes) - before
+        count = len(self._all) - before
         if op.meta is not None and "custom" in op.meta:
             self._annotate(count, op.meta["custom"])
         if op.phase is not None and count > self._described - described:
@@ -193,10 +197,13 @@ class FxLowering:
 
     def lower(self, x: Any) -> Any:
         """A structure of arguments or results with nodes in place of tape values and symbolic numbers."""
-        if isinstance(x, Value):
+        kind = type(x)
+        if kind is Value:
             return self._nodes[x]
-        if type(x) in (int, float, bool, str, type(None)):
+        if kind in _ATOMS:
             return x
+        if kind is list or kind is tuple:
+            return kind([self.lower(item) for item in x])
         return map_structure(self._lower_leaf, x, (Value, BodyTape, torch.ScriptObject, *Symbolic))
 
     def node_of(self, value: Value) -> torch.fx.Node | None:
@@ -238,14 +245,14 @@ class FxLowering:
             args = tuple([self.lower(a) for a in op.args])
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
             node = self._call(op.target, args, kwargs, _op_name(op.target))
-            for body in node.all_input_nodes if op.bodies() else ():
+            for body in node.all_input_nodes if self.bodies and op.bodies() else ():
                 if body.target in self.bodies:
                     self._describe(body, op)
         elif op.kind == "call_module":
             args, kwargs = self._as_arguments((op.args, op.kwargs))
             node = self.graph.create_node("call_module", op.target, args, kwargs)
         else:
-            node = self.graph.create_node(op.kind, op.target)
+            node = self.graph.create_node(op.kind, op.name, name=_plain_name(op.name))
         self.op_of[node] = op
         self._describe(node, op)
         self._bind(node, op)
@@ -450,6 +457,12 @@ def _checks_sizes(op: Op) -> bool:
 
 def _op_name(target: Any) -> str:
     return str(getattr(getattr(target, "overloadpacket", target), "__name__", "op"))
+
+
+def _plain_name(path: str) -> str | None:
+    """The name that torch.fx makes of a path, where that is plain; None leaves it to torch, which takes twice as long."""
+    name = path.replace(".", "_")
+    return name if name.islower() and name.isascii() and name.isidentifier() and name[0] != "_" else None
 
 
 def _how(key: int | str) -> tuple[Any, Any]:
