@@ -228,7 +228,7 @@ def method_of(graph: torch.fx.Graph, graph_module: torch.fx.GraphModule) -> Call
 def make_graph_module(
     attributes: dict[str, Any], graph: torch.fx.Graph, name: str, *, is_body: bool = False, context_fn: Any = None
 ) -> TracedGraphModule:
-    """A GraphModule that holds `attributes` (tensors and modules by dotted path) and runs `graph`, which reads them all.
+    """A GraphModule that holds `attributes` (tensors and modules by dotted path) and runs `graph`, which reads all.
 
     `context_fn` is that of `torch.utils.checkpoint`, for the body of a region.
     """

@@ -460,7 +460,7 @@ def _op_name(target: Any) -> str:
 
 
 def _plain_name(path: str) -> str | None:
-    """The name that torch.fx makes of a path, where that is plain; None leaves it to torch, which takes twice as long."""
+    """The name that torch.fx makes of a path, where that is plain; None leaves it to torch, which takes longer."""
     name = path.replace(".", "_")
     return name if name.islower() and name.isascii() and name.isidentifier() and name[0] != "_" else None
 
