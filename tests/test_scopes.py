@@ -1,6 +1,7 @@
 """Scopes: the trie, user scopes, and what survives what people do to graphs."""
 
 import copy
+import operator
 import pickle
 import threading
 
@@ -222,6 +223,30 @@ def test_pickle():
     assert [n.meta["val"].shape for n in a if n.op == "placeholder"] == [
         n.meta["val"].shape for n in b if n.op == "placeholder"
     ]
+
+
+class Reads(torch.nn.Module):
+    """Has tensors at several depths, in another order than they are read, and a module one of whose own is read."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(4, 4)), torch.nn.BatchNorm1d(4))
+        self.leaf = torch.nn.PReLU()
+        self.first = torch.nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        return self.late(self.leaf(x) * self.leaf.weight) + self.first
+
+
+def test_what_a_graph_module_holds_is_ordered_as_torch_orders_it():
+    tr = st.trace(Reads().eval(), (torch.randn(3, 4),), leaf_modules=[torch.nn.PReLU])
+    found = tr.graph_module
+    read = [n.target for n in found.graph.nodes if n.op in ("get_attr", "call_module")]
+    held = {name: operator.attrgetter(name)(found) for name in read}
+    expected = torch.fx.GraphModule(held, copy.deepcopy(found.graph))
+    for gm in (found, pickle.loads(pickle.dumps(found))):
+        for names in (torch.nn.Module.named_parameters, torch.nn.Module.named_buffers, torch.nn.Module.named_modules):
+            assert [name for name, _ in names(gm)] == [name for name, _ in names(expected)]
 
 
 @pytest.mark.parametrize("how", ["interpreter", "make_fx"])

@@ -35,6 +35,9 @@ exit_autocast: Callable[..., Any] = torch.amp.autocast_mode._exit_autocast
 was_erased: Callable[[torch.fx.Node], bool] = operator.attrgetter("_erased")
 """Whether a node was removed from its graph."""
 
+set_arguments: Callable[[torch.fx.Node, tuple[Any, ...], dict[str, Any]], None] = torch.fx.Node._update_args_kwargs
+"""Give a node its arguments. Assigning `node.args` also takes it out of the table of `find_nodes`, and puts it back."""
+
 LazyGraphModule = _LazyGraphModule
 """A GraphModule that generates its code, and the `forward` of its class, when it first runs."""
 
@@ -67,7 +70,7 @@ class TracedGraphModule(LazyGraphModule):
         return super()._call_impl(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
+        used = dict.fromkeys(n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module"))
         held = {name: look_up(self, name) for name in used}
         is_body = isinstance(self, BodyGraphModule)
         return _unpickle, (held, dumps(_records(self.graph)), self._get_name(), self.training, is_body)
@@ -225,17 +228,50 @@ def method_of(graph: torch.fx.Graph, graph_module: torch.fx.GraphModule) -> Call
 def make_graph_module(
     attributes: dict[str, Any], graph: torch.fx.Graph, name: str, *, is_body: bool = False, context_fn: Any = None
 ) -> TracedGraphModule:
-    """A GraphModule that holds `attributes` (tensors and modules by dotted path) and runs `graph`.
+    """A GraphModule that holds `attributes` (tensors and modules by dotted path) and runs `graph`, which reads all.
 
     `context_fn` is that of `torch.utils.checkpoint`, for the body of a region.
     """
     if not is_body:
-        return TracedGraphModule(attributes, graph, class_name=name)
+        # given the attributes, torch's __init__ goes along each path from the root, for each get_attr node
+        module = TracedGraphModule({}, torch.fx.Graph(), class_name=name)
+        _hold(module, attributes)
+        module.graph = graph
+        return module
     body = BodyGraphModule(attributes, graph, class_name=name)
     if context_fn is not None:
         functions = [context_fn, *filter(None, [body.meta.get(_CONTEXT_FN)])]
         body.meta[_CONTEXT_FN] = functools.partial(_contexts_of, functions)
     return body
+
+
+def _hold(root: torch.nn.Module, attributes: dict[str, Any]) -> None:
+    """Put tensors and modules under their paths, those of short paths first, in modules that are made for them."""
+    modules = {"": root}
+    for name in sorted(attributes, key=lambda name: name.count(".")):
+        path, _, field = name.rpartition(".")
+        module = modules.get(path) or _module_at(path, modules)
+        x = attributes[name]
+        if isinstance(x, torch.nn.Parameter):
+            module.register_parameter(field, x)
+        elif isinstance(x, torch.Tensor):
+            module.register_buffer(field, x)
+        else:
+            setattr(module, field, x)
+
+
+def _module_at(path: str, modules: dict[str, torch.nn.Module]) -> torch.nn.Module:
+    """The module at a path, a new one where there is none; `modules` are those that were found, by their paths."""
+    found = modules.get(path)
+    if found is None:
+        outer, _, name = path.rpartition(".")
+        parent = _module_at(outer, modules)
+        found = getattr(parent, name, None)
+        if found is None:
+            found = torch.nn.Module()
+            parent.add_module(name, found)
+        modules[path] = found
+    return found
 
 
 def is_taken(name: str) -> bool:

@@ -80,7 +80,7 @@ NAMES = {
     "torch.fx:Graph": "_resolve_unbacked_binding",
     "torch.nn.modules.module": """
         _global_backward_hooks _global_backward_pre_hooks _global_forward_hooks _global_forward_pre_hooks""",
-    "torch.fx:Node": "_erased",
+    "torch.fx:Node": "_erased _update_args_kwargs",
     "torch.fx._lazy_graph_module": "_LazyGraphModule",
     "torch.fx._lazy_graph_module:_LazyGraphModule": "_real_recompile",
     "torch.fx.experimental": "_config",

@@ -415,19 +415,24 @@ def building() -> Iterator[None]:
     """Entered while tapes, graphs or files are built.
 
     Other threads wait, and signals too, since torch's modes and our patches are switched on and off inside. Python's
-    garbage collector is off: programs only grow, and it would visit them whole again and again, so that long ones cost
-    more per op.
+    garbage collector is off.
     """
     in_main = threading.current_thread() is threading.main_thread()
     kept: Any = interrupts if in_main else (contextlib.nullcontext(),) * 3
-    with _compile_lock(), one_at_a_time, kept[0], kept[1], kept[2]:
-        enabled = gc.isenabled()
-        gc.disable()
-        try:
-            yield
-        finally:
-            if enabled:
-                gc.enable()
+    with _compile_lock(), one_at_a_time, kept[0], kept[1], kept[2], garbage_collector_off():
+        yield
+
+
+@contextlib.contextmanager
+def garbage_collector_off() -> Iterator[None]:
+    """Entered where programs only grow: Python's collector would visit them again and again as they do."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 T = TypeVar("T")

@@ -172,6 +172,8 @@ def _add_leaves(items: Iterable[Any], leaf: Leaf, found: list[Any]) -> None:
             found.append(x)
         elif kind is tuple or kind is list:
             _add_leaves(x, leaf, found)
+        elif kind is dict:
+            _add_leaves(x.values(), leaf, found)
         elif kind not in _PLAIN:
             _add_leaves([item for _, item in open_container(x) or ()], leaf, found)
 

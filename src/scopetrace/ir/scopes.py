@@ -324,12 +324,22 @@ def walk_frames(frames: Frames) -> list[Frame]:
 _lines: dict[tuple[str, int, str], str] = {}  # a cache, since frames are written for each node; it holds no code
 
 
-def format_stack(frames: Frames) -> str | None:
-    """The frames of functions named `forward`, in the form of torch.export's `stack_trace`; None without any."""
+def format_stack(frames: Frames, known: dict[int, str | None]) -> str | None:
+    """The frames of functions named `forward`, in the form of torch.export's `stack_trace`; None without any.
+
+    `known` keeps what was found, also for the outer parts, which many ops share, by the ids of the frames: these have
+    to live as long as it does.
+    """
     if isinstance(frames, str):
         return frames
-    found = [_format(f) for f in walk_frames(frames) if f[0].co_name == "forward"]
-    return "\n  ".join(found) if found else None
+    if not frames:
+        return None
+    key = id(frames)
+    if key not in known:
+        outer = format_stack(frames[0], known)
+        own = [_format(f) for f in frames[1] if f[0].co_name == "forward"]
+        known[key] = outer if not own else "\n  ".join(own if outer is None else [outer, *own])
+    return known[key]
 
 
 def _format(frame: Frame) -> str:

@@ -22,7 +22,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.fx
 
-from scopetrace._compat.graph_module import TracedGraphModule, is_taken, make_graph_module, set_grad_enabled
+from scopetrace._compat.graph_module import (
+    TracedGraphModule,
+    is_taken,
+    make_graph_module,
+    set_arguments,
+    set_grad_enabled,
+)
 from scopetrace._compat.ops import is_collective, is_random
 from scopetrace._compat.symbols import Symbolic, SymbolNodes, number_text, surely_equal, to_expr
 from scopetrace._compat.tensors import is_symbolic
@@ -34,6 +40,11 @@ from scopetrace.ops.history import History, can_require_grad
 
 _aten = torch.ops.aten
 _RESHAPES = (_aten.view.default, _aten.reshape.default)
+_ASSERT = _aten._assert_scalar.default
+_PARTS = (Value, *Symbolic)
+"""What of a result is the value of a node."""
+_ATOMS = frozenset({int, float, bool, str, type(None), torch.dtype})
+"""The types of most arguments that are no values."""
 
 
 class NodeState(NamedTuple):
@@ -99,7 +110,7 @@ class FxLowering:
 
     def learn(self, part: Any, node: torch.fx.Node) -> None:
         """Note that a value or symbolic number is the result of a node."""
-        if isinstance(part, (Value, *Symbolic)):
+        if isinstance(part, _PARTS):
             self._bind_one(node, part)
 
     def _start(self, tape: Tape, graph: torch.fx.Graph) -> None:
@@ -107,6 +118,8 @@ class FxLowering:
         self.graph = graph
         self.op_of: dict[torch.fx.Node, Op] = {}
         self._nodes: dict[Value, torch.fx.Node] = {}
+        self._all = graph.nodes
+        """The nodes that there are at the time, as `graph.nodes` is a view of the graph."""
         self._symbols = SymbolNodes(self.graph)
         self._stacks: dict[Call | None, dict[str, tuple[str, str]]] = {None: {}}
         self._opaque: dict[str, Any] = {}
@@ -116,7 +129,7 @@ class FxLowering:
         self._described = 0
         """How many nodes have the place of their op."""
         self._traces: dict[int, str | None] = {}
-        """By the id of the frames of an op, as text."""
+        """By the id of frames, which the tape keeps alive, as text."""
 
     def _build(self) -> None:
         tape = self.tape
@@ -138,7 +151,7 @@ class FxLowering:
         if isinstance(tape, ProgramTape):
             returned = (*tape.graph_outputs(), *(w.value for w in tape.attribute_writes))
         self.output = self.graph.output(self.lower(returned))
-        set_node_value(self.output, map_structure(_fake, returned, (Value, *Symbolic)))
+        set_node_value(self.output, _fakes(returned))
         set_place(self.output, str(tape.root), 0)
 
     def _emit_described(self, op: Op) -> None:
@@ -146,9 +159,9 @@ class FxLowering:
         if op.meta is None and op.phase is None:
             self._emit(op)
             return
-        before, described = len(self.graph.nodes), self._described
+        before, described = len(self._all), self._described
         self._emit(op)
-        count = len(self.graph.nodes) - before
+        count = len(self._all) - before
         if op.meta is not None and "custom" in op.meta:
             self._annotate(count, op.meta["custom"])
         if op.phase is not None and count > self._described - described:
@@ -172,11 +185,11 @@ class FxLowering:
         tape = self.tape
         written = tape.name if isinstance(tape, BodyTape) else tape.root.type_name
         name = "".join(c for c in written if c.isidentifier() or c.isdigit()) or "Traced"
-        used = {n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module")}
+        used = dict.fromkeys(n.target for n in self.graph.nodes if n.op in ("get_attr", "call_module"))
         bodies = {name: body.graph_module() for name, body in self.bodies.items()}
         modules = tape.modules if isinstance(tape, ProgramTape) else {}
         everything = {**tape.attributes, **modules, **self._opaque, **bodies}
-        held = {k: v for k, v in everything.items() if k in used}
+        held = {name: everything[name] for name in used}
         refuse_taken_names(held, tape.root.path)
         if isinstance(tape, BodyTape):
             return make_graph_module(held, self.graph, name, is_body=True, context_fn=tape.context_fn)
@@ -184,10 +197,13 @@ class FxLowering:
 
     def lower(self, x: Any) -> Any:
         """A structure of arguments or results with nodes in place of tape values and symbolic numbers."""
-        if isinstance(x, Value):
+        kind = type(x)
+        if kind is Value:
             return self._nodes[x]
-        if type(x) in (int, float, bool, str, type(None)):
+        if kind in _ATOMS:
             return x
+        if kind is list or kind is tuple:
+            return kind([self.lower(item) for item in x])
         return map_structure(self._lower_leaf, x, (Value, BodyTape, torch.ScriptObject, *Symbolic))
 
     def node_of(self, value: Value) -> torch.fx.Node | None:
@@ -223,19 +239,20 @@ class FxLowering:
     # ---------------------------------------------------------------- emitting
 
     def _emit(self, op: Op) -> None:
-        self._switch_grad_for(op)
+        if op.grad != self._grad:
+            self._switch_grad_for(op)
         if op.kind == "call_function":
             args = tuple([self.lower(a) for a in op.args])
-            kwargs = {name: self.lower(a) for name, a in op.kwargs.items()}
+            kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
             node = self._call(op.target, args, kwargs, _op_name(op.target))
-            for body in node.all_input_nodes if op.bodies() else ():
+            for body in node.all_input_nodes if self.bodies and op.bodies() else ():
                 if body.target in self.bodies:
                     self._describe(body, op)
         elif op.kind == "call_module":
             args, kwargs = self._as_arguments((op.args, op.kwargs))
             node = self.graph.create_node("call_module", op.target, args, kwargs)
         else:
-            node = self.graph.create_node(op.kind, op.target)
+            node = self.graph.create_node(op.kind, op.name, name=_plain_name(op.name))
         self.op_of[node] = op
         self._describe(node, op)
         self._bind(node, op)
@@ -247,14 +264,12 @@ class FxLowering:
     def _call(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str | None) -> torch.fx.Node:
         """A `call_function` node. It gets its arguments at the end: `create_node` would look for symbols in them."""
         node = self.graph.create_node("call_function", target, name=name)
-        node.args = args
-        if kwargs:
-            node.kwargs = kwargs
+        set_arguments(node, args, kwargs)
         return node
 
     def _is_asserted(self, op: Op) -> bool:
         """Whether an op of a graph that was traced again asserts what the lowering asserts anyway."""
-        found = op.target is _aten._assert_scalar.default and isinstance(op.args[0], torch.SymBool)
+        found = op.target is _ASSERT and isinstance(op.args[0], torch.SymBool)
         return found and self._symbols.is_asserted(op.args[0])
 
     def _annotate(self, count: int, custom: dict[str, Any]) -> None:
@@ -273,27 +288,25 @@ class FxLowering:
             stack = self._module_stack(op.call)
             if op.call is not None and op.scope is not op.call.scope:
                 stack = stack | _modules_within(op)
-            frames = id(op.frames)  # which the tape keeps alive
-            if frames not in self._traces:
-                self._traces[frames] = format_stack(op.frames)
-            set_origin(node, stack, self._traces[frames])
+            set_origin(node, stack, format_stack(op.frames, self._traces))
         if op.meta is not None:
             set_given(node, op.meta)
 
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
-        set_node_value(node, map_structure(_fake, op.outputs, (Value, *Symbolic)))
-        if isinstance(op.outputs, (Value, *Symbolic)):
-            self._bind_one(node, op.outputs)
-            return
-        self._bind_parts(node, op, op.outputs)
+        outputs = op.outputs
+        set_node_value(node, _fakes(outputs))
+        if isinstance(outputs, _PARTS):
+            self._bind_one(node, outputs)
+        elif outputs is not None:
+            self._bind_parts(node, op, outputs)
 
     def _bind_parts(self, node: torch.fx.Node, op: Op, parts: Any) -> None:
         children = enumerate(parts) if isinstance(parts, (list, tuple)) else open_container(parts) or ()
         for key, part in children:
-            if isinstance(part, (Value, *Symbolic)):
+            if isinstance(part, _PARTS):
                 self._bind_one(self._take(node, op, key, part), part)
-            elif leaves(part, (Value, *Symbolic)):
+            elif leaves(part, _PARTS):
                 self._bind_parts(self._take(node, op, key, part), op, part)
 
     def _bind_one(self, node: torch.fx.Node, part: Any) -> None:
@@ -301,19 +314,20 @@ class FxLowering:
             self._symbols.learn_number(part, node)
             return
         self._nodes[part] = node
-        if part.fake.layout is torch.strided and is_symbolic(part.fake):
-            self._symbols.learn_sizes(part.fake, node)
+        fake = part.fake
+        if is_symbolic(fake) and fake.layout is torch.strided:
+            self._symbols.learn_sizes(fake, node)
 
     def _take(self, node: torch.fx.Node, op: Op, key: int | str, part: Any) -> torch.fx.Node:
         how, key = _how(key)
-        taken = self._call(how, (node, key), {}, None)
+        taken = self._call(how, (node, key), {}, how.__name__)
         self._describe(taken, op)
-        set_node_value(taken, map_structure(_fake, part, (Value, *Symbolic)))
+        set_node_value(taken, _fakes(part))
         return taken
 
     def _as_arguments(self, x: Any) -> Any:
         """Arguments of a leaf module; objects that a node cannot hold become attributes of the GraphModule."""
-        if isinstance(x, (Value, *Symbolic)):
+        if isinstance(x, _PARTS):
             return self._lower_leaf(x)
         if type(x) in (tuple, list):
             return type(x)([self._as_arguments(item) for item in x])
@@ -340,12 +354,12 @@ class FxLowering:
     # ---------------------------------------------------------------- autograd on and off
 
     def _switch_grad_for(self, op: Op) -> None:
-        """Switch autograd only where the mode matters: before an op with an input that may require grad.
+        """Before an op under the other mode: switch autograd where that matters, as an input may require grad.
 
         Back to the mode of the call before any op.
         """
         is_outer = op.grad == self.tape.outer_grad and op.kind != "placeholder"
-        if op.grad != self._grad and (is_outer or any(map(self._may_require_grad, op.inputs()))):
+        if is_outer or any(map(self._may_require_grad, op.inputs())):
             self._switch_grad(op.grad)
 
     def _may_require_grad(self, v: Value) -> bool:
@@ -399,15 +413,16 @@ def live_ops(tape: Tape) -> set[int]:
 
     Arguments and results of module calls count as used, so that a ModuleCall can show them.
     """
-    needed = {v for call in tape.calls for v in leaves((call.args, call.kwargs, call.outputs), Value)}
+    needed: set[Value] = set()
+    for call in tape.calls:
+        needed.update(leaves((call.args, call.kwargs, call.outputs, call.mutated), Value))
     needed.update(v for v in tape.graph_outputs() if isinstance(v, Value))
-    needed.update(v for call in tape.calls for v in leaves(call.mutated, Value))
     if isinstance(tape, ProgramTape):
         needed.update(w.value for w in tape.attribute_writes)
     live: set[int] = set()
     effects: dict[int, bool] = {}  # by the id of an op's target, whether it has an effect of its own
     for op in reversed(tape.ops):
-        if any(v in needed for v in op.values()) or has_effect(op, effects):
+        if not needed.isdisjoint(op.values()) or has_effect(op, effects):
             live.add(id(op))
             needed.update(op.inputs())
     return live
@@ -444,6 +459,12 @@ def _op_name(target: Any) -> str:
     return str(getattr(getattr(target, "overloadpacket", target), "__name__", "op"))
 
 
+def _plain_name(path: str) -> str | None:
+    """The name that torch.fx makes of a path, where that is plain; None leaves it to torch, which takes longer."""
+    name = path.replace(".", "_")
+    return name if name.islower() and name.isascii() and name.isidentifier() and name[0] != "_" else None
+
+
 def _how(key: int | str) -> tuple[Any, Any]:
     """What takes a part of a container: `getitem, 0` for `0` and `[0]`, `getattr, "logits"` for `.logits`."""
     if isinstance(key, str):
@@ -451,8 +472,9 @@ def _how(key: int | str) -> tuple[Any, Any]:
     return operator.getitem, key
 
 
-def _fake(x: Any) -> Any:
-    return x.fake if isinstance(x, Value) else x
+def _fakes(x: Any) -> Any:
+    """What the nodes of a structure of values give: fake tensors and symbolic numbers."""
+    return x.fake if isinstance(x, Value) else map_structure(_fakes, x, Value)
 
 
 # node.meta -----------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ from scopetrace._compat.graph_module import (
     was_erased,
     without_grad_switches,
 )
-from scopetrace._compat.ops import is_op
+from scopetrace._compat.ops import garbage_collector_off, is_op
 from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.classes import with_imports
 from scopetrace.containers.structure import Removed, instantiate, leaves, leaves_with_path, without_argument_mutation
@@ -362,12 +362,14 @@ class TracedProgram:
     @functools.cached_property
     def lowering(self) -> FxLowering:
         """The torch.fx graph, and the node of each value of the tape."""
-        return FxLowering(self.tape)
+        with garbage_collector_off():
+            return FxLowering(self.tape)
 
     @functools.cached_property
     def graph_module(self) -> TracedGraphModule:
         """The graph as a GraphModule that holds the model's own tensors; see `Trace.graph_module`."""
-        return self.lowering.graph_module()
+        with garbage_collector_off():
+            return self.lowering.graph_module()
 
     @functools.cached_property
     def boundary(self) -> CallBoundary:
