@@ -183,6 +183,10 @@ class Model:
         """The model's modules, and those that only its objects, globals and closures hold."""
         return self._saved.values()
 
+    def saved(self, module: torch.nn.Module) -> SavedModule | None:
+        """What a module was before the forward; None for one that was not there."""
+        return self._saved.get(id(module))
+
     def has_layers(self) -> bool:
         """Whether it has modules inside that have modules, or that are not torch's."""
         inner = (saved.module for saved in self.saved_modules if saved.module is not self.root)

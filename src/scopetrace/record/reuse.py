@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import functools
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -41,7 +40,7 @@ from scopetrace.record.model import Model, is_torchs, plain_attributes
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.original import Original
-from scopetrace.record.pairs import Differs, Pairs
+from scopetrace.record.pairs import Differs, Pairs, has_hooks
 from scopetrace.record.python_state import State
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.replay import Replay, Tools
@@ -198,6 +197,8 @@ class CallRecorderWithReuse(CallRecorder):
         assert isinstance(reads, ReadRecorderWithReuse)
         self.unshared = 0
         """How often the forward did what is no op, and what a copy of its ops would not do."""
+        self._hooked = 0
+        """How many calls of modules began with hooks: of code that is not in the class, and may be gone later."""
         self._asked = reads
         self._effects = effects
         self._object_reads = object_reads
@@ -237,14 +238,14 @@ class CallRecorderWithReuse(CallRecorder):
         """As the base's; a call that is equal to one before does not run."""
         group = self._group_of(call)
         if group is None:
-            return super().run(call, entered, run, args, kwargs)
+            return self._run_anew(call, entered, run, args, kwargs)
         name = type(call.module).__name__
         with self._looking():
             found = self._kept_or_replay(call, group, args[1:], kwargs)
         if isinstance(found, Replay):
             self._report.replayed[name] = self._report.replayed.get(name, 0) + 1
             return self._replayed(call, found)
-        out = super().run(call, entered, run, args, kwargs)
+        out = self._run_anew(call, entered, run, args, kwargs)
         ops = ops_between(self._builder.tape.ops, call.start, call.stop)
         can_be_copied = sum(op.kind == "call_function" and not op.writes for op in ops)
         is_small = group.kind.is_small = can_be_copied < self._fewest_ops
@@ -258,6 +259,10 @@ class CallRecorderWithReuse(CallRecorder):
             else:
                 group.originals.insert(0, found)
         return out
+
+    def _run_anew(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._hooked += call.module is not None and has_hooks(call.module.__dict__)
+        return super().run(call, entered, run, args, kwargs)
 
     def _group_of(self, call: Call) -> _Group | None:
         """The modules that look like that of a call, where it may be worth to compare it."""
@@ -343,6 +348,7 @@ class CallRecorderWithReuse(CallRecorder):
             "it asks autograd, or for all parameters, or switches a mode": self._asked.unshared,
             "it does what is no op with a tensor": self.unshared,
             "it differentiates": "gradients" in self.__dict__,
+            "it has hooks": self._hooked,
         }
 
     def _problem(self, kept: _Kept, out: Any, args: Any, kwargs: Any) -> str:
@@ -395,16 +401,13 @@ class CallRecorderWithReuse(CallRecorder):
             raise Differs("a setting of torch differs")
         if kept.state is not self._state or not self._state.is_unchanged(draws=False):
             raise Differs("the state of Python objects has changed")
-        pairs = Pairs(self._object_reads.may_have_read, self._state.watch, original.facts)
-        pairs.module("", original.call.module, module)
+        pairs = Pairs(self._object_reads.may_have_read, self._state.watch, self._model.saved, original.facts)
+        pairs.module(original.call.module, module)
         for a, b in zip(kept.given.modules, given.modules, strict=True):
-            pairs.module("an argument", a, b)
+            pairs.argument(a, b)
         for t, u in zip(kept.given.tensors, given.tensors, strict=True):
             if not isinstance(t, FakeTensor):
-                pairs.tensor("an argument", t, u)
-        for x in (x for pair in pairs.owners for x in pair if isinstance(x, torch.nn.Module)):
-            if not self._state.is_same(x):
-                raise Differs("an attribute of a module has changed")
+                pairs.argument(t, u)
         return Replay(original, call, pairs, given.tensors, self._tools, self)
 
     def _replayed(self, call: Call, replay: Replay) -> Any:
@@ -428,13 +431,13 @@ class CallRecorderWithReuse(CallRecorder):
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
         where = {"fqn": fqn, "scope": scope, "parent": place[0], "frames": frames, "position": next(self._positions)}
-        own = {"module": module, "module_type": self.class_of(module), "index": index, "start": start}
+        where |= {"module": module, "module_type": self.class_of(module), "index": index, "start": start}
         if callable(given):
-            describe = functools.partial(plain_attributes, self._model.attributes_before(module))
-            new: Call = CopiedCall.of(call, given, describe, **where, **own)
+            before = self._model.attributes_before(module)
+            new: Call = CopiedCall.of(call, given, before=before, describe=plain_attributes, **where)
         else:
             args, kwargs = given
-            new = call.replace(args=args, kwargs=kwargs, attributes=plain_attributes(module.__dict__), **where, **own)
+            new = call.replace(args=args, kwargs=kwargs, attributes=plain_attributes(module.__dict__), **where)
         self._builder.tape.calls.append(new)
         if self._progress is not None:
             self._progress(str(scope), new.start)
