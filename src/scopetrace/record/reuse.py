@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import functools
 import logging
 import types
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress
 from scopetrace.record.code import ATOMS
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Model, is_torchs, plain_attributes
+from scopetrace.record.model import Model, is_torchs, modules_in, plain_attributes
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.original import Original
@@ -211,7 +212,6 @@ class CallRecorderWithReuse(CallRecorder):
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As the base's."""
         with self._looking():
-            self._state = State(self._effects, self._model, self._model.snapshot.saved)
             self._groups = _groups(self._model.root) if self._is_possible() else {}
         return super().run_root(fn, args, kwargs)
 
@@ -229,8 +229,15 @@ class CallRecorderWithReuse(CallRecorder):
         tape, root = self._builder.tape, self._model.root
         if tape.exact_autograd or self._leaves or root is None or any(hooks_of_all_modules().values()):
             return False
-        asks_id = any(not _IDENTITY.isdisjoint(f.__code__.co_names) for f in self._effects.reach.functions)
-        return not asks_id and not self._state.tells_modules_apart()
+        return all(_IDENTITY.isdisjoint(f.__code__.co_names) for f in self._effects.reach.functions)
+
+    @functools.cached_property
+    def _state(self) -> State:
+        """That in which a call may be kept; begins with the first one that may be."""
+        state = State.of_now(self._effects, self._model, self._model.snapshot.saved)
+        if state.tells_modules_apart():
+            self._groups.clear()
+        return state
 
     # ---------------------------------------------------------------- calls
 
@@ -303,7 +310,7 @@ class CallRecorderWithReuse(CallRecorder):
             return None
         if not self._state.is_unchanged(draws=False):
             self._renew()
-        if not self._groups or not all(map(self._state.is_same, module.modules())):
+        if not self._groups or not all(map(self._state.is_same, modules_in(module))):
             return None
         return _Kept(
             call, given, self._state, settings(), self._marks(), len(self._asked.asked), len(self._asked.contiguous)
@@ -360,7 +367,7 @@ class CallRecorderWithReuse(CallRecorder):
             return changed
         if settings() != kept.settings:
             return "it changes a setting of torch"
-        if not kept.state.is_unchanged(draws=False) or not all(map(self._state.is_same, call.module.modules())):
+        if not kept.state.is_unchanged(draws=False) or not all(map(self._state.is_same, modules_in(call.module))):
             return "it writes to Python objects"
         if not kept.state.is_unchanged():  # by it, or before it
             self._renew()
