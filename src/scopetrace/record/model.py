@@ -241,6 +241,7 @@ _NO_FORWARD = torch.nn.Module.forward
 
 
 _EMPTY: dict[str, Any] = {}  # in the place of the many copies of empty tables
+_NOTHING: frozenset[str] = frozenset()
 
 
 class SavedModule:
@@ -257,9 +258,10 @@ class SavedModule:
         self.name = name
         self.live = tuple(attribute_tables(module))
         self.tables = tuple([table.copy() if table else _EMPTY for table in self.live])
-        self.unsaved = frozenset(unsaved_buffers_of(module) if len(self.live) > 1 else ())
+        unsaved = unsaved_buffers_of(module) if len(self.live) > 1 else None
+        self.unsaved = frozenset(unsaved) if unsaved else _NOTHING
         own = module.__dict__
-        self.contents = {k: own[k] for k in own_names(tuple(own)) if type(own[k]) not in ATOMS}
+        self.contents = {k: own[k] for k in own_names(tuple(own)) if type(own[k]) not in ATOMS} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             snapshot.add(f"{name}.{key}", f".{key}", x, module)
@@ -727,7 +729,14 @@ def same_tables(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     )
 
 
-def _same_pickle(now: Any, before: Any) -> bool:
+def _same_state(now: Any, before: Any) -> bool:
+    """Whether two states of a generator of NumPy are one: dicts of numbers, texts and arrays."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        return now.keys() == before.keys() and all(_same_state(x, before[key]) for key, x in now.items())
+    if isinstance(now, bool | int | float | str) or type(now) is not type(before):
+        return type(now) is type(before) and bool(now == before)
+    if type(now).__module__ == "numpy" and hasattr(now, "tobytes"):
+        return bool(now.dtype == before.dtype and now.tobytes() == before.tobytes())
     return pickle.dumps(now) == pickle.dumps(before)
 
 
@@ -794,11 +803,11 @@ def _numpy_kind(kind: type) -> Kind | None:
     if issubclass(kind, numpy.ndarray):
         return Kind(numpy.copy, numpy.copyto, lambda now, before: bool((now == before).all()))
     if issubclass(kind, numpy.random.RandomState):
-        return _GENERATOR(lambda x: x.get_state(legacy=False), lambda x, before: x.set_state(before), _same_pickle)
+        return _GENERATOR(lambda x: x.get_state(legacy=False), lambda x, before: x.set_state(before), _same_state)
     if issubclass(kind, numpy.random.Generator):
         return _GENERATOR(
             lambda x: x.bit_generator.state,
             lambda x, before: setattr(x.bit_generator, "state", before),
-            _same_pickle,
+            _same_state,
         )
     return None
