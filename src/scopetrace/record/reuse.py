@@ -508,7 +508,7 @@ def _groups(root: torch.nn.Module | None) -> dict[int, _Group]:
         group.size += 1
         return group
 
-    if root is not None and not any(isinstance(m, torch.jit.ScriptModule) for m in root.modules()):
+    if root is not None and not any(isinstance(m, torch.jit.ScriptModule) for m in modules_in(root)):
         visit(root)
     return known
 
