@@ -358,6 +358,39 @@ def test_layers_that_tell_themselves_apart_otherwise_all_run(way):
 DYNAMIC = {"dynamic_shapes": {"x": {0: torch.export.Dim("n")}}}
 
 
+class RemovesHook(Net):
+    """A forward that hangs a hook on the first layer, or on a part of it, for its first call."""
+
+    def __init__(self, name, *layers):
+        super().__init__(*layers)
+        self.name = name
+
+    def forward(self, x):
+        """Run it."""
+        module = self.layers[0].get_submodule(self.name)
+        handle = module.register_forward_hook(lambda module, args, out: out * 2)
+        x = self.layers[0](x)
+        handle.remove()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("name", ["", "inner"])
+def test_hooks_that_are_gone_later(name):
+    compared(RemovesHook(name, Layer(0), Layer(1), Layer(2)), torch.ones(2, 4))
+
+    model = Net(Layer(0), Layer(1), Layer(2))
+
+    def hook(module, args, out):
+        handle.remove()
+        return out * 2
+
+    handle = model.layers[0].get_submodule(name).register_forward_hook(hook)
+    with torch.no_grad():
+        plain, repeated = (st.trace(model, torch.ones(2, 4), reuse=reuse) for reuse in (False, True))
+    assert not reuse_programs.differences(tape_of(plain), tape_of(repeated))
+    assert repeated.reuse.replayed["Layer"] == 1
+
+
 @pytest.mark.parametrize(
     ("programs", "options"),
     [

@@ -602,9 +602,9 @@ class ModuleTables:
         self._empty = [table for table in self._now if not table]
         self._filled = [table for table in self._now if table]
         self._filled_then = [table for table in self._then if table]
-        self._classes = [(m, type(m)) for m in self._modules]
-        self._methods = [methods - m.__dict__.keys() for _, m, methods in found]
-        self._without = [(table, name) for table, names in zip(own, self._methods, strict=True) for name in names]
+        self._kinds = [type(m) for m in self._modules]
+        methods = zip(own, [names for _, _, names in found], strict=True)
+        self._methods = [names if names.isdisjoint(table) else names - table.keys() for table, names in methods]
         self._forwards = [(table, table["forward"]) for table in own if "forward" in table]
 
     def restore(self) -> None:
@@ -616,10 +616,11 @@ class ModuleTables:
 
     def unchanged(self) -> Iterator[Condition]:
         """What holds as long as all is what it was."""
-        for module, kind in self._classes:
+        for module, kind in zip(self._modules, self._kinds, strict=True):
             yield Condition("{}({}) is {}", (type, module, kind))
-        for table, name in self._without:
-            yield Condition("{} not in {}", (name, table))
+        for module, names in zip(self._modules, self._methods, strict=True):
+            for name in names:
+                yield Condition("{} not in {}", (name, module.__dict__))
         for table, forward in self._forwards:
             yield Condition("{}.get('forward') == {}", (table, forward))
         yield Condition("not {}({})", (any, self._empty))
@@ -634,8 +635,8 @@ class ModuleTables:
         for owner, new, old in zip(owners, self._now, self._then, strict=True):
             if new != old:
                 yield TableChange(*owner, old, new)
-        then = zip(self._classes, self._names, self._methods, strict=True)
-        for (module, kind), name, methods in then:
+        then = zip(self._modules, self._kinds, self._names, self._methods, strict=True)
+        for module, kind, name, methods in then:
             if type(module) is not kind:
                 names = kind.__name__, type(module).__name__
                 yield TableChange(module, name, CODE, {"class": names[0]}, {"class": names[1]})

@@ -6,7 +6,7 @@ Classes of their own: reading any attribute takes longer where the class has a `
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -102,34 +102,43 @@ class WaitingValue(Value):
 
 
 _WAITING = ("args", "kwargs", "outputs")
+_MADE_LATER = (*_WAITING, "attributes")
 
 
 class CopiedCall(Call):
-    """A call inside of one that repeats another: the fields of `_WAITING`, and `attributes`, are made when read."""
+    """A call inside of one that repeats another: the fields of `_WAITING`, and `attributes`, are made when read.
 
-    make: Callable[[], tuple[Any, ...]]
-    """Makes the part of the tape that the call is in, and gives the fields of `_WAITING`."""
-    describe: Callable[[], dict[str, Any]]
-    """Makes `attributes`."""
+    What makes them is shared by all calls of a repetition: a trace may have thousands of calls that nobody reads.
+    """
+
+    repeats: Call
+    """The call that it is a copy of."""
+    make: Callable[[Call], tuple[Any, ...]]
+    """Makes the part of the tape that the call is in, and gives the fields of `_WAITING` for `repeats`."""
+    before: Mapping[str, Any]
+    """The `__dict__` of the module."""
+    describe: Callable[[Mapping[str, Any]], dict[str, Any]]
+    """Makes `attributes` of `before`."""
 
     @classmethod
-    def of(
-        cls, call: Call, make: Callable[[], tuple[Any, ...]], describe: Callable[[], dict[str, Any]], **changed: Any
-    ) -> CopiedCall:
+    def of(cls, call: Call, make: Callable[[Call], tuple[Any, ...]], **changed: Any) -> CopiedCall:
         """A copy of `call` with other fields, and without those that are made later."""
         new = cls.__new__(cls)
-        new.__dict__.update(call.__dict__, **changed, make=make, describe=describe)
-        for name in (*_WAITING, "attributes"):
-            new.__dict__.pop(name, None)
+        fields = new.__dict__
+        fields.update(call.__dict__)
+        for name in _MADE_LATER:
+            fields.pop(name, None)
+        fields.update(changed, repeats=call, make=make)
         return new
 
     def whole(self) -> dict[str, Any]:
         """The fields of a call."""
         fields = self.__dict__
-        make = fields.get("make")
-        if make is not None:
-            fields.update(zip(_WAITING, make(), strict=True))
-            fields.pop("make", None)  # another thread may have done it
+        repeats, make = fields.get("repeats"), fields.get("make")
+        if make is not None:  # else another thread may have just done it, and removes these in this order
+            fields.update(zip(_WAITING, make(repeats), strict=True))
+            fields.pop("make", None)
+            fields.pop("repeats", None)
         self.attributes  # noqa: B018
         return fields
 
@@ -144,10 +153,13 @@ class CopiedCall(Call):
         @property
         def attributes(self) -> dict[str, Any]:
             """As of a Call."""
-            describe = self.__dict__.pop("describe", None)
-            if describe is not None:
-                self.__dict__["attributes"] = describe()
-            return self.__dict__["attributes"]
+            fields = self.__dict__
+            before, describe = fields.get("before"), fields.get("describe")
+            if describe is not None:  # as above
+                fields["attributes"] = describe(before)
+                fields.pop("describe", None)
+                fields.pop("before", None)
+            return fields["attributes"]
 
 
 def _made_late(name: str) -> Any:

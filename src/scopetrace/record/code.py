@@ -223,13 +223,24 @@ class Reach:
         self.outer_objects: Set[int] = frozenset()
         """The ids of the objects with contents to which only that function leads."""
         self._known: set[type] = set()
-        self._members: dict[str, list[tuple[type, Any]]] = {}
+        self._unnamed: dict[str, list[type]] = {}
+        """The classes that have an attribute which no function has named so far."""
         self._pending: list[types.FunctionType] = []
 
     def end_inner(self) -> None:
         """What was followed so far is what code inside of the modules may run. The function around them comes next."""
         functions, classes = frozenset(map(id, self.functions)), frozenset((*self._known, *self.bases))
         self.inner = Inner(functions, classes, frozenset((*self.globals, *self.looked_up)), frozenset(self.cells))
+
+    def is_inner(self, x: Any) -> bool:
+        """Whether what a function, a class or an object of the users leads to was looked at for code in the modules."""
+        if self.inner is None:
+            return True
+        if isinstance(x, types.FunctionType):
+            return id(x) in self.inner.functions or not is_users(x.__code__.co_filename)
+        if isinstance(x, type):
+            return x in self.inner.classes or not is_users_class(x)
+        return id(x) not in self.outer_objects
 
     def add(self, x: Any) -> None:
         """Follow a function, method, partial or class; nothing is done for other objects."""
@@ -260,11 +271,12 @@ class Reach:
                 continue
             self.classes[base] = None
             operators = _OPERATORS if is_installed(base) else _OF_OBJECTS
+            names, unnamed = self.names, self._unnamed
             for name, member in vars(base).items():
-                if name in self.names or name in operators or self._is_taken(base, member):
+                if name in names or name in operators or (self.takes_any and self._is_taken(base, member)):
                     self._add_member(base, name, member)
                 else:
-                    self._members.setdefault(name, []).append((base, member))
+                    unnamed.setdefault(name, []).append(base)
 
     def _is_taken(self, base: type, member: Any) -> bool:
         """Whether a method may be found by a computed name."""
@@ -273,10 +285,10 @@ class Reach:
     def _take_any(self) -> None:
         """Follow all methods of the classes so far; those of installed libraries are found by names."""
         self.takes_any = True
-        for name, members in self._members.items():
-            for base, member in members:
-                if self._is_taken(base, member):
-                    self._add_member(base, name, member)
+        for name, bases in list(self._unnamed.items()):
+            for base in bases:
+                if self._is_taken(base, vars(base)[name]):
+                    self._add_member(base, name, vars(base)[name])
 
     def _add_member(self, base: type, name: str, member: Any) -> None:
         if isinstance(member, (types.FunctionType, staticmethod, classmethod, property)):
@@ -307,12 +319,15 @@ class Reach:
         for name in names.bound_globals:
             self.globals[id(table), name] = table, name
         self.asked |= names.asked
+        named = names.all
         if not is_installed(function):
             self._note_of_users(code, names)
-        for name in (names.all if is_installed(function) else names.all | names.asked) - self.names:
-            self.names.add(name)
-            for base, member in self._members.pop(name, ()):
-                self._add_member(base, name, member)
+            named |= names.asked
+        new = named - self.names
+        self.names |= new
+        for name in new & self._unnamed.keys():
+            for base in self._unnamed.pop(name, ()):
+                self._add_member(base, name, vars(base)[name])
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._add_cell(name, cell, names)
         for name in names.globals & table.keys():

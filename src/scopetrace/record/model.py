@@ -29,7 +29,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -115,7 +115,9 @@ class Model:
                         self.tensors.append((prefix + name, t))
         for name, child in module.__dict__.get("_modules", {}).items():
             if child is not None and id(child) not in path:
-                self._visit(prefix + name, child, path | {id(child)})
+                path.add(id(child))
+                self._visit(prefix + name, child, path)
+                path.discard(id(child))
 
     def _save(self, fqn: str, module: torch.nn.Module) -> None:
         name = fqn if self.root is None else f"self.{fqn}" if fqn else "self"
@@ -183,6 +185,10 @@ class Model:
         """The model's modules, and those that only its objects, globals and closures hold."""
         return self._saved.values()
 
+    def saved(self, module: torch.nn.Module) -> SavedModule | None:
+        """What a module was before the forward; None for one that was not there."""
+        return self._saved.get(id(module))
+
     def has_layers(self) -> bool:
         """Whether it has modules inside that have modules, or that are not torch's."""
         inner = (saved.module for saved in self.saved_modules if saved.module is not self.root)
@@ -234,6 +240,10 @@ def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
 _NO_FORWARD = torch.nn.Module.forward
 
 
+_EMPTY: dict[str, Any] = {}  # in the place of the many copies of empty tables
+_NOTHING: frozenset[str] = frozenset()
+
+
 class SavedModule:
     """A copy of the attributes of one module. What their values hold is saved in a Snapshot.
 
@@ -246,15 +256,17 @@ class SavedModule:
         self.fqn = fqn
         self.module = module
         self.name = name
-        self.live = attribute_tables(module)
-        self.tables = [table.copy() for table in self.live]
-        self.unsaved = unsaved_buffers_of(module).copy() if len(self.live) > 1 else set()
+        self.live = tuple(attribute_tables(module))
+        self.tables = tuple([table.copy() if table else _EMPTY for table in self.live])
+        unsaved = unsaved_buffers_of(module) if len(self.live) > 1 else None
+        self.unsaved = frozenset(unsaved) if unsaved else _NOTHING
         own = module.__dict__
-        self.contents = {k: own[k] for k in own_names(tuple(own)) if type(own[k]) not in ATOMS}
+        self.contents = {k: own[k] for k in own_names(tuple(own)) if type(own[k]) not in ATOMS} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             snapshot.add(f"{name}.{key}", f".{key}", x, module)
-        self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)}
+        has_hooks = any(map(own.get, _HOOK_TABLES))
+        self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)} if has_hooks else _EMPTY
         for hooks in _HOOKS:
             for hook in self.hooks.get(hooks, {}).values():
                 snapshot.add(f"{name}'s hook", "", hook)
@@ -284,6 +296,8 @@ class SavedModule:
 
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""
+        if self._has_usual_tables() and self.is_unchanged():
+            return []
         found: list[Change] = []
         for table, old in () if self.is_unchanged() else zip(self.live, self.tables, strict=True):
             if not same_tables(table, old):
@@ -293,6 +307,12 @@ class SavedModule:
         if len(self.live) > 1 and unsaved_buffers_of(self.module) != self.unsaved:
             _restore_set(unsaved_buffers_of(self.module), self.unsaved)
         return [*found, *self._restore_hooks()]
+
+    def _has_usual_tables(self) -> bool:
+        """Whether it has no hooks and had none, and keeps the buffers in the state dict that it kept there."""
+        if self.hooks or any(map(self.module.__dict__.get, _HOOK_TABLES)):
+            return False
+        return len(self.live) == 1 or unsaved_buffers_of(self.module) == self.unsaved
 
     def _restore_hooks(self) -> Iterator[Change]:
         own = self.module.__dict__
@@ -320,6 +340,17 @@ class SavedModule:
 def is_torchs(module: torch.nn.Module) -> bool:
     """Whether its class is one of those of torch.nn."""
     return type(module).__module__.startswith("torch.nn.modules.")
+
+
+def modules_in(module: torch.nn.Module) -> list[torch.nn.Module]:
+    """Those that `module.modules()` gives, without a generator for each."""
+    found, known = [module], {id(module)}
+    for outer in found:  # which grows meanwhile
+        for inner in outer.__dict__.get("_modules", {}).values():
+            if inner is not None and id(inner) not in known:
+                known.add(id(inner))
+                found.append(inner)
+    return found
 
 
 def attribute_tables(owner: Any) -> list[dict[str, Any]]:
@@ -682,7 +713,7 @@ def _restore_dict_by_methods(x: Any, before: dict[Any, Any]) -> None:
     x.update(before)
 
 
-def _restore_set(x: set[Any], before: set[Any]) -> None:
+def _restore_set(x: set[Any], before: Set[Any]) -> None:
     set.clear(x)
     set.update(x, before)
 
@@ -698,7 +729,14 @@ def same_tables(now: Mapping[Any, Any], before: Mapping[Any, Any]) -> bool:
     )
 
 
-def _same_pickle(now: Any, before: Any) -> bool:
+def _same_state(now: Any, before: Any) -> bool:
+    """Whether two states of a generator of NumPy are one: dicts of numbers, texts and arrays."""
+    if isinstance(now, dict) and isinstance(before, dict):
+        return now.keys() == before.keys() and all(_same_state(x, before[key]) for key, x in now.items())
+    if isinstance(now, bool | int | float | str) or type(now) is not type(before):
+        return type(now) is type(before) and bool(now == before)
+    if type(now).__module__ == "numpy" and hasattr(now, "tobytes"):
+        return bool(now.dtype == before.dtype and now.tobytes() == before.tobytes())
     return pickle.dumps(now) == pickle.dumps(before)
 
 
@@ -765,11 +803,11 @@ def _numpy_kind(kind: type) -> Kind | None:
     if issubclass(kind, numpy.ndarray):
         return Kind(numpy.copy, numpy.copyto, lambda now, before: bool((now == before).all()))
     if issubclass(kind, numpy.random.RandomState):
-        return _GENERATOR(lambda x: x.get_state(legacy=False), lambda x, before: x.set_state(before), _same_pickle)
+        return _GENERATOR(lambda x: x.get_state(legacy=False), lambda x, before: x.set_state(before), _same_state)
     if issubclass(kind, numpy.random.Generator):
         return _GENERATOR(
             lambda x: x.bit_generator.state,
             lambda x, before: setattr(x.bit_generator, "state", before),
-            _same_pickle,
+            _same_state,
         )
     return None

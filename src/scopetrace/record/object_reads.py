@@ -341,7 +341,7 @@ class ObjectReads:
         for saved in self._modules if len(self._modules) > len(self._model.modules) else ():
             tables = saved.tables[1:3] if self._model.is_outside(saved.module) else ()
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
-                yield Read(f"{saved.name}.{name}", t, InTables(tuple(saved.live), name), (), root)
+                yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         holders: dict[int, list[tuple[SavedModule, str]]] = {}
         for saved in self._modules:
             for name, p in saved.tables[1].items() if len(saved.tables) > 1 else ():

@@ -87,7 +87,9 @@ class Original:
     unfound: list[tuple[Any, str, Noted]] = dataclasses.field(default_factory=list)
     """The names that they did not have, each with where it was asked for."""
     facts: dict[int, Any] = dataclasses.field(default_factory=dict)
-    """By id of a tensor of its modules, its metadata: see `Pairs`."""
+    """By id of one of its modules and their tensors, what is known of it: see `Pairs`."""
+    members: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    """The tensors of its modules that code has asked for, beside ops."""
     scopes: list[tuple[int, Scope]] = dataclasses.field(default_factory=list)
     """The scopes of users inside, each with the position of the first op that is in it."""
     can_wait: bool = False

@@ -1,7 +1,8 @@
 """Whether two modules are equal but for their tensors' data and what the forward never reads of them.
 
 Data flow:
-    two modules -> their classes, hooks, submodules, parameters, buffers and attributes, gone along side by side
+    two modules -> their classes, hooks, submodules, parameters, buffers and attributes, gone along side by side: of
+        the first as they were before the forward, and when its call was recorded; of the second as they are, and were
     an attribute that the first was not asked for -> left out; one of equal value -> the same
     modules, tensors and objects -> pairs, each in one pair only, so that what is shared in one is in the other
     anything else -> Differs, which says what
@@ -13,28 +14,28 @@ import enum
 import functools
 import sys
 import types
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from scopetrace._compat.tensors import (
+    id_of_storage,
     is_conj_of,
     is_inference_of,
     is_neg_of,
     nbytes_of,
     offset_of,
     requires_grad_of,
-    storage_id,
     stride_of,
     tags_of,
 )
 from scopetrace.ir.reads import MISSING, Missing, content_of
 from scopetrace.record.code import ATOMS, is_users
-from scopetrace.record.model import Saved, attributes_and_slots, own_dict, own_names, short, slots_of
+from scopetrace.record.model import Saved, SavedModule, attributes_and_slots, own_dict, own_names, short, slots_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_TENSOR_TABLES = ("_parameters", "_buffers")
+_TABLES = ("parameters", "buffers", "submodules")
 _WITHOUT_STATE = (type, types.ModuleType, enum.Enum, types.GenericAlias)
 _STATEFUL = {
     "array",
@@ -68,7 +69,26 @@ _LIBRARIES = (sys.stdlib_module_names - _STATEFUL) | {"torch", "numpy", "sympy"}
 
 
 class Differs(Exception):
-    """Two modules, or calls, are not equal, for the reason that the text says."""
+    """Two modules, or calls, are not equal, for the reason that the text says.
+
+    The text is made when it is read: most comparisons that fail are tried again with another call.
+    """
+
+    def __init__(self, reason: str, what: str = "", before: str = "") -> None:
+        """`reason` follows the name of what differs, if it has one, else `what`; `before` comes before both."""
+        super().__init__(reason)
+        self._reason, self._what, self._before = reason, what, before
+        self._names: list[str] = []
+
+    def inside(self, name: str) -> Differs:
+        """Name what differs, or that in which it is. Returns itself."""
+        self._names.append(name)
+        return self
+
+    def __str__(self) -> str:
+        names = [*self._names[::-1], *([self._what] if self._before else ())]
+        name = "".join(name if name[0] == "[" or i == 0 else f".{name}" for i, name in enumerate(names))
+        return f"{self._before}{name or self._what}{self._reason}"
 
 
 class Watch:
@@ -136,134 +156,195 @@ class Watch:
         return before if saved is None or isinstance(before, list | set) else ()
 
 
+class _Seen(NamedTuple):
+    """What two modules are compared by, of the first one."""
+
+    params: dict[str, Any]
+    buffers: dict[str, Any]
+    modules: dict[str, Any]
+    own: dict[str, Any]
+    """Its `__dict__`."""
+    read: list[tuple[str, Any, bool]]
+    """The attributes of its own that the forward may have read, and whether their values have no content."""
+
+
 class Pairs:
     """What of one module stands for what of another."""
 
-    def __init__(self, may_have_read: Callable[[Any, str], bool], watch: Watch, facts: dict[int, Any]) -> None:
-        """`facts` has what is known of tensors of the first module, by id."""
+    def __init__(
+        self,
+        may_have_read: Callable[[Any, str], bool],
+        watch: Watch,
+        saved: Callable[[torch.nn.Module], SavedModule | None],
+        facts: dict[int, Any],
+    ) -> None:
+        """`saved` gives what a module was before the forward; None for one that was not there.
+
+        The first of two modules is compared as it was then, and the second one has to be as it was.
+
+        `facts` has what is known of modules and tensors of the first module, by id. It is of a call that has ended, so
+        that its code reads no more.
+        """
         self._facts = facts
+        self._saved = saved
         self._may_have_read = may_have_read
         self._watch = watch
         self._partner: dict[int, Any] = {}
         self._taken: set[int] = set()
-        self.owners: list[tuple[Any, Any]] = []
-        """The modules and objects with attributes."""
-        self.tensors: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.owners: list[Any] = []
+        """The first modules, and objects with attributes."""
+        self.tensors: list[torch.Tensor] = []
+        """The first tensors."""
+        self.storages: dict[int, int] = {}
+        """By id of a second tensor, what stands for its memory: see `storage_id`."""
 
     def partner(self, x: Any) -> Any:
         """What stands for an object; itself where it belongs to neither of the modules."""
         return self._partner.get(id(x), x)
 
-    def _is_new(self, name: str, a: Any, b: Any) -> bool:
+    def _is_new(self, a: Any, b: Any, default: str = "") -> bool:
         found = self._partner.get(id(a), MISSING)
         if found is MISSING and id(b) not in self._taken:
             self._partner[id(a)] = b
             self._taken.add(id(b))
             return True
         if found is not b:
-            raise Differs(f"{name} is shared with others in one of them")
+            raise Differs(" is shared with others in one of them", default)
         return False
 
-    def module(self, name: str, a: Any, b: Any) -> None:
+    def module(self, a: Any, b: Any) -> None:
         """Pair two modules. Raises Differs."""
-        if not self._is_new(name or "the module", a, b):
+        if not self._is_new(a, b, "the module"):
             return
-        own, other = a.__dict__, b.__dict__
         if type(a) is not type(b):
-            raise Differs(f"{name or 'the class'} differs: {type(a).__name__}, {type(b).__name__}")
+            raise Differs(f" differs: {type(a).__name__}, {type(b).__name__}", "the class")
         if isinstance(a, torch.jit.ScriptModule):
-            raise Differs(f"{name or 'it'} is scripted")
-        for table in (own, other):
-            if "forward" in table:
-                raise Differs(f"{name or 'it'} has a forward of its own")
-            if any(map(table.__getitem__, _HOOKS)):
-                raise Differs(f"{name or 'it'} has hooks")
-        self.owners.append((a, b))
-        prefix = f"{name}." if name else ""
-        for table in _TENSOR_TABLES:
-            self._same_keys(f"{prefix}{table[1:]}", own[table], other[table])
-            for key, t in own[table].items():
-                self.value(prefix + key, t, other[table][key])
-        self._same_keys(f"{prefix}submodules", own["_modules"], other["_modules"])
-        for key, child in own["_modules"].items():
-            self.value(prefix + key, child, other["_modules"][key])
-        self._attributes(prefix, a, b)
+            raise Differs(" is scripted", "it")
+        seen = self._facts.get(id(a)) or self._seen(a)
+        self._usual(b)
+        self.owners.append(a)
+        own = b.__dict__
+        tables = (seen.params, own["_parameters"]), (seen.buffers, own["_buffers"]), (seen.modules, own["_modules"])
+        for i, (left, right) in enumerate(tables):
+            if left or right:
+                if list(left) != list(right):
+                    raise Differs(" differ", _TABLES[i], "the ")
+                self._items(left, right)
+        if len(own) != len(seen.own) or own.keys() != seen.own.keys():
+            self._attributes(seen.own, own, a, own_names(tuple(dict.fromkeys((*seen.own, *own)))))
+            return
+        for key, x, is_atom in seen.read:
+            y = own[key]
+            if not (is_atom and x is y):
+                self._value(key, x, y)
 
-    def _attributes(self, prefix: str, a: Any, b: Any) -> None:
-        left, right = self._watch.attributes(a), self._watch.attributes(b)
-        names = tuple(left if left.keys() == right.keys() else dict.fromkeys((*left, *right)))
-        for key in own_names(names) if isinstance(a, torch.nn.Module) else names:
+    def _seen(self, a: torch.nn.Module) -> _Seen:
+        own, params, buffers, modules = self._usual(a).tables
+        read = [(k, own[k], type(own[k]) in ATOMS) for k in own_names(tuple(own)) if self._may_have_read(a, k)]
+        found = self._facts[id(a)] = _Seen(params, buffers, modules, own, read)
+        return found
+
+    def _usual(self, module: torch.nn.Module) -> SavedModule:
+        """What a module was before the forward. Raises Differs where it has changed, or runs other code."""
+        saved, own = self._saved(module), module.__dict__
+        if saved is None or len(saved.tables) < 4 or not saved.is_unchanged():
+            raise Differs(" has changed", "the module")
+        if "forward" in own:
+            raise Differs(" has a forward of its own", "it")
+        if has_hooks(own):
+            raise Differs(" has hooks", "it")
+        return saved
+
+    def _attributes(self, left: dict[str, Any], right: dict[str, Any], a: Any, names: Iterable[str]) -> None:
+        for key in names:
             x, y = left.get(key, MISSING), right.get(key, MISSING)
             if not (x is y and type(x) in ATOMS) and self._may_have_read(a, key):
-                self.value(prefix + key, x, y)
+                self._value(key, x, y)
 
-    @staticmethod
-    def _same_keys(name: str, a: dict[Any, Any], b: dict[Any, Any]) -> None:
-        if list(a) != list(b):
-            raise Differs(f"the {name} differ")
-
-    def tensor(self, name: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    def tensor(self, a: torch.Tensor, b: torch.Tensor) -> None:
         """Pair two real tensors. Raises Differs."""
-        if not self._is_new(name, a, b):
+        if not self._is_new(a, b):
             return
-        first = self._facts.get(id(a)) or self._facts.setdefault(id(a), _facts(a))
+        first, storage = self._facts.get(id(a)) or self._facts.setdefault(id(a), _facts(a))
         if first is None:
-            raise Differs(
-                f"{name}, a {type(a).__name__} with attributes of its own or of a special kind, is not compared"
-            )
-        if first != _facts(b):
-            raise Differs(f"{name} differs: {_described(a)}, {_described(b)}")
-        self._storages(name, storage_id(a), storage_id(b))
-        self.tensors.append((a, b))
+            raise Differs(f", a {type(a).__name__} with attributes of its own or of a special kind, is not compared")
+        second, other = _facts(b)
+        if first != second:
+            raise Differs(f" differs: {_described(a)}, {_described(b)}")
+        found = self._partner.get(-storage, MISSING)
+        if found is MISSING and -other not in self._taken:
+            self._partner[-storage] = other
+            self._taken.add(-other)
+        elif found != other:
+            raise Differs(" shares memory with others in one of them")
+        self.storages[id(b)] = other
+        self.tensors.append(a)
 
-    def _storages(self, name: str, a: int, b: int) -> None:
-        found = self._partner.get(-a, MISSING)
-        if found is MISSING and -b not in self._taken:
-            self._partner[-a] = b
-            self._taken.add(-b)
-        elif found != b:
-            raise Differs(f"{name} shares memory with others in one of them")
+    def argument(self, a: Any, b: Any) -> None:
+        """Pair two modules or real tensors among the arguments of calls. Raises Differs."""
+        self._value("an argument", a, b)
 
-    def value(self, name: str, a: Any, b: Any) -> None:
+    def _value(self, name: str, a: Any, b: Any) -> None:
+        try:
+            self.value(a, b)
+        except Differs as unlike:
+            raise unlike.inside(name) from None
+
+    def _items(self, left: dict[str, Any], right: dict[str, Any]) -> None:
+        """Pair the items of two tables that have the same keys."""
+        name = ""
+        try:
+            for name, x in left.items():
+                self.value(x, right[name])
+        except Differs as unlike:
+            raise unlike.inside(name) from None
+
+    def value(self, a: Any, b: Any) -> None:
         """Pair two values of attributes, or of arguments. Raises Differs."""
         kind = type(a)
         if kind is not type(b):
-            raise _unequal(name, a, b)
+            raise _unequal(a, b)
         if kind in ATOMS:
             if not (a is b or (repr(a) == repr(b) if kind in (float, complex) else a == b)):
-                raise _unequal(name, a, b)
+                raise _unequal(a, b)
         elif issubclass(kind, torch.nn.Module):
-            self.module(name, a, b)
+            self.module(a, b)
         elif issubclass(kind, torch.Tensor):
-            self.tensor(name, a, b)
+            self.tensor(a, b)
         elif a is b and self._watch.problem(a) != "module":
             if self._watch.problem(a):
-                raise Differs(f"{name}, a {kind.__name__}, cannot be watched")
+                raise Differs(f", a {kind.__name__}, cannot be watched")
         else:
-            self._inside(name, kind, a, b)
+            self._inside(kind, a, b)
 
-    def _inside(self, name: str, kind: type, a: Any, b: Any) -> None:
+    def _inside(self, kind: type, a: Any, b: Any) -> None:
         left, right = _items(kind, a), _items(kind, b)
         if left is not None and right is not None:
-            if kind in (tuple, functools.partial, types.MethodType) or self._is_new(name, a, b):
-                self._all(name, left, right)
+            if kind in (tuple, functools.partial, types.MethodType) or self._is_new(a, b):
+                self._all(left, right)
         elif kind is dict and list(map(repr, a)) == list(map(repr, b)) and all(type(key) in ATOMS for key in a):
-            if self._is_new(name, a, b):
-                self._all(name, list(a.values()), list(b.values()))
+            if self._is_new(a, b):
+                self._all(list(a.values()), list(b.values()))
         elif kind in (set, frozenset) and a == b and all(type(x) in ATOMS for x in a):
-            self._is_new(name, a, b)
+            self._is_new(a, b)
         elif self._watch.has_attributes(a) and self._watch.has_attributes(b):
-            if self._is_new(name, a, b):
-                self.owners.append((a, b))
-                self._attributes(f"{name}.", a, b)
+            if self._is_new(a, b):
+                self.owners.append(a)
+                own, other = self._watch.attributes(a), self._watch.attributes(b)
+                self._attributes(own, other, a, dict.fromkeys((*own, *other)))
         else:
-            raise _unequal(name, a, b)
+            raise _unequal(a, b)
 
-    def _all(self, name: str, left: list[Any], right: list[Any]) -> None:
+    def _all(self, left: list[Any], right: list[Any]) -> None:
         if len(left) != len(right):
-            raise Differs(f"{name} differs in length: {len(left)}, {len(right)}")
+            raise Differs(f" differs in length: {len(left)}, {len(right)}")
         for i, (x, y) in enumerate(zip(left, right, strict=True)):
-            self.value(f"{name}[{i}]", x, y)
+            self._value(f"[{i}]", x, y)
+
+
+def has_hooks(own: dict[str, Any]) -> bool:
+    """Whether hooks run when the module is called of which this is the `__dict__`."""
+    return any(map(own.get, _HOOKS))
 
 
 def _items(kind: type, x: Any) -> list[Any] | None:
@@ -280,18 +361,20 @@ def _items(kind: type, x: Any) -> list[Any] | None:
     return None
 
 
-def _facts(t: torch.Tensor) -> Any:
-    """What ops see of a real tensor beside its data; None where that is not known."""
-    plain = type(t) in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not tags_of(t)
-    if not plain or (requires_grad_of(t) and type(t) is torch.Tensor) or is_conj_of(t) or is_neg_of(t):
-        return None
-    place = t.size(), stride_of(t), offset_of(t), nbytes_of(t.untyped_storage())
-    return type(t), t.dtype, t.device, place, requires_grad_of(t), is_inference_of(t)
+def _facts(t: torch.Tensor) -> tuple[Any, int]:
+    """What ops see of a real tensor beside its data, None where that is not known; and its `storage_id`."""
+    kind, required = type(t), requires_grad_of(t)
+    plain = kind in (torch.Tensor, torch.nn.Parameter) and t.layout is torch.strided and not tags_of(t)
+    if not plain or (required and kind is torch.Tensor) or is_conj_of(t) or is_neg_of(t):
+        return None, 0
+    storage = t.untyped_storage()
+    place = t.size(), stride_of(t), offset_of(t), nbytes_of(storage), t.dtype, t.device
+    return (kind, place, required, is_inference_of(t)), id_of_storage(storage)
 
 
 def _described(t: torch.Tensor) -> str:
     return f"{str(t.dtype).removeprefix('torch.')} {list(t.size())}"
 
 
-def _unequal(name: str, a: Any, b: Any) -> Differs:
-    return Differs(f"{name} differs: {short(a)}, {short(b)}")
+def _unequal(a: Any, b: Any) -> Differs:
+    return Differs(f" differs: {short(a)}, {short(b)}")

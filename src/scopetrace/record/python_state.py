@@ -8,24 +8,25 @@ Data flow:
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import os
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
 
 from scopetrace._compat.questions import function_modes
 from scopetrace.ir.reads import MISSING, content_of
-from scopetrace.record.code import Reach, is_users, is_users_class
+from scopetrace.record.code import Reach
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Model, Saved, Snapshot
+from scopetrace.record.model import Kind, Model, Saved, Snapshot
 from scopetrace.record.pairs import Watch
 
 _ENVIRONMENT: dict[Any, Any] = vars(os.environ)["_data"]  # of which os.environ makes text, which takes long
 
-_BUILTIN = frozenset({dict, list, set})
+_BUILTIN = frozenset({list, set})
 """The containers that are compared without a copy."""
 
 
@@ -35,83 +36,112 @@ class State:
     `objects` are the contents of what code reaches, by id; `watch` knows what may be shared by calls.
     """
 
-    def __init__(self, effects: EffectWatch, model: Model, objects: dict[int, Saved]) -> None:
-        reach = effects.reach
+    def __init__(self, effects: EffectWatch, model: Model, objects: dict[int, Saved], tables: list[_Table]) -> None:
         self.watch = Watch(objects)
         self._effects, self._model = effects, model
         self._objects = objects
         watched = [s for s in objects.values() if s.kind.words is None or s.kind.is_draw]  # memos may remember anything
-        self._watched = [(s.owner, s.kind, s.before) for s in watched if s.owner is not os.environ]
+        watched = [s for s in watched if s.owner is not os.environ]
+        dicts = [s for s in watched if type(s.owner) is dict]
+        self._dicts = _Entries(
+            [view for s in dicts for view in (s.owner.keys(), s.owner.values())],
+            [view for s in dicts for view in (s.before.keys(), s.before.values())],
+        )
+        others = [s for s in watched if type(s.owner) is not dict]
+        self._others = [(s.owner, s.kind, s.before) for s in others if not s.kind.is_draw]
+        self._draws = [(s.owner, s.kind, s.before) for s in others if s.kind.is_draw]
         self._environment = dict(_ENVIRONMENT)
-        self._tables = list(_by_table(_named(reach).values()))
-        self._cells = [(cell, content_of(cell)) for _, cell in reach.cells.values()]
-        self._classes = [(kind, list(vars(kind).values())) for kind in reach.classes | reach.bases]
-        self._modules = {id(saved.module): saved for saved in model.saved_modules}
-        self._outside = [saved.module for saved in model.saved_modules if model.is_outside(saved.module)]
+        self._tables = tables
+        self._values = [x for _, _, values in tables for x in values]
+        self._cells = _cells_of(effects)
+        classes = [vars(kind).values() for kind in effects.reach.classes | effects.reach.bases]
+        self._classes = _Entries(classes, classes)
+        self._outside: list[torch.nn.Module] = []
+        if len(model.saved_modules) > len(model.modules):
+            self._outside = [saved.module for saved in model.saved_modules if model.is_outside(saved.module)]
         self._modes = function_modes()
+
+    @classmethod
+    def of_now(cls, effects: EffectWatch, model: Model, objects: dict[int, Saved]) -> State:
+        """The state of now; `objects` are the contents that were known before."""
+        more, tables = Snapshot(), list(_by_table(effects))
+        more.outside = True
+        now = {key: s._replace(before=s.kind.copy(s.owner)) for key, s in objects.items()}
+        for key, saved in objects.items():
+            if not saved.kind.unchanged(now[key].before, saved.before):
+                more.add(saved.name, saved.key, now[key].before)
+        for _, _, values in tables:
+            more.add("a global", "", values)
+        for _, content in _cells_of(effects):
+            more.add("a closure", "", content)
+        return cls(effects, model, {**more.saved, **now}, tables)
+
+    def renewed(self) -> State:
+        """The state of now."""
+        return State.of_now(self._effects, self._model, self._objects)
 
     def is_unchanged(self, *, draws: bool = True) -> bool:
         """Whether all is as it was; with `draws`, random generators too."""
+        now = itertools.chain.from_iterable([get(table) for table, get, _ in self._tables])
         return (
             function_modes() == self._modes
             and self._environment == _ENVIRONMENT
-            and all([_are_same(get(table), old) for table, get, old in self._tables])
-            and all(
-                kind.unchanged(owner if type(owner) in _BUILTIN else kind.copy(owner), before)
-                for owner, kind, before in self._watched
-                if draws or not kind.is_draw
-            )
-            and all(content_of(cell) is old for cell, old in self._cells)
-            and all([_are_same(vars(kind).values(), old) for kind, old in self._classes])
+            and all(map(operator.is_, now, self._values))
+            and self._dicts.are_same()
+            and self._classes.are_same()
+            and all([_is_unchanged(*found) for found in self._others])
+            and not (draws and not all([_is_unchanged(*found) for found in self._draws]))
+            and all([content_of(cell) is old for cell, old in self._cells])
             and all(map(self.is_same, self._outside))
         )
 
     def is_same(self, module: torch.nn.Module) -> bool:
         """Whether a module has the attributes, parameters, buffers and submodules that it had before the forward."""
-        saved = self._modules.get(id(module))
+        saved = self._model.saved(module)
         return saved is not None and saved.is_unchanged()
 
     def knows(self, module: torch.nn.Module | None) -> bool:
         """Whether a module was there before the forward."""
-        return id(module) in self._modules
+        return module is not None and self._model.saved(module) is not None
 
     def tells_modules_apart(self) -> bool:
         """Whether code inside of the modules may find one, or what cannot be watched, without being given it."""
         reach = self._effects.reach
-        found = [
-            saved.owner for key, saved in self._objects.items() if saved.outside and key not in reach.outer_objects
-        ]
+        outside = (saved.owner for saved in self._objects.values() if saved.outside)
+        found = [x for x in outside if id(x) not in reach.outer_objects]
         if reach.inner is None:
-            found += [x for _, _, values in self._tables for x in values] + [x for _, x in self._cells]
+            found += [*self._values, *(x for _, x in self._cells)]
         else:
             found += [table.get(name) for key, (table, name) in _named(reach).items() if key in reach.inner.names]
             found += [content_of(cell) for key, (_, cell) in reach.cells.items() if key in reach.inner.cells]
         return any(map(self.watch.problem, found))
 
-    def is_within(self, x: Any) -> bool:
-        """Whether what a function, a class or an object of the users leads to was looked at for code in the modules."""
-        reach = self._effects.reach
-        if reach.inner is None:
-            return True
-        if isinstance(x, types.FunctionType):
-            return id(x) in reach.inner.functions or not is_users(x.__code__.co_filename)
-        if isinstance(x, type):
-            return x in reach.inner.classes or not is_users_class(x)
-        return id(x) not in reach.outer_objects
 
-    def renewed(self) -> State:
-        """The state of now."""
-        more = Snapshot()
-        more.outside = True
-        now = {key: s._replace(before=s.kind.copy(s.owner)) for key, s in self._objects.items()}
-        for key, saved in self._objects.items():
-            if not saved.kind.unchanged(now[key].before, saved.before):
-                more.add(saved.name, saved.key, now[key].before)
-        for table, get, _ in self._tables:
-            more.add("a global", "", get(table))
-        for cell, _ in self._cells:
-            more.add("a closure", "", content_of(cell))
-        return State(self._effects, self._model, {**more.saved, **now})
+_Table = tuple[dict[str, Any], Callable[[Any], Collection[Any]], Collection[Any]]
+"""A table of globals, what gets those of them that code names, and these; MISSING for those that there are not."""
+
+
+class _Entries:
+    """Which objects are in some collections, in their order."""
+
+    def __init__(self, now: Sequence[Collection[Any]], before: Sequence[Collection[Any]]) -> None:
+        """`now` are views, which follow what they are of; `before` is what they held."""
+        self._now = now
+        self._lengths = list(map(len, before))
+        self._before = list(itertools.chain.from_iterable(before))
+
+    def are_same(self) -> bool:
+        """Whether they hold the same objects as before."""
+        now = itertools.chain.from_iterable(self._now)
+        return list(map(len, self._now)) == self._lengths and all(map(operator.is_, now, self._before))
+
+
+def _is_unchanged(owner: Any, kind: Kind, before: Any) -> bool:
+    return kind.unchanged(owner if type(owner) in _BUILTIN else kind.copy(owner), before)
+
+
+def _cells_of(effects: EffectWatch) -> list[tuple[types.CellType, Any]]:
+    return [(cell, content_of(cell)) for _, cell in effects.reach.cells.values()]
 
 
 def _named(reach: Reach) -> dict[tuple[int, str], tuple[dict[str, Any], str]]:
@@ -119,11 +149,12 @@ def _named(reach: Reach) -> dict[tuple[int, str], tuple[dict[str, Any], str]]:
     return {**reach.globals, **{key: found[:2] for key, found in reach.looked_up.items()}}
 
 
-def _by_table(named: Iterable[tuple[dict[str, Any], str]]) -> Iterator[tuple[Any, Callable[[Any], Any], Any]]:
-    """Of each table, what gets the named entries, and these; MISSING for those that there are not."""
+def _by_table(effects: EffectWatch) -> Iterator[_Table]:
+    """The tables of the globals that code names."""
+    named = _named(effects.reach)
     names: dict[int, list[str]] = {}
     tables: dict[int, dict[str, Any]] = {}
-    for table, name in named:
+    for table, name in named.values():
         tables[id(table)] = table
         names.setdefault(id(table), []).append(name)
     for key, table in tables.items():
@@ -136,7 +167,3 @@ def _entries(names: list[str], get: Callable[[Any], Any], table: dict[str, Any])
         return get(table)
     except KeyError:
         return tuple([table.get(name, MISSING) for name in names])
-
-
-def _are_same(now: Collection[Any], before: Collection[Any]) -> bool:
-    return len(now) == len(before) and all(map(operator.is_, now, before))

@@ -49,7 +49,7 @@ class CallOpener(Protocol):
         """A call of `module` inside of a repetition, as `call` is inside of the original.
 
         `place` is the call and the scope around it, and `given` the templates of its arguments, or a function that
-        makes these and its results.
+        makes these and the results of `call`.
         """
 
 
@@ -164,18 +164,19 @@ class Replay:
         original, tools = self.original, self._tools
         if not original.steps:
             original.prepare(self._outputs_of)
-            owners = [a for a, _ in self._pairs.owners]
+            owners = self._pairs.owners
+            original.members = [t for t in self._pairs.tensors if id(t) in tools.members]
             original.seen, original.unfound = tools.object_reads.seen(owners), tools.object_reads.unfound(owners)
         if original.can_wait and self._makes_later and self._can_wait():
             self._wait()
         else:
             self._make_now()
+        del self._pairs.owners, self._pairs.tensors
         tools.object_reads.repeat(original.seen, self._pairs.partner, self._noted)
         for owner, name, noted in original.unfound:
             tools.object_reads.note_unfound(self._pairs.partner(owner), name, self._noted(noted))
-        for a, b in self._pairs.tensors:
-            if id(a) in tools.members:
-                tools.members[id(b)] = b
+        for t in map(self._pairs.partner, original.members):
+            tools.members[id(t)] = t
         self._call.outputs = self._template(original.call.outputs)
         return instantiate(self._tensor, self._call.outputs, Value)
 
@@ -204,7 +205,7 @@ class Replay:
             is_known = id(real) in self._values.by_id
             if not is_known and (owner(real) is None or self._tools.maker.shares_storage(real)):
                 return False
-            if not is_known and storage_id(real) in waiting:
+            if not is_known and self._pairs.storages[id(real)] in waiting:
                 return False
         return True
 
@@ -212,21 +213,22 @@ class Replay:
         """Make what Python gets, and the calls. The ops and all other values are made by `make`."""
         values, ops, original = self._values, self._builder.tape.ops, self.original
         assert isinstance(ops, OpList)
+        fill = ops.fill
         if not ops.waiting:
             values.inserted.clear()
         for position, op in original.reads:
             real = self._pairs.partner(op.result.real)
             found = values.by_id.get(id(real))
             if found is None:
-                found = self._reads[op] = WaitingValue(ops.fill, real)
+                found = self._reads[op] = WaitingValue(fill, real)
                 values.enter_waiting(found, real)
-                values.waiting.add(storage_id(real))
+                values.waiting.add(self._pairs.storages[id(real)])
             else:
                 self._known_reads.append(position)
             self._now[op.result] = found
         with self._quiet:
             for v, (slot, meta) in original.results.items():
-                new = self._results[v] = self._now[v] = WaitingValue(ops.fill, None)
+                new = self._results[v] = self._now[v] = WaitingValue(fill, None)
                 fake = meta.make(self._tools.maker, None)
                 new.know(fake, slot, storage_id(fake), meta.key, meta.requires_grad)
                 values.enter(new)
@@ -235,6 +237,7 @@ class Replay:
         self._counts = {storage: values.count_in(storage) for storage in shared}
         values.waiting.update(shared)
         self._waits, self.count = True, len(original.steps) - len(self._known_reads)
+        self._give = self._given_to
         scopes = original.scopes[::-1]
         self._open_inside(original.call, self._call, scopes)
         for _, scope in reversed(scopes):
@@ -255,8 +258,7 @@ class Replay:
             assert around is not None
             module = None if inner.module is None else self._pairs.partner(inner.module)
             place, frames = (new, self._scope_of(around)), self._frames_of(inner.frames)
-            give = functools.partial(self._given_to, inner)
-            copy = self._calls.open_copy(inner, module, place, frames, self._position(inner.start), give)
+            copy = self._calls.open_copy(inner, module, place, frames, self._position(inner.start), self._give)
             copy.stop = self._position(inner.stop)
             self._copies[inner] = copy
             self._scopes[id(inner.scope)], self._frames[id(inner.frames)] = copy.scope, copy.frames

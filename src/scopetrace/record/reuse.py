@@ -37,11 +37,11 @@ from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress
 from scopetrace.record.code import ATOMS
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Model, is_torchs, plain_attributes
+from scopetrace.record.model import Model, is_torchs, modules_in, plain_attributes
 from scopetrace.record.object_reads import ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.original import Original
-from scopetrace.record.pairs import Differs, Pairs
+from scopetrace.record.pairs import Differs, Pairs, has_hooks
 from scopetrace.record.python_state import State
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.replay import Replay, Tools
@@ -198,6 +198,8 @@ class CallRecorderWithReuse(CallRecorder):
         assert isinstance(reads, ReadRecorderWithReuse)
         self.unshared = 0
         """How often the forward did what is no op, and what a copy of its ops would not do."""
+        self._hooked = 0
+        """How many calls of modules began with hooks: of code that is not in the class, and may be gone later."""
         self._asked = reads
         self._effects = effects
         self._object_reads = object_reads
@@ -210,7 +212,6 @@ class CallRecorderWithReuse(CallRecorder):
     def run_root(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """As the base's."""
         with self._looking():
-            self._state = State(self._effects, self._model, self._model.snapshot.saved)
             self._groups = _groups(self._model.modules) if self._is_possible() else {}
         return super().run_root(fn, args, kwargs)
 
@@ -227,9 +228,16 @@ class CallRecorderWithReuse(CallRecorder):
         """Whether any call may be replayed: what code finds without the module tells nothing of which module it is."""
         if self._builder.tape.exact_autograd or self._leaves or any(hooks_of_all_modules().values()):
             return False
-        functions = filter(self._state.is_within, self._effects.reach.functions)
-        asks_id = any(not _IDENTITY.isdisjoint(f.__code__.co_names) for f in functions)
-        return not asks_id and not self._state.tells_modules_apart()
+        reach = self._effects.reach
+        return all(_IDENTITY.isdisjoint(f.__code__.co_names) for f in filter(reach.is_inner, reach.functions))
+
+    @functools.cached_property
+    def _state(self) -> State:
+        """That in which a call may be kept; begins with the first one that may be."""
+        state = State.of_now(self._effects, self._model, self._model.snapshot.saved)
+        if state.tells_modules_apart():
+            self._groups.clear()
+        return state
 
     # ---------------------------------------------------------------- calls
 
@@ -237,14 +245,14 @@ class CallRecorderWithReuse(CallRecorder):
         """As the base's; a call that is equal to one before does not run."""
         group = self._group_of(call)
         if group is None:
-            return super().run(call, entered, run, args, kwargs)
+            return self._run_anew(call, entered, run, args, kwargs)
         name = type(call.module).__name__
         with self._looking():
             found = self._kept_or_replay(call, group, args[1:], kwargs)
         if isinstance(found, Replay):
             self._report.replayed[name] = self._report.replayed.get(name, 0) + 1
             return self._replayed(call, found)
-        out = super().run(call, entered, run, args, kwargs)
+        out = self._run_anew(call, entered, run, args, kwargs)
         ops = ops_between(self._builder.tape.ops, call.start, call.stop)
         can_be_copied = sum(op.kind == "call_function" and not op.writes for op in ops)
         is_small = group.kind.is_small = can_be_copied < self._fewest_ops
@@ -258,6 +266,10 @@ class CallRecorderWithReuse(CallRecorder):
             else:
                 group.originals.insert(0, found)
         return out
+
+    def _run_anew(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        self._hooked += call.module is not None and has_hooks(call.module.__dict__)
+        return super().run(call, entered, run, args, kwargs)
 
     def _group_of(self, call: Call) -> _Group | None:
         """The modules that look like that of a call, where it may be worth to compare it."""
@@ -298,7 +310,7 @@ class CallRecorderWithReuse(CallRecorder):
             return None
         if not self._state.is_unchanged(draws=False):
             self._renew()
-        if not self._groups or not all(map(self._state.is_same, module.modules())):
+        if not self._groups or not all(map(self._state.is_same, modules_in(module))):
             return None
         return _Kept(
             call, given, self._state, settings(), self._marks(), len(self._asked.asked), len(self._asked.contiguous)
@@ -318,7 +330,7 @@ class CallRecorderWithReuse(CallRecorder):
 
     def is_fixed(self, x: Any) -> bool:
         """Whether an object was there before the forward, and what it holds is watched."""
-        if not self._state.is_within(x):
+        if not self._effects.reach.is_inner(x):
             return False
         if isinstance(x, types.FunctionType):
             return not x.__closure__ and not self._state.watch.problem(x)
@@ -345,6 +357,7 @@ class CallRecorderWithReuse(CallRecorder):
             "it asks autograd, or for all parameters, or switches a mode": self._asked.unshared,
             "it does what is no op with a tensor": self.unshared,
             "it differentiates": "gradients" in self.__dict__,
+            "it has hooks": self._hooked,
         }
 
     def _problem(self, kept: _Kept, out: Any, args: Any, kwargs: Any) -> str:
@@ -356,7 +369,7 @@ class CallRecorderWithReuse(CallRecorder):
             return changed
         if settings() != kept.settings:
             return "it changes a setting of torch"
-        if not kept.state.is_unchanged(draws=False) or not all(map(self._state.is_same, call.module.modules())):
+        if not kept.state.is_unchanged(draws=False) or not all(map(self._state.is_same, modules_in(call.module))):
             return "it writes to Python objects"
         if not kept.state.is_unchanged():  # by it, or before it
             self._renew()
@@ -397,16 +410,13 @@ class CallRecorderWithReuse(CallRecorder):
             raise Differs("a setting of torch differs")
         if kept.state is not self._state or not self._state.is_unchanged(draws=False):
             raise Differs("the state of Python objects has changed")
-        pairs = Pairs(self._object_reads.may_have_read, self._state.watch, original.facts)
-        pairs.module("", original.call.module, module)
+        pairs = Pairs(self._object_reads.may_have_read, self._state.watch, self._model.saved, original.facts)
+        pairs.module(original.call.module, module)
         for a, b in zip(kept.given.modules, given.modules, strict=True):
-            pairs.module("an argument", a, b)
+            pairs.argument(a, b)
         for t, u in zip(kept.given.tensors, given.tensors, strict=True):
             if not isinstance(t, FakeTensor):
-                pairs.tensor("an argument", t, u)
-        for x in (x for pair in pairs.owners for x in pair if isinstance(x, torch.nn.Module)):
-            if not self._state.is_same(x):
-                raise Differs("an attribute of a module has changed")
+                pairs.argument(t, u)
         return Replay(original, call, pairs, given.tensors, self._tools, self)
 
     def _replayed(self, call: Call, replay: Replay) -> Any:
@@ -430,13 +440,13 @@ class CallRecorderWithReuse(CallRecorder):
         index = self._counts.get(id(module), 0)
         self._counts[id(module)] = index + 1
         where = {"fqn": fqn, "scope": scope, "parent": place[0], "frames": frames, "position": next(self._positions)}
-        own = {"module": module, "module_type": self.class_of(module), "index": index, "start": start}
+        where |= {"module": module, "module_type": self.class_of(module), "index": index, "start": start}
         if callable(given):
-            describe = functools.partial(plain_attributes, self._model.attributes_before(module))
-            new: Call = CopiedCall.of(call, given, describe, **where, **own)
+            before = self._model.attributes_before(module)
+            new: Call = CopiedCall.of(call, given, before=before, describe=plain_attributes, **where)
         else:
             args, kwargs = given
-            new = call.replace(args=args, kwargs=kwargs, attributes=plain_attributes(module.__dict__), **where, **own)
+            new = call.replace(args=args, kwargs=kwargs, attributes=plain_attributes(module.__dict__), **where)
         self._builder.tape.calls.append(new)
         if self._progress is not None:
             self._progress(str(scope), new.start)

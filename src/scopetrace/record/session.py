@@ -33,8 +33,6 @@ from scopetrace._compat.tensors import (
     NO_SHAPE_RULE,
     FakeFactory,
     FakeTensor,
-    buffers_of,
-    parameters_of,
     tags_of,
     with_version,
 )
@@ -165,12 +163,11 @@ def _refuse_wrapped(model: Model) -> None:
 
 def _refuse_lazy(model: Model) -> None:
     """A lazy module makes its parameters when it first runs, of sizes that a trace would have to write into it."""
-    for module in model.modules:
-        own = (*parameters_of(module).values(), *buffers_of(module).values())
-        if any(t is not None and torch.nn.parameter.is_lazy(t) for t in own):
+    for name, t in model.tensors:
+        if torch.nn.parameter.is_lazy(t):
             raise UnsupportedOpError(
                 "a lazy module has no parameters yet",
-                module=f"{model.type_name}, {model.names[id(module)][0] or 'the root'}",
+                module=f"{model.type_name}, {name.rpartition('.')[0] or 'the root'}",
                 hint="run the model once before it is traced",
             )
 
