@@ -3,9 +3,12 @@
     seed -> a Net: some layers of one class, each of the same parts -> in one layer, something is another
     two tapes -> ops, values, calls, scopes, constants, reads and effects as text -> the lines that differ
 
+    python tests/reuse_programs.py --draw 1000 --seed 70000
+
 A part is one way by which a call may do something else than one before: attributes, globals, closures, hooks, state.
 """
 
+import argparse
 import collections
 import contextlib
 import contextvars
@@ -17,8 +20,10 @@ import itertools
 import os
 import random
 import re
+import sys
 import types
 import typing
+import warnings
 import weakref
 
 import numpy
@@ -921,3 +926,28 @@ def disagreement(seed, **options):
     if isinstance(plain, tuple) or isinstance(repeated, tuple):
         return ([] if plain == repeated else [(plain, repeated)]), 0
     return differences(plain, repeated), sum(repeated.reuse.replayed.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw programs and print those whose two tapes differ; 1 if any do."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--draw", type=int, metavar="N", default=100, help="N random programs")
+    parser.add_argument("--seed", type=int, default=0, help="of the first program; the others have those after it")
+    parser.add_argument("--dynamic", action="store_true", help="with a dynamic batch size")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dynamic = {"dynamic_shapes": {"x": {0: torch.export.Dim("n")}}} if options.dynamic else {}
+    wrong = repeats = 0
+    for seed in range(options.seed, options.seed + options.draw):
+        found, count = disagreement(seed, **dynamic)
+        repeats += count > 0
+        wrong += bool(found)
+        if found:
+            print(f"# {seed}: {found[0]}", flush=True)
+    print(f"{options.draw} programs, of which {repeats} copy calls: {wrong} differ")
+    return wrong > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
