@@ -843,7 +843,7 @@ class _Described:
 
     def _value(self, v):
         t = v.fake
-        metadata = t.dtype, t.device, tuple(t.size()), t.stride(), t.storage_offset(), t.requires_grad, t.is_leaf
+        metadata = t.dtype, t.device, tuple(t.size()), t.stride(), t.storage_offset(), t.requires_grad, _is_leaf(t)
         memory = self._memory.setdefault(v.storage, len(self._memory)), t.untyped_storage().nbytes(), v.offset
         real = None if v.real is None else self.tape.owners.get(v.op.name, (None, v.real.tolist()))[1]
         facts = v.requires_grad, v.autograd_placeholder, v.slot, v.key is None, real
@@ -884,13 +884,25 @@ class _Described:
         yield from sorted(("read", *map(str, read)) for read in reads)
 
 
-def _without_addresses(line):
+def _is_leaf(t):
+    try:
+        return t.is_leaf
+    except RuntimeError as error:  # of a view of several that was written
+        return str(error)
+
+
+def without_addresses(line):
     return re.sub(r"0x[0-9a-f]+|\b\d{12,}\b", "", str(line))
+
+
+def described(tape):
+    """All that a tape says, as lines of text."""
+    return list(map(without_addresses, _Described(tape).lines()))
 
 
 def differences(one, other):
     """The lines that two tapes do not share."""
-    left, right = (list(map(_without_addresses, _Described(tape).lines())) for tape in (one, other))
+    left, right = described(one), described(other)
     found = [(a, b) for a, b in zip(left, right, strict=False) if a != b]
     return found or ([] if len(left) == len(right) else [(len(left), len(right))])
 

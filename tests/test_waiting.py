@@ -69,6 +69,8 @@ AFTER = {
     "several": "x = x + self.layers[1].fc.weight[:2] * self.layers[2].fc.weight[2:]",
     "foreach": "x = torch._foreach_add([x, first], 1.0)[0]",
     "cond": "x = torch.cond(x.sum() > 0, torch.relu, torch.neg, (x,))",
+    "cond_of_layers": "x = torch.cond(x.sum() > 0, self.layers[2], lambda v: self.layers[3].fc(v), (x,))",
+    "cond_of_part": "x = torch.cond(x.sum() > 0, self.layers[2].fc, torch.neg, (x,))",
     "expanded": "x = x.expand(3, 2, 4).sum(0)",
     "as_strided": "x = x.as_strided((2, 4), (4, 1)) + first.as_strided((2, 4), (4, 1))",
 }
