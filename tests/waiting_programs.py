@@ -213,6 +213,9 @@ STATEMENTS = [
     "x = torch.cond(x.sum() > 0, torch.relu, torch.neg, (x,))",
     "x = torch.cond(x.sum() > 0, lambda v: take(self.layers[2](v)), lambda v: self.layers[3].fc(v), (x,))",
     "x = x + torch.autograd.grad(x.sum(), first)[0]",
+    "x.square().sum().backward()",
+    "x.square().sum().backward(); self.layers[1].fc.weight.grad.mul_(2)",
+    "x = x + torch.autograd.grad(outs[-1].sum(), self.layers[1].fc.bias, retain_graph=True)[0]",
     "x.register_hook(lambda g: g * 2)",
     "outs[1].retain_grad()",
     "self.last = x",
@@ -243,7 +246,6 @@ STATEMENTS = [
     "outs[1].t_()",
     "outs[0].requires_grad_(False)",
     "outs[1].set_(first)",
-    "outs[1].data = first",
     "x.swapaxes_(0, 1); x.swapaxes_(0, 1)",
     "x = x + outs[1].unsafe_chunk(2, -1)[0].sum()",
     "x = x.view(torch.int32).view(torch.float32)",
@@ -389,8 +391,8 @@ class Program:
     body: list[str]
     result: str
     twist: str
-    mode: tuple[bool, bool, bool, bool]
-    """Whether autograd is on, the model trains, the trace is functional, the batch is dynamic."""
+    mode: tuple[bool, bool, bool, bool, bool]
+    """Whether autograd is on, the model trains, the trace is functional, the batch is dynamic, data is read."""
     reuse: bool | None
     uses: list[str]
 
@@ -443,7 +445,7 @@ def program(seed: int) -> Program:
     loops = [r.choice(layers) for _ in range(r.choice((1, 1, 1, 2)))]
     body = [loops[0], *r.sample([*loops[1:], *extra], len(loops) - 1 + len(extra))]
     twist = r.choice(list(TWISTS)) if r.random() < 0.4 else ""
-    mode = r.random() < 0.5, r.random() < 0.3, r.random() < 0.6, r.random() < 0.1
+    mode = r.random() < 0.5, r.random() < 0.3, r.random() < 0.6, r.random() < 0.1, r.random() < 0.15
     uses = r.sample(list(USES), 4) + r.sample(list(SLOW_USES), int(r.random() < 0.1))
     return Program(seed, inside, r.choice(GIVES), body, r.choice(RESULTS), twist, mode, r.choice((True, True, True, True, True, None)), uses)
 
@@ -499,6 +501,12 @@ def _with_graph(trace):
     return str(trace.with_graph(copy.deepcopy(trace.graph_module)))
 
 
+def _explorer(trace):
+    with tempfile.TemporaryDirectory() as folder:
+        trace.to_model_explorer(pathlib.Path(folder) / "t.json")
+        return (pathlib.Path(folder) / "t.json").read_text()
+
+
 def _order(trace):
     return str(trace.order), trace.order.modules if hasattr(trace.order, "modules") else ""
 
@@ -537,7 +545,10 @@ USES = {
     "mutations": lambda t: (str(t.mutations), str(t.write_back), str(t.side_effects)),
     "aliases": lambda t: str(t.aliases),
     "memory": lambda t: str(t.memory()),
-    "activations": lambda t: str(t.activations()),
+    "explorer": _explorer,
+    "split": lambda t: (lambda s: (s.forward.code, s.backward.code))(t.split_backward()),
+    "diff": lambda t: str(st.diff(t, t)),
+    "named scopes": lambda t: [t.scope_of(n).path for n in t.graph_module.graph.nodes],
     "digest": lambda t: t.digest if isinstance(t.digest, str) else t.digest(),
     "page": lambda t: t.to_html(),
     "events": lambda t: str(t.to_chrome_trace()),
@@ -581,10 +592,10 @@ class Verdict:
 
 def traced(drawn: Program, reuse: bool | None) -> st.Trace | str:
     """A trace, or the error."""
-    grad, _, functional, dynamic = drawn.mode
+    grad, _, functional, dynamic, specialize = drawn.mode
     KEPT.clear()
     model, x = drawn.model(), (torch.arange(8.0).view(2, 4) / 4).requires_grad_(drawn.seed % 4 == 0)
-    options = {"dynamic_shapes": {"x": {0: torch.export.Dim("n", min=2)}}} if dynamic else {}
+    options = {"dynamic_shapes": {"x": {0: torch.export.Dim("n", min=2)}}} if dynamic else {"specialize": specialize}
     with torch.set_grad_enabled(grad), contextlib.redirect_stdout(io.StringIO()):
         try:
             return st.trace(model, (x,), reuse=reuse, functional=functional, **options)
@@ -617,6 +628,10 @@ def verdict(drawn: Program) -> Verdict:
         return Verdict("differs", f"in tapes: {found[0]}", count)
     if str(plain) != str(repeated) or plain.graph_module.code != repeated.graph_module.code:
         return Verdict("differs", "in text or graph", count)
+    if drawn.seed % 8 == 0:
+        why = _outline_unlike_eager(drawn)
+        if why:
+            return Verdict("differs", why, count)
     why = unlike_eager(drawn, repeated)
     if why and unlike_eager(drawn, plain) != why:
         return Verdict("differs", f"from eager: {why}", count)
@@ -659,11 +674,28 @@ def _run(model, drawn, call) -> tuple[list[torch.Tensor], list[typing.Any]]:
     return [*(t.detach() for t in out), *state], grads
 
 
-def unlike_eager(drawn: Program, trace: st.Trace) -> str:
-    """How a call of a trace differs from one of the model; empty where it does not."""
+def _outline_unlike_eager(drawn: Program) -> str:
+    """How a call of an outline of a trace with copies differs, where that of one without does not."""
+    why = []
+    for reuse in (drawn.reuse, False):
+        trace = traced(drawn, reuse)
+        assert not isinstance(trace, str)
+        try:
+            outline = trace.outline("layers")
+        except st.ScopetraceError as error:
+            why.append(reuse_programs.without_addresses(error))
+        else:
+            why.append(unlike_eager(drawn, trace, outline))
+        if not why[0]:
+            return ""
+    return "" if why[0] == why[1] else f"outline: {why[0]} | {why[1]}"
+
+
+def unlike_eager(drawn: Program, trace: st.Trace, call_of: typing.Any = None) -> str:
+    """How a call of a trace, or of `call_of`, differs from one of the model; empty where it does not."""
     model, eager = trace.model, drawn.model()
     found = []
-    for net, call in ((eager, eager), (model, trace)):
+    for net, call in ((eager, eager), (model, call_of or trace)):
         try:
             found.append(_run(net, drawn, call))
         except Exception as error:
