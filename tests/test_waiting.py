@@ -71,6 +71,7 @@ AFTER = {
     "cond": "x = torch.cond(x.sum() > 0, torch.relu, torch.neg, (x,))",
     "cond_of_layers": "x = torch.cond(x.sum() > 0, self.layers[2], lambda v: self.layers[3].fc(v), (x,))",
     "cond_of_part": "x = torch.cond(x.sum() > 0, self.layers[2].fc, torch.neg, (x,))",
+    "transposes": "y = self.layers[1](x); z = self.layers[2](y); y.t_(); x = x + z",
     "expanded": "x = x.expand(3, 2, 4).sum(0)",
     "as_strided": "x = x.as_strided((2, 4), (4, 1)) + first.as_strided((2, 4), (4, 1))",
 }

@@ -634,8 +634,9 @@ class ValueTable:
         changed = value.fake
         with without_dispatch(), normal_tensors(), torch.no_grad():
             before = self._factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
+        held = self.in_storage(value.storage)  # with those that wait, which have the key that it had
         value.key = None
-        for same in self.in_storage(value.storage):
+        for same in held:
             if same.fake is changed:
                 same.fake = before
                 same.offset = offset
