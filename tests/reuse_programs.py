@@ -3,9 +3,12 @@
     seed -> a Net: some layers of one class, each of the same parts -> in one layer, something is another
     two tapes -> ops, values, calls, scopes, constants, reads and effects as text -> the lines that differ
 
+    python tests/reuse_programs.py --draw 1000 --seed 70000
+
 A part is one way by which a call may do something else than one before: attributes, globals, closures, hooks, state.
 """
 
+import argparse
 import collections
 import contextlib
 import contextvars
@@ -17,8 +20,10 @@ import itertools
 import os
 import random
 import re
+import sys
 import types
 import typing
+import warnings
 import weakref
 
 import numpy
@@ -838,7 +843,7 @@ class _Described:
 
     def _value(self, v):
         t = v.fake
-        metadata = t.dtype, t.device, tuple(t.size()), t.stride(), t.storage_offset(), t.requires_grad, t.is_leaf
+        metadata = t.dtype, t.device, tuple(t.size()), t.stride(), t.storage_offset(), t.requires_grad, _is_leaf(t)
         memory = self._memory.setdefault(v.storage, len(self._memory)), t.untyped_storage().nbytes(), v.offset
         real = None if v.real is None else self.tape.owners.get(v.op.name, (None, v.real.tolist()))[1]
         facts = v.requires_grad, v.autograd_placeholder, v.slot, v.key is None, real
@@ -879,13 +884,25 @@ class _Described:
         yield from sorted(("read", *map(str, read)) for read in reads)
 
 
-def _without_addresses(line):
+def _is_leaf(t):
+    try:
+        return t.is_leaf
+    except RuntimeError as error:  # of a view of several that was written
+        return str(error)
+
+
+def without_addresses(line):
     return re.sub(r"0x[0-9a-f]+|\b\d{12,}\b", "", str(line))
+
+
+def described(tape):
+    """All that a tape says, as lines of text."""
+    return list(map(without_addresses, _Described(tape).lines()))
 
 
 def differences(one, other):
     """The lines that two tapes do not share."""
-    left, right = (list(map(_without_addresses, _Described(tape).lines())) for tape in (one, other))
+    left, right = described(one), described(other)
     found = [(a, b) for a, b in zip(left, right, strict=False) if a != b]
     return found or ([] if len(left) == len(right) else [(len(left), len(right))])
 
@@ -921,3 +938,28 @@ def disagreement(seed, **options):
     if isinstance(plain, tuple) or isinstance(repeated, tuple):
         return ([] if plain == repeated else [(plain, repeated)]), 0
     return differences(plain, repeated), sum(repeated.reuse.replayed.values())
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Draw programs and print those whose two tapes differ; 1 if any do."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--draw", type=int, metavar="N", default=100, help="N random programs")
+    parser.add_argument("--seed", type=int, default=0, help="of the first program; the others have those after it")
+    parser.add_argument("--dynamic", action="store_true", help="with a dynamic batch size")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    dynamic = {"dynamic_shapes": {"x": {0: torch.export.Dim("n")}}} if options.dynamic else {}
+    wrong = repeats = 0
+    for seed in range(options.seed, options.seed + options.draw):
+        found, count = disagreement(seed, **dynamic)
+        repeats += count > 0
+        wrong += bool(found)
+        if found:
+            print(f"# {seed}: {found[0]}", flush=True)
+    print(f"{options.draw} programs, of which {repeats} copy calls: {wrong} differ")
+    return wrong > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,6 +7,7 @@ without -> the same tapes, and the results of eager
 import concurrent.futures
 import copy
 import itertools
+import types
 from unittest import mock
 
 import pytest
@@ -68,6 +69,9 @@ AFTER = {
     "several": "x = x + self.layers[1].fc.weight[:2] * self.layers[2].fc.weight[2:]",
     "foreach": "x = torch._foreach_add([x, first], 1.0)[0]",
     "cond": "x = torch.cond(x.sum() > 0, torch.relu, torch.neg, (x,))",
+    "cond_of_layers": "x = torch.cond(x.sum() > 0, self.layers[2], lambda v: self.layers[3].fc(v), (x,))",
+    "cond_of_part": "x = torch.cond(x.sum() > 0, self.layers[2].fc, torch.neg, (x,))",
+    "transposes": "y = self.layers[1](x); z = self.layers[2](y); y.t_(); x = x + z",
     "expanded": "x = x.expand(3, 2, 4).sum(0)",
     "as_strided": "x = x.as_strided((2, 4), (4, 1)) + first.as_strided((2, 4), (4, 1))",
 }
@@ -200,6 +204,56 @@ def test_outlines_of_layers_that_wait(targets, makes_all, grad, monkeypatch):
         torch.testing.assert_close(outline(x), model(x))
     assert str(plain) == str(repeated)
     assert repetitions(ops) == []
+
+
+class Sandwich(nn.Module):
+    """Layers that are not copied, since they take an object, with norms that are; a norm before, and one after them."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([Normed() for _ in range(3)])
+        self.first, self.norm = Norm(), Norm()
+
+    def forward(self, x):
+        """Run it."""
+        x, options = self.first(x).repeat(2, 1), types.SimpleNamespace(gain=2)
+        for layer in self.layers:
+            x = layer(x, options)
+        return self.norm(x)
+
+
+class Normed(nn.Module):
+    """A layer with a norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = Norm()
+
+    def forward(self, x, options):
+        """Run it."""
+        return self.norm(x) * options.gain
+
+
+class Norm(nn.Module):
+    """A norm with a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x):
+        """Run it."""
+        return self.weight * (x * (x.pow(2).mean(-1, keepdim=True) + 1e-5).rsqrt())
+
+
+@pytest.mark.parametrize("targets", [["layers"], ["repeated"], [Norm], ["layers", Norm], [Normed], [True]])
+def test_outlines_where_what_is_repeated_is_inside_of_a_function(targets, monkeypatch):
+    monkeypatch.setenv("SCOPETRACE_CHECK", "0")
+    with torch.no_grad():
+        plain, repeated = (st.trace(Sandwich(), (torch.ones(2, 4),), reuse=reuse) for reuse in (False, True))
+    waiting = [(r.call.fqn, r.repeated.fqn) for r in repetitions(tape_of(repeated).ops)]
+    assert waiting == [("norm", "layers.0.norm")]
+    assert described(repeated.outline(*targets)) == described(plain.outline(*targets))
 
 
 def test_a_trace_whose_layers_wait_is_what_was_traced(monkeypatch, tmp_path):

@@ -72,7 +72,7 @@ class Emitter:
             storage = next(self._storages) if base is None else inputs[base].storage
             required = bool(carrying) if origin.grad else storage in carrying
             new = self._value(fake, slot, storage, required, is_new)
-            if is_new and self._knows_keys:
+            if isinstance(meta, OutputMeta) and self._knows_keys:
                 key = meta.key
                 new.key = self.inference.requiring_grad(key, fake) if new.requires_grad else key
             made.append(new)

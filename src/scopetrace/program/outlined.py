@@ -183,6 +183,7 @@ def _without_making(source: TracedProgram, tape: FunctionalTape, wanted: list[An
     readers = Readers(tape)
     named, kept = _named(source, wanted, readers)
     waiting = {repetition.call for repetition in repetitions(tape.ops)}
+    needed = waiting.union(repetition.repeated for repetition in repetitions(tape.ops))
     if not waiting.isdisjoint(calls_inside(tape.calls, set(kept))):
         return None  # bodies that are compared have all of their calls
     inside = frozenset(calls_inside(tape.calls, waiting))
@@ -194,7 +195,7 @@ def _without_making(source: TracedProgram, tape: FunctionalTape, wanted: list[An
         equal = {body.module_type for body in found.functions if len(body.calls) > 1}
         equal |= {c.module_type for c in repeated.intersection(kept)}
         kept = again = _equal(kept, named, equal, OUTERMOST in wanted)
-        if not waiting.issubset(again):
+        if not needed.issubset(again):
             return None
         if again == tried:
             break

@@ -122,6 +122,8 @@ class TapeBuilder:
         """That which is taking a step."""
         self.opaque_to_autograd: str | None = None
         """A higher-order op on the tape of which autograd has no history, though it sees every op."""
+        self.body: object = None
+        """Stands for the body of a higher-order op that is running; None outside of these."""
         self.regions: list[Region] = []
         """The regions that have ended, in the order of their ends."""
         self.phase: Callable[[Any, Any], Phase | None] | None = None
@@ -647,8 +649,9 @@ class ValueTable:
         changed = value.fake
         with without_dispatch(), normal_tensors(), torch.no_grad():
             before = self._factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
+        held = self.in_storage(value.storage)  # with those that wait, which have the key that it had
         value.key = None
-        for same in self.in_storage(value.storage):
+        for same in held:
             if same.fake is changed:
                 same.fake = before
                 same.offset = offset
@@ -688,7 +691,7 @@ class ValueTable:
         """Values of a body are none outside: `made`, of which `storages` are of the body alone."""
         for key in [key for key, v in self.by_id.items() if v in made]:
             del self.by_id[key]
-        for storage in {v.storage for v in made}:
+        for storage in {v.storage for v in made}.intersection(self._by_storage):  # no tensor stands for those of copies
             self._by_storage[storage] = [v for v in self._by_storage[storage] if v not in made]
         self._of_bodies |= storages
 

@@ -312,9 +312,9 @@ class CallRecorderWithReuse(CallRecorder):
             self._renew()
         if not self._groups or not all(map(self._state.is_same, modules_in(module))):
             return None
-        return _Kept(
-            call, given, self._state, settings(), self._marks(), len(self._asked.asked), len(self._asked.contiguous)
-        )
+        asked, contiguous = len(self._asked.asked), len(self._asked.contiguous)
+        where = self._builder.body, len(self._builder.tape.calls)
+        return _Kept(call, given, self._state, settings(), self._marks(), asked, contiguous, *where)
 
     def _renew(self) -> None:
         """Begin anew with the state of now; where that changes all the time, give up."""
@@ -375,7 +375,7 @@ class CallRecorderWithReuse(CallRecorder):
             self._renew()
             return "random generators of Python have changed"
         asked, contiguous = self._asked.asked[kept.asked :], self._asked.contiguous[kept.contiguous :]
-        ops, calls = ops_between(tape.ops, call.start, call.stop), tape.calls[call.position + 1 :]
+        ops, calls = ops_between(tape.ops, call.start, call.stop), tape.calls[kept.calls :]
         if not all(self._state.knows(inner.module) for inner in calls):
             return "it calls a module that the forward makes"
         kept.original = Original(call, ops, calls, kept.given.values, asked, contiguous)
@@ -404,6 +404,8 @@ class CallRecorderWithReuse(CallRecorder):
         assert original is not None and original.call.module is not None
         if original.call.direct != call.direct:
             raise Differs("forward is called directly in one of them")
+        if kept.body is not None and kept.body is not self._builder.body:
+            raise Differs("one of them is in the body of a higher-order op")
         if kept.given.key != given.key:
             raise Differs("the arguments differ")
         if kept.settings != settings():
@@ -464,6 +466,10 @@ class _Kept:
     marks: dict[str, Any]
     asked: int
     contiguous: int
+    body: object
+    """The body of a higher-order op that it is in; None outside of these. What is in a body leaves the tape at its end."""
+    calls: int
+    """The number of calls on the tape before the first one inside of it."""
     original: Original | None = None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnxscript import opset18 as op
-from onnxscript.function_libs.torch_lib.ops.core import aten_sort
+from onnxscript.function_libs.torch_lib.ops.core import aten_histc, aten_sort
 
 from scopetrace._compat.onnx import loop, scan
 from scopetrace.errors import OnnxExportError
@@ -25,6 +25,7 @@ def forms() -> Table:
         torch.ops.aten.copy.default: _copy,
         torch.ops.aten.sort.stable: _sort,
         torch.ops.aten.cumprod.default: _cumprod,
+        torch.ops.aten.histc.default: _histc,
         torch.ops.aten._grouped_mm.default: _grouped_mm,
     }
     of_experts = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
@@ -61,6 +62,13 @@ def _cumprod(self: Any, dim: int, dtype: int = -1) -> Any:
         value.name, value.type = name, product.type
     body = ir.Graph([product, factor], outputs, nodes=nodes, name="multiply")
     return scan(ones, given, body, dim)
+
+
+def _histc(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> Any:
+    """`aten.histc`, also of integers, of which torch.onnx has no form: they are counted as floating numbers."""
+    if not self.dtype.is_integer():
+        return aten_histc(self, bins, min, max)
+    return op.CastLike(aten_histc(op.Cast(self, to=ir.DataType.FLOAT), bins, min, max), self)
 
 
 def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: int = -1) -> Any:
