@@ -1,13 +1,13 @@
 """Random models of repeated layers whose ops are made when the tape is read, and random uses of their traces.
 
     seed -> a class of layers, of drawn statements -> a model that calls them, with drawn statements before and after
-        -> traced with copies and without -> drawn uses of both traces, in one order: calls, text, outlines, files, edits
+        -> traced with copies and without -> drawn uses of both traces in one order: calls, text, outlines, files, edits
         -> what differs; and what differs from eager in results, buffers and gradients
 
     python tests/waiting_programs.py --draw 1000 --seed 90000
 
-`tests/reuse_programs.py` tries whether a call may be copied at all. Here nearly all may, and the rest of the forward and
-the users of the trace look at what is not made yet. `SCOPETRACE_CHECK=1` makes all of it at once, so that it is off.
+`tests/reuse_programs.py` tries whether a call may be copied at all. Here nearly all may, and the rest of the forward
+and the users of the trace look at what is not made yet. `SCOPETRACE_CHECK=1`, which makes all of it at once, is off.
 """
 
 import argparse
@@ -256,8 +256,8 @@ STATEMENTS = [
     "str(outs[1])",
     "assert x.shape == first.shape",
 ]
-"""Statements of the model: `x` is what goes on, `first` what the layers got, `prev` what the last one got, `outs` what each
-gave."""
+"""Statements of the model: `x` is what goes on, `first` what the layers got, `prev` what the last one got, `outs` what
+each gave."""
 
 LAYERS = [
     "for layer in self.layers: prev = x; x = take(layer(x)); outs.append(x)",
@@ -268,7 +268,8 @@ LAYERS = [
     "for layer in self.layers: prev = x; r = layer(x); x = take(r); outs.append(x); rest.append(r)",
     "for layer in self.layers: prev = x; x = take(layer(x)); x.add_(1); outs.append(x)",
     "for layer in self.layers: prev = x; x = take(layer(x)); prev.mul_(2); outs.append(x)",
-    "for i, layer in enumerate(self.layers): prev = x; x = take(layer(x, outs[i // 2] if i > 1 else None)); outs.append(x)",
+    "for i, layer in enumerate(self.layers): "
+    "prev = x; x = take(layer(x, outs[i // 2] if i > 1 else None)); outs.append(x)",
     "for layer in self.layers: prev = x; z = take(layer(first)); x = take(layer(x)) + z; outs += [z, x]",
     "for layer in self.layers: prev = x; x = take(layer(x)); layer.scale.add_(x[0].detach()); outs.append(x)",
     "for layer in self.layers: prev = x; x = take(layer(x)).relu_(); outs.append(x)",

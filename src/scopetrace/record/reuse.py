@@ -467,7 +467,7 @@ class _Kept:
     asked: int
     contiguous: int
     body: object
-    """The body of a higher-order op that it is in; None outside of these. What is in a body leaves the tape at its end."""
+    """The body of a higher-order op that it is in; None outside of these. A body leaves the tape at its end."""
     calls: int
     """The number of calls on the tape before the first one inside of it."""
     original: Original | None = None
