@@ -948,6 +948,20 @@ def test_a_product_with_the_weights_of_experts(ends, tmp_path):
     assert [node.op_type for node in made.graph].count("Loop") == 1
 
 
+def test_a_histogram_of_integers():
+    """It has a kernel on GPUs alone: for an input of the meta device the op is traced."""
+    onnxruntime = pytest.importorskip("onnxruntime")
+
+    class Counts(nn.Module):
+        def forward(self, x):
+            return torch.histc(x, bins=8, min=0, max=7)
+
+    made = st.trace(Counts(), (torch.zeros(50, dtype=torch.int32, device="meta"),)).to_onnx()
+    session, x = onnxruntime.InferenceSession(ir.to_proto(made).SerializeToString()), torch.arange(50) ** 2 % 8
+    (found,) = session.run(None, {session.get_inputs()[0].name: x.int().numpy()})
+    assert found.tolist() == x.bincount(minlength=8).tolist()
+
+
 def test_torchs_own_grouped_product():
     model = Experts(lambda x, weight, ends: torch._grouped_mm(x, weight, offs=ends)).bfloat16()
     ends = torch.tensor([8, 8, 16, 16], dtype=torch.int32)

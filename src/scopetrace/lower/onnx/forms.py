@@ -68,7 +68,9 @@ def _histc(self: Any, bins: int = 100, min: float = 0.0, max: float = 0.0) -> An
     """`aten.histc`, also of integers, of which torch.onnx has no form: they are counted as floating numbers."""
     if not self.dtype.is_integer():
         return aten_histc(self, bins, min, max)
-    return op.CastLike(aten_histc(op.Cast(self, to=ir.DataType.FLOAT), bins, min, max), self)
+    given: Any = op.Cast(self, to=ir.DataType.FLOAT)
+    given.type, given.shape = ir.TensorType(ir.DataType.FLOAT), self.shape
+    return op.CastLike(aten_histc(given, bins, min, max), self)
 
 
 def _grouped_mm(self: Any, mat2: Any, offs: Any = None, bias: Any = None, out_dtype: int = -1) -> Any:
