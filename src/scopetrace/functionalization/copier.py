@@ -79,9 +79,7 @@ class TapeCopier(abc.ABC):
         self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
         self._boundaries: list[Boundary] = []
         self._random: dict[int, bool] = {}  # by the id of a target: whether it draws random numbers
-        self._plain: dict[
-            int, bool
-        ] = {}  # by the id of a target: whether all that an op of it is shows in its operands
+        self._plain: dict[int, bool] = {}  # by the id of a target: whether operands show all that an op of it is
         self._aliasing: set[Op] = set()  # ops that give a view of memory that is written
         self._starts: dict[int, list[Call]] = {}
         self._stops: dict[int, list[Call]] = {}
