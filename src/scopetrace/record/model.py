@@ -274,9 +274,10 @@ class SavedModule:
     def is_unchanged(self) -> bool:
         """Whether all attributes are the objects that they were, in the same order."""
         for now, before in zip(self.live, self.tables, strict=True):
-            if len(now) != len(before):
-                return False
-            if before and not (all(map(_is, now.values(), before.values())) and all(map(_is, now, before))):
+            if not before:
+                if now:
+                    return False
+            elif list(now) != list(before) or not all(map(_is, now.values(), before.values())):
                 return False
         return True
 
