@@ -14,6 +14,7 @@ import pytest
 import reuse_programs
 import torch
 import torch.nn.functional as F
+import waiting_programs
 from torch import nn
 
 import scopetrace as st
@@ -273,6 +274,21 @@ def test_a_trace_whose_layers_wait_is_what_was_traced(monkeypatch, tmp_path):
     assert changed.graph_module.code == wanted
     values = [n.meta["val"].dtype for n in changed.graph_module.graph.nodes if n.op == "get_attr"]
     assert set(values) == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    "programs",
+    [
+        pytest.param(range(300000, 300016), id="few"),
+        pytest.param(range(300016, 300200), id="many", marks=pytest.mark.slow),
+        pytest.param(range(300200, 302000), id="others", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_random_programs(programs, monkeypatch):
+    monkeypatch.setenv("SCOPETRACE_CHECK", "0")
+    found = [waiting_programs.verdict(waiting_programs.program(seed)) for seed in programs]
+    assert not [(seed, v.why) for seed, v in zip(programs, found, strict=True) if v.kind == "differs"]
+    assert sum(v.copied[1] > 0 for v in found) > len(programs) // 8
 
 
 @pytest.mark.slow

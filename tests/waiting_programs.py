@@ -1,13 +1,13 @@
 """Random models of repeated layers whose ops are made when the tape is read, and random uses of their traces.
 
     seed -> a class of layers, of drawn statements -> a model that calls them, with drawn statements before and after
-        -> traced with copies and without -> drawn uses of both traces in one order: calls, text, outlines, files, edits
+        -> traced with copies and without -> drawn uses of both traces, in one order: calls, text, outlines, files
         -> what differs; and what differs from eager in results, buffers and gradients
 
     python tests/waiting_programs.py --draw 1000 --seed 90000
 
 `tests/reuse_programs.py` tries whether a call may be copied at all. Here nearly all may, and the rest of the forward
-and the users of the trace look at what is not made yet. `SCOPETRACE_CHECK=1`, which makes all of it at once, is off.
+and the users of the trace look at what is not made yet. `SCOPETRACE_CHECK=1` makes all of it at once, so it is off.
 """
 
 import argparse
@@ -256,8 +256,8 @@ STATEMENTS = [
     "str(outs[1])",
     "assert x.shape == first.shape",
 ]
-"""Statements of the model: `x` is what goes on, `first` what the layers got, `prev` what the last one got, `outs` what
-each gave."""
+"""Statements of the model: `x` is what goes on, `first` what the layers got, `prev` what the last one got, and `outs`
+what each gave."""
 
 LAYERS = [
     "for layer in self.layers: prev = x; x = take(layer(x)); outs.append(x)",
@@ -268,8 +268,7 @@ LAYERS = [
     "for layer in self.layers: prev = x; r = layer(x); x = take(r); outs.append(x); rest.append(r)",
     "for layer in self.layers: prev = x; x = take(layer(x)); x.add_(1); outs.append(x)",
     "for layer in self.layers: prev = x; x = take(layer(x)); prev.mul_(2); outs.append(x)",
-    "for i, layer in enumerate(self.layers): "
-    "prev = x; x = take(layer(x, outs[i // 2] if i > 1 else None)); outs.append(x)",
+    "for i, layer in enumerate(self.layers): prev = x; x = take(layer(x, outs[-2] if i > 1 else None)); outs.append(x)",
     "for layer in self.layers: prev = x; z = take(layer(first)); x = take(layer(x)) + z; outs += [z, x]",
     "for layer in self.layers: prev = x; x = take(layer(x)); layer.scale.add_(x[0].detach()); outs.append(x)",
     "for layer in self.layers: prev = x; x = take(layer(x)).relu_(); outs.append(x)",
@@ -415,7 +414,7 @@ class Program:
 
     def model(self) -> nn.Module:
         """The model, with the same weights each time."""
-        namespace = dict(globals())
+        namespace = {**globals(), "F": nn.functional}
         name = f"<program {self.seed}>"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(True), name)
         exec(compile(self.source, name, "exec"), namespace)
@@ -447,17 +446,8 @@ def program(seed: int) -> Program:
     twist = r.choice(list(TWISTS)) if r.random() < 0.4 else ""
     mode = r.random() < 0.5, r.random() < 0.3, r.random() < 0.6, r.random() < 0.1, r.random() < 0.15
     uses = r.sample(list(USES), 4) + r.sample(list(SLOW_USES), int(r.random() < 0.1))
-    return Program(
-        seed,
-        inside,
-        r.choice(GIVES),
-        body,
-        r.choice(RESULTS),
-        twist,
-        mode,
-        r.choice((True, True, True, True, True, None)),
-        uses,
-    )
+    gives, result, reuse = r.choice(GIVES), r.choice(RESULTS), None if r.random() < 0.17 else True
+    return Program(seed, inside, gives, body, result, twist, mode, reuse, uses)
 
 
 # What is done with a trace -------------------------------------------------------------------------------------------
@@ -468,16 +458,7 @@ def _number(trace, i):
 
 
 def _call_text(c):
-    return (
-        c.fqn,
-        c.index,
-        c.scope.path,
-        str(c.arguments),
-        str(c.outputs),
-        str(c.attributes),
-        str(c.mutated),
-        str(c.raised),
-    )
+    return c.fqn, c.index, c.scope.path, *map(str, (c.arguments, c.outputs, c.attributes, c.mutated, c.raised))
 
 
 def _outline(*targets):

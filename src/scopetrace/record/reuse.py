@@ -402,16 +402,7 @@ class CallRecorderWithReuse(CallRecorder):
         """How `call` repeats an original. Raises Differs."""
         original = kept.original
         assert original is not None and original.call.module is not None
-        if original.call.direct != call.direct:
-            raise Differs("forward is called directly in one of them")
-        if kept.body is not None and kept.body is not self._builder.body:
-            raise Differs("one of them is in the body of a higher-order op")
-        if kept.given.key != given.key:
-            raise Differs("the arguments differ")
-        if kept.settings != settings():
-            raise Differs("a setting of torch differs")
-        if kept.state is not self._state or not self._state.is_unchanged(draws=False):
-            raise Differs("the state of Python objects has changed")
+        self._expect_same_state(kept, call, given)
         pairs = Pairs(self._object_reads.may_have_read, self._state.watch, self._model.saved, original.facts)
         pairs.module(original.call.module, module)
         for a, b in zip(kept.given.modules, given.modules, strict=True):
@@ -420,6 +411,19 @@ class CallRecorderWithReuse(CallRecorder):
             if not isinstance(t, FakeTensor):
                 pairs.argument(t, u)
         return Replay(original, call, pairs, given.tensors, self._tools, self)
+
+    def _expect_same_state(self, kept: _Kept, call: Call, given: Arguments) -> None:
+        """Raise Differs where a call is given something else than an original, or runs in another state."""
+        if kept.call.direct != call.direct:
+            raise Differs("forward is called directly in one of them")
+        if kept.body not in (None, self._builder.body):
+            raise Differs("one of them is in the body of a higher-order op")
+        if kept.given.key != given.key:
+            raise Differs("the arguments differ")
+        if kept.settings != settings():
+            raise Differs("a setting of torch differs")
+        if kept.state is not self._state or not self._state.is_unchanged(draws=False):
+            raise Differs("the state of Python objects has changed")
 
     def _replayed(self, call: Call, replay: Replay) -> Any:
         """The result of a call whose ops are copied."""
@@ -467,7 +471,7 @@ class _Kept:
     asked: int
     contiguous: int
     body: object
-    """The body of a higher-order op that it is in; None outside of these. A body leaves the tape at its end."""
+    """That of the higher-order op that it is in; None outside. What is in a body leaves the tape at its end."""
     calls: int
     """The number of calls on the tape before the first one inside of it."""
     original: Original | None = None
