@@ -36,6 +36,8 @@ import scopetrace as st
 from scopetrace.api.runnable import program_of
 from scopetrace.ir.tape import OpList, repetitions
 
+F = nn.functional
+"""For programs."""
 KEPT: list[typing.Any] = []
 
 
@@ -414,7 +416,7 @@ class Program:
 
     def model(self) -> nn.Module:
         """The model, with the same weights each time."""
-        namespace = {**globals(), "F": nn.functional}
+        namespace = dict(globals())
         name = f"<program {self.seed}>"
         linecache.cache[name] = (len(self.source), None, self.source.splitlines(True), name)
         exec(compile(self.source, name, "exec"), namespace)
