@@ -16,13 +16,13 @@ The idea, and the name ViewMeta, are those of torch's functionalization pass (Fu
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from scopetrace._compat.symbols import to_expr
-from scopetrace.functionalization.as_recorded import AsRecorded
+from scopetrace._compat.tensors import is_symbolic, stride_of
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal
 from scopetrace.ir.tape import Op, Value
@@ -65,6 +65,43 @@ class ViewMeta(NamedTuple):
     """The arguments after the parent."""
     kwargs: Mapping[str, Any] = types.MappingProxyType({})
     slot: int | None = None
+
+
+class AsRecorded:
+    """Which values stand for those of the recorded tape: with them, an op is copied and nothing else is asked.
+
+    They have the layout of the recorded ones, and lie in the one memory that stands for theirs. Of memory that is
+    written, they do so only until the next write.
+    """
+
+    def __init__(self) -> None:
+        self.now: dict[Value, Value] = {}
+        """The present values, by those of the recorded tape."""
+        self.storages: dict[int, int] = {}
+        """The storages that they are in, by those of the recorded tape."""
+
+    def enter(self, old: Value, new: Value) -> bool:
+        """Have `new` stand for `old`. Returns whether it does: not in another layout, nor in memory of its own."""
+        if not alike(old, new) or self.storages.setdefault(old.storage, new.storage) != new.storage:
+            return False
+        self.now[old] = new
+        return True
+
+    def leave(self, values: Iterable[Value]) -> None:
+        """Forget what stands for values of one storage."""
+        for v in values:
+            self.now.pop(v, None)
+            self.storages.pop(v.storage, None)
+
+
+def alike(old: Value, new: Value) -> bool:
+    """Whether two values have the same dtype, sizes and strides."""
+    a, b = old.fake, new.fake
+    if a is b:
+        return True
+    if is_symbolic(a) or is_symbolic(b):
+        return bool(a.dtype == b.dtype and to_expr((a.size(), a.stride())) == to_expr((b.size(), b.stride())))
+    return bool(a.dtype == b.dtype and a.size() == b.size() and stride_of(a) == stride_of(b))
 
 
 class AliasSet:

@@ -22,8 +22,7 @@ import torch
 from scopetrace._compat.ops import is_op, is_random
 from scopetrace._compat.tensors import DATA_DEPENDENT
 from scopetrace.containers.structure import leaves, map_structure
-from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, last_of
-from scopetrace.functionalization.as_recorded import AsRecorded, alike
+from scopetrace.functionalization.alias_set import AliasSet, AsRecorded, ViewMeta, alike, last_of
 from scopetrace.functionalization.bodies import Results, as_laid_out, in_order_of, lift_constants
 from scopetrace.functionalization.emitter import Emitter
 from scopetrace.functionalization.refusals import refusal

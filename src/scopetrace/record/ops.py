@@ -111,9 +111,8 @@ class OpFacts:
         self.updates = bool(self.written) and not any(r.is_written or r.is_out for r in schema.returns)
         """Whether it writes to arguments that it does not return, as batch_norm to its statistics."""
         self.in_place = torch.Tag.inplace in func.tags and is_elementwise(func)
-        changes_metadata = self.reshapes or is_metadata_only(func)
         writes_one = torch.Tag.inplace in func.tags and len(self.written) == 1 and self.is_atomic
-        self.keeps_layout = self.in_place or (writes_one and not changes_metadata)
+        self.keeps_layout = self.in_place or (writes_one and not (self.reshapes or is_metadata_only(func)))
         """Whether it is an op in place that changes nothing but elements of its first argument."""
         self.is_new = schema.name.startswith("aten::new_")
         """Whether it makes a tensor of the dtype and device of its first argument."""
