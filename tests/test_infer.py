@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 
 import scopetrace as st
@@ -20,7 +21,7 @@ from scopetrace._compat.shape_env import DimSpec, new_symbol, symint
 from scopetrace._compat.tensors import FakeFactory, run_fake, storage_id, without_dispatch
 from scopetrace.errors import InferenceError
 from scopetrace.infer import check, rules
-from scopetrace.infer.inference import Inference
+from scopetrace.infer.inference import Inference, _Known
 from scopetrace.infer.rules import Rule
 from scopetrace.ir.tape import Value
 from scopetrace.record.dynamic_shapes import symbolic_strides
@@ -458,7 +459,9 @@ def test_a_write_in_place_changes_values_alone(func):
     for seed in range(40):
         args = elementwise(Draw(seed), func)
         lifted, inputs = values.lifted(args)
-        if overlaps_itself(args[0]) or Inference(values.factory).infer(None, func, lifted, {}, inputs) is None:
+        inference = Inference(values.factory)
+        key = inference.key_of_call(func, lifted, {})
+        if overlaps_itself(args[0]) or inference.infer(key, func, lifted, {}, inputs) is None:
             continue  # the recorder refuses to write to what overlaps itself before it asks
         answers += 1
         before = facts(args[0], [])
@@ -486,6 +489,7 @@ class Counting(Values):
         self.inference = Inference(self.factory)
         self.count = 0
         monkeypatch.setattr("scopetrace.infer.inference.run_fake", self._run_fake)
+        monkeypatch.setattr("scopetrace.infer.inference._of_torch", _Known())
 
     def _run_fake(self, *args: Any) -> Any:
         self.count += 1
@@ -540,6 +544,52 @@ def test_calls_of_equal_metadata_run_once(counting: Counting) -> None:
     for _ in range(5):
         counting.inference.run(aten.cumsum.default, (counting.value(torch.randn(4, 6)), 1), {})
     assert counting.count == 1
+
+
+def test_what_torch_gives_for_fixed_sizes_is_known_to_later_traces(counting: Counting) -> None:
+    x = counting.value(torch.randn(4, 6))
+    for _ in range(3):
+        Inference(counting.factory).run(aten.cumsum.default, (x, 1), {})
+    assert counting.count == 1
+
+
+def test_what_others_ops_give_is_known_in_one_trace_alone(counting: Counting) -> None:
+    with torch.library._scoped_library("infer_test", "DEF") as library:
+        library.define("grow(Tensor x) -> Tensor")
+        library.impl("grow", lambda x: torch.cat([x, x]), "Meta")
+        grow, x = torch.ops.infer_test.grow.default, counting.value(torch.randn(4, 6))
+        for inference in (Inference(counting.factory), Inference(counting.factory)):
+            for _ in range(3):
+                inference.run(grow, (x,), {})
+    assert counting.count == 2
+
+
+def test_numbers_of_symbolic_sizes_mean_nothing_in_another_trace() -> None:
+    class Two(torch.nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.cumsum(x, 0).sum() + y.cumsum(0).sum()
+
+    dims = {"x": {0: torch.export.Dim.DYNAMIC}, "y": {0: torch.export.Dim.DYNAMIC, 1: torch.export.Dim.DYNAMIC}}
+    for first, second in (((4, 3), (5, 6)), ((7, 2), (8, 9)), ((4, 3), (8, 9))):
+        args = torch.randn(first), torch.randn(second)
+        trace = st.trace(Two(), args, dynamic_shapes=dims)
+        other = torch.randn(11, first[1]), torch.randn(12, 13)
+        torch.testing.assert_close(trace(*other), Two()(*other))
+
+
+def test_strides_follow_the_backend_that_is_enabled() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, q: torch.Tensor) -> tuple[torch.Tensor, bool, bool]:
+            flash = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+            with sdpa_kernel(SDPBackend.MATH):
+                plain = torch.nn.functional.scaled_dot_product_attention(q, q, q)
+            return flash + plain, flash.is_contiguous(), plain.is_contiguous()
+
+    q = torch.randn(2, 4, 8, 16).transpose(1, 2)
+    with torch.no_grad():
+        assert Attend()(q)[1:] == (False, True)
+        for _ in range(2):
+            assert st.trace(Attend(), (q,))(q)[1:] == (False, True)
 
 
 def test_calls_that_differ_run_each(counting: Counting) -> None:
@@ -630,13 +680,15 @@ def test_a_rule_that_is_wrong_at_other_sizes_is_found(monkeypatch: pytest.Monkey
 
 
 @pytest.mark.usefixtures("checking")
-def test_a_wrong_answer_of_the_cache_is_found() -> None:
+def test_a_wrong_answer_of_the_cache_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("scopetrace.infer.inference._of_torch", _Known())
     values = Values()
     inference = Inference(values.factory)
     x, y = values.value(torch.randn(4)), values.value(torch.randn(5))
-    inference.learn("key", [x], y.fake)
+    key = inference.key_of_call(aten.cumsum.default, (x, 0), {})
+    inference.learn(key, [x], y.fake)
     with pytest.raises(InferenceError):
-        inference.infer("key", aten.cumsum.default, (x, 0), {}, [x])
+        inference.infer(key, aten.cumsum.default, (x, 0), {}, [x])
 
 
 @pytest.mark.usefixtures("checking")

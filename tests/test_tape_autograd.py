@@ -1,6 +1,8 @@
 """Training steps whose backward is made from the tape, beside the same with autograd, and beside eager."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -222,6 +224,48 @@ def test_layers_that_repeat_are_copied_in_a_model_that_differentiates():
     copied, recorded = (st.trace(model, (x,), reuse=reuse) for reuse in (True, False))
     assert copied.reuse.replayed == {"Attention": 2}  # the first one takes what does not require grad
     assert described(copied) == described(recorded)
+
+
+def test_formulas_are_found_once_in_a_process_and_hold_no_model(monkeypatch):
+    monkeypatch.setenv("SCOPETRACE_CHECK", "0")  # which finds them again, and compares
+    monkeypatch.setattr(tape_autograd, "_of_torch", {})
+    found, formula = [], tape_autograd.TapeAutograd._formula
+
+    def counted(self, op, *rest):
+        found.append(op.target)
+        return formula(self, op, *rest)
+
+    monkeypatch.setattr(tape_autograd.TapeAutograd, "_formula", counted)
+    told, counts, models = [], [], []
+    for _ in range(2):
+        layers, x = stack(Attention, 2, 2, 5, 8)
+        trace = traced(only_some, layers, x)
+        told.append(described(trace))
+        counts.append(len(found))
+        models.append(weakref.ref(layers))
+        torch.manual_seed(0)
+        ours = trace(x)
+        torch.manual_seed(0)
+        assert all(map(torch.allclose, ours, only_some(layers, x)))
+        del layers, trace, ours
+    assert counts[0] == counts[1] > 0
+    assert told[0] == told[1]
+    gc.collect()
+    assert [model() for model in models] == [None, None]
+
+
+def test_a_known_formula_notes_what_it_noted_when_it_was_found(monkeypatch):
+    monkeypatch.setenv("SCOPETRACE_CHECK", "0")  # which finds them again, and compares
+    monkeypatch.setattr(tape_autograd, "_of_torch", {})
+
+    layer, x = nn.Linear(4, 2), torch.randn(3, 4)
+
+    def step(x):
+        layer(x.exp()).sum().backward()
+
+    reads = [[str(read) for read in st.trace(step, (x,))._held.tape.reads] for _ in range(2)]
+    assert tape_autograd._of_torch
+    assert reads[0] == reads[1]
 
 
 def test_parts_of_composite_ops_follow_the_settings_of_torch():

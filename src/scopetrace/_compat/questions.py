@@ -171,6 +171,18 @@ def settings() -> dict[str, Any]:
     return {**found, AUTOCAST: autocast_state()}
 
 
+_backend_flags: list[Callable[[], Any]] = [
+    *(torch._C._get_cudnn_enabled, torch._C._get_mkldnn_enabled, torch._C._get_deterministic_algorithms),
+    *(torch._C._get_flash_sdp_enabled, torch._C._get_mem_efficient_sdp_enabled, torch._C._get_math_sdp_enabled),
+    *(torch._C._get_cudnn_sdp_enabled, torch._C._get_overrideable_sdp_enabled),
+]
+
+
+def backend_flags() -> tuple[Any, ...]:
+    """What decides which backend of torch computes attention, convolutions and recurrent layers, and gives strides."""
+    return (*[ask() for ask in _backend_flags], *torch._C._get_sdp_priority_order())
+
+
 def fact_of(t: torch.Tensor, name: str, args: tuple[Any, ...]) -> Any:
     """What a tensor answers to a question of METHODS or PROPERTIES; of `grad_fn`, whether there is one.
 

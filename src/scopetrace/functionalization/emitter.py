@@ -50,8 +50,11 @@ class Emitter:
         args, kwargs = self._lift(origin, (args, kwargs))
         inputs = operands(args, kwargs)
         found = self.inference.inferred(func, args, kwargs, inputs)
+        out = None
         if found is None:
             out = self.inference.ran(func, args, kwargs, inputs)
+            found = self.inference.inferred(func, args, kwargs, inputs)  # as for the next op of equal metadata
+        if found is None:
             outputs = self._outputs(origin, func, inputs, out)
         else:
             outputs = self._inferred(origin, func, inputs, *found)

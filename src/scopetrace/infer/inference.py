@@ -5,19 +5,21 @@
     Outputs + tape values -> fake tensors
 
 Equal keys give results of equal metadata, so the second of two equal layers is answered from the cache. torch's own
-cache of fake results works below decomposition, where a linear layer is four ops; here it is one.
+cache of fake results works below decomposition, where a linear layer is four ops; here it is one. As there, what is
+the same in every trace is kept as long as the process lasts: what torch's own ops give for fixed sizes.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from scopetrace._compat.ops import is_op, schema_of
-from scopetrace._compat.questions import default_dtype, grad_enabled, inference_mode_enabled
+from scopetrace._compat.questions import backend_flags, default_dtype, grad_enabled, inference_mode_enabled
 from scopetrace._compat.symbols import expanded, has_unbacked, surely_equal, to_expr
 from scopetrace._compat.tensors import (
     FakeMaker,
@@ -53,6 +55,52 @@ def may_infer(func: Any) -> bool:
     return not schema_of(func).is_mutable and torch.Tag.data_dependent_output not in func.tags
 
 
+@functools.cache
+def _asks_backends(func: Any) -> bool:
+    """Whether the strides that `func` gives depend on which backends of torch are enabled."""
+    name = schema_of(func).name
+    return any(part in name for part in ("scaled_dot_product", "conv", "batch_norm", "lstm", "gru", "rnn_"))
+
+
+class _Known:
+    """What has been learned.
+
+    `numbers` are those of metadata; `outputs` and `below_autograd` have, by the key of a call, what its results are.
+    """
+
+    def __init__(self) -> None:
+        self.numbers: dict[Any, int] = {}
+        self.outputs: dict[Any, Outputs] = {}
+        self.below_autograd: dict[Any, Outputs] = {}
+
+
+_of_torch = _Known()
+"""What is the same in every trace: of torch's own ops, and fixed sizes."""
+_MANY = 100_000
+"""So many results are kept of them."""
+
+
+def forget() -> None:
+    """Begin anew with what is the same in every trace."""
+    for table in (_of_torch.numbers, _of_torch.outputs, _of_torch.below_autograd):
+        table.clear()
+
+
+_new_number = itertools.count().__next__
+"""No number is used twice, by whatever trace."""
+
+
+def is_same_in_every_trace(key: Any, values: Iterable[Value]) -> bool:
+    """Whether what a call with this key gives, or becomes of it, is a fact of torch: of its own ops, and fixed sizes.
+
+    `values` are those that it takes.
+    """
+    func = key[0]
+    if func.namespace not in ("aten", "prims") or any(part is torch.SymInt for part in key):
+        return False
+    return all(not is_symbolic(v.fake) and type(nbytes_of(v.fake.untyped_storage())) is int for v in values)
+
+
 class Inference:
     """Gives the results of ops on the fake tensors of one trace. Lives as long as the trace.
 
@@ -61,11 +109,11 @@ class Inference:
 
     def __init__(self, maker: FakeMaker) -> None:
         self._maker = maker
-        self._keys: dict[Any, int] = {}
         self._expansions: dict[Any, Any] = {}
         self._requiring_grad: dict[int, int] = {}
-        self._outputs: dict[Any, Outputs] = {}
-        self._below_autograd: dict[Any, Outputs] = {}
+        self._own = _Known()
+        if len(_of_torch.outputs) + len(_of_torch.below_autograd) > _MANY:
+            forget()
         self._check = checks_enabled()
 
     def key_of(self, fake: torch.Tensor) -> int | None:
@@ -76,16 +124,15 @@ class Inference:
         """
         if fake.layout is not torch.strided or is_conj_of(fake) or is_neg_of(fake) or type(fake) is not FakeTensor:
             return None
-        size, stride, offset = fake.size(), stride_of(fake), offset_of(fake)
-        if is_symbolic(fake):
+        size, stride, offset, nbytes = fake.size(), stride_of(fake), offset_of(fake), nbytes_of(fake.untyped_storage())
+        known = _of_torch
+        if is_symbolic(fake) or type(nbytes) is not int:  # the bytes may be symbolic where the tensor itself is not
             size, stride, offset = to_expr(size), to_expr(stride), to_expr(offset)
-        nbytes = nbytes_of(fake.untyped_storage())
-        if type(nbytes) is not int:  # it may be symbolic where the tensor itself is not
-            nbytes = self._expanded(to_expr(nbytes))
+            nbytes, known = self._expanded(to_expr(nbytes)), self._own
         facts = (size, stride, offset, fake.dtype, fake.device, requires_grad_of(fake), nbytes)
-        found = self._keys.get(facts)
+        found = known.numbers.get(facts)
         if found is None and not any(has_unbacked(n) for n in (*size, *stride, offset)):
-            found = self._keys[facts] = len(self._keys)
+            found = known.numbers.setdefault(facts, _new_number())
         return found
 
     def _expanded(self, number: Any) -> Any:
@@ -133,6 +180,8 @@ class Inference:
         None where the metadata of the arguments does not say it.
         """
         key = [func, grad_enabled(), inference_mode_enabled(), default_dtype()]
+        if _asks_backends(func):
+            key.append(backend_flags())
         if not self._describe(args, key):
             return None
         if kwargs:
@@ -171,7 +220,7 @@ class Inference:
         `key` stands for all that decides the metadata of the results, `inputs` are the values among the arguments.
         With `SCOPETRACE_CHECK=1`, raises AssertionError where torch's own results are others.
         """
-        outputs = self._outputs.get(key)
+        outputs = self._outputs_for(key)
         known = outputs is not None
         if outputs is None:
             outputs = self._by_rule(func, args, kwargs, inputs)
@@ -181,7 +230,7 @@ class Inference:
 
     def learned(self, key: Any, func: Any, args: Any, kwargs: Any, inputs: list[Value]) -> Inferred | None:
         """As `infer`, by what `learn` has kept alone."""
-        outputs = self._outputs.get(key)
+        outputs = self._outputs_for(key)
         return None if outputs is None else self._made(outputs, True, key, func, args, kwargs, inputs)
 
     def _made(
@@ -191,7 +240,7 @@ class Inference:
             tensors = outputs.make(self._maker, inputs)
         if not known:
             metas = [self._with_key(meta, t) for meta, t in zip(outputs.tensors, tensors, strict=True)]
-            outputs = self._outputs[key] = Outputs(outputs.container, tuple(metas))
+            outputs = self._known(key, inputs).outputs[key] = Outputs(outputs.container, tuple(metas))
         if self._check:
             check.compare(self._maker, func, args, kwargs, inputs, outputs.container, tensors)
         return outputs, tensors
@@ -221,13 +270,20 @@ class Inference:
     def known(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """What the cache has of an op, which it then has for all ops of equal metadata."""
         key = self.key_of_call(func, args, kwargs) if may_infer(func) else None
-        return None if key is None else self._outputs.get(key)
+        return None if key is None else self._outputs_for(key)
+
+    def _outputs_for(self, key: Any) -> Outputs | None:
+        return _of_torch.outputs.get(key) or self._own.outputs.get(key)
+
+    def _known(self, key: Any, inputs: list[Value]) -> _Known:
+        """Where the results of a call are to be kept."""
+        return _of_torch if is_same_in_every_trace(key, inputs) else self._own
 
     def outputs_of(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Outputs | None:
         """What the results of an op are, where the cache or a rule has them; also of one that has written."""
         key = self.key_of_call(func, args, kwargs)
         if key is None or not may_infer(func):
-            return self._outputs.get(key)
+            return self._outputs_for(key)
         found = self.infer(key, func, args, kwargs, values_in((args, kwargs)))
         return None if found is None else found[0]
 
@@ -235,7 +291,7 @@ class Inference:
         """Keep what torch gave, where its metadata follows from that of the inputs alone."""
         outputs = _outputs_of(self, inputs, out)
         if outputs is not None:
-            self._outputs[key] = outputs
+            self._known(key, inputs).outputs[key] = outputs
 
     def below_autograd(self, func: Any, args: Any, kwargs: Any, inputs: list[Value], run: Callable[[], Any]) -> Any:
         """What `func` gives below autograd, which then makes the history of it: what `run` gave for an equal key.
@@ -243,12 +299,12 @@ class Inference:
         Call under no_grad. No result requires grad, also where the op gives a view of what does.
         """
         key = self.key_of_call(func, args, kwargs)
-        known = self._below_autograd.get(key)
+        known = _of_torch.below_autograd.get(key) or self._own.below_autograd.get(key)
         if known is None:
             out = run()
             learned = None if key is None else _outputs_of(self, inputs, out)
             if learned is not None:
-                self._below_autograd[key] = learned
+                self._known(key, inputs).below_autograd[key] = learned
             return out
         if self._check:
             assert _without_keys(_outputs_of(self, inputs, run())) == _without_keys(known), func

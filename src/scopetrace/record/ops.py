@@ -37,6 +37,7 @@ from scopetrace._compat.ops import (
     function_in_transform,
     in_transform,
     interrupts,
+    is_op,
     schema_of,
     through_transform,
     unwrapped,
@@ -89,7 +90,7 @@ RunGraph = Callable[[torch.fx.GraphModule, Any], Any]
 
 
 class OpFacts:
-    """What recording needs to know of an op, looked up once in a trace."""
+    """What recording needs to know of an op, looked up once: of one that is not torch's, once in a trace."""
 
     def __init__(self, func: Any) -> None:
         schema = schema_of(func)
@@ -121,6 +122,14 @@ class OpFacts:
         self.may_be_cast = autocast_may_change(func)
         self.is_fast_path = schema.name == FAST_PATH
         self.may_write_undeclared = any(name in UNDECLARED_WRITTEN for name in schema.names)
+
+
+def _facts_of(func: Any) -> OpFacts:
+    is_torchs = is_op(func) and func.namespace in ("aten", "prims")
+    return _facts_of_torch(func) if is_torchs else OpFacts(func)
+
+
+_facts_of_torch = functools.cache(OpFacts)
 
 
 class OpCall:
@@ -335,7 +344,7 @@ class OpRecorder:
         """Put an op on the tape. Returns what it gives to the model."""
         facts = self._facts.get(id(func))
         if facts is None:
-            facts = self._facts[id(func)] = OpFacts(func)
+            facts = self._facts[id(func)] = _facts_of(func)
         if facts.is_fast_path or (facts.may_be_cast and self.reads.awaits_cast):
             self._note_state(facts, args, kwargs)
         if facts.rewrite is not None:
@@ -552,8 +561,7 @@ class OpRecorder:
         first = next_sequence_number() if self._exact else 0
         with torch.no_grad() if unseen else contextlib.nullcontext():
             out = self._execute(call, args, kwargs, key)
-        if facts.squeezes and is_symbolic(call.inputs[0].fake):
-            self._note_squeeze(call.inputs[0].fake, call.args[1:])
+        self._note_squeeze(call)
         moved = before.moved()
         for value, layout in moved:
             self.values.freeze(value, layout)
@@ -563,16 +571,30 @@ class OpRecorder:
         if key is not None and unbacked is None and (facts.updates if written else facts.inferable):
             # Python may hold an input as another object than its value does
             self.inference.learn(key, call.inputs, given[0].fake if given else out)
+            learned = self._append_learned(call, key, before.tracked if written else None)
+            if learned is not None:
+                return learned
         if not (written or unbacked is not None or out is None or _tensors(out)):
             return out  # a question about metadata, answered
-        same = bool(given) and not written
-        results = self.values.new_same(out, 0, given[0]) if same else self.values.new_results(out)
+        results = self.values.new_same(out, 0, given[0]) if given and not written else self.values.new_results(out)
         self._append(call, results, written, unbacked, before.tracked)
         if self._exact and next_sequence_number() > first:
             self._builder.made_nodes.append((first, self._builder.tape.ops[-1]))
         if moved:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
         return _given(out, call) if given else out
+
+    def _append_learned(self, call: OpCall, key: Any, tracked: tuple[Value, ...] | None) -> Any:
+        """Put an op that torch has just run on the tape as the next one of equal metadata; None where that runs too.
+
+        `tracked` is None for an op that has written nothing.
+        """
+        found = self.inference.learned(key, call.facts.func, call.args, call.kwargs, call.inputs)
+        if found is None:
+            return None
+        if tracked is None:
+            return self._append_inferred(call, *found)
+        return self._append_update(call, *found, tracked) if self._is_known_update(call) else None
 
     def _append_known_write(self, call: OpCall, key: Any, *, unseen: bool) -> Any:
         """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
@@ -588,16 +610,24 @@ class OpRecorder:
             with torch.no_grad() if unseen else contextlib.nullcontext():
                 is_known = self._changes_only_values(call, target.fake, key)
             return self._append_in_place(call, target) if is_known else None
-        if not facts.updates or facts.is_custom or any(is_inference_of(t) for t in call.fakes()) or _overlaps(call):
+        if not self._is_known_update(call):
             return None
         found = self.inference.learned(key, facts.func, call.args, call.kwargs, call.inputs)
-        return None if found is None else self._append_update(call, *found)
-
-    def _append_update(self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None]) -> Any:
-        written = tuple(dict.fromkeys(call.written(call.facts.written)))
-        tracked = tuple([v for v in call.inputs if requires_grad_of(v.fake)])
-        for v in written:
+        if found is None:
+            return None
+        for v in dict.fromkeys(call.written(facts.written)):
             torch.autograd.graph.increment_version(v.fake)
+        return self._append_update(call, *found, tuple([v for v in call.inputs if requires_grad_of(v.fake)]))
+
+    def _is_known_update(self, call: OpCall) -> bool:
+        """Whether the results of an op that writes beside them follow from metadata."""
+        facts = call.facts
+        return facts.updates and not (facts.is_custom or any(map(is_inference_of, call.fakes())) or _overlaps(call))
+
+    def _append_update(
+        self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None], tracked: tuple[Value, ...]
+    ) -> Any:
+        written = tuple(dict.fromkeys(call.written(call.facts.written)))
         made = self.values.new_inferred(outputs, fakes, call.inputs)
         self._append(call, outputs.contained(made), written, None, tracked)
         return outputs.contained(fakes)
@@ -665,8 +695,11 @@ class OpRecorder:
         found = self.inference.infer(key, call.facts.func, call.args, call.kwargs, call.inputs)
         return found is not None and not _overlaps(call)
 
-    def _note_squeeze(self, t: torch.Tensor, dims: tuple[Any, ...]) -> None:
-        """Calls with size 1 would lose a dimension here."""
+    def _note_squeeze(self, call: OpCall) -> None:
+        """Where an op squeezes, calls with size 1 would lose a dimension."""
+        if not call.facts.squeezes or not is_symbolic(call.inputs[0].fake):
+            return
+        t, dims = call.inputs[0].fake, call.args[1:]
         for d in flat(dims) if dims else range(t.dim()):
             if isinstance(t.size(d), torch.SymInt):
                 self.factory.shape_env.take_for_more_than_one(t.size(d))

@@ -142,18 +142,17 @@ def record(
 
 def _refuse_wrapped(model: Model) -> None:
     """DistributedDataParallel reads Dynamo's state; FSDP2's hooks would gather for real, into tensors of the trace."""
-    for module in model.modules:
-        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+    kinds = {type(module): module for module in reversed(model.modules)}
+    for kind, module in kinds.items():
+        if issubclass(kind, torch.nn.parallel.DistributedDataParallel):
             raise UnsupportedOpError(
                 "the model is wrapped by DistributedDataParallel",
                 module=f"{model.type_name}, {model.names[id(module)][0] or 'the root'}",
                 hint="trace the module inside, ddp.module",
             )
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:  # where it was never imported, nothing is sharded
-        return
-    for module in model.modules:
-        if isinstance(module, fsdp.FSDPModule):
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # where it was never imported, nothing is sharded
+    for kind, module in kinds.items():
+        if fsdp is not None and issubclass(kind, fsdp.FSDPModule):
             raise UnsupportedOpError(
                 "the model is sharded by fully_shard",
                 module=f"{model.type_name}, {model.names[id(module)][0] or 'the root'}",

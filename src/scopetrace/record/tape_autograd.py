@@ -4,6 +4,7 @@ Data flow:
     what the forward differentiates -> the ops on the tape that lead to it -> from the last one back
     an op, which of its inputs need a gradient, the gradients of its results -> `Formula`, by their metadata
         of the first such op: torch runs it again on tensors of its own, with autograd, and its backward is recorded
+        those of torch's own ops for fixed sizes are kept as long as the process lasts
     a Formula -> its ops again, at the end of the tape, on the values of this op
     gradients of one value that meet -> their sum, in the order in which autograd's engine meets them
     what is not known here, such as a view that is written -> Retrace: torch runs every op, and differentiates
@@ -25,6 +26,7 @@ from scopetrace._compat.gradients import gradients_of, saved_storages
 from scopetrace._compat.ops import (
     BelowAutograd,
     autocast_enabled,
+    autocast_may_change,
     in_transform,
     is_collective,
     is_op,
@@ -43,8 +45,10 @@ from scopetrace._compat.tensors import (
     without_dispatch,
 )
 from scopetrace.errors import ForeignTensorError, ScopetraceError
+from scopetrace.infer.inference import is_same_in_every_trace
 from scopetrace.infer.rules import OutputMeta, Outputs
-from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, checks_enabled, flat, map_argument
+from scopetrace.ir.scopes import Scope
+from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, checks_enabled, flat, map_argument, renamed
 from scopetrace.ops.functional_variants import functional_variant, undeclared_writes
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.copying import NotRepeated, Step
@@ -68,6 +72,38 @@ class Formula:
     reads: list[int]
     """Which of the inputs and results the steps read, or autograd has saved."""
 
+    @property
+    def is_noted(self) -> bool:
+        """Whether the trace that found it may have noted more than its ops, such as that one has the default dtype."""
+        return any(not step.inputs for step in self.steps)
+
+    @property
+    def may_be_cast(self) -> bool:
+        """Whether autocast would cast the inputs of one of its ops."""
+        return any(autocast_may_change(step.op.target) for step in self.steps)
+
+    def without_trace(self) -> Formula:
+        """A copy that holds nothing of the trace that found it: its values have no tensors, its ops no scopes."""
+        values: dict[Value, Value] = {}
+        for v in (*self.places, *(v for step in self.steps for v in step.values)):
+            values[v] = new = Value.__new__(Value)
+            new.op, new.slot = None, v.slot  # type: ignore[assignment]
+        steps = []
+        for step in self.steps:
+            op = step.op
+            parts = renamed(op.args, values), renamed(op.kwargs, values), renamed(op.outputs, values)
+            new_op = Op(op.kind, op.target, *parts, _NOWHERE, None, (), op.grad, renamed(op.writes, values))
+            steps.append(Step.of(new_op, step.outputs))
+        gradients = [v and values[v] for v in self.gradients]
+        return Formula([values[v] for v in self.places], steps, gradients, self.reads)
+
+
+_NOWHERE = Scope("", "")
+_of_torch: dict[Any, Formula] = {}
+"""The formulas that are the same in every trace, by the settings of torch and all that decides them."""
+_MANY = 20_000
+"""So many of them are kept."""
+
 
 class TapeAutograd:
     """Differentiates what is on the tape of one recording. Raises Retrace where only autograd can."""
@@ -84,6 +120,7 @@ class TapeAutograd:
         self._phases = phases
         self._formulas: dict[Any, Formula] = {}
         self._settings: dict[str, Any] | None = None
+        self._in_settings: tuple[Any, ...] = ()
         self._inputs: dict[Op, list[Value]] = {}
         """Of each op that a gradient was asked through, the inputs."""
         self._writes: dict[int, list[int]] = {}
@@ -152,7 +189,7 @@ class TapeAutograd:
         now = settings()
         if now != self._settings:
             self._formulas.clear()
-            self._settings = now
+            self._settings, self._in_settings = now, tuple(now.items())
         nodes = self._reached([v for v, _ in last])
         leaves = {id(n.fake): n for n in nodes if isinstance(n, Value)}  # a write since gives a leaf another value
         wanted = [leaves.get(id(t)) or self._values.value_of(t) for t in by]
@@ -293,7 +330,17 @@ class TapeAutograd:
         of = key, needs, gradient_keys
         formula = self._formulas.get(of)
         if formula is None:
-            formula = self._formulas[of] = self._formula(op, func, inputs, results, own, needs)
+            known = _of_torch.get((self._in_settings, of))
+            if known is None or self._check:
+                formula = self._formula(op, func, inputs, results, own, needs)
+                if known is not None:
+                    _expect_same(known, formula)
+                self._keep(formula, of, [*inputs, *(g for g in own if g is not None)])
+            else:
+                formula = known
+                if self._ops.reads.awaits_cast and formula.may_be_cast:
+                    self._ops.reads.on_cast_op()
+            self._formulas[of] = formula
         elif self._check:
             _expect_same(formula, self._formula(op, func, inputs, results, own, needs))
         present = [*inputs, *results, *(g for g in own if g is not None)]
@@ -328,6 +375,13 @@ class TapeAutograd:
         return variant.op
 
     # ---------------------------------------------------------------- formulas
+
+    def _keep(self, formula: Formula, of: Any, values: list[Value]) -> None:
+        """Keep a formula for later traces, where it holds in these."""
+        if not formula.is_noted and is_same_in_every_trace(of[0], values):
+            if len(_of_torch) >= _MANY:
+                _of_torch.clear()
+            _of_torch[self._in_settings, of] = formula.without_trace()
 
     def _formula(
         self,
