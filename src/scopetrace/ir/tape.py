@@ -229,13 +229,20 @@ class Op:
 
     def values(self) -> list[Value]:
         """The tensors that the op made, in order."""
+        outputs = self.outputs
+        if type(outputs) is Value:  # as of most
+            return [outputs]
         return leaves(self.outputs, Value) if self.kind == "call_module" else values_in(self.outputs)
 
     def inputs(self) -> list[Value]:
         """The tensors that the op read or wrote, in order."""
         if self.kind == "call_module":
             return leaves((self.args, self.kwargs), Value)
-        return operands(self.args, self.kwargs)
+        found: list[Value] = []
+        _collect(self.args, found)
+        if self.kwargs:
+            _collect(self.kwargs.values(), found)
+        return found
 
     @property
     def name(self) -> str:
@@ -816,11 +823,7 @@ def map_argument(fn: Callable[[Any], Any], x: Any) -> Any:
 
 def operands(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Value]:
     """The values among the arguments of an op, in order."""
-    found: list[Value] = []
-    _collect(args, found)
-    if kwargs:
-        _collect(kwargs.values(), found)
-    return found
+    return values_in((args, kwargs) if kwargs else args)
 
 
 def values_in(x: Any) -> list[Value]:

@@ -92,10 +92,12 @@ class History:
         self._family: dict[Value, Value] = {}  # of views that of their base
         self._bits: dict[Value, int] = {}  # of the first of each family
         for op in ops:
-            self._follow(op, of_modules)
-            for v in leaves.keys() & op.values():
-                self._family[v] = v
-                self._bits[v] = leaves[v]
+            made = op.values()
+            self._follow(op, made, of_modules)
+            for v in made:
+                if v in leaves:
+                    self._family[v] = v
+                    self._bits[v] = leaves[v]
 
     def of(self, v: Value) -> int:
         """The bits of the leaves that autograd leads to from a value, as the last op left it."""
@@ -105,33 +107,36 @@ class History:
         """Whether autograd takes a value for a tensor of its own, in the memory of another."""
         return self._family.get(v, v).op.target in NO_VIEWS
 
-    def _follow(self, op: Op, of_modules: int) -> None:
+    def _follow(self, op: Op, made: list[Value], of_modules: int) -> None:
         inputs = op.inputs()
-        for v in op.values():
+        for v in made:
             base = _base(v, inputs)
             if base is not None:
                 self._family[v] = self._family.get(base, base)
         if not (op.grad or self._assumed) or op.target in DETACHED or is_factory(op):
             return
-        for taken, made in _parts(op):
+        for taken, changed in _parts(op, inputs, made):
             bits = of_modules if op.kind == "call_module" else 0
             for v in taken[:1] if op.target is OVERWRITE else taken:
                 bits |= self.of(v)
-            for v in made if bits else ():
+            for v in changed if bits else ():
                 gains = self._assumed or v in op.writes
                 if v.ever_requires_grad or (gains and can_require_grad(v)):
                     family = self._family.get(v, v)
                     self._bits[family] = self._bits.get(family, 0) | bits
 
 
-def _parts(op: Op) -> list[tuple[list[Value], list[Value]]]:
+def _parts(op: Op, inputs: list[Value], made: list[Value]) -> list[tuple[list[Value], list[Value]]]:
     """What an op takes, and makes or writes of it; of a foreach op in place, for each tensor alone."""
-    made = [*op.values(), *op.writes]
+    changed = [*made, *op.writes]
     if not (op.writes and is_op(op.target) and schema_of(op.target).op_name.startswith("_foreach_")):
-        return [(op.inputs(), made)]
+        return [(inputs, changed)]
     given = [*op.args, *op.kwargs.values()]
     return [
-        (values_in([a[i] if isinstance(a, (list, tuple)) else a for a in given]), [v for v in made if v.fake is t.fake])
+        (
+            values_in([a[i] if isinstance(a, (list, tuple)) else a for a in given]),
+            [v for v in changed if v.fake is t.fake],
+        )
         for i, t in enumerate(values_in(op.args[0]))
     ]
 

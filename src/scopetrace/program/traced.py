@@ -85,7 +85,8 @@ def functional_tape(recorded: RecordedTape) -> FunctionalTape:
 
     Raises FunctionalizationError for what no functional op says.
     """
-    tape = Functionalizer(recorded).run() if recorded.has_writes() else FunctionalTape.of(recorded)
+    with garbage_collector_off():
+        tape = Functionalizer(recorded).run() if recorded.has_writes() else FunctionalTape.of(recorded)
     if checks_enabled():
         verify(tape, "functionalization")
     return tape

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
@@ -56,6 +57,8 @@ class ReadRecorder:
         """The ops of such blocks that have ended."""
         self._autocast = questions.autocast_state()
         self._autocast_depth = 0
+        self._noted_owners = 0
+        """How many of the tensors of the model that were read were asked whether they require grad."""
         self.awaits_cast = True
         """Whether an op that autocast may change is to be told by `on_cast_op`."""
         self.members: dict[int, torch.Tensor] = {}
@@ -292,7 +295,8 @@ class ReadRecorder:
             self._fact(tape.inputs.index(value), "requires_grad", (), value.requires_grad)
         if inputs is not tape.inputs:
             return
-        for fqn, (module, name) in tape.owners.items():
+        noted, self._noted_owners = self._noted_owners, len(tape.owners)
+        for fqn, (module, name) in itertools.islice(tape.owners.items(), noted, None):
             if module is not None:
                 self._of_model(fqn, module, name)
 
