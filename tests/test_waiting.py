@@ -19,7 +19,7 @@ from torch import nn
 
 import scopetrace as st
 from scopetrace.api.runnable import program_of
-from scopetrace.ir.tape import OpList, repetitions
+from scopetrace.ir.tape import CallList, OpList, repetitions
 
 
 class Layer(nn.Module):
@@ -160,6 +160,62 @@ class Stack(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.last(x)
+
+
+class Halves(nn.Module):
+    """Two parts, called in the order that it is told."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, swapped=False):
+        """Run it."""
+        first, second = (self.b, self.a) if swapped else (self.a, self.b)
+        with st.scope("second"):
+            x = second(first(x).relu()).tanh()
+        return x
+
+
+class Halved(nn.Module):
+    """Three equal layers, of which the last one is then called in another way."""
+
+    def __init__(self, again):
+        super().__init__()
+        self.layers, self.again = nn.ModuleList(Halves() for _ in range(3)), again
+
+    def forward(self, x):
+        """Run it."""
+        for layer in self.layers:
+            x = layer(x)
+        return self.layers[-1](x, swapped=True) if self.again else x
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_calls_and_scopes_inside_of_layers_that_wait_are_made_when_they_are_read(again, monkeypatch):
+    """A layer that is called again makes them at once: scopes are in the order in which they were first entered."""
+    monkeypatch.setenv("SCOPETRACE_CHECK", "0")  # which reads all
+    model, x = Halved(again), torch.randn(2, 4)
+    with torch.no_grad():
+        plain, repeated = (st.trace(model, (x,), reuse=reuse) for reuse in (False, True))
+    calls = tape_of(repeated).calls
+    assert isinstance(calls, CallList)
+    assert len(list.__getitem__(calls, slice(None))) == (4 + 2 * 3 + 3 if again else 4 + 2)
+    assert len(calls) == len(tape_of(plain).calls) == (13 if again else 10)
+    assert [str(scope) for scope in repeated.scope.walk()] == [str(scope) for scope in plain.scope.walk()]
+    assert not calls.waiting
+    assert [(c.position, c.index, str(c.scope)) for c in repeated.calls] == [
+        (c.position, c.index, str(c.scope)) for c in plain.calls
+    ]
+
+
+def test_who_is_told_of_calls_is_told_of_those_inside_of_layers_that_wait():
+    told = {False: [], True: []}
+    for reuse, found in told.items():
+        st.trace(
+            Halved(False), (torch.randn(2, 4),), reuse=reuse, progress=lambda *call, found=found: found.append(call)
+        )
+    assert told[True] == told[False]
 
 
 def paths(scope):

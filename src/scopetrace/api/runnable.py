@@ -124,7 +124,7 @@ class Shown(Runnable):
     @property
     def scope(self) -> Scope:
         """The root scope, named after the model's class."""
-        return self._held.tape.root
+        return next(self._held.tape.scopes())
 
     def scope_of(self, node: torch.fx.Node) -> Scope:
         """The scope of a node of this trace's graph, or of a graph made from it.

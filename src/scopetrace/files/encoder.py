@@ -34,7 +34,7 @@ from scopetrace.files.records import NAMES, TABLES, fields_of, is_default
 from scopetrace.files.tensors import TensorWriter, can_hold
 from scopetrace.formatting import short_repr
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import BodyTape, Call, Op, OpList, ProgramTape, Tape, Value, is_plain, signature_of
+from scopetrace.ir.tape import BodyTape, Call, CallList, Op, OpList, ProgramTape, Tape, Value, is_plain, signature_of
 
 _ITSELF = (type(None), bool, int, str)
 
@@ -63,7 +63,7 @@ class Encoder:
         kind = type(x)
         if kind in _ITSELF:
             return x
-        if kind is list or kind is OpList:
+        if kind in (list, OpList, CallList):
             return [self.data(item) for item in x]
         if kind in _FORMS:
             return _FORMS[kind](self, x)
@@ -117,7 +117,7 @@ class Encoder:
 
     def _tape(self, tape: Tape) -> list[Any]:
         tape.fill()
-        for scope in tape.root.walk():
+        for scope in tape.scopes():
             self.row_of(scope)
         for call in tape.calls:
             self.row_of(call)

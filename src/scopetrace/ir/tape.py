@@ -20,7 +20,7 @@ import threading
 import types
 import weakref
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, Union
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, Union
 
 import torch
 
@@ -37,6 +37,8 @@ from scopetrace.ir.scopes import Frames as Frames
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.write_back import GraphInput, StateRef, WriteBack
+
+_T = TypeVar("_T")
 
 Number = bool | int | float | complex | torch.SymBool | torch.SymInt | torch.SymFloat
 """A number of the program, known or symbolic."""
@@ -359,9 +361,17 @@ class Repetition(Protocol):
     """The other one."""
     count: int
     """How many ops it has."""
+    call_count: int
+    """How many calls are in it."""
 
     def make(self) -> list[Op]:
         """Its ops."""
+
+    def calls(self) -> list[Call]:
+        """The calls in it."""
+
+    def called(self) -> Iterator[tuple[torch.nn.Module | None, Frames, str]]:
+        """The modules that these are of, with their frames and the paths of their scopes."""
 
     def now(self, value: Value) -> Value:
         """What stands for a value that the other call takes, gives back, or was the first to read of the model."""
@@ -376,27 +386,34 @@ class Repetition(Protocol):
 _one_fills = threading.RLock()
 
 
-class OpList(list[Op]):
-    """The ops of a recording. Those of calls that repeat others are made when somebody reads the list.
+class _PartlyMade(list[_T]):
+    """A list of what was recorded. What is in calls that repeat others is made when somebody reads the list.
 
-    `recorded` gives the ops that are there. Of a repetition these tell what kinds of ops there are, since it has the
-    same ones, and no op that writes.
+    `recorded` gives what is there.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.waiting: list[tuple[int, Repetition]] = []
-        """What is not made yet: before which of the ops that are there, and what makes it."""
+        """What is not made yet: before which of the items that are there, and what makes it."""
         self._missing = 0
         self._is_filling = False
 
+    def _count(self, repetition: Repetition) -> int:
+        """How many items a repetition makes."""
+        raise NotImplementedError
+
+    def _made(self, repetition: Repetition) -> list[_T]:
+        """These items."""
+        raise NotImplementedError
+
     def wait(self, repetition: Repetition) -> None:
-        """At the end of the list are ops that `repetition` makes."""
+        """At the end of the list are items that `repetition` makes."""
         self.waiting.append((super().__len__(), repetition))
-        self._missing += repetition.count
+        self._missing += self._count(repetition)
 
     def fill(self) -> None:
-        """Make the ops that are not there yet. Other threads wait."""
+        """Make the items that are not there yet. Other threads wait."""
         if not self.waiting:
             return
         with _one_fills:
@@ -408,32 +425,18 @@ class OpList(list[Op]):
                 finally:
                     self._is_filling = False
 
-    def _whole(self) -> list[Op]:
-        whole: list[Op] = []
+    def _whole(self) -> list[_T]:
+        whole: list[_T] = []
         there, position = self.recorded(), 0
         for before, repetition in self.waiting:
             whole += there[position:before]
-            whole += repetition.make()
+            whole += self._made(repetition)
             position = before
         return whole + there[position:]
 
-    def recorded(self) -> list[Op]:
-        """The ops that are there."""
+    def recorded(self) -> list[_T]:
+        """The items that are there."""
         return [*super().__iter__()]
-
-    def between(self, start: int, stop: int) -> list[Op]:
-        """As a slice of the whole list; what it has none of is not made."""
-        before = there = 0
-        for at, repetition in self.waiting:
-            begin = at + before
-            if begin >= stop:
-                break
-            if begin + repetition.count > start:
-                return self[start:stop]
-            before += repetition.count
-            there = at
-        assert start - before >= there
-        return super().__getitem__(slice(start - before, stop - before))
 
     def __len__(self) -> int:
         return super().__len__() + self._missing
@@ -449,11 +452,49 @@ class OpList(list[Op]):
             return super().__getitem__(i)
 
 
+class OpList(_PartlyMade[Op]):
+    """The ops of a recording.
+
+    Of a repetition the ops that are there tell what kinds of ops there are, since it has the same ones, and no op that
+    writes.
+    """
+
+    def _count(self, repetition: Repetition) -> int:
+        return repetition.count
+
+    def _made(self, repetition: Repetition) -> list[Op]:
+        return repetition.make()
+
+    def between(self, start: int, stop: int) -> list[Op]:
+        """As a slice of the whole list; what it has none of is not made."""
+        before = there = 0
+        for at, repetition in self.waiting:
+            begin = at + before
+            if begin >= stop:
+                break
+            if begin + repetition.count > start:
+                return self[start:stop]
+            before += repetition.count
+            there = at
+        assert start - before >= there
+        return list.__getitem__(self, slice(start - before, stop - before))
+
+
+class CallList(_PartlyMade[Call]):
+    """The module calls of a recording. Their scopes are made with them: see `Tape.scopes`."""
+
+    def _count(self, repetition: Repetition) -> int:
+        return repetition.call_count
+
+    def _made(self, repetition: Repetition) -> list[Call]:
+        return repetition.calls()
+
+
 def _of_whole(name: str) -> Callable[..., Any]:
     method = getattr(list, name)
 
     @functools.wraps(method)
-    def of_whole(self: OpList, *args: Any) -> Any:
+    def of_whole(self: _PartlyMade[Any], *args: Any) -> Any:
         self.fill()
         return method(self, *args)
 
@@ -465,7 +506,7 @@ for _name in (
     *("__le__", "__lt__", "__mul__", "__ne__", "__repr__", "__reversed__", "__rmul__", "__setitem__", "clear", "copy"),
     *("count", "extend", "index", "insert", "pop", "remove", "reverse", "sort", "__reduce_ex__"),
 ):
-    setattr(OpList, _name, _of_whole(_name))
+    setattr(_PartlyMade, _name, _of_whole(_name))
 
 
 def repetitions(ops: list[Op]) -> list[Repetition]:
@@ -495,7 +536,24 @@ def positions(ops: list[Op]) -> Iterator[tuple[int, Op]]:
 
 def recorded_ops(ops: list[Op]) -> list[Op]:
     """The ops of a tape without those of repetitions that are not made yet: see `OpList`."""
-    return ops.recorded() if isinstance(ops, OpList) else ops
+    return recorded(ops)
+
+
+def recorded(items: list[_T]) -> list[_T]:
+    """The ops or calls of a tape that are there."""
+    return items.recorded() if isinstance(items, _PartlyMade) else items
+
+
+def called_modules(calls: list[Call]) -> Iterator[tuple[torch.nn.Module | None, Frames, str]]:
+    """The modules that are called, in order, with the frames and the paths of the scopes, but for leaves."""
+    waiting = iter(calls.waiting if isinstance(calls, CallList) else ())
+    there = next(waiting, None)
+    for i, call in enumerate(recorded(calls), 1):
+        if not call.leaf:
+            yield call.module, call.frames, call.scope.path
+        while there is not None and there[0] <= i:
+            yield from there[1].called()
+            there = next(waiting, None)
 
 
 def ops_between(ops: list[Op], start: int, stop: int) -> list[Op]:
@@ -630,6 +688,12 @@ class Tape:
         """Make the ops that wait to be read (see `OpList`)."""
         if isinstance(self.ops, OpList):
             self.ops.fill()
+
+    def scopes(self) -> Iterator[Scope]:
+        """All scopes, outer before inner."""
+        if isinstance(self.calls, CallList):
+            self.calls.fill()
+        return self.root.walk()
 
     def bodies(self) -> list[BodyTape]:
         """The bodies of the higher-order ops, each once, without those inside them."""

@@ -77,7 +77,7 @@ class Reading:
         for call in copies:
             self.stops |= dict.fromkeys(around(call), call.position + 1)
         self.by_position = {call.position: copies[call] for call in calls.values()}
-        self.scopes = {scope.path: scope for scope in old.tape.root.walk()}
+        self.scopes = {scope.path: scope for scope in old.tape.scopes()}
         self.held = held
         self.old = old.tape
         """The tape of the program that the graph was made from."""

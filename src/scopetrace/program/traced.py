@@ -419,7 +419,7 @@ class TracedProgram:
     @functools.cached_property
     def scopes(self) -> dict[str, Scope]:
         """Every scope by its path."""
-        return {s.path: s for s in self.tape.root.walk()}
+        return {s.path: s for s in self.tape.scopes()}
 
     def scope_of(self, node: torch.fx.Node) -> Scope:
         """See `Trace.scope_of`."""

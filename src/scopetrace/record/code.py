@@ -31,7 +31,7 @@ from scopetrace._compat.graph_module import LazyGraphModule
 from scopetrace._compat.questions import is_of_python
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
 from scopetrace.ir.reads import MISSING, NO_CALL, InClosure, InSlot, InTable, OfFunctions, Read, content_of, snapshot
-from scopetrace.ir.tape import Tape, recorded_ops
+from scopetrace.ir.tape import Tape, recorded
 
 _OPERATORS = frozenset(
     {
@@ -427,7 +427,7 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
     ran = Reach(visit)
     ran.add(fn)
     ran.add_class(type(getattr(fn, "__self__", fn)))
-    for kind in {call.module_type: None for call in tape.calls if call.module_type is not None}:
+    for kind in {call.module_type: None for call in recorded(tape.calls) if call.module_type is not None}:
         ran.add_class(kind)
     objects = [x for x in values if type(x) not in ATOMS]
     for found in (*functions_of(reach, tape), *objects):
@@ -437,8 +437,8 @@ def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach)
 
 def functions_of(reach: Reach, tape: Tape) -> list[types.FunctionType]:
     """The functions that calls and ops of a tape were in, also methods that the forward got by a computed name."""
-    frames = [op.frames for op in recorded_ops(tape.ops) if op.kind == "call_function"] + [
-        call.frames for call in tape.calls
+    frames = [op.frames for op in recorded(tape.ops) if op.kind == "call_function"] + [
+        call.frames for call in recorded(tape.calls)
     ]
     codes = {id(code) for inner in frames if inner and isinstance(inner, tuple) for code, _ in inner[1]}
     found = [f for f in reach.functions if id(f.__code__) in codes]
@@ -468,7 +468,8 @@ def variables_read(ran: Reach, written: Set[str], changed: Set[tuple[int, str]],
 def functions_read(ran: Reach, tape: Tape, written: Set[str]) -> Iterator[Read]:
     """Where classes have the functions that ran, what makes these, and default arguments that may change."""
     root, functions = tape.root.path, {id(f) for f in ran.functions}
-    called = {call.module_type: None for call in tape.calls if call.module_type is not None and not call.leaf}
+    calls = [call for call in recorded(tape.calls) if not call.leaf]
+    called = {call.module_type: None for call in calls if call.module_type is not None}
     wanted = ran.names | {"forward", "__call__", "__getitem__"}
     members = {
         base: {name: vars(base)[name] for name in vars(base).keys() & wanted}

@@ -43,7 +43,8 @@ from scopetrace.ir.reads import (
     WhichOfModel,
     snapshot,
 )
-from scopetrace.ir.scopes import Frame, Frames, Scope, source_of
+from scopetrace.ir.scopes import Frame, Frames, source_of
+from scopetrace.ir.tape import called_modules
 from scopetrace.record.builder import TapeBuilder
 from scopetrace.record.code import (
     ATOMS,
@@ -66,7 +67,7 @@ _module: Any = torch.nn.Module
 _REGISTERING = [f.__code__ for f in (_module.register_buffer, _module.register_parameter, _module.add_module)]
 """They ask whether there is an attribute of the name that they are given."""
 
-Noted = tuple[Frames, Scope]
+Noted = tuple[Frames, str]
 """Where something was read."""
 
 
@@ -241,13 +242,13 @@ class ObjectReads:
         names = {id(s.owner): s.name for s in (*self._objects, *self._others)}
         names.update((id(s.module), s.name) for s in self._modules)
         attributes: list[Read] = list(self._whole_dicts(names, changed))
-        for owner, place, (frames, scope) in self._attributes():
+        for owner, place, (frames, path) in self._attributes():
             value = place.now(NO_CALL)
             if isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module):
                 self._members[id(value)] = value
             else:
                 name = f"{names[id(owner)]}.{place.key}".removeprefix("self.") if id(owner) in names else place.key
-                read, key = Read(name, snapshot(value), place, frames, scope.path), (id(owner), place.key)
+                read, key = Read(name, snapshot(value), place, frames, path), (id(owner), place.key)
                 if key in changed:
                     self.overwritten[key] = read
                 else:
@@ -324,12 +325,12 @@ class ObjectReads:
         return change.old is MISSING and not asked and class_attribute(kind, change.attribute)[1] is MISSING
 
     def _whole_dicts(self, names: dict[int, str], changed: Set[tuple[int, str]]) -> Iterator[Read]:
-        for owner, (frames, scope) in self._dicts.values():
+        for owner, (frames, path) in self._dicts.values():
             own = _dict_of(owner)
             left_out = BOOKKEEPING | {k for i, k in changed if i == id(owner)}
             left_out |= {key for key, x in own.items() if isinstance(x, torch.Tensor)}
             name, place = f"vars({names.get(id(owner), 'object')})", InDict(own, left_out)
-            yield Read(name, snapshot(place.now(NO_CALL)), place, frames, scope.path)
+            yield Read(name, snapshot(place.now(NO_CALL)), place, frames, path)
 
     def _of_members(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
         """Of modules outside the model, which tensor is which; dtype, shape and device of those that no op takes.
@@ -374,7 +375,7 @@ class ObjectReads:
                         yield from ((*found, noted) for found in watched.places(owner))
         yield from self._unfound.values()
         for found in self._others:
-            table, noted = _table_of(found.owner), ((), self._builder.tape.root)
+            table, noted = _table_of(found.owner), ((), self._builder.tape.root.path)
             keys = set(found.before) if self._reach.takes_dicts else self._reach.names.intersection(found.before)
             for key in keys if isinstance(found.owner, types.FunctionType) else self._reach.asked | keys:
                 place = InTable(table, key) if key in table else InSlot(found.owner, key)
@@ -383,12 +384,14 @@ class ObjectReads:
 
     def _layers(self, changed: Set[tuple[int, str]]) -> Iterator[Read]:
         """What torch's own code read of its layers."""
-        calls = {id(call.module): call for call in reversed(self._builder.tape.calls) if not call.leaf}
+        calls: dict[int, Noted] = {}  # of each module the first one
+        for module, frames, path in called_modules(self._builder.tape.calls):
+            calls.setdefault(id(module), (frames, path))
         unseen: dict[type, tuple[frozenset[str], tuple[Frame, ...]]] = {}
         for saved in self._modules:
             module, cls = saved.module, type(saved.module)
-            call = calls.get(id(module))
-            if call is None or not _is_layer(cls):
+            noted = calls.get(id(module))
+            if noted is None or not _is_layer(cls):
                 continue
             if cls not in unseen:
                 code = cls.forward.__code__
@@ -398,7 +401,7 @@ class ObjectReads:
             own = module.__dict__
             place = InLayer(own, tuple([k for k in names & own.keys() if (id(module), k) not in changed]))
             value = tuple([own[k] if type(own[k]) in ATOMS else snapshot(own[k]) for k in place.keys])
-            name, frames, path = saved.name.removeprefix("self."), (call.frames, inner), call.scope.path
+            name, frames, path = saved.name.removeprefix("self."), (noted[0], inner), noted[1]
             yield Read(name, value, place, frames, path)
             for table in (own["_parameters"], own["_buffers"]):
                 for key, x in table.items():
@@ -504,7 +507,7 @@ def _table_of(owner: Any) -> dict[str, Any]:
 def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
     """Where the forward is, in `frame`."""
     outer: Frames = builder.call.frames if builder.call is not None else ()
-    return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope
+    return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope.path
 
 
 def _dict_of(owner: Any) -> dict[str, Any]:

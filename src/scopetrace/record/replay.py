@@ -13,7 +13,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -30,7 +30,7 @@ from scopetrace._compat.tensors import (
 from scopetrace.containers.structure import instantiate, map_structure
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import Call, Op, OpList, Value, map_argument, substituted
+from scopetrace.ir.tape import Call, CallList, Op, OpList, Value, map_argument, substituted
 from scopetrace.ir.unmade import UnmadeValue, WaitingValue
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model
@@ -43,13 +43,27 @@ from scopetrace.record.pairs import Differs, Pairs
 class CallOpener(Protocol):
     """Puts calls on the tape."""
 
+    @property
+    def reports(self) -> bool:
+        """Whether somebody is told of each call when it begins."""
+
+    def number(self, module: Any) -> tuple[int, int]:
+        """The position of the next call, which is of `module`, and how many calls of that were before."""
+
     def open_copy(
-        self, call: Call, module: Any, place: tuple[Call, Scope], frames: Frames, start: int, given: Any
+        self,
+        call: Call,
+        module: Any,
+        place: tuple[Call, Scope],
+        frames: Frames,
+        start: int,
+        given: Any,
+        number: tuple[int, int],
     ) -> Call:
         """A call of `module` inside of a repetition, as `call` is inside of the original.
 
         `place` is the call and the scope around it, and `given` the templates of its arguments, or a function that
-        makes these and the results of `call`.
+        makes these and the results of `call`. `number` is that of the method of this name.
         """
 
 
@@ -89,6 +103,9 @@ class Replay:
         self._scopes = {id(original.call.scope): call.scope}
         self._frames = {id(original.call.frames): call.frames}
         self._starts: list[int] = []
+        self._numbers: list[tuple[int, int]] = []
+        self._opened: list[Call] | None = None
+        self.call_count = len(original.calls)
         self.call, self.repeated, self.count, self._waits = call, original.call, 0, False
         self._results: dict[Value, WaitingValue] = {}
         self._reads: dict[Op, WaitingValue] = {}
@@ -137,16 +154,20 @@ class Replay:
         return found
 
     def _noted(self, noted: Noted) -> Noted:
-        frames, old = noted
-        found = self._scope_of(old)
-        return self._frames_of(frames), self._below(old) or found if found is old else found
+        frames, path = noted
+        return self._frames_of(frames), self._path_of(path)
 
-    def _below(self, old: Scope) -> Scope | None:
-        """For a scope in an earlier call of the same module than the Original, that in this one."""
-        if old.label == self.original.call.scope.label:
-            return self._call.scope
-        parent = old.parent and self._below(old.parent)
-        return parent and parent.child(old.name, old.type_name)
+    def _path_of(self, old: str) -> str:
+        """The path of the scope that stands for one; also for one in an earlier call of the module of the Original."""
+        own = self.original.call.scope
+        new = self._call.scope.path
+        if old == own.path or old.startswith(f"{own.path}/"):
+            return new + old[len(own.path) :]
+        labels = old.split("/")
+        if own.label not in labels:
+            return old
+        below = labels[len(labels) - labels[::-1].index(own.label) :]
+        return "/".join([new, *below])
 
     def _template(self, x: Any) -> Any:
         return map_structure(self._now.__getitem__, x, Value, (), self._pairs.partner)
@@ -238,18 +259,38 @@ class Replay:
         values.waiting.update(shared)
         self._waits, self.count = True, len(original.steps) - len(self._known_reads)
         self._give = self._given_to
-        scopes = original.scopes[::-1]
-        self._open_inside(original.call, self._call, scopes)
-        for _, scope in reversed(scopes):
-            self._scope_of(scope)
+        for inner in original.calls:
+            self._numbers.append(self._calls.number(inner.module and self._pairs.partner(inner.module)))
+            self._frames_of(inner.frames)
+        calls = self._tape.calls
+        assert isinstance(calls, CallList)
+        calls.wait(self)
         ops.wait(self)
+        if self._calls.reports:
+            calls.fill()
+
+    def called(self) -> Iterator[tuple[torch.nn.Module | None, Frames, str]]:
+        """As `Repetition.called`."""
+        own, new = self.original.call.scope.path, self._call.scope.path
+        for inner in self.original.calls:
+            module = inner.module and self._pairs.partner(inner.module)
+            yield module, self._frames_of(inner.frames), new + inner.scope.path[len(own) :]
+
+    def calls(self) -> list[Call]:
+        """As `Repetition.calls`."""
+        if self._opened is None:
+            self._opened, scopes = [], self.original.scopes[::-1]
+            self._open_inside(self.original.call, self._call, scopes, self._opened)
+            for _, scope in reversed(scopes):
+                self._scope_of(scope)
+        return self._opened
 
     def _position(self, old: int) -> int:
         """Where on the tape stands what stands at `old` for the original."""
         step = old - self.original.call.start
         return self._call.start + step - bisect.bisect_left(self._known_reads, step)
 
-    def _open_inside(self, old: Call, new: Call, scopes: list[tuple[int, Scope]]) -> None:
+    def _open_inside(self, old: Call, new: Call, scopes: list[tuple[int, Scope]], opened: list[Call]) -> None:
         """The calls in a call, of which the arguments wait, and `scopes` of users, of which the last is the first."""
         for inner in self.original.inside.get(old, ()):
             while scopes and scopes[-1][0] < inner.start:
@@ -257,12 +298,14 @@ class Replay:
             around = inner.scope.parent
             assert around is not None
             module = None if inner.module is None else self._pairs.partner(inner.module)
-            place, frames = (new, self._scope_of(around)), self._frames_of(inner.frames)
-            copy = self._calls.open_copy(inner, module, place, frames, self._position(inner.start), self._give)
+            place, frames, start = (new, self._scope_of(around)), self._frames_of(inner.frames), inner.start
+            number, given = self._numbers[len(opened)], self._give
+            copy = self._calls.open_copy(inner, module, place, frames, self._position(start), given, number)
             copy.stop = self._position(inner.stop)
             self._copies[inner] = copy
-            self._scopes[id(inner.scope)], self._frames[id(inner.frames)] = copy.scope, copy.frames
-            self._open_inside(inner, copy, scopes)
+            self._scopes[id(inner.scope)] = copy.scope
+            opened.append(copy)
+            self._open_inside(inner, copy, scopes, opened)
 
     def _given_to(self, inner: Call) -> tuple[Any, ...]:
         """The fields of a call inside that wait."""
@@ -271,6 +314,7 @@ class Replay:
 
     def make(self) -> list[Op]:
         """As `Repetition.make`."""
+        self.calls()
         ops: list[Op] = []
         for step in self.original.steps:
             op = step.op
@@ -341,7 +385,8 @@ class Replay:
         module = None if old.module is None else self._pairs.partner(old.module)
         given, frames = self._template((old.args, old.kwargs)), self._frames_of(old.frames)
         place, start = (parent, self._scope_of(around)), len(builder.tape.ops)
-        new = self._calls.open_copy(old, module, place, frames, start, given)
+        new = self._calls.open_copy(old, module, place, frames, start, given, self._calls.number(module))
+        self._tape.calls.append(new)
         self._scopes[id(old.scope)], self._frames[id(old.frames)] = new.scope, frames
         begin = len(same)
         builder.in_call(new, lambda: self._repeat_inside(old, new))

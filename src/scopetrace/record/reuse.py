@@ -31,7 +31,7 @@ from scopetrace.containers.structure import instantiate, leaves, open_container
 from scopetrace.ir.reuse import NotShared, Reuse
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.selection import Target
-from scopetrace.ir.tape import Call, Value, ops_between
+from scopetrace.ir.tape import Call, CallList, Value, ops_between
 from scopetrace.ir.unmade import CopiedCall
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress
@@ -271,6 +271,12 @@ class CallRecorderWithReuse(CallRecorder):
         self._hooked += call.module is not None and has_hooks(call.module.__dict__)
         return super().run(call, entered, run, args, kwargs)
 
+    def _open(self, module: torch.nn.Module | None, fqn: str | None, scope: Scope, args: Any, kwargs: Any) -> Call:
+        calls = self._builder.tape.calls
+        if self._counts.get(id(module)) and isinstance(calls, CallList):
+            calls.fill()  # the scopes inside are in the order in which they were first entered
+        return super()._open(module, fqn, scope, args, kwargs)
+
     def _group_of(self, call: Call) -> _Group | None:
         """The modules that look like that of a call, where it may be worth to compare it."""
         group = self._groups.get(id(call.module))
@@ -438,22 +444,37 @@ class CallRecorderWithReuse(CallRecorder):
             self._values.leave(same, call.outputs)
         return out
 
+    @property
+    def reports(self) -> bool:
+        """As `CallOpener.reports`."""
+        return self._progress is not None
+
+    def number(self, module: Any) -> tuple[int, int]:
+        """As `CallOpener.number`."""
+        index = self._counts.get(id(module), 0)
+        self._counts[id(module)] = index + 1
+        return next(self._positions), index
+
     def open_copy(
-        self, call: Call, module: Any, place: tuple[Call, Scope], frames: Frames, start: int, given: Any
+        self,
+        call: Call,
+        module: Any,
+        place: tuple[Call, Scope],
+        frames: Frames,
+        start: int,
+        given: Any,
+        number: tuple[int, int],
     ) -> Call:
         """As `CallOpener.open_copy`."""
         fqn, scope = self.place(module, *place)
-        index = self._counts.get(id(module), 0)
-        self._counts[id(module)] = index + 1
-        where = {"fqn": fqn, "scope": scope, "parent": place[0], "frames": frames, "position": next(self._positions)}
-        where |= {"module": module, "module_type": self.class_of(module), "index": index, "start": start}
+        where = {"fqn": fqn, "scope": scope, "parent": place[0], "frames": frames, "start": start, "module": module}
+        where["position"], where["index"] = number
         if callable(given):
             before = self._model.attributes_before(module)
             new: Call = CopiedCall.of(call, given, before=before, describe=plain_attributes, **where)
         else:
             args, kwargs = given
             new = call.replace(args=args, kwargs=kwargs, attributes=plain_attributes(module.__dict__), **where)
-        self._builder.tape.calls.append(new)
         if self._progress is not None:
             self._progress(str(scope), new.start)
         return new

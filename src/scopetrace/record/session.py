@@ -66,7 +66,7 @@ from scopetrace.ir.reads import ModuleTables, Read, numbers_read
 from scopetrace.ir.reuse import Reuse
 from scopetrace.ir.scopes import frames_of_traceback, user_line
 from scopetrace.ir.side_effects import SideEffect
-from scopetrace.ir.tape import OpList, RecordedTape, Value, checks_enabled
+from scopetrace.ir.tape import CallList, OpList, RecordedTape, Value, checks_enabled, recorded
 from scopetrace.ir.verify import verify
 from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -216,6 +216,7 @@ class Recording:
             registered=model.registered(),
             grad=torch.is_grad_enabled(),
             ops=OpList(),
+            calls=CallList(),
         )
         self.builder = TapeBuilder(self.tape)
         self.builder.functions_apart = assumptions.functions_apart
@@ -598,7 +599,7 @@ class Recording:
 
     def _place(self, error: Exception) -> dict[str, str | None]:
         """`module` and `source` of an exception that left the forward."""
-        failed = next((c for c in reversed(self.tape.calls) if c.raised is error), None)
+        failed = next((c for c in reversed(recorded(self.tape.calls)) if c.raised is error), None)
         scope = failed.scope if failed is not None else self.builder.state.current_scope
         return {"module": str(scope), "source": user_line(frames_of_traceback(error.__traceback__))}
 
