@@ -218,7 +218,7 @@ class Inference:
         """The results without running the op, where the cache or a rule has them.
 
         `key` stands for all that decides the metadata of the results, `inputs` are the values among the arguments.
-        With `SCOPETRACE_CHECK=1`, raises AssertionError where torch's own results are others.
+        With `SCOPETRACE_CHECK=1`, raises InferenceError where torch's own results are others.
         """
         outputs = self._outputs_for(key)
         known = outputs is not None
