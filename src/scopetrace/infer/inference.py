@@ -135,6 +135,15 @@ class Inference:
             found = known.numbers.setdefault(facts, _new_number())
         return found
 
+    def key_now(self, value: Value) -> int | None:
+        """As `key_of` of its tensor.
+
+        Its own key is out of date after `requires_grad_()`, or where a function that makes a tensor got
+        `requires_grad=True`: neither is an op.
+        """
+        is_known = value.key is not None and value.requires_grad_now is value.requires_grad
+        return value.key if is_known else self.key_of(value.fake)
+
     def _expanded(self, number: Any) -> Any:
         """One form for equal polynomials: torch counts bytes in several ways."""
         if isinstance(number, int):
@@ -196,9 +205,7 @@ class Inference:
             kind = Value if isinstance(x, Value) else type(x)
             key.append(kind)  # 1, 1.0 and True are equal
             if kind is Value:
-                # `requires_grad_()`, or `requires_grad=True` of a function that makes a tensor, is of no op
-                is_known = x.key is not None and x.requires_grad_now is x.requires_grad
-                number = x.key if is_known else self.key_of(x.fake)
+                number = self.key_now(x)
                 if number is None:
                     return False
                 key.append(number)

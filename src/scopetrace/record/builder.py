@@ -328,7 +328,7 @@ class ValueTable:
 
     def new_same(self, t: torch.Tensor, slot: int, before: Value) -> Value:
         """As `new`, where the op returns a tensor that it was given, the value of which is `before`."""
-        value = self.new(t, slot, before.storage, before.key)
+        value = self.new(t, slot, before.storage, self._inference.key_now(before))
         self.same.append((value, before))
         return value
 

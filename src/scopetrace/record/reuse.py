@@ -26,7 +26,7 @@ import torch
 
 from scopetrace._compat.questions import hooks_of_all_modules, settings
 from scopetrace._compat.symbols import has_unbacked, to_expr
-from scopetrace._compat.tensors import FakeFactory, FakeTensor, requires_grad_of, tags_of
+from scopetrace._compat.tensors import FakeFactory, FakeTensor, tags_of
 from scopetrace.containers.structure import instantiate, leaves, open_container
 from scopetrace.ir.reuse import NotShared, Reuse
 from scopetrace.ir.scopes import Frames, Scope
@@ -345,8 +345,7 @@ class CallRecorderWithReuse(CallRecorder):
     def metadata_of(self, t: torch.Tensor) -> tuple[Value, int | None]:
         """The value of a tensor among the arguments of a call, and its key in `infer`."""
         value = self._values.value_of(t)
-        is_known = value.key is not None and value.requires_grad == requires_grad_of(value.fake)
-        return value, value.key if is_known else self._ops.inference.key_of(value.fake)
+        return value, self._ops.inference.key_now(value)
 
     # ---------------------------------------------------------------- originals
 
