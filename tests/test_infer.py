@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
 
 import scopetrace as st
 from scopetrace._compat.shape_env import DimSpec, new_symbol, symint
@@ -714,3 +715,21 @@ def test_an_op_that_returns_its_input_after_it_was_made_to_require_grad(monkeypa
     st.trace(forward, (x,))
     st.trace(forward, (x,))
     assert asked == [False, True] * 2
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (2, 5, 2)])
+def test_an_op_in_place_of_two_tensors_and_then_of_one_twice(shape):
+    def step(apart, x):
+        def region(u):
+            t = u * 3
+            return t.add_(u + 0 if apart else t).sin()  # in a region autograd sees the write
+
+        return checkpoint(region, x, use_reentrant=False).sum()
+
+    for apart in (True, False):
+
+        def gradient(x, apart=apart):
+            return torch.autograd.grad(step(apart, x), x)[0]
+
+        x = torch.rand(shape, requires_grad=True)
+        torch.testing.assert_close(st.trace(gradient, (x,))(x), gradient(x))

@@ -338,19 +338,19 @@ _READ_BY_OPS = ("torch.autocast", "torch.get_default_device()", "torch.get_defau
 
 def snapshot(value: Any) -> Any:
     """`value`, with copies of what holds values in it: containers of Python and arrays of NumPy."""
-    kind = type(value)
+    kind = type(value)  # isinstance would ask an object that is none of these for its `__class__`
     if kind in _WITHOUT_CONTENT:
         return value
-    if isinstance(value, dict):  # by its own methods: those of a subclass may do anything
-        items = (collections.OrderedDict if isinstance(value, collections.OrderedDict) else dict).items(value)
+    if issubclass(kind, dict):  # by its own methods: those of a subclass may do anything
+        items = (collections.OrderedDict if issubclass(kind, collections.OrderedDict) else dict).items(value)
         return {key: snapshot(item) for key, item in items}
     if kind is tuple and _WITHOUT_CONTENT.issuperset(map(type, value)):
         return value
     base: Any
     for base in (list, tuple, collections.deque):
-        if isinstance(value, base):
+        if issubclass(kind, base):
             return (tuple if base is tuple else list)(map(snapshot, base.__iter__(value)))
-    if isinstance(value, set):
+    if issubclass(kind, set):
         return set(set.__iter__(value))
     if kind in _CONTENTS:
         return snapshot(_CONTENTS[kind](value))
@@ -597,7 +597,7 @@ class ModuleTables:
         self._names, self._modules = [name for name, _, _ in found], [m for _, m, _ in found]
         own = [m.__dict__ for m in self._modules]
         self._hooks = list(hooks)
-        self._now: list[dict[Any, Any]] = [*(t for table in own for t in _tables_of(table)), *hooks.values()]
+        self._now: list[dict[Any, Any]] = [*itertools.chain.from_iterable(map(_tables_of, own)), *hooks.values()]
         self._then = [table.copy() if table else _EMPTY for table in self._now]
         self._empty = [table for table in self._now if not table]
         self._filled = [table for table in self._now if table]

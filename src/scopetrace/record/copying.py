@@ -8,8 +8,9 @@ Data flow:
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Self
 
 import torch
 
@@ -25,7 +26,8 @@ _aten = torch.ops.aten
 Record = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 
-class Step(NamedTuple):
+@dataclasses.dataclass(slots=True, eq=False)
+class Step:
     """How an op is repeated."""
 
     op: Op
@@ -41,7 +43,7 @@ class Step(NamedTuple):
     """The Python frames that it has beyond those of what is repeated."""
 
     @classmethod
-    def of(cls, op: Op, outputs: Outputs | None, later_frames: tuple[Any, ...] = ()) -> Step:
+    def of(cls, op: Op, outputs: Outputs | None, later_frames: tuple[Any, ...] = ()) -> Self:
         """The step that repeats an op, of which `outputs` says what its results are."""
         given = [(i, x) for i, x in enumerate(op.args) if isinstance(x, Value)]
         nested = [i for i, x in enumerate(op.args) if has_values(x)]

@@ -78,6 +78,8 @@ _ASKED: dict[str, tuple[Any, str]] = {
     "datetime": (datetime, "datetime date"),
     "": (builtins, "print open input"),
 }
+_NO_TAGS: dict[str, Any] = {}
+
 _CLOCKS_OF_CLASSES = ("now", "utcnow", "today")
 _OF_PATHS = ("open", "read_text", "read_bytes", "exists", "is_file", "is_dir", "stat", "iterdir", "glob", "rglob")
 """The methods of `pathlib.Path` that look at files."""
@@ -207,7 +209,7 @@ class EffectWatch:
             self._snapshot.add("os.environ", "environ", os.environ)
         inputs = zip(builder.tape.input_paths, (v.fake for v in builder.tape.inputs), strict=True)
         self._tensors = [*inputs, *self._model.tensors]
-        self._tags = [tags_of(t) for _, t in self._tensors]
+        self._tags = [tags_of(t) if vars(t) else _NO_TAGS for _, t in self._tensors]
         self.tag_names = {name for tags in self._tags for name in tags}
         """The attributes that users have set on inputs and tensors of the model."""
         self._bindings = [(t, name, t.get(name, MISSING)) for t, name in self.reach.globals.values()]
@@ -284,7 +286,7 @@ class EffectWatch:
 
     def _restore_tags(self) -> Iterator[Change]:
         for (name, t), before in zip(self._tensors, self._tags, strict=True):
-            now = tags_of(t)
+            now = tags_of(t) if vars(t) else _NO_TAGS
             if now or before:
                 for key in now.keys() - before.keys():
                     del vars(t)[key]
@@ -577,7 +579,8 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
         for v in op.writes:
             is_hidden = op.grad != tape.grad or history.is_detached(v) or op.target in DETACHED
             found |= sharing[v.storage] if is_hidden else 0
-        yield from ((leaf, op) for leaf, bit in bits.items() if found & bit)
+        if found:
+            yield from ((leaf, op) for leaf, bit in bits.items() if found & bit)
 
 
 def writes_to_inputs_apart(tape: RecordedTape, examples: Mapping[Value, torch.Tensor]) -> Iterator[Op]:

@@ -110,7 +110,7 @@ class Model:
             self._save(fqn, module)
             for table in self._saved[id(module)].tensor_tables():
                 for name, t in table.items():
-                    if isinstance(t, torch.Tensor) and id(t) not in self._tensors:
+                    if issubclass(type(t), torch.Tensor) and id(t) not in self._tensors:
                         self._tensors[id(t)] = prefix + name, module, name
                         self.tensors.append((prefix + name, t))
         for name, child in module.__dict__.get("_modules", {}).items():
@@ -170,9 +170,11 @@ class Model:
         params: dict[int, tuple[torch.Tensor, list[str]]] = {}
         modules: dict[str, RegisteredModule] = {}
         for module in self.modules:
-            fqns = self.names[id(module)]
-            modules[fqns[0]] = _registered(module, fqns)
-            own = module.__dict__.get("_parameters")
+            fqns, kind, dict_of = self.names[id(module)], type(module), module.__dict__
+            of_class = getattr(kind, "forward", None)  # scripted modules have theirs elsewhere
+            has_forward = of_class is not _NO_FORWARD or "forward" in dict_of
+            modules[fqns[0]] = RegisteredModule(tuple(fqns), kind.__name__, has_forward)
+            own = dict_of.get("_parameters")
             for name, param in own.items() if own else ():
                 if param is not None:
                     known = params.get(id(param)) or params.setdefault(id(param), (param, []))
@@ -206,7 +208,9 @@ class Model:
     def named_modules(self) -> list[tuple[str, torch.nn.Module, frozenset[str]]]:
         """The saved modules with their fqns, or outside the model names in source, and the methods of their classes."""
         methods = {kind: methods_of(kind) for kind in {type(saved.module) for saved in self.saved_modules}}
-        names = [saved.name if self.is_outside(saved.module) else saved.fqn for saved in self.saved_modules]
+        names = [saved.fqn for saved in self.saved_modules]
+        if len(self._saved) > len(self.modules):
+            names = [saved.name if self.is_outside(saved.module) else saved.fqn for saved in self.saved_modules]
         return [(n, s.module, methods[type(s.module)]) for n, s in zip(names, self.saved_modules, strict=True)]
 
     def attributes_before(self, module: torch.nn.Module) -> Mapping[str, Any]:
@@ -231,12 +235,6 @@ class Model:
         return [*found, *self.snapshot.restore(outside=outside)]
 
 
-def _registered(module: torch.nn.Module, names: list[str]) -> RegisteredModule:
-    of_class = getattr(type(module), "forward", None)  # scripted modules have theirs elsewhere
-    has_forward = of_class is not _NO_FORWARD or "forward" in module.__dict__
-    return RegisteredModule(tuple(names), type(module).__name__, has_forward)
-
-
 _NO_FORWARD = torch.nn.Module.forward
 
 
@@ -258,16 +256,16 @@ class SavedModule:
         self.name = name
         self.live = tuple(attribute_tables(module))
         self.tables = tuple([table.copy() if table else _EMPTY for table in self.live])
+        own = module.__dict__
         unsaved = unsaved_buffers_of(module) if len(self.live) > 1 else None
         self.unsaved = frozenset(unsaved) if unsaved else _NOTHING
-        own = module.__dict__
         self.contents = {k: own[k] for k in own_names(tuple(own)) if type(own[k]) not in ATOMS} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             snapshot.add(f"{name}.{key}", f".{key}", x, module)
         has_hooks = any(map(own.get, _HOOK_TABLES))
         self.hooks = {table: own[table].copy() for table in _HOOK_TABLES if own.get(table)} if has_hooks else _EMPTY
-        for hooks in _HOOKS:
+        for hooks in _HOOKS if has_hooks else ():
             for hook in self.hooks.get(hooks, {}).values():
                 snapshot.add(f"{name}'s hook", "", hook)
 
@@ -649,12 +647,12 @@ def _kind_of(kind: Any) -> Kind | None:
     if array is not None:
         return array
     if issubclass(kind, _WITH_ATTRIBUTES):
-        return _ATTRIBUTES
+        return ATTRIBUTES
     if not is_users_class(kind):
         return None
     if slots_of(kind):
-        return _ATTRIBUTES._replace(copy=attributes_and_slots)
-    return _ATTRIBUTES if kind.__dictoffset__ else None
+        return ATTRIBUTES._replace(copy=attributes_and_slots)
+    return ATTRIBUTES if kind.__dictoffset__ else None
 
 
 def slots_of(kind: type) -> list[str]:
@@ -765,7 +763,8 @@ def holds_iterator(x: Any, depth: int = 3) -> bool:
 
 
 _STATES = Words("in one state"), Words("in another")
-_ATTRIBUTES = Kind(lambda x: dict(own_dict(x)), _restore_attributes, same_tables, ".")
+ATTRIBUTES = Kind(lambda x: dict(own_dict(x)), _restore_attributes, same_tables, ".")
+"""Of objects that consist of attributes in a `__dict__`."""
 _GENERATOR = functools.partial(Kind, words=_STATES, is_draw=True)
 _LIST = Kind(lambda x: list(_base_of(x).__iter__(x)), _restore_list, _same_items)
 _WITH_ATTRIBUTES = (

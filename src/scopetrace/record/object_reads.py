@@ -240,7 +240,7 @@ class ObjectReads:
         """
         changed = {(id(change.holder), change.key[1:]) for change in changes}
         names = {id(s.owner): s.name for s in (*self._objects, *self._others)}
-        names.update((id(s.module), s.name) for s in self._modules)
+        names.update([(id(s.module), s.name) for s in self._modules])
         attributes: list[Read] = list(self._whole_dicts(names, changed))
         for owner, place, (frames, path) in self._attributes():
             value = place.now(NO_CALL)
@@ -343,11 +343,7 @@ class ObjectReads:
             tables = saved.tables[1:3] if self._model.is_outside(saved.module) else ()
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
                 yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
-        holders: dict[int, list[tuple[SavedModule, str]]] = {}
-        for saved in self._modules:
-            for name, p in saved.tables[1].items() if len(saved.tables) > 1 else ():
-                holders.setdefault(id(p), []).append((saved, name))
-        for tied in [found for key, found in holders.items() if len(found) > 1 and key in used]:
+        for tied in self._tied(used):
             names = " and ".join(f"{saved.fqn}.{name}".lstrip(".") for saved, name in tied)
             places = tuple([(saved.live[1], name) for saved, name in tied])
             yield Read(f"{names} as one tensor", True, Tied(places), (), root)
@@ -363,6 +359,18 @@ class ObjectReads:
             else:
                 yield read
 
+    def _tied(self, used: Set[int]) -> list[list[tuple[SavedModule, str]]]:
+        """The modules that hold each parameter that several of them hold, if its id is in `used`."""
+        tables = [(saved, saved.tables[1]) for saved in self._modules if len(saved.tables) > 1]
+        ids = [id(p) for _, table in tables for p in table.values() if p is not None]
+        if len(set(ids)) == len(ids):
+            return []
+        holders: dict[int, list[tuple[SavedModule, str]]] = {}
+        for saved, table in tables:
+            for name, p in table.items():
+                holders.setdefault(id(p), []).append((saved, name))
+        return [found for key, found in holders.items() if len(found) > 1 and key in used]
+
     def _attributes(self) -> Iterator[tuple[Any, InTable | InTables | InSlot, Noted]]:
         """The attributes that were read, of layers only those that users' code names.
 
@@ -372,7 +380,8 @@ class ObjectReads:
             for watched in of_class.values():
                 for owner, noted in watched.first.values():
                     if noted is not None:
-                        yield from ((*found, noted) for found in watched.places(owner))
+                        for asked, entry in watched.places(owner):
+                            yield asked, entry, noted
         yield from self._unfound.values()
         for found in self._others:
             table, noted = _table_of(found.owner), ((), self._builder.tape.root.path)
@@ -387,18 +396,21 @@ class ObjectReads:
         calls: dict[int, Noted] = {}  # of each module the first one
         for module, frames, path in called_modules(self._builder.tape.calls):
             calls.setdefault(id(module), (frames, path))
-        unseen: dict[type, tuple[frozenset[str], tuple[Frame, ...]]] = {}
+        unseen: dict[type, tuple[frozenset[str], tuple[Frame, ...]] | None] = {}
         for saved in self._modules:
             module, cls = saved.module, type(saved.module)
             noted = calls.get(id(module))
-            if noted is None or not _is_layer(cls):
+            if noted is None:
                 continue
             if cls not in unseen:
-                code = cls.forward.__code__
-                names = self._layer_names[cls] - self._watched[cls].keys()
-                unseen[cls] = names, ((code, code.co_firstlineno),)
-            names, inner = unseen[cls]
-            own = module.__dict__
+                unseen[cls] = None
+                if _is_layer(cls):
+                    code = cls.forward.__code__
+                    unseen[cls] = self._layer_names[cls] - self._watched[cls].keys(), ((code, code.co_firstlineno),)
+            of_class = unseen[cls]
+            if of_class is None:
+                continue
+            (names, inner), own = of_class, module.__dict__
             place = InLayer(own, tuple([k for k in names & own.keys() if (id(module), k) not in changed]))
             value = tuple([own[k] if type(own[k]) in ATOMS else snapshot(own[k]) for k in place.keys])
             name, frames, path = saved.name.removeprefix("self."), (noted[0], inner), noted[1]
@@ -447,19 +459,23 @@ class Watched:
         except KeyError:
             raise AttributeError(self.key) from None
 
-    def places(self, owner: Any) -> Iterator[tuple[Any, InTable]]:
+    def places(self, owner: Any) -> list[tuple[Any, InTable]]:
         """What an `owner` of `first` was asked: itself, and the class where that has the attribute in its place.
 
         `nn.Module.__getattr__` tells of a module that does not have it.
         """
         own = {} if owner is self.base else _dict_of(owner)
-        from_class = self.key not in own and self.value is not MISSING
+        if self.key in own:
+            return [(owner, InTable(own, self.key))]
+        from_class = self.value is not MISSING
         if from_class and hasattr(type(self.value), "__get__"):
-            return  # a method
-        if owner is not self.base and (self.key in own or from_class or not isinstance(owner, torch.nn.Module)):
-            yield owner, InTable(own, self.key)
+            return []  # a method
+        found: list[tuple[Any, InTable]] = []
+        if owner is not self.base and (from_class or not isinstance(owner, torch.nn.Module)):
+            found.append((owner, InTable(own, self.key)))
         if from_class:
-            yield self.base, InTable(vars(self.base), self.key)
+            found.append((self.base, InTable(vars(self.base), self.key)))
+        return found
 
     def put_back(self) -> None:
         """Give the class back what it had, unless the forward has set the name itself."""

@@ -2,14 +2,14 @@
 
 Data flow:
     a call that has ended, its ops and the calls inside -> Original: why it cannot be repeated, or
-    at the first repetition: a Step for each op, and whether the ops of repetitions can wait until they are read
+    at the first repetition: a step for each op, and whether the ops of repetitions can wait until they are read
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -18,7 +18,8 @@ from scopetrace._compat.tensors import is_leaf_of, is_plain_real, offset_of
 from scopetrace.containers.structure import leaves
 from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import Call, Op, Value, values_in
+from scopetrace.ir.tape import Call, Op, Value
+from scopetrace.record.copying import Step
 from scopetrace.record.object_reads import Noted, Watched
 
 _aten = torch.ops.aten
@@ -28,25 +29,15 @@ _ALIASES = (_aten.detach.default, _aten.as_strided.default)
 """What aliases that Python made are recorded as, for which no op was called."""
 
 
-class Step(NamedTuple):
-    """How an op is repeated."""
+@dataclasses.dataclass(slots=True, eq=False)
+class StepOfCall(Step):
+    """How an op of a call is repeated."""
 
-    op: Op
-    inputs: list[Value]
-    values: list[Value]
-    outputs: Outputs | None
-    """What its results are; None for one that is recorded anew."""
-    is_inner: bool
+    is_inner: bool = False
     """Whether nothing but copied ops reads its results, or what shares memory with them."""
-    given: list[tuple[int, Value]]
-    """Its arguments that are values, each with its position."""
-    nested: list[int]
-    """The positions of its arguments that hold values."""
-    only_values: bool
-    """Whether all of its arguments are values, and none has a name."""
-    is_plain_read: bool
+    is_plain_read: bool = False
     """Whether it is an attribute, and its tensor one of which no op makes the metadata."""
-    place: tuple[int, int, Any]
+    place: tuple[int, int, Any] = (0, 0, None)
     """The ids of its scope and of the outer one of its frames, and the inner ones; 0 and None where it has none."""
 
 
@@ -66,18 +57,18 @@ class Original:
     """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
     outside: list[Value] = dataclasses.field(default_factory=list)
     """The parameters, buffers and constants that it reads and that were on the tape before."""
-    attributes: list[Op] = dataclasses.field(default_factory=list)
+    read_first: list[Value] = dataclasses.field(default_factory=list)
     """The attributes that it was the first to read."""
     literals: set[Op] = dataclasses.field(default_factory=set)
     """Those of them that are constants written in the code."""
-    steps: list[Step] = dataclasses.field(default_factory=list)
+    steps: list[StepOfCall] = dataclasses.field(default_factory=list)
     """One for each op, known since the first repetition."""
     makers: dict[int, Callable[[], torch.Tensor]] = dataclasses.field(default_factory=dict)
     """By id of the metadata in a step, what makes such a tensor in memory of its own."""
     inside: dict[Call, list[Call]] = dataclasses.field(default_factory=dict)
     """The calls in each call."""
     reads: list[tuple[int, Op]] = dataclasses.field(default_factory=list)
-    """`attributes`, each with the position of its step."""
+    """The ops of `read_first`, each with the position of its step."""
     results: dict[Value, tuple[int, OutputMeta]] = dataclasses.field(default_factory=dict)
     """The tensors that it makes and gives back, each with its number among the outputs of its op."""
     sharing: dict[Value, Value] = dataclasses.field(default_factory=dict)
@@ -101,7 +92,7 @@ class Original:
         for op in self.ops:
             is_call = op.kind == "call_function" and is_op(op.target) and not is_collective(op.target)
             if op.kind == "get_attr":
-                self.attributes.append(op)
+                self.read_first.append(op.result)
                 if op.name not in owners:
                     if op not in literals:
                         return "it makes a constant"
@@ -122,23 +113,21 @@ class Original:
 
     def prepare(self, outputs_of: Callable[[Op], Outputs | None]) -> None:
         """Find how each op is repeated; `outputs_of` says what the results of one are, None where it is not known."""
-        steps = [(op, op.inputs(), op.values(), outputs_of(op)) for op in self.ops]
+        steps = [StepOfCall.of(op, outputs_of(op)) for op in self.ops]
         seen = [*self.inputs, *self.outside, *self.asked, *leaves(self.call.outputs, Value)]
         seen += [v for v, _, _ in self.contiguous]
-        for op, inputs, values, outputs in steps:
-            if outputs is None or not outputs.is_static():
-                seen += values if op.kind == "get_attr" else (*inputs, *values)
+        for step in steps:
+            if step.outputs is None or not step.outputs.is_static():
+                seen += step.values if step.op.kind == "get_attr" else (*step.inputs, *step.values)
         shared = {v.storage for v in seen}
         for step in steps:
-            op, is_inner = step[0], all(v.storage not in shared for v in step[2])
-            given = [(i, x) for i, x in enumerate(op.args) if isinstance(x, Value)]
-            nested = [i for i, x in enumerate(op.args) if not isinstance(x, Value) and values_in(x)]
-            only_values = len(given) == len(op.args) and not op.kwargs
-            is_plain_read = op.kind == "get_attr" and op not in self.literals and _is_plain(op.result.real)
-            place: tuple[int, int, Any] = id(op.scope), 0, None
+            op = step.op
+            step.is_inner = all(v.storage not in shared for v in step.values)
+            step.is_plain_read = op.kind == "get_attr" and op not in self.literals and _is_plain(op.result.real)
+            step.place = id(op.scope), 0, None
             if op.frames and not isinstance(op.frames, str):
-                place = id(op.scope), id(op.frames[0]), op.frames[1]
-            self.steps.append(Step(*step, is_inner, given, nested, only_values, is_plain_read, place))
+                step.place = id(op.scope), id(op.frames[0]), op.frames[1]
+        self.steps = steps
         self.inside = {}
         for inner in self.calls:
             assert inner.parent is not None

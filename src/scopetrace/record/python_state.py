@@ -11,6 +11,7 @@ import functools
 import itertools
 import operator
 import os
+import threading
 import types
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
@@ -21,13 +22,10 @@ from scopetrace._compat.questions import function_modes
 from scopetrace.ir.reads import MISSING, content_of
 from scopetrace.record.code import Reach
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import Kind, Model, Saved, Snapshot
+from scopetrace.record.model import ATTRIBUTES, Kind, Model, Saved, Snapshot, own_dict
 from scopetrace.record.pairs import Watch
 
 _ENVIRONMENT: dict[Any, Any] = vars(os.environ)["_data"]  # of which os.environ makes text, which takes long
-
-_BUILTIN = frozenset({list, set})
-"""The containers that are compared without a copy."""
 
 
 class State:
@@ -42,12 +40,14 @@ class State:
         self._objects = objects
         watched = [s for s in objects.values() if s.kind.words is None or s.kind.is_draw]  # memos may remember anything
         watched = [s for s in watched if s.owner is not os.environ]
-        dicts = [s for s in watched if type(s.owner) is dict]
-        self._dicts = _Entries(
-            [view for s in dicts for view in (s.owner.keys(), s.owner.values())],
-            [view for s in dicts for view in (s.before.keys(), s.before.values())],
+        held = [(s, _live_content(s)) for s in watched]
+        by_identity = [(now, s.before) for s, now in held if now is not None]
+        self._contents = _Entries(
+            [view for now, _ in by_identity for view in _views(now)],
+            [view for _, before in by_identity for view in _views(before)],
         )
-        others = [s for s in watched if type(s.owner) is not dict]
+        self._own_dicts = [(s.owner, now) for s, now in held if now is not None and now is not s.owner]
+        others = [s for s, now in held if now is None]
         self._others = [(s.owner, s.kind, s.before) for s in others if not s.kind.is_draw]
         self._draws = [(s.owner, s.kind, s.before) for s in others if s.kind.is_draw]
         self._environment = dict(_ENVIRONMENT)
@@ -87,7 +87,8 @@ class State:
             function_modes() == self._modes
             and self._environment == _ENVIRONMENT
             and all(map(operator.is_, now, self._values))
-            and self._dicts.are_same()
+            and self._contents.are_same()
+            and all([object.__getattribute__(x, "__dict__") is own for x, own in self._own_dicts])
             and self._classes.are_same()
             and all([_is_unchanged(*found) for found in self._others])
             and not (draws and not all([_is_unchanged(*found) for found in self._draws]))
@@ -136,8 +137,21 @@ class _Entries:
         return list(map(len, self._now)) == self._lengths and all(map(operator.is_, now, self._before))
 
 
+def _live_content(saved: Saved) -> dict[Any, Any] | list[Any] | None:
+    """What holds the content of an object, and is compared by identity; None for what has to be copied for that."""
+    kind = type(saved.owner)
+    if kind is dict or kind is list:
+        return saved.owner
+    is_plain = saved.kind is ATTRIBUTES and not issubclass(kind, threading.local)
+    return own_dict(saved.owner) if is_plain else None
+
+
+def _views(content: Any) -> tuple[Collection[Any], ...]:
+    return (content.keys(), content.values()) if type(content) is dict else (content,)
+
+
 def _is_unchanged(owner: Any, kind: Kind, before: Any) -> bool:
-    return kind.unchanged(owner if type(owner) in _BUILTIN else kind.copy(owner), before)
+    return kind.unchanged(owner if type(owner) is set else kind.copy(owner), before)
 
 
 def _cells_of(effects: EffectWatch) -> list[tuple[types.CellType, Any]]:

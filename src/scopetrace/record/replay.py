@@ -30,13 +30,13 @@ from scopetrace._compat.tensors import (
 from scopetrace.containers.structure import instantiate, map_structure
 from scopetrace.infer.rules import Identity, OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
-from scopetrace.ir.tape import Call, CallList, Op, OpList, Value, map_argument, substituted
+from scopetrace.ir.tape import Call, CallList, Op, OpList, Value, map_argument
 from scopetrace.ir.unmade import UnmadeValue, WaitingValue
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.model import Model
 from scopetrace.record.object_reads import Noted, ObjectReads
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.original import Original, Step
+from scopetrace.record.original import Original, StepOfCall
 from scopetrace.record.pairs import Differs, Pairs
 
 
@@ -85,17 +85,27 @@ class Replay:
     """One repetition: `call` is to be what the call of the original was."""
 
     def __init__(
-        self, original: Original, call: Call, pairs: Pairs, tensors: list[torch.Tensor], tools: Tools, calls: CallOpener
+        self,
+        original: Original,
+        call: Call,
+        pairs: Pairs,
+        tensors: list[torch.Tensor],
+        inputs: list[Value],
+        tools: Tools,
+        calls: CallOpener,
     ) -> None:
-        """`tensors` are those among the arguments. Raises Differs where the tape has not what the call begins with."""
+        """`tensors` are those among the arguments, and `inputs` their values.
+
+        Raises Differs where the tape has not what the call begins with.
+        """
         self.original, self._call, self._pairs, self._tools = original, call, pairs, tools
         self._calls = calls
         self._builder, self._values = tools.builder, tools.values
-        inputs = [self._values.value_of(t) for t in tensors]
         self._given = dict(zip(reversed(inputs), reversed(tensors), strict=True))
         self._now = dict(zip(original.inputs, inputs, strict=True))
         for v in original.outside:
             self._now[v] = self._known(v)
+        self._own = [pairs.partner(value.real) for value in original.read_first]
         self._refuse_other_memory(inputs)
         taken = self._builder.tape.inputs
         if any(v in taken or self._now.get(v) in taken for v in original.asked):
@@ -126,22 +136,23 @@ class Replay:
         return found
 
     def _refuse_other_memory(self, inputs: list[Value]) -> None:
-        before, now = ([v.storage for v in values] for values in (self._now, self._now.values()))
+        before, now = [v.storage for v in self._now], [v.storage for v in self._now.values()]
         if list(map(before.index, before)) != list(map(now.index, now)):
             raise Differs("its tensors share memory otherwise")
         given = {v.storage for v in inputs}
-        for op in self.original.attributes:
-            known = self._values.by_id.get(id(self._pairs.partner(op.result.real)))
-            if known is not None and known.storage in given:
-                raise Differs("it takes a view of a tensor of its own")
+        known = [self._values.by_id.get(id(real)) for real in self._own]
+        if any(v is not None and v.storage in given for v in known):
+            raise Differs("it takes a view of a tensor of its own")
 
     # ---------------------------------------------------------------- what stands for what
 
     def _frames_of(self, old: Frames) -> Frames:
         found = self._frames.get(id(old))
         if found is None:
-            outer = old if not old or isinstance(old, str) else self._frames.get(id(old[0]), old[0])
-            found = old if not old or isinstance(old, str) or outer is old[0] else (outer, old[1])
+            found = old
+            if old and not isinstance(old, str):
+                outer = self._frames_of(old[0])
+                found = old if outer is old[0] else (outer, old[1])
             self._frames[id(old)] = found
         return found
 
@@ -221,8 +232,7 @@ class Replay:
         if self._builder.derives_by_tape:
             return False
         owner, waiting = self._tools.model.owner, self._values.waiting
-        for _, op in self.original.reads:
-            real = self._pairs.partner(op.result.real)
+        for real in self._own:
             is_known = id(real) in self._values.by_id
             if not is_known and (owner(real) is None or self._tools.maker.shares_storage(real)):
                 return False
@@ -237,8 +247,7 @@ class Replay:
         fill = ops.fill
         if not ops.waiting:
             values.inserted.clear()
-        for position, op in original.reads:
-            real = self._pairs.partner(op.result.real)
+        for (position, op), real, value in zip(original.reads, self._own, original.read_first, strict=True):
             found = values.by_id.get(id(real))
             if found is None:
                 found = self._reads[op] = WaitingValue(fill, real)
@@ -246,7 +255,7 @@ class Replay:
                 values.waiting.add(self._pairs.storages[id(real)])
             else:
                 self._known_reads.append(position)
-            self._now[op.result] = found
+            self._now[value] = found
         with self._quiet:
             for v, (slot, meta) in original.results.items():
                 new = self._results[v] = self._now[v] = WaitingValue(fill, None)
@@ -261,7 +270,6 @@ class Replay:
         self._give = self._given_to
         for inner in original.calls:
             self._numbers.append(self._calls.number(inner.module and self._pairs.partner(inner.module)))
-            self._frames_of(inner.frames)
         calls = self._tape.calls
         assert isinstance(calls, CallList)
         calls.wait(self)
@@ -434,21 +442,11 @@ class Replay:
             self._builder.op_frames = self._builder.autocast = None
             self._builder.state.leave_module(mark, raising=False)
 
-    def _copy(self, step: Step, outputs: Outputs, place: tuple[Scope, Call, Frames]) -> Op:
+    def _copy(self, step: StepOfCall, outputs: Outputs, place: tuple[Scope, Call, Frames]) -> Op:
         """An op whose results follow from the metadata of its inputs."""
         op, now = step.op, self._now
-        args: tuple[Any, ...]
-        if step.only_values:
-            inputs = [now[v] for _, v in step.given]
-            args, kwargs = tuple(inputs), op.kwargs
-        else:
-            inputs, changed = [now[v] for v in step.inputs], [*op.args]
-            for i, v in step.given:
-                changed[i] = now[v]
-            for i in step.nested:
-                changed[i] = substituted(changed[i], now)
-            args = tuple(changed)
-            kwargs = {name: substituted(x, now) for name, x in op.kwargs.items()} if op.kwargs else op.kwargs
+        args, kwargs = step.operands(now)
+        inputs = [now[v] for v in step.inputs]
         made: list[Value | None]
         if self._waits:
             old = {v.slot: v for v in step.values}

@@ -415,7 +415,7 @@ class CallRecorderWithReuse(CallRecorder):
         for t, u in zip(kept.given.tensors, given.tensors, strict=True):
             if not isinstance(t, FakeTensor):
                 pairs.argument(t, u)
-        return Replay(original, call, pairs, given.tensors, self._tools, self)
+        return Replay(original, call, pairs, given.tensors, given.values, self._tools, self)
 
     def _expect_same_state(self, kept: _Kept, call: Call, given: Arguments) -> None:
         """Raise Differs where a call is given something else than an original, or runs in another state."""
@@ -524,18 +524,24 @@ def _groups(modules: list[torch.nn.Module]) -> dict[int, _Group]:
     unknown = _Group(_Kind(True))
 
     def visit(module: torch.nn.Module) -> _Group:
+        like: list[Any]
+        same: list[Any]
         known[id(module)] = unknown  # of one that is inside of itself
-        own = module.__dict__
-        inside = [(name, known.get(id(m)) or visit(m)) for name, m in own["_modules"].items() if m is not None]
-        like = type(module), *[(name, id(group.kind)) for name, group in inside]
-        kind = kinds.get(like)
+        own, like, same = module.__dict__, [type(module)], [type(module)]
+        same += [p.shape for p in own["_parameters"].values() if p is not None]
+        for name, m in own["_modules"].items():
+            if m is not None:
+                inner = known.get(id(m)) or visit(m)
+                like += name, inner.kind
+                same += name, inner
+        key = tuple(like)
+        kind = kinds.get(key)
         if kind is None:
-            kind = kinds[like] = _Kind(not inside and is_torchs(module))
-        shapes = [p.shape for p in own["_parameters"].values() if p is not None]
-        same = type(module), len(shapes), *shapes, *[(name, id(group)) for name, group in inside]
-        group = groups.get(same)
+            kind = kinds[key] = _Kind(len(like) == 1 and is_torchs(module))
+        key = tuple(same)
+        group = groups.get(key)
         if group is None:
-            group = groups[same] = _Group(kind)
+            group = groups[key] = _Group(kind)
         known[id(module)] = group
         group.size += 1
         return group

@@ -72,6 +72,7 @@ from scopetrace.ops.history import root_of
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress, knows_origins, leaf_targets, refuse_unmatched, root_scope
 from scopetrace.record.checkpoints import refuse_recomputed
+from scopetrace.record.code import ATOMS
 from scopetrace.record.data import NoRealValue
 from scopetrace.record.dynamic_shapes import (
     Argument,
@@ -287,7 +288,8 @@ class Recording:
             self.reads.on_requires_grad(leaf) if tape.grad else self.reads.on_gradient(leaf)
         tape.reads[:] = [*variables, *tape.reads, *attributes]
         tape.side_effects += inputs_made_leaves(tape, self.values.examples)
-        tape.side_effects += [_of_iterator(read) for read in tape.reads if holds_iterator(read.value)]
+        held = [read for read in tape.reads if type(read.value) not in ATOMS]
+        tape.side_effects += [_of_iterator(read) for read in held if holds_iterator(read.value)]
         found, after = (
             numbers_read(*pair, names, self.object_types, effects.reach.names) for pair in ((args, kwargs), fakes)
         )
