@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -189,3 +190,60 @@ def test_a_view_fixes_no_symbolic_size(view):
     """Also where the example's size is that of a fixed dimension."""
     sizes = {0: torch.export.Dim("batch", min=2), 1: torch.export.Dim("length", min=2)}
     st.trace(view, (torch.randn(3, 16, 24),), dynamic_shapes=(sizes,))
+
+
+LAYOUTS = {
+    "transposed": lambda: torch.rand(3, 6, 5).transpose(1, 2),
+    "matrix": lambda: torch.rand(5, 4).t(),
+    "turned": lambda: torch.rand(6, 5, 3).permute(2, 1, 0),
+    "outer": lambda: torch.rand(5, 2, 3, 4).transpose(0, 1),
+    "channels_last": lambda: torch.rand(2, 5, 3, 4).contiguous(memory_format=torch.channels_last),
+    "channels_last_3d": lambda: torch.rand(2, 5, 3, 4, 2).contiguous(memory_format=torch.channels_last_3d),
+    "gaps": lambda: torch.rand(2, 10, 3, 8)[:, ::2, :, ::2],
+    "channels_last with gaps": lambda: torch.rand(2, 3, 8, 10)[..., ::2].permute(0, 3, 1, 2),
+    "expanded": lambda: torch.rand(1, 5).expand(4, 5),
+    "plain": lambda: torch.rand(4, 5, 6),
+}
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_batch_norm_gives_the_memory_format_that_its_input_suggests(layout, grad, dynamic):
+    """Torch's fake tensors keep the order of the dimensions of a transposed input, as kernels of other devices do."""
+
+    class Normalize(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.rand(5))
+            self.register_buffer("mean", torch.rand(5))
+            self.register_buffer("var", torch.rand(5))
+
+        def forward(self, x):
+            stats = self.mean, self.var, self.weight, None
+            y = torch.nn.functional.batch_norm(x, *stats, training=self.training)
+            return y * 2 if y.is_contiguous() else y * 3
+
+    for training in (True, False):
+        model, x = Normalize().train(training), LAYOUTS[layout]()
+        with torch.set_grad_enabled(grad):
+            wanted = copy.deepcopy(model)(x)
+            shapes = {"x": {0: torch.export.Dim.DYNAMIC}} if dynamic else None
+            found = st.trace(model, (x,), dynamic_shapes=shapes)(x)
+        torch.testing.assert_close(found, wanted)
+        assert found.stride() == wanted.stride()
+
+
+def test_a_step_through_a_view_of_a_normalized_transposed_tensor():
+    norm = torch.nn.BatchNorm1d(5)
+
+    def step(x):
+        norm(x.transpose(1, 2)).view(3, 30).square().sum().backward()
+
+    x = torch.rand(3, 6, 5, requires_grad=True)
+    trace = st.trace(step, (x,))
+    trace(x)
+    found, x.grad = x.grad, None
+    step(x)
+    torch.testing.assert_close(found, x.grad)
+    assert found.stride() == x.grad.stride()

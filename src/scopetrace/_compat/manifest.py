@@ -61,6 +61,7 @@ NAMES = {
         HigherOrderOperator OpOverload OpOverloadPacket _higher_order_ops _len_torch_dispatch_stack_pre_dispatch
         _pop_mode_from_pre_dispatch _set_mode_pre_dispatch mode_stack_state_for_pre_dispatch""",
     "torch._ops:OpOverload": "_can_decompose _get_dispatch decompose",
+    "torch._prims_common": "suggest_memory_format",
     "torch._refs": "tensor",
     "torch._subclasses.fake_tensor": """
         DataDependentOutputException DynamicOutputShapeException FakeTensor FakeTensorConverter FakeTensorMode

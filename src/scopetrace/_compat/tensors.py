@@ -15,6 +15,7 @@ from typing import Any
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -445,8 +446,32 @@ def run_op(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:
     may alias otherwise than the op: those of `dropout` in eval mode return a copy.
     """
     if torch.is_inference_mode_enabled() and _has_kernel(func.name(), _COMPOSITE):
-        return _run_composite_in_inference_mode(mode, func, args, kwargs)
-    return _run_op(mode, func, args, kwargs)
+        out = _run_composite_in_inference_mode(mode, func, args, kwargs)
+    else:
+        out = _run_op(mode, func, args, kwargs)
+    return _as_on_cpu(args[0], out) if func in _BATCH_NORMS and args else out
+
+
+_BATCH_NORMS = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("batch_norm", "native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_functional"),
+        *("_native_batch_norm_legit_no_training", "_batch_norm_impl_index", "_batch_norm_with_update"),
+        *("_batch_norm_with_update_functional", "_batch_norm_no_update"),
+    )
+) | {torch.ops.aten._native_batch_norm_legit.no_stats}
+
+
+def _as_on_cpu(x: torch.Tensor, out: Any) -> Any:
+    """What a batch norm of `x` gives: on the CPU in the memory format that `x` suggests.
+
+    Fake tensors keep the order of dimensions in memory, of a transposed `x` too, as kernels of other devices do.
+    """
+    if x.device.type != "cpu":
+        return out
+    first, *others = (out,) if isinstance(out, torch.Tensor) else out
+    first = first.contiguous(memory_format=suggest_memory_format(x))  # itself, where it is
+    return first if isinstance(out, torch.Tensor) else type(out)((first, *others))
 
 
 def _run_composite_in_inference_mode(mode: FakeTensorMode, func: Any, args: Any, kwargs: Any) -> Any:

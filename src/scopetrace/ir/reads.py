@@ -109,11 +109,19 @@ class InLayer:
 
     table: dict[str, Any]
     keys: tuple[str, ...]
+    lacks: tuple[str, ...]
+    """Further names, of parameters and buffers that are None."""
     kind, stays = "attribute", False
 
     def now(self, call: CallInputs) -> Any:
         """As `Place.now`."""
-        return tuple([self.table.get(key, MISSING) for key in self.keys])
+        return tuple([part.now(call) for _, part in self.parts()])
+
+    def parts(self) -> list[tuple[str, InTable]]:
+        """The names, each with where it is."""
+        params, buffers = self.table["_parameters"], self.table["_buffers"]
+        found = [(key, InTable(self.table, key)) for key in self.keys]
+        return [*found, *((key, InTable(params if key in params else buffers, key)) for key in self.lacks)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,8 +326,8 @@ class Read:
         if not isinstance(place, InLayer):
             return [self]
         return [
-            Read(f"{self.name}.{key}", value, InTable(place.table, key), self.frames, self.module)
-            for key, value in zip(place.keys, self.value, strict=True)
+            Read(f"{self.name}.{key}", value, part, self.frames, self.module)
+            for (key, part), value in zip(place.parts(), self.value, strict=True)
         ]
 
     @property

@@ -411,14 +411,17 @@ class ObjectReads:
             if of_class is None:
                 continue
             (names, inner), own = of_class, module.__dict__
-            place = InLayer(own, tuple([k for k in names & own.keys() if (id(module), k) not in changed]))
-            value = tuple([own[k] if type(own[k]) in ATOMS else snapshot(own[k]) for k in place.keys])
-            name, frames, path = saved.name.removeprefix("self."), (noted[0], inner), noted[1]
-            yield Read(name, value, place, frames, path)
-            for table in (own["_parameters"], own["_buffers"]):
-                for key, x in table.items():
-                    if x is None and key in names and (id(module), key) not in changed:
-                        yield Read(f"{name}.{key}", None, InTable(table, key), frames, path)
+            lacks = [k for k, x in own["_parameters"].items() if x is None and k in names]
+            if own["_buffers"]:
+                lacks += [k for k, x in own["_buffers"].items() if x is None and k in names]
+            keys = list(names & own.keys())
+            if changed:
+                keys = [k for k in keys if (id(module), k) not in changed]
+                lacks = [k for k in lacks if (id(module), k) not in changed]
+            value = tuple([own[k] if type(own[k]) in ATOMS else snapshot(own[k]) for k in keys])
+            place = InLayer(own, tuple(keys), tuple(lacks))
+            name, frames = saved.name.removeprefix("self."), (noted[0], inner)
+            yield Read(name, (*value, *[None] * len(lacks)), place, frames, noted[1])
 
 
 class Watched:
