@@ -125,6 +125,7 @@ def test_the_blocks_of_a_page_print_what_it_says(page, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     monkeypatch.setitem(sys.modules, "model", run.module)
     torch.manual_seed(0)
+    torch.compiler.reset()  # as in a process of its own
     left_out = []
     for block in blocks_of(page.read_text()):
         where = f"{page.name}:{block.line}"
