@@ -15,6 +15,7 @@ from __future__ import annotations
 import abc
 import bisect
 import dataclasses
+import itertools
 from typing import Any
 
 import torch
@@ -62,10 +63,11 @@ class TapeCopier(abc.ABC):
         self.grad = any(op.grad for op in old.ops if op.kind != "get_attr")
         self.emitter = Emitter(self.new, has_grad=self.grad)
         self._writers = [i for i, op in enumerate(old.ops) if op.writes]
+        self._written = [[v.storage for v in old.ops[i].writes] for i in self._writers]
         self.as_recorded = AsRecorded()
         self.sets: dict[int, AliasSet] = {
             storage: AliasSet(self.emitter, self._bring, self.as_recorded)
-            for storage in dict.fromkeys(v.storage for i in self._writers for v in old.ops[i].writes)
+            for storage in dict.fromkeys(itertools.chain.from_iterable(self._written))
         }
         self.originals: dict[Value, Value] = {}
         """The values of inputs and attributes as the program got them, by those of the old tape."""
@@ -209,8 +211,8 @@ class TapeCopier(abc.ABC):
         start, stop = (bisect.bisect_left(self._writers, i) for i in (call.start, call.stop))
         if start == stop:
             return None
-        inside = (self.old.ops[i] for i in self._writers[start:stop])
-        written = dict.fromkeys([v.storage for o in inside for v in o.writes])  # in order: equal calls name them alike
+        inside = itertools.chain.from_iterable(self._written[start:stop])
+        written = dict.fromkeys(inside)  # in order: equal calls name them alike
         now, prefix = self.emitter.calls[call], call.prefix
 
         def changed(v: Value) -> Value | None:
