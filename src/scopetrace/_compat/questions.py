@@ -179,7 +179,7 @@ _backend_flags: list[Callable[[], Any]] = [
 
 
 def backend_flags() -> tuple[Any, ...]:
-    """What decides which backend of torch computes attention, convolutions and recurrent layers, and gives strides."""
+    """What decides which backend of torch computes attention, convolutions and the like, and gives strides."""
     return (*[ask() for ask in _backend_flags], *torch._C._get_sdp_priority_order())
 
 
