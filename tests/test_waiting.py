@@ -121,7 +121,7 @@ def check(order, one, other, grad):
         with torch.set_grad_enabled(grad), mock.patch.object(OpList, "wait", noting(waited)):
             try:
                 found.append(st.trace(net, (x.clone(),), reuse=reuse, functional=False))
-            except st.TraceError as error:
+            except (st.TraceError, RuntimeError) as error:  # of torch, as of branches that it does not take in eager
                 found.append(str(error).partition("\n")[0])
     plain, repeated = found
     if isinstance(plain, str) or isinstance(repeated, str):
