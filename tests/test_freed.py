@@ -366,3 +366,37 @@ def test_interrupts_at_each_line_of_what_keeps_them():
             signal.raise_signal(signal.SIGINT)
             after.append("kept")
         assert after == ["kept"], at
+
+
+class Step(nn.Module):
+    """A model of layers that are copied, and its training step."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(2), nn.ReLU()) for _ in range(3)))
+
+    def forward(self, x):
+        return self.layers(x)
+
+    def step(self, x):
+        loss = self(x).sum()
+        loss.backward()
+        return loss
+
+
+def test_nothing_is_left_to_the_garbage_collector():
+    """What a trace needs is freed when it ends, but for ops and values of tapes that are not kept: they form cycles."""
+    model = Step()
+    for traced in (model, model.step):
+        st.trace(traced, (Q,), reuse=True)  # makes what torch and the classes keep
+        gc.collect()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            trace = st.trace(traced, (Q,), reuse=True)
+            gc.collect()
+            left = collections.Counter(type(x).__module__ for x in gc.garbage)
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+        assert not [name for name in left if name.startswith("scopetrace") and name != "scopetrace.ir.tape"], left
+        del trace

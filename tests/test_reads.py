@@ -34,6 +34,34 @@ def agrees(tr, model, *args):
 # Attributes ----------------------------------------------------------------------------------------------------------
 
 
+class Scaled(nn.Module):
+    """One of whose class some code asks for a `__dict__`: its attributes are then asked for in another way."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 2.0
+
+    def forward(self, x):
+        return x * self.scale
+
+
+class Described(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config, self.scaled = Config(), Scaled()
+
+    def forward(self, x):
+        return self.scaled(x) + len(vars(self.config))
+
+
+def test_a_read_names_its_line_where_code_asks_for_a_dict():
+    model = Described()
+    tr = st.trace(model, (X,))
+    model.scaled.scale = 3.0
+    with pytest.raises(StateMismatchError, match=r"scaled\.scale, .*in forward: return x \* self\.scale: 2\.0 when"):
+        tr(X)
+
+
 @dataclasses.dataclass
 class Config:
     scale: float = 2.0

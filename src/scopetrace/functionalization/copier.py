@@ -159,6 +159,7 @@ class TapeCopier(abc.ABC):
         """Drop and move the ops that alias sets added, and set the ranges of calls."""
         self.new.calls = [self.emitter.calls[call] for call in self.old.calls]
         self.new.ops[:] = schedule(self.new.ops, self._boundaries, self.emitter.added, results)
+        self.sets.clear()  # each knows this copier
 
     # ---------------------------------------------------------------- calls
 

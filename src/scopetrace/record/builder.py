@@ -705,6 +705,15 @@ class _Noted:
     """The template of what it held."""
 
 
+def _opened(template: Any, kinds: Collection[type]) -> Any:
+    """A template with the contents of its objects of `kinds`; the others are leaves."""
+
+    def settled(noted: _Noted) -> Any:
+        return _opened(noted.contents, kinds) if type(noted.original) in kinds else noted.original
+
+    return map_structure(settled, template, _Noted)
+
+
 class Templates:
     """Makes the templates of the arguments and results of calls.
 
@@ -735,14 +744,8 @@ class Templates:
     def settle(self, kinds: Collection[type]) -> bool:
         """Open the noted objects of `kinds`, and keep the others as leaves. False where not all is known of them."""
 
-        def settled(noted: _Noted) -> Any:
-            return opened(noted.contents) if type(noted.original) in kinds else noted.original
-
-        def opened(x: Any) -> Any:
-            return map_structure(settled, x, _Noted)
-
         for call in self.unsettled:
-            call.args, call.kwargs, call.outputs = map(opened, (call.args, call.kwargs, call.outputs))
+            call.args, call.kwargs, call.outputs = _opened((call.args, call.kwargs, call.outputs), kinds)
         return self._knows_all
 
     def _note(self, x: Any) -> Any:

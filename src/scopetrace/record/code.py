@@ -15,6 +15,7 @@ Functions of torch and of the standard library are not followed.
 
 from __future__ import annotations
 
+import abc
 import dis
 import enum
 import functools
@@ -22,7 +23,7 @@ import re
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -188,15 +189,10 @@ class Inner(NamedTuple):
     """Ids."""
 
 
-class Reach:
-    """Follows names from functions and classes; tells `visit` of each object that a name leads to.
+class Reach(abc.ABC):
+    """Follows names from functions and classes. Subclasses say what is done with each object that a name leads to."""
 
-    `visit(name, key, x)` is called with the name in source (`globals()['CACHE']`, `closure hits`), the key of
-    `uses` (`CACHE`), and the object.
-    """
-
-    def __init__(self, visit: Callable[[str, str, Any], None]) -> None:
-        self._visit = visit
+    def __init__(self) -> None:
         self.functions: list[types.FunctionType] = []
         """The functions that may run, in the order in which they were found."""
         self.classes: dict[type, None] = {}
@@ -227,6 +223,10 @@ class Reach:
         """The classes that have an attribute which no function has named so far."""
         self._pending: list[types.FunctionType] = []
 
+    @abc.abstractmethod
+    def visit(self, name: str, key: str, x: Any) -> None:
+        """Take an object, with its name in source (`globals()['CACHE']`, `closure hits`) and the key of `uses`."""
+
     def end_inner(self) -> None:
         """What was followed so far is what code inside of the modules may run. The function around them comes next."""
         functions, classes = frozenset(map(id, self.functions)), frozenset((*self._known, *self.bases))
@@ -245,7 +245,7 @@ class Reach:
     def add(self, x: Any) -> None:
         """Follow a function, method, partial or class; nothing is done for other objects."""
         while isinstance(x, functools.partial):
-            self._visit("partial", "", (*x.args, *x.keywords.values()))
+            self.visit("partial", "", (*x.args, *x.keywords.values()))
             x = x.func
         if isinstance(x, types.MethodType):
             if isinstance(x.__self__, type):
@@ -294,7 +294,7 @@ class Reach:
         if isinstance(member, (types.FunctionType, staticmethod, classmethod, property)):
             self.add(member)
         elif name[:2] != "__":
-            self._visit(f"{base.__name__}.{name}", f".{name}", member)
+            self.visit(f"{base.__name__}.{name}", f".{name}", member)
 
     def _add_function(self, function: types.FunctionType) -> None:
         if id(function) in self._seen:
@@ -335,7 +335,7 @@ class Reach:
                 self._look_up(table, name, names)
         for name, default in _defaults(function) if function.__defaults__ or function.__kwdefaults__ else ():
             if type(default) not in ATOMS:
-                self._visit(f"{function.__name__}'s default of {name}", f"{name}=", default)
+                self.visit(f"{function.__name__}'s default of {name}", f"{name}=", default)
 
     def _note_of_users(self, code: types.CodeType, names: Names) -> None:
         """What matters of code that belongs to no installed library, beside its names."""
@@ -351,7 +351,7 @@ class Reach:
         if isinstance(content, type):
             self._look_into_class(content, names)
         self.add(content)
-        self._visit(f"closure {name}", name, content)
+        self.visit(f"closure {name}", name, content)
 
     def _look_up(self, table: dict[str, Any], name: str, names: Names | None) -> None:
         """Follow a global; `names` are those of the function that reads it, None where it is in another file."""
@@ -360,14 +360,14 @@ class Reach:
         if type(value) is types.FunctionType:
             self._add_function(value)
             if value.__dict__:
-                self._visit(f"globals()[{name!r}]", name, value)
+                self.visit(f"globals()[{name!r}]", name, value)
         elif type(value) in ATOMS:
             return
         elif isinstance(value, type):
             self._look_into_class(value, names)
         elif not isinstance(value, types.ModuleType):
             self.add(value)
-            self._visit(f"globals()[{name!r}]", name, value)
+            self.visit(f"globals()[{name!r}]", name, value)
         elif names is not None:
             self._look_into_module(vars(value), names, is_users(getattr(value, "__file__", None) or "<frozen"))
 
@@ -413,25 +413,28 @@ def _defaults(function: types.FunctionType) -> list[tuple[str, Any]]:
 # What functions that ran read of variables, after the forward --------------------------------------------------------
 
 
+class _Ran(Reach):
+    """Follows the objects that it meets, and what their containers hold."""
+
+    def visit(self, name: str, key: str, x: Any) -> None:
+        self.add(x)
+        self.add_class(type(x))
+        for item in (x.values() if type(x) is dict else x) if type(x) in (dict, list, tuple) else ():
+            self.add_class(type(item))
+            if type(item) is types.FunctionType and not is_installed(item):
+                self.add(item)
+
+
 def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach) -> Reach:
     """Those that ran, since calls and ops were in them, and those that may have, since these or `values` name them."""
-
-    def visit(name: str, key: str, x: Any) -> None:
-        ran.add(x)
-        ran.add_class(type(x))
-        for item in (x.values() if type(x) is dict else x) if type(x) in (dict, list, tuple) else ():
-            ran.add_class(type(item))
-            if type(item) is types.FunctionType and not is_installed(item):
-                ran.add(item)
-
-    ran = Reach(visit)
+    ran = _Ran()
     ran.add(fn)
     ran.add_class(type(getattr(fn, "__self__", fn)))
     for kind in {call.module_type: None for call in recorded(tape.calls) if call.module_type is not None}:
         ran.add_class(kind)
     objects = [x for x in values if type(x) not in ATOMS]
     for found in (*functions_of(reach, tape), *objects):
-        visit("", "", found)
+        ran.visit("", "", found)
     return ran
 
 

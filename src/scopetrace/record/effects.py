@@ -195,7 +195,7 @@ class EffectWatch:
         self._values = values
         self._draws = Draws(builder)
         self._snapshot = model.snapshot
-        self.reach = Reach(functools.partial(_add_outside, self._snapshot))
+        self.reach = _ReachInto(self._snapshot)
         for name, argument in arguments:
             for path, leaf in leaves_with_path(argument, name, object_types):
                 self._snapshot.add(path, f"{name}=", leaf)
@@ -347,10 +347,17 @@ def _are_alike(old: Any, new: torch.Tensor) -> bool:
     return (old.dtype, old.shape, old.device) == (new.dtype, new.shape, new.device)
 
 
-def _add_outside(snapshot: Snapshot, name: str, key: str, x: Any) -> None:
-    snapshot.outside = True
-    snapshot.add(name, key, x)
-    snapshot.outside = False
+class _ReachInto(Reach):
+    """Adds the objects that it meets to a snapshot."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        super().__init__()
+        self._snapshot = snapshot
+
+    def visit(self, name: str, key: str, x: Any) -> None:
+        self._snapshot.outside = True
+        self._snapshot.add(name, key, x)
+        self._snapshot.outside = False
 
 
 def _bind(put: Callable[[str, Any], None], remove: Callable[[str], None], name: str, value: Any) -> None:
@@ -555,9 +562,10 @@ def settings_left(before: dict[str, Any], after: dict[str, Any], root: str) -> l
 
 
 def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
-    """The inputs and parameters that do not require grad, where the program would differ if they did, each with the op.
+    """The inputs and parameters that do not require grad, where the program would differ if they did.
 
-    Such an op runs in another grad mode than that of the call, or writes to a detached tensor: the memory of others.
+    Each is given with the first such op of either grad mode. It runs in another grad mode than that of the call, or
+    writes to a detached tensor: the memory of others.
     """
     ops = recorded_ops(tape.ops)
     other = [op for op in ops if op.writes or (op.grad != tape.grad and op.kind == "call_function")]
@@ -569,16 +577,26 @@ def without_hidden_gradients(tape: RecordedTape) -> Iterator[tuple[Value, Op]]:
     if not bits:
         return
     history = History(tape.ops, bits, assumed=True)
-    sharing: dict[int, int] = collections.defaultdict(int)
-    for v in [v for op in tape.ops for v in op.values()]:
-        sharing[v.storage] |= history.of(v)
+
+    @functools.cache
+    def sharing() -> dict[int, int]:
+        found: dict[int, int] = collections.defaultdict(int)
+        for v in [v for op in tape.ops for v in op.values()]:
+            found[v.storage] |= history.of(v)
+        return found
+
+    left = dict.fromkeys((False, True), (1 << len(bits)) - 1)
     for op in other:
+        if not left[op.grad]:
+            continue
         found = 0
         for v in op.inputs() if op.grad != tape.grad else ():
             found |= history.of(v)
         for v in op.writes:
             is_hidden = op.grad != tape.grad or history.is_detached(v) or op.target in DETACHED
-            found |= sharing[v.storage] if is_hidden else 0
+            found |= sharing()[v.storage] if is_hidden else 0
+        found &= left[op.grad]
+        left[op.grad] &= ~found
         if found:
             yield from ((leaf, op) for leaf, bit in bits.items() if found & bit)
 

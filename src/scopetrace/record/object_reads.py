@@ -443,7 +443,10 @@ class Watched:
     def __get__(self, owner: Any, cls: type) -> Any:
         place = self.base if owner is None else owner
         if id(place) not in self.first and not self.builder.looks_at_objects:
-            self.first[id(place)] = place, noted_at(self.builder, sys._getframe(1))
+            asker = sys._getframe(1)
+            if asker.f_code.co_filename == __file__ and asker.f_back is not None:  # a replaced __getattribute__
+                asker = asker.f_back
+            self.first[id(place)] = place, noted_at(self.builder, asker)
         value = MISSING if owner is None else _dict_of(owner).get(self.key, MISSING)
         if value is not MISSING:
             return value

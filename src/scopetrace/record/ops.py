@@ -201,6 +201,11 @@ class OpRecorder:
         """Puts ops on the tape that repeat others."""
         return OpCopier(self._builder, self.values, self.factory, self.inference, self.record)
 
+    def come_apart(self) -> None:
+        """Let go of what knows this recorder, after the recording."""
+        for name in ("copier", "parts"):
+            self.__dict__.pop(name, None)
+
     @functools.cached_property
     def parts(self) -> PartsRecorder:
         """Records the parts of composite ops."""

@@ -239,6 +239,12 @@ class CallRecorderWithReuse(CallRecorder):
             self._groups.clear()
         return state
 
+    def close(self) -> None:
+        """As the base's."""
+        super().close()
+        self.__dict__.pop("_state", None)  # which knows the replaced classes, and these this recorder
+        self._groups.clear()  # of which the kept calls know the state
+
     # ---------------------------------------------------------------- calls
 
     def run(self, call: Call, entered: set[str], run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -517,40 +523,51 @@ class _Group:
 
 
 def _groups(modules: list[torch.nn.Module]) -> dict[int, _Group]:
-    """By id, of each module those that look like it; `modules` are all, with those around others before these."""
-    groups: dict[Any, _Group] = {}
-    kinds: dict[Any, _Kind] = {}
-    known: dict[int, _Group] = {}
-    unknown = _Group(_Kind(True))
+    """By id, of each module those that look like it; `modules` are all."""
+    found = _Groups()
+    if not any(isinstance(m, torch.jit.ScriptModule) for m in modules):
+        for module in modules:
+            found.of(module)
+    return found.known
 
-    def visit(module: torch.nn.Module) -> _Group:
+
+class _Groups:
+    """Finds modules that look alike."""
+
+    def __init__(self) -> None:
+        self.known: dict[int, _Group] = {}
+        """By id of the module."""
+        self._groups: dict[Any, _Group] = {}
+        self._kinds: dict[Any, _Kind] = {}
+        self._unknown = _Group(_Kind(True))
+
+    def of(self, module: torch.nn.Module) -> _Group:
+        """Those that look like a module."""
+        found = self.known.get(id(module))
+        return self._find(module) if found is None else found
+
+    def _find(self, module: torch.nn.Module) -> _Group:
         like: list[Any]
         same: list[Any]
-        known[id(module)] = unknown  # of one that is inside of itself
+        self.known[id(module)] = self._unknown  # of one that is inside of itself
         own, like, same = module.__dict__, [type(module)], [type(module)]
         same += [p.shape for p in own["_parameters"].values() if p is not None]
         for name, m in own["_modules"].items():
             if m is not None:
-                inner = known.get(id(m)) or visit(m)
+                inner = self.known.get(id(m)) or self._find(m)
                 like += name, inner.kind
                 same += name, inner
         key = tuple(like)
-        kind = kinds.get(key)
+        kind = self._kinds.get(key)
         if kind is None:
-            kind = kinds[key] = _Kind(len(like) == 1 and is_torchs(module))
+            kind = self._kinds[key] = _Kind(len(like) == 1 and is_torchs(module))
         key = tuple(same)
-        group = groups.get(key)
+        group = self._groups.get(key)
         if group is None:
-            group = groups[key] = _Group(kind)
-        known[id(module)] = group
+            group = self._groups[key] = _Group(kind)
+        self.known[id(module)] = group
         group.size += 1
         return group
-
-    if not any(isinstance(m, torch.jit.ScriptModule) for m in modules):
-        for module in modules:
-            if id(module) not in known:
-                visit(module)
-    return known
 
 
 def _mutable(x: Any) -> Iterator[Any]:

@@ -299,6 +299,7 @@ class Recording:
             dataclasses.replace(n, changes=new.get(n.name) != n.value) for n in found if n.name not in dynamic
         ]
         self._refuse(forward, others)
+        self._come_apart()
         if self.builder.regions and not self.builder.differentiated:  # their backward may be a part of the program
             keep_regions(tape, self.builder.regions)
         if tape.backwards:
@@ -306,6 +307,11 @@ class Recording:
         if checks_enabled():
             verify(tape, "recording")
         return tape
+
+    def _come_apart(self) -> None:
+        """The parts let go of each other: Python's garbage collector would take a tenth of a trace to free them."""
+        self.builder.phase = None
+        self.ops.come_apart()
 
     def _expect_backward(self) -> None:
         """Before the forward runs: take it for one that differentiates."""
