@@ -1,5 +1,6 @@
 """Ops of training steps whose backward reads what an op writes over or makes inside: in place, and recurrent layers."""
 
+import copy
 import itertools
 
 import pytest
@@ -90,6 +91,37 @@ def test_the_copy_that_backward_reads_is_an_op_of_the_forward():
     trace = st.trace(step, (torch.rand(4, 4),))
     lines = [line.strip() for line in str(trace).splitlines() if "clone" in line]
     assert lines == ["%clone: f32[4, 4] = aten.clone(%mul)", "%cos: f32[4, 4] = aten.cos(%clone)"]
+
+
+@pytest.mark.parametrize("keeps", [False, True], ids=["once", "retain_graph"])
+def test_statistics_are_copied_only_for_a_backward_after_the_step(keeps):
+    """Autograd keeps what a batch norm has read, and the step writes to it: `retain_graph` lets a caller go back."""
+    torch.manual_seed(0)
+    model, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)), torch.rand(5, 4)
+    mine = copy.deepcopy(model)
+
+    def step(model):
+        def run(x):
+            loss = model(x).sin().sum()
+            loss.backward(retain_graph=keeps)
+            return loss
+
+        return run
+
+    trace = st.trace(step(mine), (x,))
+    assert str(trace).count("aten.clone") == (2 if keeps else 0)
+    for _ in range(2):
+        losses = step(model)(x), trace(x)
+        torch.testing.assert_close(*losses)
+        if keeps:
+            for loss in losses:
+                loss.backward()
+        compared = [[*m.buffers(), *(p.grad for p in m.parameters())] for m in (model, mine)]
+        torch.testing.assert_close(*compared)
+    if not keeps:
+        for loss in losses:
+            with pytest.raises(RuntimeError):
+                loss.backward()
 
 
 RECURRENT = {

@@ -167,6 +167,7 @@ class Decoder:
             _expect(BackwardNode, node)
             _expect(Op, node.op)
             _expect(int, node.stop)
+            _expect(bool, node.has_saved, node.freed)
         tape.shape_env, tape.fake_mode = self._factory.shape_env, self._factory.mode
         for sets in ("uses_absolute_offset", "written"):
             if hasattr(tape, sets):

@@ -78,6 +78,7 @@ class TapeCopier(abc.ABC):
         self._outside: set[int] = set()  # written storages of inputs and attributes
         self._held: dict[int, list[tuple[str, Value]]] = {}  # attributes read so far and their names, by storage
         self._offloaded = self.old.offloaded if isinstance(self.old, RecordedTape) else set()
+        self.differentiated = old.differentiated() if isinstance(old, RecordedTape) else set()
         self._boundaries: list[Boundary] = []
         self._random: dict[int, bool] = {}  # by the id of a target: whether it draws random numbers
         self._plain: dict[int, bool] = {}  # by the id of a target: whether operands show all that an op of it is
@@ -134,7 +135,7 @@ class TapeCopier(abc.ABC):
             return new
         is_same = new.storage == old.storage and not (aliases.version or aliases.reshaped)
         is_same = is_same and reader not in self._offloaded
-        if not is_same and reader.grad and _requires_grad(reader):
+        if not is_same and reader.grad and _requires_grad(reader) and reader not in self.differentiated:
             new = self.emitter.run(reader, _aten.clone.default, (new,), {})
         return new
 

@@ -242,7 +242,9 @@ class Functionalizer(TapeCopier):
 
         They are the statistics of batch_norm, and memory of the caller's or the model's of which eager keeps a copy.
         """
-        if form.keeps_nothing or not op.grad or not any(v.ever_requires_grad for v in op.inputs()):
+        if form.keeps_nothing or not op.grad or op in self.differentiated:
+            return set()
+        if not any(v.ever_requires_grad for v in op.inputs()):
             return set()
         now = {self.read(v, op) for v in op.writes}
         if not form.is_mutable:

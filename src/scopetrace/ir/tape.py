@@ -155,6 +155,8 @@ class BackwardNode:
     """The number of ops on the tape when it had run."""
     has_saved: bool
     """Whether it has saved tensors in a region under `torch.utils.checkpoint`, which runs again for them."""
+    freed: bool = False
+    """Whether what it has saved was freed then: nothing differentiates through it again."""
 
 
 GIVEN_META = ("custom", "nn_module_stack", "fwd_nn_module_stack")
@@ -827,6 +829,11 @@ class RecordedTape(ProgramTape):
     after its last one."""
     offloaded: set[Op] = dataclasses.field(default_factory=set)
     """The ops under `torch.autograd.graph.save_on_cpu`, of which autograd keeps copies of what their backward reads."""
+
+
+    def differentiated(self) -> set[Op]:
+        """The ops through which the program itself has differentiated once and for all: autograd keeps nothing of them."""
+        return {node.op for nodes in self.backwards for node in nodes if node.freed}
 
 
 @dataclasses.dataclass(eq=False)

@@ -95,7 +95,7 @@ class PhaseRecorder:
             if not keeps_graph:
                 self._builder.differentiated.add(number)
             if isinstance(op, Op):
-                tape.backwards[-1].append(BackwardNode(op, len(tape.ops), has_saved))
+                tape.backwards[-1].append(BackwardNode(op, len(tape.ops), has_saved, not keeps_graph))
             pairs = zip(found, after, strict=True)
             self._ended = number, {id(t): target for t, (target, _) in pairs if isinstance(t, torch.Tensor)}
 
