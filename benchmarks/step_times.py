@@ -3,8 +3,8 @@
     python -m benchmarks.step_times [TIMES]
 
 Prints the least seconds of CPU time of TIMES (4) runs each, in turn, on one thread, with a full pass of the garbage
-collector before each; a first run of the trace does not count. Ours is the trace with its `graph_module`, torch's is
-`aot_export_joint_with_descriptors` alone, without Dynamo.
+collector before each; a first run of the trace does not count. Ours is `st.trace`, and the trace with its
+`graph_module`; torch's is `aot_export_joint_with_descriptors` alone, without Dynamo.
 """
 
 from __future__ import annotations
@@ -74,14 +74,20 @@ def compare(name: str, model: torch.nn.Module, args: tuple[Any, ...], times: int
         loss.backward()
         return loss
 
-    def ours() -> None:
+    def traced() -> None:
+        st.trace(step, args)
+
+    def with_graph() -> None:
         _ = st.trace(step, args).graph_module
 
-    ours()
-    found = [(seconds(ours), seconds(lambda: joint(with_loss, args))) for _ in range(times)]
-    least = [min(column) for column in zip(*found, strict=True)]
+    with_graph()
+    runs = traced, with_graph, lambda: joint(with_loss, args)
+    found = [[seconds(run) for run in runs] for _ in range(times)]
+    trace, graph, peer = [min(column) for column in zip(*found, strict=True)]
     print(
-        f"{name}: {least[0]:.2f} s, torch's joint graph {least[1]:.2f} s, {least[1] / least[0]:.1f} times", flush=True
+        f"{name}: trace {trace:.3f} s, with graph_module {graph:.3f} s, torch's joint graph {peer:.2f} s: "
+        f"{peer / trace:.1f} and {peer / graph:.1f} times",
+        flush=True,
     )
 
 
