@@ -830,9 +830,8 @@ class RecordedTape(ProgramTape):
     offloaded: set[Op] = dataclasses.field(default_factory=set)
     """The ops under `torch.autograd.graph.save_on_cpu`, of which autograd keeps copies of what their backward reads."""
 
-
     def differentiated(self) -> set[Op]:
-        """The ops through which the program itself has differentiated once and for all: autograd keeps nothing of them."""
+        """The ops through which the program has differentiated once and for all: autograd keeps nothing of them."""
         return {node.op for nodes in self.backwards for node in nodes if node.freed}
 
 

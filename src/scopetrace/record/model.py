@@ -248,18 +248,20 @@ class SavedModule:
     `fqn` is the module's name in the model, and `name` that in source.
     """
 
-    __slots__ = ("contents", "fqn", "hooks", "live", "module", "name", "tables", "unsaved")
+    __slots__ = ("_names", "_values", "contents", "fqn", "hooks", "live", "module", "name", "unsaved")
 
     def __init__(self, fqn: str, module: torch.nn.Module, snapshot: Snapshot, name: str = "self") -> None:
         self.fqn = fqn
         self.module = module
         self.name = name
         self.live = tuple(attribute_tables(module))
-        self.tables = tuple([table.copy() if table else _EMPTY for table in self.live])
+        # Not as dicts, which take four times the memory: to go through it takes most of the time to compare them.
+        self._names = tuple(map(tuple, self.live))
+        self._values = tuple([tuple(table.values()) for table in self.live])
         own = module.__dict__
         unsaved = unsaved_buffers_of(module) if len(self.live) > 1 else None
         self.unsaved = frozenset(unsaved) if unsaved else _NOTHING
-        self.contents = {k: own[k] for k in own_names(tuple(own)) if type(own[k]) not in ATOMS} or _EMPTY
+        self.contents = {k: own[k] for k in own_names(self._names[0]) if type(own[k]) not in ATOMS} or _EMPTY
         """The attributes of its own that hold something."""
         for key, x in self.contents.items():
             snapshot.add(f"{name}.{key}", f".{key}", x, module)
@@ -271,27 +273,38 @@ class SavedModule:
 
     def is_unchanged(self) -> bool:
         """Whether all attributes are the objects that they were, in the same order."""
-        for now, before in zip(self.live, self.tables, strict=True):
-            if not before:
+        for now, names, values in zip(self.live, self._names, self._values, strict=True):
+            if not names:
                 if now:
                     return False
-            elif list(now) != list(before) or not all(map(_is, now.values(), before.values())):
+            elif tuple(now) != names or not all(map(_is, now.values(), values)):
                 return False
         return True
+
+    @property
+    def tables(self) -> list[dict[str, Any]]:
+        """What `live` held."""
+        return [dict(zip(*pair, strict=True)) for pair in zip(self._names, self._values, strict=True)]
+
+    @property
+    def parameters(self) -> tuple[torch.nn.Parameter | None, ...]:
+        """Those of its own, in the order of its table."""
+        return self._values[1] if len(self._values) > 1 else ()
 
     def replaced(self) -> tuple[str, ...]:
         """As `Model.replaced`."""
         now = self.module.__dict__.get("_parameters")
-        if not isinstance(now, dict) or not self.tables[1]:  # a scripted module makes them anew each time
+        if not isinstance(now, dict) or not self.parameters:  # a scripted module makes them anew each time
             return ()
-        changed = [name for name, p in self.tables[1].items() if p is not None and now.get(name) is not p]
+        before = zip(self._names[1], self.parameters, strict=True)
+        changed = [name for name, p in before if p is not None and now.get(name) is not p]
         return tuple([f"{self.fqn}.{name}" if self.fqn else name for name in changed])
 
     def tensor_tables(self) -> Iterable[Mapping[str, Any]]:
-        """Parameters, buffers and other attributes, by name."""
+        """Parameters, buffers and other attributes, by name, as they are now."""
         if isinstance(self.module, torch.jit.ScriptModule):  # in C++
             return dict(self.module.named_parameters(recurse=False)), dict(self.module.named_buffers(recurse=False))
-        return *self.tables[1:3], self.contents
+        return *self.live[1:3], self.contents
 
     def restore(self) -> list[Change]:
         """Put the module back as it was, and say which attributes, parameters, buffers and modules were others."""

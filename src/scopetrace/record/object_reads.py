@@ -340,7 +340,7 @@ class ObjectReads:
         used = set(map(id, self._builder.tape.attributes.values()))
         root = self._builder.tape.root.path
         for saved in self._modules if len(self._modules) > len(self._model.modules) else ():
-            tables = saved.tables[1:3] if self._model.is_outside(saved.module) else ()
+            tables = saved.tables[1:3] if self._model.is_outside(saved.module) else []
             for name, t in [(name, t) for table in tables for name, t in table.items() if id(t) in used]:
                 yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used):
@@ -361,13 +361,12 @@ class ObjectReads:
 
     def _tied(self, used: Set[int]) -> list[list[tuple[SavedModule, str]]]:
         """The modules that hold each parameter that several of them hold, if its id is in `used`."""
-        tables = [(saved, saved.tables[1]) for saved in self._modules if len(saved.tables) > 1]
-        ids = [id(p) for _, table in tables for p in table.values() if p is not None]
+        ids = [id(p) for saved in self._modules for p in saved.parameters if p is not None]
         if len(set(ids)) == len(ids):
             return []
         holders: dict[int, list[tuple[SavedModule, str]]] = {}
-        for saved, table in tables:
-            for name, p in table.items():
+        for saved in self._modules:
+            for name, p in saved.tables[1].items() if saved.parameters else ():
                 holders.setdefault(id(p), []).append((saved, name))
         return [found for key, found in holders.items() if len(found) > 1 and key in used]
 

@@ -247,7 +247,7 @@ class Pairs:
     def _usual(self, module: torch.nn.Module) -> SavedModule:
         """What a module was before the forward. Raises Differs where it has changed, or runs other code."""
         saved, own = self._saved(module), module.__dict__
-        if saved is None or len(saved.tables) < 4 or not saved.is_unchanged():
+        if saved is None or len(saved.live) < 4 or not saved.is_unchanged():
             raise Differs(" has changed", "the module")
         if "forward" in own:
             raise Differs(" has a forward of its own", "it")
