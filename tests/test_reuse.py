@@ -8,6 +8,7 @@ import functools
 import math
 import threading
 import types
+import weakref
 
 import pytest
 import reuse_programs
@@ -454,6 +455,41 @@ class Listed(nn.Module, list):
 @pytest.mark.parametrize("make", [Slotted, lambda n: nn.Sequential(Listed(n))])
 def test_modules_that_hold_more_than_their_dict(make):
     compared(nn.Sequential(*(make(n) for n in (2, 2, 2, 3))), torch.ones(2, 4))
+
+
+class OfTable:
+    """A descriptor with a number for each layer."""
+
+    def __init__(self):
+        self.table = weakref.WeakKeyDictionary()
+
+    def __get__(self, owner, cls):
+        return self if owner is None else self.table[owner]
+
+
+class OfItsClass(nn.Module):
+    """A layer that its class tells from others."""
+
+    table, scale, numbers = weakref.WeakKeyDictionary(), OfTable(), iter(range(1, 99))
+
+    def __init__(self, way, number):
+        super().__init__()
+        self.way = way
+        self.table[self] = type(self).scale.table[self] = number
+
+    def forward(self, x):
+        """Run it."""
+        if self.way == "table":
+            return x.relu() * self.table[self]
+        return x.relu() * (self.scale if self.way == "descriptor" else next(self.numbers))
+
+
+@pytest.mark.parametrize("way", ["table", "descriptor", "iterator"])
+def test_classes_that_tell_layers_apart(way):
+    model, x = Net(*(OfItsClass(way, n) for n in (2, 2, 2, 3))), torch.ones(2, 4)
+    graph = st.trace(model, x, reuse=True).graph_module.graph
+    numbers = [node.args[1] for node in graph.find_nodes(op="call_function", target=_aten.mul.Tensor)]
+    assert numbers == ([1, 2, 3, 4] if way == "iterator" else [2, 2, 2, 3])
 
 
 class Mark(enum.Enum):

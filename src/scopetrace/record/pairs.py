@@ -14,6 +14,7 @@ import enum
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -53,6 +54,7 @@ _STATEFUL = {
     "dbm",
     "tempfile",
 }
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _OF_PROCESS = {
     "ctypes",
     "decimal",
@@ -130,6 +132,8 @@ class Watch:
         if isinstance(x, torch.nn.Module):
             return "module"
         if (x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", "")) in _OF_PROCESS:
+            return "unwatched"
+        if isinstance(x, _WEAK):
             return "unwatched"
         inside = self._inside(x)
         if inside is not None:
