@@ -768,3 +768,46 @@ def test_sizes_that_are_floor_divisions_are_read_off_the_operands(run, factor):
     assert [x.name for x in found.functions[0].inputs] == ["x", "skip"]
     for size in ((20, 28), (36, 8)):
         assert_like_eager(net, found, (torch.randn(1, 2, *size),))
+
+
+class Conjugated(nn.Module):
+    """A layer with a buffer that torch has as a view of another one."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        self.register_buffer("by", torch.ones(4, dtype=torch.complex64).conj())
+
+    def forward(self, x):
+        """Run it."""
+        return torch.real(self.fc(x) * self.by).exp()
+
+
+class Switches(nn.Module):
+    """Layers, of which some are run with autograd, whatever is around."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Conjugated() for _ in range(3))
+        for layer in self.layers:
+            layer.by = torch.ones(4)
+
+    def forward(self, x):
+        """Run it."""
+        for i, layer in enumerate(self.layers):
+            with torch.set_grad_enabled(i != 1):
+                x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("make", [lambda: nn.Sequential(Conjugated(), Conjugated()), Switches])
+def test_what_torch_has_no_eager_call_of_a_function_for(make):
+    model, x = make(), torch.ones(2, 4)
+    with torch.no_grad():
+        outlined = st.trace(model, (x,)).outline("layers")
+        out, wanted = outlined(x), model(x)
+    assert torch.equal(out, wanted)
+    assert out.requires_grad == wanted.requires_grad
+    if out.requires_grad:
+        weight = model.layers[2].fc.weight
+        assert torch.equal(*(torch.autograd.grad(y.sum(), weight)[0] for y in (out, wanted)))

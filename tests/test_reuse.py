@@ -1,13 +1,20 @@
 """`st.trace(..., reuse=True)`: equal module calls are copied, and the trace is the same as without."""
 
 import array
+import copy
 import decimal
+import enum
+import functools
+import math
+import threading
 import types
+import weakref
 
 import pytest
 import reuse_programs
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import scopetrace as st
 from scopetrace.api.runnable import program_of
@@ -353,6 +360,206 @@ def test_layers_that_tell_themselves_apart_otherwise_all_run(way):
     with decimal.localcontext():
         trace = st.trace(Net(*(Tells(way) for _ in range(4))), torch.ones(2, 4), reuse=True)
     assert not trace.reuse.replayed
+
+
+class Told(nn.Module):
+    """A layer that multiplies by what it finds in a value, which is unlike that of other layers."""
+
+    def __init__(self, value, number):
+        super().__init__()
+        self.value, self.number = value, number
+
+    def forward(self, x):
+        """Run it."""
+        return x.relu() * self.number(self.value)
+
+
+def function(name="one", doc=None, defaults=None, named=None):
+    """A function like others, but for what it has beside its code."""
+
+    def base(x=1.0, a=1.0, *, b=1.0, c=1.0):
+        return x - a + b / c
+
+    made = types.FunctionType(base.__code__, base.__globals__, name, defaults)
+    made.__doc__, made.__kwdefaults__ = doc, named
+    return made
+
+
+def partial(**tags):
+    """A partial function with attributes."""
+    made = functools.partial(math.hypot, 1.0)
+    vars(made).update(tags)
+    return made
+
+
+def local(**tags):
+    """Attributes of this thread."""
+    made = threading.local()
+    vars(made).update(tags)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "number"),
+    [
+        (range(0, 3, 2), range(0, 4, 2), lambda r: r.stop),
+        ((range(0), 1), (range(5, 5), 1), lambda t: t[0].start),
+        ({0, 8}, {8, 0}, lambda s: float("".join(map(str, s)))),
+        (frozenset((0, 8)), frozenset((8, 0)), lambda s: next(iter(s))),
+        ({1}, {True}, lambda s: len(str(s))),
+        (frozenset({0.0}), frozenset({-0.0}), lambda s: math.copysign(1, *s)),
+        (function("a"), function("bc"), lambda f: len(f.__name__)),
+        (function(doc="1"), function(doc="2"), lambda f: float(f.__doc__)),
+        (
+            function(defaults=(1, 2), named={"b": 3.0, "c": 4.0}),
+            function(defaults=(1, 2), named={"c": 3.0, "b": 4.0}),
+            lambda f: f(),
+        ),
+        (function(defaults=(1, 2)), function(named={"b": 1, "c": 2}), lambda f: len(f.__defaults__ or ())),
+        (partial(k=2), partial(k=3), lambda p: p.k),
+        (local(k=2), local(k=3), lambda t: t.k),
+    ],
+)
+def test_equal_values_that_code_can_tell_apart(one, other, number):
+    compared(Net(*(Told(value, number) for value in (one, one, one, other))), torch.ones(2, 4))
+
+
+class Slotted(nn.Module):
+    """A layer with an attribute that is not in its `__dict__`."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale):
+        super().__init__()
+        self.scale = scale
+
+    def forward(self, x):
+        """Run it."""
+        return x.relu() * self.scale
+
+
+class Listed(nn.Module, list):
+    """A layer that is a list too."""
+
+    __hash__ = nn.Module.__hash__
+
+    def __init__(self, scale):
+        super().__init__()
+        self.append(scale)
+
+    def forward(self, x):
+        """Run it."""
+        return x.relu() * self[0]
+
+
+@pytest.mark.parametrize("make", [Slotted, lambda n: nn.Sequential(Listed(n))])
+def test_modules_that_hold_more_than_their_dict(make):
+    compared(nn.Sequential(*(make(n) for n in (2, 2, 2, 3))), torch.ones(2, 4))
+
+
+class OfTable:
+    """A descriptor with a number for each layer."""
+
+    def __init__(self):
+        self.table = weakref.WeakKeyDictionary()
+
+    def __get__(self, owner, cls):
+        return self if owner is None else self.table[owner]
+
+
+class OfItsClass(nn.Module):
+    """A layer that its class tells from others."""
+
+    table, scale, numbers = weakref.WeakKeyDictionary(), OfTable(), iter(range(1, 99))
+
+    def __init__(self, way, number):
+        super().__init__()
+        self.way = way
+        self.table[self] = type(self).scale.table[self] = number
+
+    def forward(self, x):
+        """Run it."""
+        if self.way == "table":
+            return x.relu() * self.table[self]
+        return x.relu() * (self.scale if self.way == "descriptor" else next(self.numbers))
+
+
+@pytest.mark.parametrize("way", ["table", "descriptor", "iterator"])
+def test_classes_that_tell_layers_apart(way):
+    model, x = Net(*(OfItsClass(way, n) for n in (2, 2, 2, 3))), torch.ones(2, 4)
+    graph = st.trace(model, x, reuse=True).graph_module.graph
+    numbers = [node.args[1] for node in graph.find_nodes(op="call_function", target=_aten.mul.Tensor)]
+    assert numbers == ([1, 2, 3, 4] if way == "iterator" else [2, 2, 2, 3])
+
+
+class Mark(enum.Enum):
+    """Members with a value that can change."""
+
+    A = [1]  # noqa: RUF012
+
+
+def test_values_of_enums_that_change():
+    model, codes = Net(*(Told(Mark.A, lambda m: m.value.append(1) or len(m.value)) for _ in range(3))), []
+    for reuse in (False, True):
+        Mark.A.value[:] = [1]
+        codes.append(st.trace(model, torch.ones(2, 4), reuse=reuse).graph_module.code)
+    assert codes[0] == codes[1]
+
+
+class ReadsDict(nn.Module):
+    """A layer that asks for its `__dict__`."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = 2
+
+    def forward(self, x):
+        """Run it."""
+        return x.relu() * vars(self)["scale"] + ("extra" in self.__dict__)
+
+
+@pytest.mark.parametrize("name", ["scale", "extra"])
+def test_a_dict_that_a_copied_layer_is_asked_for_is_checked_at_a_call(name):
+    model = nn.Sequential(*(ReadsDict() for _ in range(3)))
+    trace = compared(model, torch.ones(2, 4))
+    assert trace.reuse.replayed == {"ReadsDict": 2}
+    setattr(model[2], name, 3)
+    with pytest.raises(st.StateMismatchError, match=r"vars\(self\.2\)"):
+        trace(torch.ones(2, 4))
+
+
+class Grows(nn.Module):
+    """A parametrization with state."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("times", torch.ones(()))
+
+    def forward(self, weight):
+        """Run it."""
+        self.times += 1
+        return weight * self.times
+
+
+class UsesCache(nn.Module):
+    """Calls its part with and without the table of parametrized tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+        parametrize.register_parametrization(self.fc, "weight", Grows())
+
+    def forward(self, x):
+        """Run it."""
+        x = self.fc(x)
+        with parametrize.cached():
+            return self.fc(x) + self.fc(x)
+
+
+def test_cached_parametrizations():
+    model, x = nn.Sequential(UsesCache(), UsesCache(), UsesCache()), torch.ones(2, 4)
+    expected = copy.deepcopy(model)(x)
+    assert torch.equal(st.trace(model, x, reuse=True)(x), expected)
 
 
 DYNAMIC = {"dynamic_shapes": {"x": {0: torch.export.Dim("n")}}}

@@ -433,6 +433,41 @@ def test_a_cached_property_is_none():
     assert tr.side_effects == [] and "scale" not in vars(net)
 
 
+@pytest.mark.parametrize(
+    ("make", "step"),
+    [
+        (lambda: nn.ModuleList([nn.Tanh()]), lambda children: children.append(nn.Sigmoid())),
+        (lambda: nn.Sequential(nn.Tanh(), nn.ReLU()), lambda children: children.pop(0)),
+        (lambda: nn.ModuleDict({"a": nn.Tanh()}), lambda children: children.update({"b": nn.Sigmoid()})),
+        (lambda: nn.ModuleList([nn.Tanh(), nn.ReLU()]), lambda c: c.__setitem__(0, nn.Sigmoid())),
+    ],
+)
+def test_children_that_are_found_without_their_names(make, step):
+    class Changes(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.all = make()
+
+        def forward(self, x):
+            for child in self.all.children():
+                x = child(x)
+            step(self.all)
+            return x
+
+    class Loops(Changes):
+        def forward(self, x):
+            for child in self.all.values() if isinstance(self.all, nn.ModuleDict) else self.all:
+                x = child(x)
+            step(self.all)
+            return x
+
+    for model in (Changes(), Loops()):
+        tr = st.trace(model, (X,))
+        assert torch.equal(tr(X), model(X))
+        with pytest.raises(st.SideEffectError):
+            tr(X)
+
+
 def test_modules_outside_the_model():
     other = Net(counts)
     holder = State()

@@ -306,3 +306,34 @@ def test_distributions_that_look_at_their_parameters():
         assert "validate_args=False" in error.value.hint
     tr = st.trace(density, (X, False))
     torch.testing.assert_close(tr(X * 2, False), density(X * 2, True))
+
+
+class Listed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("sizes", torch.tensor([2, 3]))
+
+    def forward(self, x):
+        return x * self.sizes.tolist()[0] + self.sizes[1].cpu().tolist()
+
+
+@pytest.mark.parametrize("specialize", [False, True])
+def test_lists_of_buffers_are_data(specialize):
+    model, x = nn.Sequential(Listed(), Listed()), torch.ones(3)
+    tr = st.trace(model, x, specialize=specialize)
+    model[1].sizes.fill_(5)
+    assert torch.equal(tr(x), model(x))
+
+
+def test_a_list_of_a_buffer_that_decides():
+    class Picks(Listed):
+        def forward(self, x):
+            return x * 2 if 2 in self.sizes.tolist() else x
+
+    model = nn.Sequential(Picks())
+    with pytest.raises(st.errors.DataDependentError, match=r"2 in self.sizes.tolist\(\)"):
+        st.trace(model, torch.ones(3))
+    tr = specialized(model, torch.ones(3))
+    model[0].sizes.fill_(5)
+    with pytest.raises(st.InputMismatchError, match="specialized"):
+        tr(torch.ones(3))

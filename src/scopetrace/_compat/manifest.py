@@ -105,6 +105,7 @@ NAMES = {
     "torch.nn.modules._functions": "BackwardHookFunction",
     "torch.nn.modules.batchnorm": "_BatchNorm",
     "torch.nn.modules.batchnorm:_BatchNorm": "_check_input_dim forward",
+    "torch.nn.utils.parametrize": "_cache_enabled",
     "torch.optim:SGD": "_init_group",
     "torch.optim.lr_scheduler:LRScheduler": "_update_lr",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes",

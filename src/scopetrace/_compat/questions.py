@@ -25,6 +25,7 @@ import torch.amp.autocast_mode
 import torch.autograd.graph
 import torch.utils.checkpoint
 from torch._ops import mode_stack_state_for_pre_dispatch
+from torch.nn.utils import parametrize
 
 from scopetrace._compat.ops import eager
 from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES, PYTHON, SCOPETRACE, TORCH_DIRECTORY, prefixes
@@ -532,6 +533,11 @@ def hooks_of_all_modules() -> dict[str, dict[Any, Any]]:
     }
 
 
+def caches_parametrizations() -> bool:
+    """Whether code is inside of `parametrize.cached()`, where torch keeps what parametrizations gave."""
+    return bool(parametrize._cache_enabled)
+
+
 def asker() -> str:
     """The file of the nearest frame outside of this file and of Python's own library."""
     frame = sys._getframe(2)
@@ -637,6 +643,7 @@ class ValueListener(Protocol):
 def report_values(replace: Replace, listener: ValueListener, mine: Mine) -> None:
     """Tell `listener` of what this thread takes out of tensors and symbolic numbers, and give what it answers."""
     replace(torch.Tensor, "numpy", _array(torch.Tensor.numpy, listener, mine))
+    replace(torch.Tensor, "tolist", _list(torch.Tensor.tolist, mine))
     replace(torch.Tensor, "__format__", _format(torch.Tensor.__format__, listener, mine))
     replace(torch.Tensor, "__repr__", _repr_of_tensor(torch.Tensor.__repr__, listener, mine))
     replace(torch.Tensor, "__reduce_ex__", _of_plain(torch.Tensor.__reduce_ex__, listener, mine))
@@ -691,6 +698,17 @@ def _array(outer: Callable[..., Any], listener: ValueListener, mine: Mine) -> Ca
         return array
 
     return numpy
+
+
+def _list(outer: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
+    """`tolist` of a tensor of the model, whose data C code would take without any op: the numbers of its elements."""
+
+    def tolist(self: torch.Tensor) -> Any:
+        if not mine() or isinstance(self, FakeTensor):
+            return outer(self)
+        return [t.tolist() for t in self] if self.dim() > 0 else self.item()
+
+    return tolist
 
 
 def _asked(name: str, ask: Callable[[Any], Any], listener: ValueListener, mine: Mine) -> Callable[[Any], Any]:

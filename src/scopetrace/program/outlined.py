@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.fx
 
+from scopetrace._compat.graph_module import switches_grad
 from scopetrace._compat.ops import building, in_large_stack
 from scopetrace.containers.structure import Removed, leaves
 from scopetrace.errors import OutlineError
@@ -124,10 +125,13 @@ class OutlinedTrace(TracedProgram):
         return _Inlining(self.graph_module).run(*inputs)
 
     def _run_graph(self, *inputs: Any) -> Any:
-        tensors = [x for x in (*inputs, *self.graph_module.parameters()) if isinstance(x, torch.Tensor)]
-        if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-            return self.source.graph_module(*inputs)  # torch has no eager backward of invoke_subgraph
-        return self.graph_module(*inputs)
+        module = self.graph_module
+        tensors = [x for x in (*inputs, *module.parameters(), *module.buffers()) if isinstance(x, torch.Tensor)]
+        # torch has no eager backward of invoke_subgraph, and no kernel of it for these views
+        is_recorded = (torch.is_grad_enabled() or switches_grad(module)) and any(t.requires_grad for t in tensors)
+        if is_recorded or any(t.is_conj() or t.is_neg() for t in tensors):
+            return self.source.graph_module(*inputs)
+        return module(*inputs)
 
 
 class _Inlining(torch.fx.Interpreter):

@@ -75,6 +75,9 @@ ATOMS = frozenset(
 )
 """The classes of values that have no content and run no code."""
 
+TOLD_BY_TEXT = frozenset({float, complex, range})
+"""Those of them of which equal values may differ, but not in their text: 0.0 and -0.0, range(0) and range(1, 1)."""
+
 
 def methods_of(cls: type) -> frozenset[str]:
     """`forward`, and the methods that users gave a class of modules."""

@@ -29,7 +29,7 @@ import threading
 import time
 import types
 import uuid
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -391,7 +391,9 @@ def _of_change(
 ) -> SideEffect:
     kind = change.holder if isinstance(change.holder, type) else type(change.holder)
     methods = _codes_of(kind)
-    line, reads = None, change.is_draw or change.key[1:] in READ_BY_A_CALL or _read_by_torch(kind, change.key)
+    line, reads = None, change.is_draw or change.key[1:] in READ_BY_A_CALL or _read_by_torch(kind, {change.key[1:]})
+    is_child = isinstance(change.old, torch.nn.Module) or isinstance(change.new, torch.nn.Module)
+    finds_all = is_child and (_read_by_torch(kind, _CHILDREN) or any(map(_finds_children, functions)))
     writer = None
     for function in functions:
         is_of_class = change.holder is None or function.__code__ in methods
@@ -402,7 +404,8 @@ def _of_change(
             line, writer = user_line([(function.__code__, use.lines[0])]), function.__code__
     is_memo = change.is_memo or (isinstance(change.new, Words) and not change.is_draw)
     call = at.get(id(change.holder)) or _caller(writer, calls)
-    return SideEffect(change.name, short(change.old), short(change.new), call.scope.path, line, reads and not is_memo)
+    baked_in = finds_all or (reads and not is_memo)
+    return SideEffect(change.name, short(change.old), short(change.new), call.scope.path, line, baked_in)
 
 
 def _codes_of(kind: Any) -> set[types.CodeType]:
@@ -410,11 +413,19 @@ def _codes_of(kind: Any) -> set[types.CodeType]:
     return {m.__code__ for base in kind.__mro__ for m in vars(base).values() if isinstance(m, types.FunctionType)}
 
 
-def _read_by_torch(kind: Any, key: str) -> bool:
-    """Whether torch's own part of a module's class reads an attribute."""
+_CHILDREN = frozenset({"_modules", "children", "modules", "named_children", "named_modules"})
+"""By which code finds submodules without their names."""
+
+
+def _finds_children(function: types.FunctionType) -> bool:
+    return not names_of(function.__code__).all.isdisjoint(_CHILDREN)
+
+
+def _read_by_torch(kind: Any, keys: Set[str]) -> bool:
+    """Whether torch's own part of a module's class reads one of these attributes."""
     bases: list[Any] = [b for b in kind.__mro__ if issubclass(b, torch.nn.Module) and b is not torch.nn.Module]
     codes = [code for base in bases if not is_users_class(base) for code in _codes_of(base)]
-    return any(key[1:] in names_of(code).all for code in codes)
+    return any(not names_of(code).all.isdisjoint(keys) for code in codes)
 
 
 def _caller(code: types.CodeType | None, calls: list[Call]) -> Call:

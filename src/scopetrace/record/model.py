@@ -684,7 +684,7 @@ def own_dict(x: Any) -> dict[str, Any]:
 
 def attributes_and_slots(x: Any) -> dict[str, Any]:
     """The attributes that an object itself has."""
-    found = dict(own_dict(x)) if type(x).__dictoffset__ else {}
+    found = dict(own_dict(x)) if type(x).__dictoffset__ or issubclass(type(x), threading.local) else {}
     for name in slots_of(type(x)):
         with contextlib.suppress(AttributeError):
             found[name] = getattr(x, name)

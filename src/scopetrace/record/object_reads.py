@@ -175,7 +175,7 @@ class ObjectReads:
         def __getattribute__(owner: Any, name: str) -> Any:
             asker = sys._getframe(1) if name == "__dict__" else None
             if asker is not None and is_users(asker.f_code.co_filename) and mine():
-                self._dicts.setdefault(id(owner), (owner, noted_at(self._builder, asker)))
+                self.note_whole(owner, noted_at(self._builder, asker))
             return ask(owner, name)
 
         return __getattribute__
@@ -185,7 +185,7 @@ class ObjectReads:
 
         def __reduce_ex__(owner: Any, protocol: Any) -> Any:
             if mine():
-                self._dicts.setdefault(id(owner), (owner, noted_at(self._builder, sys._getframe(2))))
+                self.note_whole(owner, noted_at(self._builder, sys._getframe(2)))
             return copy(owner, protocol)
 
         return __reduce_ex__
@@ -212,6 +212,14 @@ class ObjectReads:
         """The names that these modules and objects did not have, each with where it was asked for."""
         ids = set(map(id, owners))
         return [(owner, name, noted) for (key, name), (owner, _, noted) in self._unfound.items() if key in ids]
+
+    def whole(self, owners: Iterable[Any]) -> list[tuple[Any, Noted]]:
+        """Those of these modules and objects whose `__dict__` was asked for, each with where it was."""
+        return [self._dicts[id(owner)] for owner in owners if id(owner) in self._dicts]
+
+    def note_whole(self, owner: Any, noted: Noted) -> None:
+        """Note that the `__dict__` of a module or object was asked for."""
+        self._dicts.setdefault(id(owner), (owner, noted))
 
     def seen(self, owners: Iterable[Any]) -> list[tuple[Watched, int]]:
         """What was read of these modules and objects so far, by id, in the order in which it was."""

@@ -77,6 +77,8 @@ class Original:
     """What was read of its modules and objects, by id of these."""
     unfound: list[tuple[Any, str, Noted]] = dataclasses.field(default_factory=list)
     """The names that they did not have, each with where it was asked for."""
+    whole: list[tuple[Any, Noted]] = dataclasses.field(default_factory=list)
+    """Those of them whose `__dict__` was asked for, each with where it was."""
     facts: dict[int, Any] = dataclasses.field(default_factory=dict)
     """By id of one of its modules and their tensors, what is known of it: see `Pairs`."""
     members: list[torch.Tensor] = dataclasses.field(default_factory=list)

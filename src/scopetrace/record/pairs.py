@@ -14,6 +14,7 @@ import enum
 import functools
 import sys
 import types
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
@@ -31,12 +32,14 @@ from scopetrace._compat.tensors import (
     tags_of,
 )
 from scopetrace.ir.reads import MISSING, Missing, content_of
-from scopetrace.record.code import ATOMS, is_users
+from scopetrace.record.code import ATOMS, TOLD_BY_TEXT, is_users
 from scopetrace.record.model import Saved, SavedModule, attributes_and_slots, own_dict, own_names, short, slots_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("parameters", "buffers", "submodules")
-_WITHOUT_STATE = (type, types.ModuleType, enum.Enum, types.GenericAlias)
+_SIZE = torch.nn.Module.__basicsize__
+"""Of an object that holds what is in its `__dict__`, and no more."""
+_WITHOUT_STATE = (type, types.ModuleType, types.GenericAlias)
 _STATEFUL = {
     "array",
     "itertools",
@@ -51,6 +54,7 @@ _STATEFUL = {
     "dbm",
     "tempfile",
 }
+_WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _OF_PROCESS = {
     "ctypes",
     "decimal",
@@ -129,6 +133,8 @@ class Watch:
             return "module"
         if (x.__name__ if isinstance(x, types.ModuleType) else getattr(x, "__module__", "")) in _OF_PROCESS:
             return "unwatched"
+        if isinstance(x, _WEAK):
+            return "unwatched"
         inside = self._inside(x)
         if inside is not None:
             return next(filter(None, map(self.problem, inside)), "")
@@ -145,6 +151,10 @@ class Watch:
             return None if owner is None or isinstance(owner, types.ModuleType) else [owner]
         if isinstance(x, functools.partial | types.MethodType):
             return _items(type(x), x)
+        if isinstance(x, enum.Enum):  # which nobody changes, but for what it has beside its value
+            return None if any(name[0] != "_" for name in vars(x)) else [x.value]
+        if isinstance(x, enum.EnumMeta):
+            return list(x)
         if isinstance(x, _WITHOUT_STATE) or x is sys.stdout or x is sys.stderr:
             return ()
         if isinstance(x, tuple | frozenset):
@@ -253,6 +263,8 @@ class Pairs:
             raise Differs(" has a forward of its own", "it")
         if has_hooks(own):
             raise Differs(" has hooks", "it")
+        if type(module).__basicsize__ != _SIZE:
+            raise Differs(" has __slots__, or is a list or dict too", "it")
         return saved
 
     def _attributes(self, left: dict[str, Any], right: dict[str, Any], a: Any, names: Iterable[str]) -> None:
@@ -305,7 +317,7 @@ class Pairs:
         if kind is not type(b):
             raise _unequal(a, b)
         if kind in ATOMS:
-            if not (a is b or (repr(a) == repr(b) if kind in (float, complex) else a == b)):
+            if not (a is b or (repr(a) == repr(b) if kind in TOLD_BY_TEXT else a == b)):
                 raise _unequal(a, b)
         elif issubclass(kind, torch.nn.Module):
             self.module(a, b)
@@ -325,7 +337,7 @@ class Pairs:
         elif kind is dict and list(map(repr, a)) == list(map(repr, b)) and all(type(key) in ATOMS for key in a):
             if self._is_new(a, b):
                 self._all(list(a.values()), list(b.values()))
-        elif kind in (set, frozenset) and a == b and all(type(x) in ATOMS for x in a):
+        elif kind in (set, frozenset) and list(map(repr, a)) == list(map(repr, b)) and all(type(x) in ATOMS for x in a):
             self._is_new(a, b)
         elif self._watch.has_attributes(a) and self._watch.has_attributes(b):
             if self._is_new(a, b):
@@ -351,13 +363,14 @@ def _items(kind: type, x: Any) -> list[Any] | None:
     """What an object of some classes consists of, beside its class."""
     if kind in (list, tuple):
         return list(x)
-    if kind is functools.partial:
-        return [x.func, list(x.keywords), *x.args, *x.keywords.values()]
+    if kind is functools.partial and not x.__dict__:
+        return [x.func, x.args, tuple(x.keywords), *x.keywords.values()]
     if kind is types.MethodType:
         return [x.__func__, x.__self__]
     if kind is types.FunctionType and not x.__dict__:
-        defaults = [*(x.__defaults__ or ()), *(x.__kwdefaults__ or {}).values()]
-        return [x.__code__, id(x.__globals__), *defaults, *map(content_of, x.__closure__ or ())]
+        named = x.__kwdefaults__ or {}
+        told = [x.__name__, x.__qualname__, x.__doc__, x.__defaults__, tuple(named), *named.values()]
+        return [x.__code__, id(x.__globals__), *told, *map(content_of, x.__closure__ or ())]
     return None
 
 

@@ -23,9 +23,13 @@ from scopetrace.ir.reads import MISSING, content_of
 from scopetrace.record.code import Reach
 from scopetrace.record.effects import EffectWatch
 from scopetrace.record.model import ATTRIBUTES, Kind, Model, Saved, Snapshot, own_dict
+from scopetrace.record.object_reads import Watched
 from scopetrace.record.pairs import Watch
 
 _ENVIRONMENT: dict[Any, Any] = vars(os.environ)["_data"]  # of which os.environ makes text, which takes long
+
+
+_METHODS = (types.FunctionType, staticmethod, classmethod, property, type)
 
 
 class State:
@@ -110,6 +114,11 @@ class State:
         reach = self._effects.reach
         outside = (saved.owner for saved in self._objects.values() if saved.outside)
         found = [x for x in outside if id(x) not in reach.outer_objects]
+        classes = filter(reach.is_inner, reach.classes | reach.bases)
+        names = reach.names - {"forward"}  # in whose place another one stands now
+        named = (x for kind in classes for name, x in vars(kind).items() if name in names)
+        named = (x.value if isinstance(x, Watched) else x for x in named)
+        found += [x for x in named if not isinstance(x, _METHODS)]
         if reach.inner is None:
             found += [*self._values, *(x for _, x in self._cells)]
         else:

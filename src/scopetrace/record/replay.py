@@ -199,6 +199,7 @@ class Replay:
             owners = self._pairs.owners
             original.members = [t for t in self._pairs.tensors if id(t) in tools.members]
             original.seen, original.unfound = tools.object_reads.seen(owners), tools.object_reads.unfound(owners)
+            original.whole = tools.object_reads.whole(owners)
         if original.can_wait and self._makes_later and self._can_wait():
             self._wait()
         else:
@@ -207,6 +208,8 @@ class Replay:
         tools.object_reads.repeat(original.seen, self._pairs.partner, self._noted)
         for owner, name, noted in original.unfound:
             tools.object_reads.note_unfound(self._pairs.partner(owner), name, self._noted(noted))
+        for owner, noted in original.whole:
+            tools.object_reads.note_whole(self._pairs.partner(owner), self._noted(noted))
         for t in map(self._pairs.partner, original.members):
             tools.members[id(t)] = t
         self._call.outputs = self._template(original.call.outputs)

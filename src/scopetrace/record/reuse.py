@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.questions import hooks_of_all_modules, settings
+from scopetrace._compat.questions import caches_parametrizations, hooks_of_all_modules, settings
 from scopetrace._compat.symbols import has_unbacked, to_expr
 from scopetrace._compat.tensors import FakeFactory, FakeTensor, tags_of
 from scopetrace.containers.structure import instantiate, leaves, open_container
@@ -35,7 +35,7 @@ from scopetrace.ir.tape import Call, CallList, Value, ops_between
 from scopetrace.ir.unmade import CopiedCall
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.calls import CallRecorder, Progress
-from scopetrace.record.code import ATOMS
+from scopetrace.record.code import ATOMS, TOLD_BY_TEXT
 from scopetrace.record.effects import EffectWatch
 from scopetrace.record.model import Model, is_torchs, modules_in, plain_attributes
 from scopetrace.record.object_reads import ObjectReads
@@ -144,7 +144,7 @@ class _Described:
         elif kind is torch.SymInt and not has_unbacked(to_expr(x)):
             key.append(to_expr(x))
         elif kind in ATOMS or isinstance(x, enum.Enum):
-            key.append(repr(x) if kind in (float, complex) else x)
+            key.append(repr(x) if kind in TOLD_BY_TEXT else x)
         elif isinstance(x, torch.nn.Module):
             self.found.modules.append(x)
         elif self._calls.is_fixed(x):
@@ -289,7 +289,7 @@ class CallRecorderWithReuse(CallRecorder):
         if group is None or call.parent is None or not self._builder.is_plain() or call.replaced:
             return None
         is_alone = group.size == 1 and call.index == 0
-        if is_alone or group.kind.is_small or group.in_vain > _FEW:
+        if is_alone or group.kind.is_small or group.in_vain > _FEW or caches_parametrizations():
             return None
         return group if group.originals or self._may_keep() else None
 
