@@ -147,6 +147,95 @@ def clamp(p):
     p.grad.clamp_(-0.01, 0.01)
 
 
+class GivesSaved(torch.autograd.Function):
+    """Its gradient is a tensor of the forward."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0], None
+
+
+def leaf(*size):
+    return torch.zeros(*size, requires_grad=True)
+
+
+def two_leaves(p, x):
+    a, b = leaf(3), leaf(3)
+    ((a + b) * x).sum().backward()
+    with torch.no_grad():
+        a.grad *= 2
+        a -= a.grad
+        b -= b.grad
+    return a.detach(), b.detach()
+
+
+def a_given_gradient(p, x):
+    a = leaf(3)
+    (a + p).backward(x)
+    a.grad.add_(1)
+    return a.grad
+
+
+def the_same_tensor_after_more(p, x):
+    a = leaf(3)
+    (a * x).sum().backward()
+    gradient = a.grad
+    (a * x).sum().backward()
+    return gradient
+
+
+def of_a_sum(p, x):
+    a = leaf(3)
+    a.sum().backward()
+    a.grad[0] = 5
+    return a.grad
+
+
+def laid_out_as_the_leaf(p, x):
+    a = torch.zeros(2, 3).t().requires_grad_()
+    (a * x[:, None]).sum().backward()
+    return a.grad
+
+
+def one_that_was_saved(p, x):
+    a, y = leaf(3), x * 2
+    (GivesSaved.apply(a, y) + GivesSaved.apply(p, y)).sum().backward()
+    a.grad.mul_(2)
+    p.grad.mul_(3)
+    return y, a.grad
+
+
+OF_LEAVES = [
+    two_leaves,
+    a_given_gradient,
+    the_same_tensor_after_more,
+    of_a_sum,
+    laid_out_as_the_leaf,
+    one_that_was_saved,
+]
+
+
+@pytest.mark.parametrize("run", OF_LEAVES)
+def test_the_gradient_of_a_leaf_that_the_step_makes(run):
+    """Nobody else has its memory, as in eager."""
+
+    def step_and_input():
+        p = torch.nn.Parameter(torch.ones(3))
+        return p, torch.tensor([1.0, 2.0, 3.0]), lambda x: (setattr(p, "grad", None), run(p, x))[1]
+
+    p, x, step = step_and_input()
+    q, y, eager = step_and_input()
+    trace = st.trace(step, (x,))
+    found, expected = trace(x), eager(y)
+    found, expected = ([*t] if isinstance(t, tuple) else [t] for t in (found, expected))
+    assert all(map(equal, [*found, x, p.grad], [*expected, y, q.grad]))
+
+
 def test_hooks_run_as_part_of_the_program():
     def make(model):
         model.a.weight.register_hook(lambda g: g * 3)

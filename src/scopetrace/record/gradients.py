@@ -101,6 +101,7 @@ class GradientRecorder:
         )
         self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
+        self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
         self._stepping: list[_Step] = []  # those that have begun, the innermost last
         self._made: list[torch.optim.Optimizer] = []  # in the forward
 
@@ -151,6 +152,7 @@ class GradientRecorder:
         if not accumulates:
             return found
         self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
+        self._hooks_keep = bool(self._builder.hooked) or any(t._backward_hooks for t in by)
         self._accumulate(by, found, create_graph=create_graph)
         return None
 
@@ -183,7 +185,8 @@ class GradientRecorder:
         outside = self._outside(t)
         if outside is t:
             if not t.retains_grad:
-                t.grad = gradient if t.grad is None else t.grad + gradient
+                with torch.set_grad_enabled(create_graph):
+                    self._add_to_own(t, gradient, create_graph=create_graph)
             run_after_accumulation(t)
             return
         entry = self._of(t)
@@ -206,10 +209,20 @@ class GradientRecorder:
         else:
             entry.added.append(gradient)
 
+    def _add_to_own(self, t: torch.Tensor, gradient: torch.Tensor, *, create_graph: bool) -> None:
+        """As `_add_to`, of a leaf that the forward made."""
+        if t.grad is None:
+            t.grad = self._in_memory_of_its_own(gradient, t)
+        elif create_graph:
+            t.grad = t.grad + gradient
+        else:
+            t.grad.add_(gradient)
+
     def _in_memory_of_its_own(self, gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         """A gradient as autograd keeps it: nobody else has its memory, and it is laid out as the leaf."""
         sharing = self._values.sharing(gradient)
-        shared = sharing[0].storage in self._taken or any(v.op.kind in ("placeholder", "get_attr") for v in sharing)
+        of_forward = any(v.op.kind != "call_function" or v.op.phase is None for v in sharing)
+        shared = self._hooks_keep or of_forward or sharing[0].storage in self._taken
         order = dense_order(leaf) or list(range(leaf.dim()))
         if shared or dense_order(gradient) != order:
             gradient = gradient.permute(order).clone(memory_format=torch.contiguous_format)
