@@ -413,6 +413,25 @@ def test_what_cannot_hold_gradients_refuses_them(case):
         use(trace, args)
 
 
+def test_backward_of_what_requires_no_grad_raises_as_in_eager():
+    model = nn.Linear(4, 3)
+
+    def plain(x):
+        x.sum().backward()
+
+    def frozen(x):
+        model.requires_grad_(False)
+        model(x).sum().backward()
+        model.requires_grad_(True)
+
+    def detached(x):
+        model(x).sum().detach().backward()
+
+    for step in (plain, frozen, detached):
+        with pytest.raises(RuntimeError, match="does not require grad and does not have a grad_fn"):
+            st.trace(step, (torch.ones(2, 4),))
+
+
 def test_backward_beyond_an_input_is_refused():
     x = torch.randn(5, 4, requires_grad=True) * 2
     with pytest.raises(st.errors.UnsupportedOpError, match="beyond an input"):

@@ -148,7 +148,7 @@ class GradientRecorder:
                     outputs, given, by, keeps_graph=keeps_graph, may_miss=may_miss
                 )
             else:
-                found = run(by)
+                found = run(by or outputs)[: len(by)]  # without leaves, torch raises where there should be one
         if not accumulates:
             return found
         self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
