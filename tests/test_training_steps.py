@@ -317,6 +317,50 @@ def test_settings_and_state_of_an_optimizer_are_compared_at_a_call():
         trace(*args)
 
 
+def tie_weights(model):
+    model[1].weight = model[0].weight
+
+
+def give_one_gradient(model):
+    model[0].weight.grad = model[1].weight.grad
+
+
+@pytest.mark.parametrize("change", [tie_weights, give_one_gradient])
+def test_parameters_or_gradients_that_share_memory_otherwise_than_in_the_trace(change):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model[0].zero_grad(set_to_none=False)
+        model[1].zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    model(x).sum().backward()
+    trace = st.trace(step, (x,))
+    trace(x)
+    change(model)
+    with pytest.raises(st.StateMismatchError, match="did not share memory when traced|SGD has the parameters"):
+        trace(x)
+
+
+def test_a_parameter_that_the_optimizer_does_not_have_any_more():
+    model, x = nn.Linear(4, 4), torch.randn(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model.weight.grad = None
+        model.bias.grad = None
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    trace = st.trace(step, (x,))
+    trace(x)
+    model.weight = nn.Parameter(model.weight.detach().clone())
+    with pytest.raises(st.StateMismatchError, match="SGD has the parameters of the model"):
+        trace(x)
+
+
 def test_a_trace_leaves_gradients_parameters_and_optimizer_as_they_are():
     trainer, args = Trainer(Net()), batches(1)[0]
     before = copy.deepcopy(trainer.model.state_dict())

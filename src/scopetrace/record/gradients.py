@@ -33,7 +33,7 @@ from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTa
 from scopetrace.record.flags import FlagRecorder
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.optimizers import new_state, setting_of, settings_of, state_of, tensors_of
+from scopetrace.record.optimizers import are_held, new_state, setting_of, settings_of, state_of, tensors_of
 from scopetrace.record.phases import OTHER, PhaseRecorder
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.tape_autograd import TapeAutograd
@@ -401,6 +401,10 @@ class GradientRecorder:
             self._refuse_new_state(optimizer, step.state)
         name = f"the parameters and state of {type(optimizer).__name__}"
         self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))
+        params = [(p, self._model.owner(p)) for group in optimizer.param_groups for p in group["params"]]
+        places = tuple([(*owner[1:], p) for p, owner in params if owner is not None])
+        held = f"{type(optimizer).__name__} has the parameters of the model"
+        self._reads.note_once(held, True, Asked(are_held, (places,)))  # else it steps others than the model reads
 
     def close(self) -> None:
         """End the steps that an error has left."""

@@ -345,7 +345,7 @@ class ObjectReads:
                 yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used):
             names = " and ".join(f"{saved.fqn}.{name}".lstrip(".") for saved, name in tied)
-            places = tuple([(saved.live[1], name) for saved, name in tied])
+            places = tuple([(table, name) for saved, name in tied for table in saved.live[1:3] if name in table])
             yield Read(f"{names} as one tensor", True, Tied(places), (), root)
         for key, t in self._members.items():
             owner = self._model.owner(t)
@@ -360,8 +360,8 @@ class ObjectReads:
                 yield read
 
     def _tied(self, used: Set[int]) -> list[list[tuple[SavedModule, str]]]:
-        """The modules that hold each parameter that several of them hold, if its id is in `used`."""
-        tables = [(saved, saved.tables[1]) for saved in self._modules if len(saved.tables) > 1]
+        """The modules that hold each parameter or buffer that is held several times, if its id is in `used`."""
+        tables = [(saved, table) for saved in self._modules for table in saved.tables[1:3]]
         ids = [id(p) for _, table in tables for p in table.values() if p is not None]
         if len(set(ids)) == len(ids):
             return []
