@@ -340,7 +340,19 @@ def test_parameters_or_gradients_that_share_memory_otherwise_than_in_the_trace(c
     trace = st.trace(step, (x,))
     trace(x)
     change(model)
-    with pytest.raises(st.StateMismatchError, match="did not share memory when traced|SGD has the parameters"):
+    with pytest.raises(st.StateMismatchError, match=r"did not share memory when traced|SGD has the parameters"):
+        trace(x)
+
+
+def test_parameters_that_are_tied_after_the_trace():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(5, 4)
+
+    def step(x):
+        return torch.autograd.grad(model(x).square().mean(), model[0].weight)
+
+    trace = st.trace(step, (x,))
+    tie_weights(model)
+    with pytest.raises(st.StateMismatchError, match="did not share memory when traced"):
         trace(x)
 
 

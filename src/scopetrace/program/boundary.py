@@ -207,11 +207,12 @@ def _replaced(tape: ProgramTape) -> set[str]:
 
 
 class _StateSharing:
-    """Which tensors of the model share memory, where one of them is written: the same in a call as in the trace."""
+    """Which tensors of the model share memory, where one of them is written or learns: the same as in the trace."""
 
     def __init__(self, tape: ProgramTape, written: Set[int]) -> None:
         reads = tape.attribute_reads()
-        self._written = {name for name, v in reads if v.storage in written}
+        learns = any(op.phase is not None for op in tape.ops)
+        self._written = {name for name, v in reads if v.storage in written or (learns and v.requires_grad)}
         names = dict.fromkeys(name for name, _ in reads) if self._written else ()
         replaced = _replaced(tape) if names else set()  # a call itself changes what these share
         self._names = [name for name in names if name not in replaced]
@@ -231,7 +232,7 @@ class _StateSharing:
                 was = "shared memory" if a != i else "did not share memory"
                 raise StateMismatchError(
                     f"{name} and {self._names[a if a != i else b]} of the model {was} when traced, and it is otherwise "
-                    "now, and the model writes one of them; trace again, or put it back"
+                    "now, and one of them is written or has a gradient; trace again, or put it back"
                 )
 
 
