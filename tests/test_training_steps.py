@@ -344,6 +344,22 @@ def test_parameters_or_gradients_that_share_memory_otherwise_than_in_the_trace(c
         trace(x)
 
 
+def test_the_gradient_of_a_parameter_in_no_module_is_another_in_a_later_call():
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+
+    def step(x):
+        before = p.grad.sum()
+        p.grad = None
+        (p * x).sum().backward()
+        return before
+
+    trace = st.trace(step, (torch.ones(3),))
+    assert trace(torch.ones(3)) == 3
+    with pytest.raises(st.StateMismatchError, match=r"which tensor .*grad is"):
+        trace(torch.ones(3))
+
+
 def test_parameters_that_are_tied_after_the_trace():
     model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(5, 4)
 

@@ -33,7 +33,15 @@ from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTa
 from scopetrace.record.flags import FlagRecorder
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.optimizers import are_held, new_state, setting_of, settings_of, state_of, tensors_of
+from scopetrace.record.optimizers import (
+    are_held,
+    has_gradient,
+    new_state,
+    setting_of,
+    settings_of,
+    state_of,
+    tensors_of,
+)
 from scopetrace.record.phases import OTHER, PhaseRecorder
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.tape_autograd import TapeAutograd
@@ -285,6 +293,9 @@ class GradientRecorder:
             owner = self._model.owner(self._outside(entry.value.fake))
             if owner is not None:
                 self._model.add_gradient(before, *owner)
+            elif entry.value not in self._tape.inputs:  # the program has that tensor, wherever a call has another
+                place = Asked(has_gradient, (entry.tensor, before))
+                self._reads.note_once(f"which tensor {self._name(entry)}.grad is", True, place)
             entry.before = entry.now = self._values.value_of(before).fake
         added, entry.added = entry.added, []
         with torch.no_grad():

@@ -39,6 +39,11 @@ def are_held(places: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> boo
     return all(getattr(module, name, None) is t for module, name, t in places)
 
 
+def has_gradient(t: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether the `grad` of a tensor is this one."""
+    return t.grad is gradient
+
+
 def state_of(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], int]:
     """The tensors of an optimizer's state: by the id of the parameter and the name, their ids."""
     entries = [(p, key, x) for p, state in optimizer.state.items() for key, x in state.items()]
