@@ -553,3 +553,47 @@ def test_a_call_sees_other_globals(monkeypatch):
             with pytest.raises(st.errors.StateMismatchError):
                 trace(x)
         assert torch.equal(trace(x), expected)
+
+
+class Counters(nn.Module):
+    def __init__(self, *, tied=False):
+        super().__init__()
+        self.a, self.b = nn.Buffer(torch.zeros(3)), nn.Buffer(torch.ones(3))
+        if tied:
+            self.b = self.a
+
+    def forward(self, x):
+        self.a.add_(1)
+        return x + self.a + self.b
+
+
+def views_of_one(net):
+    memory = torch.zeros(4)
+    net.a, net.b = memory[:3], memory[1:]
+
+
+AFTER = {
+    "tied": (False, lambda net: setattr(net, "b", net.a)),
+    "views of one tensor": (False, views_of_one),
+    "no longer tied": (True, lambda net: setattr(net, "b", torch.ones(3))),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_buffers_that_share_memory_otherwise_than_in_the_trace(name):
+    tied, change = AFTER[name]
+    net, x = Counters(tied=tied), torch.ones(3)
+    tr, twin = st.trace(net, (x,)), copy.deepcopy(net)
+    assert torch.equal(tr(x), twin(x))
+    change(net)
+    before = net.a.clone()
+    with pytest.raises(st.StateMismatchError, match=r"(did not share memory when traced|a and b as one tensor)"):
+        tr(x)
+    assert torch.equal(net.a, before)
+
+
+def test_buffers_that_are_not_written_may_be_tied_later():
+    net = Net(lambda m, x: x + m.a * m.b, a=nn.Buffer(torch.ones(3)), b=nn.Buffer(torch.ones(3)))
+    tr = st.trace(net, (torch.ones(3),))
+    net.a = net.b
+    assert torch.equal(tr(torch.ones(3)), net(torch.ones(3)))

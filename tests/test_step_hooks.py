@@ -78,6 +78,19 @@ def on_a_module(register, hook):
     return run
 
 
+def keeping_what_it_sees(model, x):
+    """The gradient of the parameter is that tensor in autograd, and is written afterwards."""
+    seen = []
+    bias = model.a.bias + 1
+    bias.register_hook(lambda gradient: seen.append(gradient))
+    made = torch.zeros(4, requires_grad=True)
+    made.register_hook(lambda gradient: seen.append(gradient))
+    (torch.nn.functional.linear(x + made, model.a.weight, bias)).sum().backward()
+    model.a.bias.grad.mul_(3)
+    made.grad.mul_(3)
+    model.a.weight.grad += sum(t.sum() for t in seen)
+
+
 def accumulating_where_computed(model, x):
     """`inputs=` makes a tensor retain its gradient, if it does not anyway, in later backwards too."""
     y, z = model.a(x), model.a(x)
@@ -91,6 +104,7 @@ def accumulating_where_computed(model, x):
 HOOKS = {
     "on a result": on_a_result,
     "inputs that were computed": accumulating_where_computed,
+    "that keep a gradient": keeping_what_it_sees,
     "around a write": around_a_write,
     "retain_grad": keeping_a_gradient,
     "on several tensors": on_several,

@@ -124,6 +124,36 @@ def test_statistics_are_copied_only_for_a_backward_after_the_step(keeps):
                 loss.backward()
 
 
+READS = {
+    "a leaf that only the write reads": lambda y, v, w: y.sum().backward(inputs=[w]),
+    "the base, beside what was before": lambda y, v, w: (y.sum() + 1).backward(inputs=[w]),
+    "the base is differentiated": lambda y, v, w: y.backward(torch.ones_like(y)),
+    "the base, by a leaf": lambda y, v, w: y.backward(torch.ones_like(y), inputs=[w]),
+    "a row is differentiated": lambda y, v, w: v.backward(torch.ones_like(v)),
+    "torch.autograd.grad": lambda y, v, w: setattr(w, "grad", torch.autograd.grad(y.sum(), w)[0]),
+}
+
+
+@pytest.mark.parametrize("write", ["base", "row"])
+@pytest.mark.parametrize("name", READS)
+def test_backward_of_what_was_written_by_another_alias(name, write):
+    """The history of the written tensor has other leaves than the ops that made it."""
+
+    def make(model):
+        def step(x):
+            y = model(x).clone()
+            v = y[1]
+            (y if write == "base" else v).mul_(model.w)
+            READS[name](y, v, model.w)
+
+        return step
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    model.w = torch.nn.Parameter(torch.rand(4))
+    run_beside_eager(make, model, [(torch.rand(3, 4),) for _ in range(2)])
+
+
 RECURRENT = {
     "LSTM": lambda: torch.nn.LSTM(4, 3, num_layers=2, bidirectional=True),
     "GRU": lambda: torch.nn.GRU(4, 3, num_layers=2, batch_first=True),

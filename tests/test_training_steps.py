@@ -147,6 +147,95 @@ def clamp(p):
     p.grad.clamp_(-0.01, 0.01)
 
 
+class GivesSaved(torch.autograd.Function):
+    """Its gradient is a tensor of the forward."""
+
+    @staticmethod
+    def forward(ctx, a, b):
+        ctx.save_for_backward(b)
+        return a * b
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return ctx.saved_tensors[0], None
+
+
+def leaf(*size):
+    return torch.zeros(*size, requires_grad=True)
+
+
+def two_leaves(p, x):
+    a, b = leaf(3), leaf(3)
+    ((a + b) * x).sum().backward()
+    with torch.no_grad():
+        a.grad *= 2
+        a -= a.grad
+        b -= b.grad
+    return a.detach(), b.detach()
+
+
+def a_given_gradient(p, x):
+    a = leaf(3)
+    (a + p).backward(x)
+    a.grad.add_(1)
+    return a.grad
+
+
+def the_same_tensor_after_more(p, x):
+    a = leaf(3)
+    (a * x).sum().backward()
+    gradient = a.grad
+    (a * x).sum().backward()
+    return gradient
+
+
+def of_a_sum(p, x):
+    a = leaf(3)
+    a.sum().backward()
+    a.grad[0] = 5
+    return a.grad
+
+
+def laid_out_as_the_leaf(p, x):
+    a = torch.zeros(2, 3).t().requires_grad_()
+    (a * x[:, None]).sum().backward()
+    return a.grad
+
+
+def one_that_was_saved(p, x):
+    a, y = leaf(3), x * 2
+    (GivesSaved.apply(a, y) + GivesSaved.apply(p, y)).sum().backward()
+    a.grad.mul_(2)
+    p.grad.mul_(3)
+    return y, a.grad
+
+
+OF_LEAVES = [
+    two_leaves,
+    a_given_gradient,
+    the_same_tensor_after_more,
+    of_a_sum,
+    laid_out_as_the_leaf,
+    one_that_was_saved,
+]
+
+
+@pytest.mark.parametrize("run", OF_LEAVES)
+def test_the_gradient_of_a_leaf_that_the_step_makes(run):
+    """Nobody else has its memory, as in eager."""
+
+    def step_and_input():
+        p = torch.nn.Parameter(torch.ones(3))
+        return p, torch.tensor([1.0, 2.0, 3.0]), lambda x: (setattr(p, "grad", None), run(p, x))[1]
+
+    p, x, step = step_and_input()
+    q, y, eager = step_and_input()
+    trace = st.trace(step, (x,))
+    found, expected = trace(x), eager(y)
+    found, expected = ([*t] if isinstance(t, tuple) else [t] for t in (found, expected))
+    assert all(map(equal, [*found, x, p.grad], [*expected, y, q.grad]))
+
+
 def test_hooks_run_as_part_of_the_program():
     def make(model):
         model.a.weight.register_hook(lambda g: g * 3)
@@ -226,6 +315,78 @@ def test_settings_and_state_of_an_optimizer_are_compared_at_a_call():
     trainer.optimizer.load_state_dict(copy.deepcopy(trainer.optimizer.state_dict()))
     with pytest.raises(st.errors.StateMismatchError, match="the parameters and state of AdamW"):
         trace(*args)
+
+
+def tie_weights(model):
+    model[1].weight = model[0].weight
+
+
+def give_one_gradient(model):
+    model[0].weight.grad = model[1].weight.grad
+
+
+@pytest.mark.parametrize("change", [tie_weights, give_one_gradient])
+def test_parameters_or_gradients_that_share_memory_otherwise_than_in_the_trace(change):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model[0].zero_grad(set_to_none=False)
+        model[1].zero_grad(set_to_none=False)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    model(x).sum().backward()
+    trace = st.trace(step, (x,))
+    trace(x)
+    change(model)
+    with pytest.raises(st.StateMismatchError, match=r"did not share memory when traced|SGD has the parameters"):
+        trace(x)
+
+
+def test_the_gradient_of_a_parameter_in_no_module_is_another_in_a_later_call():
+    p = torch.nn.Parameter(torch.ones(3))
+    p.grad = torch.ones(3)
+
+    def step(x):
+        before = p.grad.sum()
+        p.grad = None
+        (p * x).sum().backward()
+        return before
+
+    trace = st.trace(step, (torch.ones(3),))
+    assert trace(torch.ones(3)) == 3
+    with pytest.raises(st.StateMismatchError, match=r"which tensor .*grad is"):
+        trace(torch.ones(3))
+
+
+def test_parameters_that_are_tied_after_the_trace():
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), torch.randn(5, 4)
+
+    def step(x):
+        return torch.autograd.grad(model(x).square().mean(), model[0].weight)
+
+    trace = st.trace(step, (x,))
+    tie_weights(model)
+    with pytest.raises(st.StateMismatchError, match="did not share memory when traced"):
+        trace(x)
+
+
+def test_a_parameter_that_the_optimizer_does_not_have_any_more():
+    model, x = nn.Linear(4, 4), torch.randn(5, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step(x):
+        model.weight.grad = None
+        model.bias.grad = None
+        model(x).square().mean().backward()
+        optimizer.step()
+
+    trace = st.trace(step, (x,))
+    trace(x)
+    model.weight = nn.Parameter(model.weight.detach().clone())
+    with pytest.raises(st.StateMismatchError, match="SGD has the parameters of the model"):
+        trace(x)
 
 
 def test_a_trace_leaves_gradients_parameters_and_optimizer_as_they_are():
@@ -322,6 +483,25 @@ def test_what_cannot_hold_gradients_refuses_them(case):
     trace = st.trace(lambda x, y: F.cross_entropy(model(x), y).backward(), args)
     with pytest.raises(error, match=text):
         use(trace, args)
+
+
+def test_backward_of_what_requires_no_grad_raises_as_in_eager():
+    model = nn.Linear(4, 3)
+
+    def plain(x):
+        x.sum().backward()
+
+    def frozen(x):
+        model.requires_grad_(False)
+        model(x).sum().backward()
+        model.requires_grad_(True)
+
+    def detached(x):
+        model(x).sum().detach().backward()
+
+    for step in (plain, frozen, detached):
+        with pytest.raises(RuntimeError, match="does not require grad and does not have a grad_fn"):
+            st.trace(step, (torch.ones(2, 4),))
 
 
 def test_backward_beyond_an_input_is_refused():
@@ -529,6 +709,24 @@ def test_scopes_and_phases_of_backward(tmp_path):
         assert owners_in(other) == owners_in(trace)
     decomposed = trace.decompose()
     assert {c.fqn for c in decomposed.calls if c.backward_nodes} == {c.fqn for c in trace.calls if c.backward_nodes}
+
+
+class Attention(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = torch.nn.LayerNorm(4), torch.nn.Linear(4, 12)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return (q @ k.mT / 2).softmax(-1) @ v
+
+
+def test_backward_of_copied_layers_has_views_of_their_values():
+    model, x = torch.nn.Sequential(*(Attention() for _ in range(4))), torch.randn(2, 5, 4)
+    traces = [st.trace(step_of(model), (x,), reuse=reuse) for reuse in (True, False)]
+    assert "replayed" in str(traces[0].reuse)
+    traces[0].lint()
+    assert str(traces[0].memory()) == str(traces[1].memory())
 
 
 def test_what_a_call_saves():

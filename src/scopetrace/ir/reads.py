@@ -152,7 +152,7 @@ class InTables:
 
 @dataclasses.dataclass(frozen=True)
 class Tied:
-    """Whether two modules have one and the same parameter."""
+    """Whether several places of modules have one and the same parameter or buffer."""
 
     places: tuple[tuple[dict[str, Any], str], ...]
     kind, stays = "tensor", False

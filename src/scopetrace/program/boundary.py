@@ -66,7 +66,7 @@ from scopetrace.ir.reads import (
     unchanged,
 )
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
-from scopetrace.ir.write_back import GraphInput, StateRef
+from scopetrace.ir.write_back import GraphInput, SetTo, StateRef
 from scopetrace.record import argument_names, more_keywords
 from scopetrace.record.uses import takes_by_key
 
@@ -198,6 +198,44 @@ def _check_sharing(tape: ProgramTape, tensors: list[torch.Tensor]) -> None:
             )
 
 
+def _replaced(tape: ProgramTape) -> set[str]:
+    """The tensors of the model that get other memory in a call."""
+    updates = [] if tape.write_back is None else tape.write_back.updates
+    found = {u.target.name for u in updates if isinstance(u, SetTo) and isinstance(u.target, StateRef)}
+    given = (op.args[0] for op in tape.ops if op.target is torch.ops.aten.set_.source_Tensor)
+    return found | {v.op.target for v in given if isinstance(v, Value) and isinstance(v.op.target, str)}
+
+
+class _StateSharing:
+    """Which tensors of the model share memory, where one of them is written or learns: the same as in the trace."""
+
+    def __init__(self, tape: ProgramTape, written: Set[int]) -> None:
+        reads = tape.attribute_reads()
+        learns = any(op.phase is not None for op in tape.ops)
+        self._written = {name for name, v in reads if v.storage in written or (learns and v.requires_grad)}
+        names = dict.fromkeys(name for name, _ in reads) if self._written else ()
+        replaced = _replaced(tape) if names else set()  # a call itself changes what these share
+        self._names = [name for name in names if name not in replaced]
+        self._then = [storage_id(tape.attributes[name]) for name in self._names]
+
+    def check(self, state: LiveState) -> None:
+        """Raise StateMismatchError where it is otherwise."""
+        bound = state.bound
+        now = [storage_id(bound[name] if name in bound else state.held(name)) for name in self._names]
+        if now == self._then:
+            return
+        then, written = self._then, self._written
+        of_written = {s for name, *both in zip(self._names, then, now, strict=True) if name in written for s in both}
+        for i, name in enumerate(self._names):
+            a, b = then.index(then[i]), now.index(now[i])
+            if a != b and not of_written.isdisjoint((then[i], now[i])):
+                was = "shared memory" if a != i else "did not share memory"
+                raise StateMismatchError(
+                    f"{name} and {self._names[a if a != i else b]} of the model {was} when traced, and it is otherwise "
+                    "now, and one of them is written or has a gradient; trace again, or put it back"
+                )
+
+
 def _with_given(outputs: Any, given: list[GivenPart]) -> Any:
     """The template of what a call gives, with a Given for each object among its arguments."""
     if not isinstance(outputs, Returned):
@@ -256,6 +294,7 @@ class CallBoundary:
         """Whether a block of the forward switches autograd on, and around it was off."""
         self._apart = [n for n, v in tape.attribute_reads() if self._writes_inputs or v.storage in written]
         """The tensors of the model whose memory no input may share, since one of them is written."""
+        self._sharing = _StateSharing(tape, written)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
         """The graph's inputs. Binds the parameters and buffers that the model has now to the GraphModule."""
@@ -282,6 +321,7 @@ class CallBoundary:
         self.state.refresh()
         if self._apart:
             self._check_apart(inputs)
+        self._sharing.check(self.state)
         return inputs
 
     def _check_apart(self, inputs: Sequence[Any]) -> None:

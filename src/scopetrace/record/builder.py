@@ -270,6 +270,21 @@ def _is_factory(op: Op) -> bool:
     return is_op(op.target) and schema_of(op.target).op_name.endswith("_like")
 
 
+def storage_of(base: Value | None, fake: torch.Tensor) -> int:
+    """The storage of a result that is a view of `base`, or lies in memory of its own."""
+    return base.storage if base is not None and _is_unmade(base.storage) else storage_id(fake)
+
+
+def _is_unmade(storage: int) -> bool:
+    """Whether a storage is one of `ValueTable.new_storage`."""
+    return storage % 2 == 1
+
+
+def _lies_elsewhere(t: torch.Tensor, value: Value) -> bool:
+    """Whether `t.data = other` has given a tensor another storage than that of its value, unseen by the dispatcher."""
+    return isinstance(t, FakeTensor) and value.storage != storage_id(t) and not _is_unmade(value.storage)
+
+
 class ValueTable:
     """Which value of the tape a tensor is.
 
@@ -343,7 +358,8 @@ class ValueTable:
                 value = self.new_same(inputs[meta.input].fake, slot, inputs[meta.input])
                 value.autograd_placeholder = inputs[meta.input].autograd_placeholder
             elif meta is not None and fake is not None:
-                value = self.new(fake, slot, storage_id(fake), meta.key)
+                base = None if meta.base is None else inputs[meta.base]
+                value = self.new(fake, slot, storage_of(base, fake), meta.key)
                 value.autograd_placeholder = meta.requires_grad
             made.append(value)
         return made
@@ -434,8 +450,8 @@ class ValueTable:
         """
         t = unwrapped(t)
         found = self.by_id.get(id(t))
-        if found is not None and not (isinstance(t, FakeTensor) and found.storage != storage_id(t)):
-            return found  # otherwise `t.data = other` gave the tensor another storage, unseen by the dispatcher
+        if found is not None and not _lies_elsewhere(t, found):
+            return found
         if isinstance(t, FakeTensor) and (t.fake_mode is self._factory.mode or self._model.owner(t) is None):
             value = self._alias(t)
         elif type(t) in (torch.Tensor, FakeTensor) or isinstance(t, torch.nn.Parameter):
@@ -453,9 +469,7 @@ class ValueTable:
     def known(self, t: torch.Tensor) -> Value | None:
         """The value of a tensor; None for a result of the op that torch is running."""
         found = self.by_id.get(id(unwrapped(t)))
-        if found is None or not isinstance(t, FakeTensor) or found.storage == storage_id(t):
-            return found
-        return None
+        return None if found is None or _lies_elsewhere(t, found) else found
 
     def in_storage(self, storage: int) -> list[Value]:
         """The values that lie in a storage, in the order in which they were made."""

@@ -15,12 +15,12 @@ from typing import Any, Self
 import torch
 
 from scopetrace._compat.ops import is_op
-from scopetrace._compat.tensors import FakeMaker, storage_id, without_dispatch
+from scopetrace._compat.tensors import FakeMaker, without_dispatch
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Phase, Value, flat, substituted
-from scopetrace.record.builder import TapeBuilder, ValueTable
+from scopetrace.record.builder import TapeBuilder, ValueTable, storage_of
 
 _aten = torch.ops.aten
 Record = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -112,8 +112,9 @@ class OpCopier:
         if outputs.container is None:
             (meta,) = outputs.tensors
             assert isinstance(meta, OutputMeta)
-            fake = meta.make(self._maker, None if meta.base is None else inputs[meta.base].fake)
-            out = now[step.values[0]] = self._values.new(fake, 0, storage_id(fake), meta.key)
+            base = None if meta.base is None else inputs[meta.base]
+            fake = meta.make(self._maker, None if base is None else base.fake)
+            out = now[step.values[0]] = self._values.new(fake, 0, storage_of(base, fake), meta.key)
             out.autograd_placeholder = meta.requires_grad
         else:
             made = self._values.new_inferred(outputs, outputs.make(self._maker, inputs), inputs)

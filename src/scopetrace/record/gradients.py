@@ -33,7 +33,15 @@ from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTa
 from scopetrace.record.flags import FlagRecorder
 from scopetrace.record.model import Model
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.optimizers import new_state, setting_of, settings_of, state_of, tensors_of
+from scopetrace.record.optimizers import (
+    are_held,
+    has_gradient,
+    new_state,
+    setting_of,
+    settings_of,
+    state_of,
+    tensors_of,
+)
 from scopetrace.record.phases import OTHER, PhaseRecorder
 from scopetrace.record.reads import ReadRecorder
 from scopetrace.record.tape_autograd import TapeAutograd
@@ -101,6 +109,7 @@ class GradientRecorder:
         )
         self._gradients: dict[int, _Gradient] = {}  # by the id of the leaf's fake tensor
         self._taken: set[int] = set()  # the storages of gradients that a leaf has
+        self._hooks_keep = False  # whether hooks have seen gradients of the last backward, which they may keep
         self._stepping: list[_Step] = []  # those that have begun, the innermost last
         self._made: list[torch.optim.Optimizer] = []  # in the forward
 
@@ -147,10 +156,11 @@ class GradientRecorder:
                     outputs, given, by, keeps_graph=keeps_graph, may_miss=may_miss
                 )
             else:
-                found = run(by)
+                found = run(by or outputs)[: len(by)]  # without leaves, torch raises where there should be one
         if not accumulates:
             return found
         self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
+        self._hooks_keep = bool(self._builder.hooked) or any(t._backward_hooks for t in by)
         self._accumulate(by, found, create_graph=create_graph)
         return None
 
@@ -183,7 +193,8 @@ class GradientRecorder:
         outside = self._outside(t)
         if outside is t:
             if not t.retains_grad:
-                t.grad = gradient if t.grad is None else t.grad + gradient
+                with torch.set_grad_enabled(create_graph):
+                    self._add_to_own(t, gradient, create_graph=create_graph)
             run_after_accumulation(t)
             return
         entry = self._of(t)
@@ -206,10 +217,20 @@ class GradientRecorder:
         else:
             entry.added.append(gradient)
 
+    def _add_to_own(self, t: torch.Tensor, gradient: torch.Tensor, *, create_graph: bool) -> None:
+        """As `_add_to`, of a leaf that the forward made."""
+        if t.grad is None:
+            t.grad = self._in_memory_of_its_own(gradient, t)
+        elif create_graph:
+            t.grad = t.grad + gradient
+        else:
+            t.grad.add_(gradient)
+
     def _in_memory_of_its_own(self, gradient: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         """A gradient as autograd keeps it: nobody else has its memory, and it is laid out as the leaf."""
         sharing = self._values.sharing(gradient)
-        shared = sharing[0].storage in self._taken or any(v.op.kind in ("placeholder", "get_attr") for v in sharing)
+        of_forward = any(v.op.kind != "call_function" or v.op.phase is None for v in sharing)
+        shared = self._hooks_keep or of_forward or sharing[0].storage in self._taken
         order = dense_order(leaf) or list(range(leaf.dim()))
         if shared or dense_order(gradient) != order:
             gradient = gradient.permute(order).clone(memory_format=torch.contiguous_format)
@@ -272,6 +293,9 @@ class GradientRecorder:
             owner = self._model.owner(self._outside(entry.value.fake))
             if owner is not None:
                 self._model.add_gradient(before, *owner)
+            elif entry.value not in self._tape.inputs:  # the program has that tensor, wherever a call has another
+                place = Asked(has_gradient, (entry.tensor, before))
+                self._reads.note_once(f"which tensor {self._name(entry)}.grad is", True, place)
             entry.before = entry.now = self._values.value_of(before).fake
         added, entry.added = entry.added, []
         with torch.no_grad():
@@ -388,6 +412,10 @@ class GradientRecorder:
             self._refuse_new_state(optimizer, step.state)
         name = f"the parameters and state of {type(optimizer).__name__}"
         self._reads.note_once(name, tensors_of(optimizer), Asked(tensors_of, (optimizer,)))
+        params = [(p, self._model.owner(p)) for group in optimizer.param_groups for p in group["params"]]
+        places = tuple([(*owner[1:], p) for p, owner in params if owner is not None])
+        held = f"{type(optimizer).__name__} has the parameters of the model"
+        self._reads.note_once(held, True, Asked(are_held, (places,)))  # else it steps others than the model reads
 
     def close(self) -> None:
         """End the steps that an error has left."""

@@ -20,6 +20,7 @@ import contextvars
 import enum
 import functools
 import gc
+import itertools
 import operator
 import os
 import pickle
@@ -290,6 +291,11 @@ class SavedModule:
     def parameters(self) -> tuple[torch.nn.Parameter | None, ...]:
         """Those of its own, in the order of its table."""
         return self._values[1] if len(self._values) > 1 else ()
+
+    @property
+    def members(self) -> Iterable[torch.Tensor | None]:
+        """Its own parameters and buffers."""
+        return itertools.chain(*self._values[1:3])
 
     def replaced(self) -> tuple[str, ...]:
         """As `Model.replaced`."""

@@ -353,7 +353,7 @@ class ObjectReads:
                 yield Read(f"{saved.name}.{name}", t, InTables(saved.live, name), (), root)
         for tied in self._tied(used):
             names = " and ".join(f"{saved.fqn}.{name}".lstrip(".") for saved, name in tied)
-            places = tuple([(saved.live[1], name) for saved, name in tied])
+            places = tuple([(table, name) for saved, name in tied for table in saved.live[1:3] if name in table])
             yield Read(f"{names} as one tensor", True, Tied(places), (), root)
         for key, t in self._members.items():
             owner = self._model.owner(t)
@@ -368,14 +368,15 @@ class ObjectReads:
                 yield read
 
     def _tied(self, used: Set[int]) -> list[list[tuple[SavedModule, str]]]:
-        """The modules that hold each parameter that several of them hold, if its id is in `used`."""
-        ids = [id(p) for saved in self._modules for p in saved.parameters if p is not None]
+        """The modules that hold each parameter or buffer that is held several times, if its id is in `used`."""
+        ids = [id(t) for saved in self._modules for t in saved.members if t is not None]
         if len(set(ids)) == len(ids):
             return []
         holders: dict[int, list[tuple[SavedModule, str]]] = {}
         for saved in self._modules:
-            for name, p in saved.tables[1].items() if saved.parameters else ():
-                holders.setdefault(id(p), []).append((saved, name))
+            for table in saved.tables[1:3]:
+                for name, t in table.items():
+                    holders.setdefault(id(t), []).append((saved, name))
         return [found for key, found in holders.items() if len(found) > 1 and key in used]
 
     def _attributes(self) -> Iterator[tuple[Any, InTable | InTables | InSlot, Noted]]:

@@ -34,6 +34,16 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> list[int]:
     return [*params, *(id(x) for x in state if isinstance(x, torch.Tensor))]
 
 
+def are_held(places: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> bool:
+    """Whether modules still have some tensors at these names."""
+    return all(getattr(module, name, None) is t for module, name, t in places)
+
+
+def has_gradient(t: torch.Tensor, gradient: torch.Tensor) -> bool:
+    """Whether the `grad` of a tensor is this one."""
+    return t.grad is gradient
+
+
 def state_of(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], int]:
     """The tensors of an optimizer's state: by the id of the parameter and the name, their ids."""
     entries = [(p, key, x) for p, state in optimizer.state.items() for key, x in state.items()]

@@ -194,6 +194,9 @@ class TapeAutograd:
         leaves = {id(n.fake): n for n in nodes if isinstance(n, Value)}  # a write since gives a leaf another value
         wanted = [leaves.get(id(t)) or self._values.value_of(t) for t in by]
         ops = sorted((n for n in nodes if isinstance(n, Op)), key=self._position.__getitem__)
+        self._refuse_stale([v for v, _ in last], len(self._builder.tape.ops))
+        for op in ops:  # also where no gradient is needed: what was written has another history, with other leaves
+            self._refuse_stale(self._given(op), self._position[op])
         needed = set(wanted)
         used = [op for op in ops if self._needs(op, needed)]
         recording = is_recording()
@@ -265,7 +268,6 @@ class TapeAutograd:
             own = [gradients.get(v) if v in taken else gradients.pop(v, None) for v in results]
             inputs = self._given(op)
             needs = tuple([v.requires_grad and v in needed for v in inputs])
-            self._refuse_stale(op, inputs, needs)
             found: list[Value | None] = []
             if any(g is not None for g in own):
                 found = self._of_op(op, inputs, results, own, needs)
@@ -295,12 +297,12 @@ class TapeAutograd:
 
     # ---------------------------------------------------------------- memory that is written
 
-    def _refuse_stale(self, op: Op, inputs: list[Value], needs: tuple[bool, ...]) -> None:
-        """Retrace where an input is older than a write to its memory, which has given it another history."""
-        for v, n in zip(inputs, needs, strict=True):
-            writes = self._writes.get(v.storage) if n else None
+    def _refuse_stale(self, read: Iterable[Value], stop: int) -> None:
+        """Retrace where a value is older than a write to its memory before `stop`, which gave it another history."""
+        for v in read:
+            writes = self._writes.get(v.storage) if v.requires_grad else None
             if writes:
-                start, stop = self._position[v.op], self._position[op]
+                start = self._position[v.op]
                 if any(start < i < stop for i in writes):
                     self.retrace("an op reads a tensor that was written by another alias")
 
