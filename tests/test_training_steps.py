@@ -356,8 +356,28 @@ def test_the_gradient_of_a_parameter_in_no_module_is_another_in_a_later_call():
 
     trace = st.trace(step, (torch.ones(3),))
     assert trace(torch.ones(3)) == 3
-    with pytest.raises(st.StateMismatchError, match=r"which tensor .*grad is"):
+    with pytest.raises(st.StateMismatchError, match=r"grad as the same tensor"):
         trace(torch.ones(3))
+
+
+def test_the_gradient_of_an_input_is_that_of_the_trace(tmp_path):
+    """It is no argument: the program has the tensor itself, which a call may write, as in eager."""
+
+    def step(x):
+        before = x.grad.sum()
+        (x * 2).sum().backward()
+        return before
+
+    x = torch.ones(3, requires_grad=True)
+    x.grad = torch.ones(3)
+    trace = st.trace(step, (x,))
+    assert [trace(x).item() for _ in range(3)] == [3, 9, 15]
+    other = torch.ones(3, requires_grad=True)
+    other.grad = torch.ones(3)
+    trace.save(tmp_path / "step")
+    for run, given in ((trace, other), (st.load(tmp_path / "step"), x)):
+        with pytest.raises(st.errors.InputMismatchError, match=r"x\.grad as the same tensor"):
+            run(given)
 
 
 def test_parameters_that_are_tied_after_the_trace():

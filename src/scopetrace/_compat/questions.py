@@ -704,7 +704,7 @@ def _list(outer: Callable[..., Any], mine: Mine) -> Callable[..., Any]:
     """`tolist` of a tensor of the model, whose data C code would take without any op: the numbers of its elements."""
 
     def tolist(self: torch.Tensor) -> Any:
-        if not mine() or isinstance(self, FakeTensor):
+        if isinstance(self, FakeTensor) or not (mine() and asked_by_model()):
             return outer(self)
         return [t.tolist() for t in self] if self.dim() > 0 else self.item()
 

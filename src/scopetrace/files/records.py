@@ -32,7 +32,8 @@ _INLINE: tuple[type, ...] = (
     *(write_back.WriteBack, write_back.GraphInput, write_back.StateRef, write_back.FromGraph, write_back.ViewStep),
     *(write_back.StridedStep, write_back.ViewOf, write_back.SameAs, write_back.CopyInto, write_back.ChangeShape),
     write_back.SetTo,
-    *(reads.Read, reads.Missing, reads.OfInput, reads.Flag, reads.OfEnvironment, reads.WhichInputs, SideEffect),
+    *(reads.Read, reads.Missing, reads.OfInput, reads.GradientOfInput, SideEffect),
+    *(reads.Flag, reads.OfEnvironment, reads.WhichInputs),
     *BINDING_KEYS,
 )
 
@@ -48,6 +49,7 @@ LEFT_OUT: dict[type, tuple[str, ...]] = {
     tape.AttributeWrite: ("module",),
     conditions.SizeRules: ("env", "dynamic_shapes"),
     DimSpec: ("derive",),  # used only where the trace is made
+    reads.GradientOfInput: ("gradient",),
     **dict.fromkeys(_TAPES, (*_OF_A_TAPE, "module_tables", "example_inputs")),
     tape.BodyTape: _OF_A_TAPE,
 }

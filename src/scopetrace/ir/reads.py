@@ -221,6 +221,20 @@ class OfInput:
 
 
 @dataclasses.dataclass(frozen=True)
+class GradientOfInput:
+    """Whether the `grad` of an input is the tensor that it was. Never in a loaded trace, which has a copy of that one."""
+
+    index: int
+    """Its position among `ProgramTape.inputs`."""
+    gradient: torch.Tensor | None = None
+    kind, stays = "input", True
+
+    def now(self, call: CallInputs) -> Any:
+        """As `Place.now`."""
+        return self.gradient is not None and call.tensors[self.index].grad is self.gradient
+
+
+@dataclasses.dataclass(frozen=True)
 class WhichInputs:
     """Which inputs are one Python object: the position of each among them, or of the first that it is."""
 

@@ -26,7 +26,7 @@ from scopetrace._compat.questions import fact_of
 from scopetrace._compat.tensors import FakeTensor, dense_order, is_view, storage_id
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import UnsupportedOpError
-from scopetrace.ir.reads import Asked, OfInput, OfTensor, Place
+from scopetrace.ir.reads import Asked, GradientOfInput, OfInput, OfTensor, Place
 from scopetrace.ir.tape import AttributeWrite, Value
 from scopetrace.ir.write_back import GraphInput, StateRef
 from scopetrace.record.builder import Assumptions, Retrace, TapeBuilder, ValueTable
@@ -293,9 +293,11 @@ class GradientRecorder:
             owner = self._model.owner(self._outside(entry.value.fake))
             if owner is not None:
                 self._model.add_gradient(before, *owner)
-            elif entry.value not in self._tape.inputs:  # the program has that tensor, wherever a call has another
-                place = Asked(has_gradient, (entry.tensor, before))
-                self._reads.note_once(f"which tensor {self._name(entry)}.grad is", True, place)
+            else:  # the program has that tensor, wherever a call has another
+                place: Place = Asked(has_gradient, (entry.tensor, before))
+                if entry.value in self._tape.inputs:
+                    place = GradientOfInput(self._tape.inputs.index(entry.value), before)
+                self._reads.note_once(f"{self._name(entry)}.grad as the same tensor", True, place)
             entry.before = entry.now = self._values.value_of(before).fake
         added, entry.added = entry.added, []
         with torch.no_grad():
