@@ -273,6 +273,53 @@ def test_blocks_without_gradients():
     assert_same(found, wanted)
 
 
+class Scaled(nn.Module):
+    """A layer that begins with a block without gradients."""
+
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            scale = x.mean() * 2
+        return self.fc(x) * scale
+
+
+@pytest.mark.parametrize("functions", ["layers", Scaled, ()])
+def test_a_function_that_begins_with_a_block_without_gradients(functions):
+    model, x = nn.Sequential(Scaled(), Scaled()), torch.randn(2, 4)
+    compiled = st.trace(model, (x,)).compile("aot_eager", functions=functions)
+    torch.testing.assert_close(gradients(compiled(x), model), gradients(model(x), model))
+
+
+class Passing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return x, self.fc(x)
+
+
+def test_a_function_that_returns_its_argument_traced_without_gradients():
+    class Chain(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList([Passing(), Passing()])
+
+        def forward(self, x):
+            for layer in self.layers:
+                before, x = layer(x)
+            return before * 2 + x
+
+    model, x = Chain(), torch.randn(2, 4)
+    with torch.no_grad():
+        tr = st.trace(model, (x,))
+    assert "set_grad_enabled" not in str(tr.outline("layers"))
+    torch.testing.assert_close(gradients(tr.compile("aot_eager")(x), model), gradients(model(x), model))
+
+
 class Rotated(nn.Module):
     """Computes what the layers take under no_grad, as the rotary embedding of Llama does."""
 

@@ -259,8 +259,23 @@ def test_no_grad_around_and_inside():
 
         return torch.cond(x.sum() > 0, on, torch.cos, (x,))
 
+    def begins(x):
+        def on():
+            with torch.no_grad():
+                y = x.sin()
+            return y * x
+
+        return torch.cond(x.sum() > 0, on, lambda: x.cos(), ())
+
+    def whole(x):
+        def on():
+            with torch.no_grad():
+                return x.sin()
+
+        return torch.cond(x.sum() > 0, on, lambda: x.cos(), ())
+
     given = X.clone().requires_grad_()
-    for f in (around, inside):
+    for f in (around, inside, begins, whole):
         assert_same_gradients(f, st.trace(f, (given,)), (given,))
 
 

@@ -473,6 +473,15 @@ def test_a_call_without_ops_has_a_mark():
     assert torch.export.unflatten(ep.run_decompositions({}))._modules.keys() == {"0", "1"}
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_mark_is_in_the_mode_of_the_trace(grad):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Identity(), nn.Linear(4, 4)))
+    with torch.set_grad_enabled(grad):
+        ep = signed(model, X)
+        assert [n.target for n in ep.graph.nodes if n.op == "get_attr"] == []  # a subgraph of another mode
+        torch.testing.assert_close(torch.export.unflatten(ep)(X), model(X))
+
+
 def test_a_result_that_nobody_needs_stays():
     class Attend(nn.Module):
         def __init__(self):

@@ -49,6 +49,16 @@ def test_writes_that_follow_each_other_on_one_view_cost_one_scatter():
     assert targets(pure(run, torch.randn(3, 4))).count("aten.select_scatter.default") == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"tol": 0.1}, {"atol": 0.1}, {"rtol": torch.tensor(0.1)}])
+def test_out_of_matrix_rank_of_which_torchs_rule_makes_a_new_tensor(options):
+    def run(x, ranks):
+        rank = torch.linalg.matrix_rank(x, out=ranks[0], **options)
+        rank.add_(1)
+        return rank, ranks + 1
+
+    pure(run, torch.randn(2, 3, 3), torch.zeros(2, 2, dtype=torch.int64))
+
+
 def test_results_share_memory_as_in_eager():
     def run(x):
         z = x * 1

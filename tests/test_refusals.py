@@ -49,12 +49,15 @@ def returns_its_argument(x):
 
 GAPS = torch.randn(2, 3, requires_grad=True)[:, :2]
 
+LONGS = torch.zeros(3, dtype=torch.int64)
+
 REFUSALS = [
     ("elements that share memory", lambda x: x[0].unfold(0, 2, 1).mul_(2), (torch.randn(3, 4),)),
     ("an input lies in the memory", lambda x: x[1:].add_(x[:-1]), (torch.randn(3),)),
     ("other random numbers", lambda x: x[:, ::2].normal_(), (torch.randn(5, 8),)),
     ("out= resizes a tensor", out_resizes, (torch.randn(3), torch.empty(0))),
     ("out= resizes a tensor", out_resizes_a_viewed_tensor, (torch.randn(3),)),
+    ("out= resizes its tensor", lambda x: torch.linalg.matrix_rank(x, out=LONGS[:2] * 1), (torch.randn(3, 3),)),
     ("poke_.default has no pure form", returns_its_argument, (torch.randn(3),)),
     ("set_ gives a tensor other memory", set_to_storage, (torch.randn(3),)),
     ("resize_ of a tensor", lambda x: x[:, ::2].resize_(2), (torch.randn(3, 4),)),

@@ -146,6 +146,34 @@ def test_a_region_that_autograd_does_not_see_is_part_of_the_program():
         assert "checkpoint" not in st.trace(model, (X,)).graph_module.code
 
 
+@pytest.mark.parametrize("run", ["trace", "loaded", "exported", "compiled"])
+def test_a_region_that_begins_with_a_block_without_gradients(run, tmp_path):
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.fc = nn.Linear(4, 4)
+
+        def part(self, x):
+            with torch.no_grad():
+                scale = x.mean() * 2
+            return self.fc(x) * scale
+
+        def forward(self, x):
+            return checkpoint(self.part, x, use_reentrant=False)
+
+    model, x = Scaled(), graded()
+    tr = st.trace(model, (x,))
+    tr.save(tmp_path / "tr.st")
+    found = {
+        "trace": lambda: tr,
+        "loaded": lambda: st.load(tmp_path / "tr.st"),
+        "exported": lambda: tr.to_exported_program().module(),
+        "compiled": lambda: tr.compile("aot_eager"),
+    }[run]()
+    wanted, got = (torch.autograd.grad(f(x).sum(), x)[0] for f in (model, found))
+    torch.testing.assert_close(got, wanted)
+
+
 def test_derivatives_of_derivatives():
     model = Net(RUNS["plain"])
     found = []

@@ -261,6 +261,11 @@ class Functionalizer(TapeCopier):
     def _store(self, op: Op, variant: FunctionalVariant, out: Any) -> None:
         """Write the variant's results where they belong, and bind what the op returned."""
         written = written_values(op)
+        returned = op.outputs if isinstance(op.outputs, (list, tuple)) and len(variant.results) > 1 else [op.outputs]
+        for old, source in zip(returned, variant.results, strict=False):
+            target = written.get(source) if isinstance(source, str) else None
+            if isinstance(target, Value) and _is_other_size(old, target):
+                raise refusal("out= resizes its tensor, which torch does not tell the trace (give one of its size)", op)
         for name, index in variant.new_values:
             target = written.get(name)
             new = out if index is None else out[index]
@@ -268,7 +273,6 @@ class Functionalizer(TapeCopier):
                 self.assign(op, target, new)
             for i, t in enumerate(target if isinstance(target, (list, tuple)) else ()):
                 self.assign(op, t, new[i])
-        returned = op.outputs if isinstance(op.outputs, (list, tuple)) and len(variant.results) > 1 else [op.outputs]
         for old, source in zip(returned, variant.results, strict=False):
             if isinstance(source, str):
                 self._rename(written.get(source), old)
@@ -284,7 +288,8 @@ class Functionalizer(TapeCopier):
                 aliases = self.sets[target.storage]
                 if (value is not target and aliases.views.get(target) is None) or value not in aliases.views:
                     aliases.link(value, ViewMeta(target))
-                self.show(value)
+                if value.storage == target.storage:  # not so where torch's rule of an op leaves `out` as it is
+                    self.show(value)
 
     def assign(self, op: Op, target: Value, new: Value) -> None:
         """`target` gets the elements of `new`: of its own size, or, with `out=`, of another."""
@@ -580,6 +585,13 @@ def _form_of(func: Any) -> _Form:
         variant=functional_variant(func),
         other_memory=_OTHER_MEMORY.get(schema.op_name),
     )
+
+
+def _is_other_size(returned: Any, target: Value) -> bool:
+    """Whether torch's rule of an op leaves `out` as it is, and returns a new tensor of another size (matrix_rank)."""
+    if not isinstance(returned, Value) or returned.storage == target.storage:
+        return False
+    return bool(to_expr(returned.fake.size()) != to_expr(target.fake.size()))
 
 
 def written_values(op: Op) -> dict[str, Any]:

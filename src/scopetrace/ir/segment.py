@@ -15,7 +15,19 @@ from scopetrace._compat.symbols import Symbolic, dummy_symbols, symbols_of, to_e
 from scopetrace._compat.tensors import is_symbolic
 from scopetrace.containers.structure import identifier, leaves
 from scopetrace.ir.scopes import Scope
-from scopetrace.ir.tape import BodyTape, Call, FunctionalTape, Op, ProgramTape, Tape, Value, flat, recorded_ops, renamed
+from scopetrace.ir.tape import (
+    BodyTape,
+    Call,
+    FunctionalTape,
+    Op,
+    ProgramTape,
+    Tape,
+    Value,
+    flat,
+    is_grad_on,
+    recorded_ops,
+    renamed,
+)
 
 _T = TypeVar("_T", bound=Tape)
 
@@ -50,13 +62,13 @@ class TapeSegment:
         return [op for op in self.ops if op.kind != "get_attr"]
 
 
-def body_tapes(tape: Tape, segments: list[TapeSegment]) -> tuple[list[BodyTape], list[Any]]:
+def body_tapes(tape: Tape, segments: list[TapeSegment], grad: bool) -> tuple[list[BodyTape], list[Any]]:
     """The segments as tapes with equal placeholders after their own, and what these stand for.
 
-    That is values of `tape` and symbolic sizes.
+    That is values of `tape` and symbolic sizes. `grad`: whether autograd is on around them.
     """
     taken = captured(segments)
-    return [body_tape(tape, segment, taken) for segment in segments], taken
+    return [body_tape(tape, segment, taken, grad=grad) for segment in segments], taken
 
 
 def captured(segments: list[TapeSegment]) -> list[Any]:
@@ -120,18 +132,27 @@ class _Known:
                 yield from (s for s in symbols_of(number) if to_expr(s) in rest - self._expressions)
 
 
-def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], names: list[str] | None = None) -> BodyTape:
+def body_tape(
+    tape: Tape,
+    segment: TapeSegment,
+    captured: list[Any],
+    names: list[str] | None = None,
+    grad: bool | None = None,
+) -> BodyTape:
     """The segment as a tape, whose placeholders are its own and then, with these names, those of `captured`.
 
-    Its ops and values are new ones. The calls move to it.
+    Its ops and values are new ones. The calls move to it. `grad`: whether autograd is on around it; by default where it
+    is for one of its ops, since it may begin with a block under `torch.no_grad()`.
     """
     own = [op for op in segment.ops if op.kind == "placeholder"]
     names = names or [name_of(x, len(own) + i) for i, x in enumerate(captured)]
     used: set[str] = set()
     inside: dict[Value, Value] = {}
     placeholders = [op.replace(target=identifier(op.name, used)).copied(inside) for op in own]
+    if grad is None:
+        grad = is_grad_on(segment.ops) if segment.ops else torch.is_grad_enabled()
     for name, x in zip(names, captured, strict=True):
-        placeholders.append(_placeholder(identifier(name, used), x, segment, inside))
+        placeholders.append(_placeholder(identifier(name, used), x, segment, inside, grad))
 
     ops = [op.copied(inside) for op in segment.kept() if op.kind != "placeholder"]
     for call in segment.calls:
@@ -153,8 +174,7 @@ def body_tape(tape: Tape, segment: TapeSegment, captured: list[Any], names: list
     )
 
 
-def _placeholder(name: str, x: Any, segment: TapeSegment, inside: dict[Value, Value]) -> Op:
-    grad = segment.ops[0].grad if segment.ops else torch.is_grad_enabled()
+def _placeholder(name: str, x: Any, segment: TapeSegment, inside: dict[Value, Value], grad: bool) -> Op:
     if isinstance(x, Value):
         new = Value(x.fake, 0, x.storage, x.key)
         new.offset = x.offset

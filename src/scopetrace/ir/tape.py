@@ -536,6 +536,13 @@ def positions(ops: list[Op]) -> Iterator[tuple[int, Op]]:
         yield i + missing, op
 
 
+def is_grad_on(ops: list[Op]) -> bool:
+    """Whether autograd is on for one of the ops that compute, or there are none at all."""
+    there = recorded_ops(ops)
+    grads = {op.grad for op in there if op.kind in ("call_function", "call_module")} or {op.grad for op in there}
+    return True in grads or not grads
+
+
 def recorded_ops(ops: list[Op]) -> list[Op]:
     """The ops of a tape without those of repetitions that are not made yet: see `OpList`."""
     return recorded(ops)

@@ -27,6 +27,7 @@ from scopetrace.ir.tape import (
     bind,
     checks_enabled,
     forward_of,
+    is_grad_on,
     ops_between,
     recorded_ops,
     renamed,
@@ -136,6 +137,8 @@ class Outlining:
         self._readers = readers
         self.captured = Captured(tape, readers, wanted)
         made = (v.storage for op in recorded_ops(tape.ops) for v in op.values())
+        # A copy of what a call returns keeps its history, wherever autograd is on in the program.
+        self._grad = is_grad_on(tape.ops)
         self._storages = itertools.count(min(made, default=0) - 1, -1)
         self._copies: dict[Call, Call] = {}
         self._chosen = set(chosen)
@@ -244,7 +247,7 @@ class Outlining:
         if self._repetitions:
             before = {now: v for v, now in outer.items()}
             operands = [before.get(x, x) if isinstance(x, Value) else x for x in operands]
-            grad = inner.ops[0].grad if inner.ops else self.old.ops[0].grad
+            grad = is_grad_on(inner.ops or self.old.ops)
             self._cuts[old] = _CutCall(function, operands, [r.old for r in results], grad)
 
     def _cut_repetition(self, block: _Block, old: Call) -> None:
@@ -321,8 +324,8 @@ class Outlining:
 
     def _clone(self, inner: _Block, v: Value, old: Call) -> Value:
         clone = Value(v.fake, 0, next(self._storages), None)
-        call = self._copy(old)
-        inner.ops.append(Op("call_function", _aten.clone.default, (v,), {}, clone, old.scope, call, old.frames))
+        place = old.scope, self._copy(old), old.frames
+        inner.ops.append(Op("call_function", _aten.clone.default, (v,), {}, clone, *place, self._grad))
         return clone
 
     # ---------------------------------------------------------------- what it takes
@@ -416,7 +419,7 @@ class Outlining:
             if r.inside is not r.old:
                 block.now[r.old] = Value(r.old.fake, i, r.old.storage, None)
             outputs.append(block.now[r.old] if r.inside is not r.old else r.old)
-        grad = inner.ops[0].grad if inner.ops else self.old.ops[0].grad
+        grad = is_grad_on(inner.ops or self.old.ops)
         for v, first in inner.same.items():
             if v is not first:
                 block.now[v] = block.now.get(first, first)

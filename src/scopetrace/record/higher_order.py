@@ -67,7 +67,7 @@ class BodyRecorder:
         segments = [segment for segment, _ in recorded]
         if len({str(spec) for segment, spec in recorded if not segment.is_condition}) > 1:
             self._refuse("the branches return different structures", "return the same structure from each")
-        bodies, captured = body_tapes(self.builder.tape, segments)
+        bodies, captured = body_tapes(self.builder.tape, segments, torch.is_grad_enabled())
         inputs = [*self.operands, *captured]
         self._forget(segments, captured)
         for body in bodies:

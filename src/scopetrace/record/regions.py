@@ -23,7 +23,7 @@ from scopetrace._compat.symbols import Symbolic
 from scopetrace.containers.structure import leaves
 from scopetrace.ir.scopes import Scope
 from scopetrace.ir.segment import TapeSegment, body_tape, captured
-from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value, flat
+from scopetrace.ir.tape import Call, Frames, Op, RecordedTape, Value, flat, is_grad_on
 
 _hops = torch.ops.higher_order
 CHECKPOINT, NESTED = _hops.tag_activation_checkpoint, _hops.invoke_subgraph
@@ -101,7 +101,7 @@ def _cut(tape: RecordedTape, region: Region, uses: collections.Counter[Value], n
     body = body_tape(tape, segment, operands)
     body.context_fn = region.context_fn
     given = (body, *operands) if region.hop is CHECKPOINT else (body, f"invoke_subgraph_{next(names)}", *operands)
-    grad = next((op.grad for op in segment.kept()), True)
+    grad = is_grad_on(segment.kept())
     place = region.scope, region.call, region.frames, grad
     op = Op("call_function", region.hop, given, {}, tuple(outputs), *place).take_values()
     hoisted = [o.replace(call=region.call, scope=region.scope).take_values() for o in segment.hoisted()]

@@ -210,7 +210,7 @@ def with_marks(
     for i, value in casts(tape):
         op, before = tape.ops[i], tape.ops[i - 1]
         if before.target is not _CHECK or before.args[0] is not value:  # a graph of torch.export has it
-            marks[i].append(_mark(value, op.call, op.scope, op.frames))
+            marks[i].append(_mark(value, op.call, op.scope, op.frames, op.grad))
     _mark_idle_calls(tape, frames, chosen, marks)
     _mark_dead_values(tape, [call for call in tape.calls if frames[call] in chosen], marks)
     if not marks:
@@ -233,7 +233,8 @@ def _mark_idle_calls(
         passed = leaves((call.args, call.kwargs), Value)
         if frame.call is call and frame in chosen - busy and passed:
             busy.update(frame.chain())
-            marks[call.start].insert(0, _mark(passed[0], call, call.scope, call.frames))
+            # Not in a block of another mode: what is in its subgraph is no node of the call.
+            marks[call.start].insert(0, _mark(passed[0], call, call.scope, call.frames, tape.outer_grad))
 
 
 def _mark_dead_values(tape: FunctionalTape, calls: list[Call], marks: dict[int, list[Op]]) -> None:
@@ -242,7 +243,7 @@ def _mark_dead_values(tape: FunctionalTape, calls: list[Call], marks: dict[int, 
     for i, op in reversed(list(enumerate(tape.ops))):
         dead = [v for v in op.values() if v in named and v not in needed] if op.kind == "call_function" else []
         for value in dead:
-            marks[i + 1].insert(0, _mark(value, op.call, op.scope, op.frames))
+            marks[i + 1].insert(0, _mark(value, op.call, op.scope, op.frames, op.grad))
         if dead or has_effect(op) or any(v in needed for v in op.values()):
             needed.update(op.inputs())
 
@@ -265,8 +266,9 @@ def is_erased(call: Op | torch.fx.Node) -> bool:
     return not (tensor.is_complex() or tensor.is_neg())
 
 
-def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames) -> Op:
-    return Op("call_function", _CHECK, (value, None, None, value.fake.dtype), {}, None, scope, call, frames)
+def _mark(value: Value, call: Call | None, scope: Scope, frames: Frames, grad: bool) -> Op:
+    args = (value, None, None, value.fake.dtype)
+    return Op("call_function", _CHECK, args, {}, None, scope, call, frames, grad=grad)
 
 
 Placement = tuple[dict[torch.fx.Node, "ModuleCallFrame"], set[torch.fx.Node]]
