@@ -222,7 +222,7 @@ class OfInput:
 
 @dataclasses.dataclass(frozen=True)
 class GradientOfInput:
-    """Whether the `grad` of an input is the tensor that it was. Never in a loaded trace, which has a copy of that one."""
+    """Whether the `grad` of an input is the tensor that it was. Never so in a loaded trace, which has a copy of it."""
 
     index: int
     """Its position among `ProgramTape.inputs`."""
