@@ -182,6 +182,11 @@ def hooks_of(*tensors: torch.Tensor) -> list[list[Callable[..., Any]]]:
     return list(map(_hooks, tensors))
 
 
+def has_gradient_hooks(t: torch.Tensor) -> bool:
+    """Whether hooks of `register_hook` get the gradient of a leaf."""
+    return bool(t._backward_hooks)
+
+
 def give_hooks(t: torch.Tensor, to: torch.Tensor) -> None:
     """Let the hooks on the gradient of `t` run on that of `to` too."""
     if t._backward_hooks:

@@ -19,7 +19,14 @@ from typing import Any, NoReturn
 
 import torch
 
-from scopetrace._compat.gradients import give_hooks, has_other_gradient, hooks_of, leaves_of, run_after_accumulation
+from scopetrace._compat.gradients import (
+    give_hooks,
+    has_gradient_hooks,
+    has_other_gradient,
+    hooks_of,
+    leaves_of,
+    run_after_accumulation,
+)
 from scopetrace._compat.ops import can_decompose, eager, in_transform, is_op, paused, unwrapped
 from scopetrace._compat.patches import exporting
 from scopetrace._compat.questions import fact_of
@@ -160,7 +167,7 @@ class GradientRecorder:
         if not accumulates:
             return found
         self._taken |= {self._values.value_of(t).storage for t in given if t is not None}
-        self._hooks_keep = bool(self._builder.hooked) or any(t._backward_hooks for t in by)
+        self._hooks_keep = bool(self._builder.hooked) or any(map(has_gradient_hooks, by))
         self._accumulate(by, found, create_graph=create_graph)
         return None
 
