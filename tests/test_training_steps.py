@@ -392,6 +392,33 @@ def test_parameters_that_are_tied_after_the_trace():
         trace(x)
 
 
+def test_parameters_that_are_parts_of_one_vector_after_the_trace():
+    """They share a storage, and no element: a write to one leaves the others as they are."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2)), torch.randn(5, 4)
+    mine = copy.deepcopy(model)
+
+    def steps(model):
+        def step(x):
+            loss = model(x).square().mean()
+            grads = torch.autograd.grad(loss, list(model.parameters()))
+            with torch.no_grad():
+                for p, g in zip(model.parameters(), grads, strict=True):
+                    p -= 0.1 * g
+            return loss
+
+        return step
+
+    trace = st.trace(steps(mine), (x,))
+    for each in (model, mine):
+        nn.utils.vector_to_parameters(
+            nn.utils.parameters_to_vector(each.parameters()).detach().clone(), each.parameters()
+        )
+    for _ in range(2):
+        torch.testing.assert_close(trace(x), steps(model)(x))
+    torch.testing.assert_close(mine.state_dict(), model.state_dict())
+
+
 def test_a_parameter_that_the_optimizer_does_not_have_any_more():
     model, x = nn.Linear(4, 4), torch.randn(5, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -206,6 +206,34 @@ def _replaced(tape: ProgramTape) -> set[str]:
     return found | {v.op.target for v in given if isinstance(v, Value) and isinstance(v.op.target, str)}
 
 
+def _bytes_of(t: torch.Tensor) -> tuple[int, int, int]:
+    """Where a tensor lies: its storage, the first byte of it, and the one after its last."""
+    start = t.storage_offset()
+    stop = (
+        start + 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else start
+    )
+    return storage_id(t), int(start) * t.itemsize, int(stop) * t.itemsize
+
+
+def _first_sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Of each tensor the position of the first with which it shares bytes, directly or by others between them."""
+    places = [_bytes_of(t) if t.layout is torch.strided else (storage_id(t), 0, 1) for t in tensors]
+    found, end = list(range(len(tensors))), (0, 0)
+    groups: list[list[int]] = []
+    for i in sorted(found, key=places.__getitem__):
+        storage, start, stop = places[i]
+        if groups and storage == end[0] and start < end[1]:
+            groups[-1].append(i)
+            stop = max(stop, end[1])
+        else:
+            groups.append([i])
+        end = storage, stop
+    for group in groups:
+        for i in group:
+            found[i] = min(group)
+    return found
+
+
 class _StateSharing:
     """Which tensors of the model share memory, where one of them is written or learns: the same as in the trace."""
 
@@ -216,23 +244,28 @@ class _StateSharing:
         names = dict.fromkeys(name for name, _ in reads) if self._written else ()
         replaced = _replaced(tape) if names else set()  # a call itself changes what these share
         self._names = [name for name in names if name not in replaced]
-        self._then = [storage_id(tape.attributes[name]) for name in self._names]
+        tensors = [tape.attributes[name] for name in self._names]
+        self._storages, self._then = list(map(storage_id, tensors)), _first_sharing(tensors)
 
     def check(self, state: LiveState) -> None:
         """Raise StateMismatchError where it is otherwise."""
         bound = state.bound
-        now = [storage_id(bound[name] if name in bound else state.held(name)) for name in self._names]
-        if now == self._then:
+        tensors = [bound[name] if name in bound else state.held(name) for name in self._names]
+        storages = list(map(storage_id, tensors))
+        if storages == self._storages:
             return
-        then, written = self._then, self._written
-        of_written = {s for name, *both in zip(self._names, then, now, strict=True) if name in written for s in both}
-        for i, name in enumerate(self._names):
-            a, b = then.index(then[i]), now.index(now[i])
-            if a != b and not of_written.isdisjoint((then[i], now[i])):
+        then, now = self._then, _first_sharing(tensors)
+        if then == now:
+            return
+        of_written = {
+            i for firsts in (then, now) for i, n in zip(firsts, self._names, strict=True) if n in self._written
+        }
+        for i, (a, b) in enumerate(zip(then, now, strict=True)):
+            if a != b and not of_written.isdisjoint((a, b)):
                 was = "shared memory" if a != i else "did not share memory"
                 raise StateMismatchError(
-                    f"{name} and {self._names[a if a != i else b]} of the model {was} when traced, and it is otherwise "
-                    "now, and one of them is written or has a gradient; trace again, or put it back"
+                    f"{self._names[i]} and {self._names[a if a != i else b]} of the model {was} when traced, and it is "
+                    "otherwise now, and one of them is written or has a gradient; trace again, or put it back"
                 )
 
 
