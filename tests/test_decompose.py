@@ -1,6 +1,7 @@
 """`Trace.decompose`: ops in terms of others, with scopes, calls and write-back kept; beside torch.export and eager."""
 
 import collections
+import copy
 
 import pytest
 import torch
@@ -319,6 +320,23 @@ def test_ops_whose_gradient_is_zero_keep_it():
     (gradient,) = torch.autograd.grad(found(x).sum(), x)
     assert found(x).equal(f(x)) and gradient.equal(torch.zeros(3))
     assert aten.fill.Scalar not in ops(traced(f, x.detach()).decompose().graph_module.graph)
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.BatchNorm1d(4, track_running_stats=False), nn.GroupNorm(2, 4)])
+@pytest.mark.parametrize("by_func", [False, True])
+def test_gradients_of_gradients_go_through_mean_and_deviation(norm, by_func):
+    def energy(x):
+        return norm(x).pow(3).sum()
+
+    def f(x):
+        return torch.func.grad(energy)(x) if by_func else torch.autograd.grad(energy(x), x, create_graph=True)[0]
+
+    norm, x = copy.deepcopy(norm), torch.randn(3, 4, requires_grad=True)
+    given = (x, *norm.parameters())
+    found = st.trace(f, (x,)).decompose()
+    gradients, wanted = (torch.autograd.grad(run(x).square().sum(), given, allow_unused=True) for run in (found, f))
+    for gradient, want in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(gradient, want)
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

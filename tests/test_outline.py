@@ -811,3 +811,29 @@ def test_what_torch_has_no_eager_call_of_a_function_for(make):
     if out.requires_grad:
         weight = model.layers[2].fc.weight
         assert torch.equal(*(torch.autograd.grad(y.sum(), weight)[0] for y in (out, wanted)))
+
+
+class Squashed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.fc(x).tanh() + x
+
+
+def test_the_text_of_an_outlined_step():
+    model = nn.Sequential(*(Squashed() for _ in range(3)))
+
+    def step(x):
+        loss = model(x).sum()
+        loss.backward()
+        return loss
+
+    trace = st.trace(step, (torch.randn(2, 4),))
+    flat, outlined = ([line.strip() for line in str(t).splitlines()] for t in (trace, trace.outline("layers")))
+    scopes = [
+        [line for line in lines[lines.index("backward") :] if line.endswith("]") and "(" not in line]
+        for lines in (flat, outlined)
+    ]
+    assert scopes[0] == scopes[1] and "Squashed[2]" in scopes[0]

@@ -5,7 +5,7 @@ import torch
 from torch.autograd import graph
 
 import scopetrace as st
-from tests.steps import Net, run_beside_eager
+from tests.steps import Net, run_beside_eager, step_of
 
 
 def threefold(gradient):
@@ -181,3 +181,23 @@ def test_hooks_that_act_after_the_step_are_refused(run):
         st.trace(lambda x: run(model, x), inputs()[0])
     model.a.weight._backward_hooks = None
     assert "test_step_hooks.py" in error.value.source
+
+
+def test_hooks_of_a_parameter_that_is_replaced():
+    model, x = Net(), torch.randn(2, 4)
+    model.a.weight.register_hook(lambda g: g * 2)
+    step = step_of(model)
+    trace = st.trace(step, (x,))
+    trace(x)
+    hooked = model.a.weight
+    model.a.weight = torch.nn.Parameter(hooked.detach())
+    with pytest.raises(st.errors.StateMismatchError, match="hooks on gradients"):
+        trace(x)
+    model.a.weight = hooked
+    trace(x)
+    plain = st.trace(step_of(twin := Net()), (x,))
+    twin.a.weight = torch.nn.Parameter(twin.a.weight.detach())
+    plain(x)
+    twin.a.weight.register_hook(lambda g: g * 2)
+    with pytest.raises(st.errors.StateMismatchError, match="hooks on gradients"):
+        plain(x)

@@ -55,6 +55,14 @@ _BY_STRIDES = (
 _ZERO_GRADIENT = (_aten.fill.Scalar, _aten.zero.default)
 """Ops whose result has a gradient, of zeros, and that of their decompositions has none."""
 
+_BY_STATISTICS = (
+    _aten.native_layer_norm_backward.default,
+    _aten.native_batch_norm_backward.default,
+    _aten.cudnn_batch_norm_backward.default,
+    _aten.miopen_batch_norm_backward.default,
+)
+"""Ops that read mean and deviation, through which gradients of their results go; what they decompose into has none."""
+
 
 def decomposed(tape: FunctionalTape, table: Mapping[Any, Any] | None) -> FunctionalTape:
     """The program with the ops of `table` replaced by what it gives for them, and so on in these; None for core ATen.
@@ -117,7 +125,7 @@ class _TapeDecomposer:
         return with_values(self.new, self.values)
 
     def _step(self, op: Op, placed: Op) -> None:
-        has_gradient = op.target in _ZERO_GRADIENT and any(v.requires_grad for v in op.values())
+        has_gradient = op.target in (*_ZERO_GRADIENT, *_BY_STATISTICS) and any(v.requires_grad for v in op.values())
         stays = bool(op.unbacked) or has_gradient or (op.grad and op.target is _aten.detach.default)
         rule = self.table.rule(op.target) if is_op(op.target) and not stays else None
         if not is_op(op.target) or is_random(op.target) or op.target in _BY_STRIDES:

@@ -150,7 +150,8 @@ class GradientRecorder:
         self._refuse_other([self._outside(t) for t in by], accumulates=accumulates)
         params = [(p, t) for t in by if isinstance(p := self._outside(t), torch.nn.Parameter)]
         known = [p for p, _ in params]
-        self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(hooks_of, tuple(known)))
+        places = tuple([(self._model.owner(p), p) for p in known])
+        self._reads.note_once("hooks on gradients", hooks_of(*known), Asked(_hooks_now, places))
         for p, t in params:
             give_hooks(p, t)
         given = list(given)
@@ -558,3 +559,9 @@ def sparse_gradient(op: str, *, module: str | None, source: str | None) -> Unsup
     problem = "the gradient of a parameter is sparse, as that of an embedding with sparse=True"
     hint = "make the embedding with sparse=False, and the optimizer one that takes dense gradients"
     return UnsupportedOpError(problem, op=op, module=module, source=source, hint=hint)
+
+
+def _hooks_now(*places: tuple[tuple[str, torch.nn.Module, str] | None, torch.Tensor]) -> list[list[Callable[..., Any]]]:
+    """The hooks on the gradients of parameters, of which the model may have put others at their names."""
+    found = [t if owner is None else getattr(owner[1], owner[2], None) for owner, t in places]
+    return hooks_of(*(t for t in found if isinstance(t, torch.Tensor)))

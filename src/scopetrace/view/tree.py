@@ -218,7 +218,7 @@ class _Filling:
 
         With `again`, that for these ops themselves, where they run again.
         """
-        outer, call = section.path, self._tree.calls[position]
+        outer, call = section.path, self._forward_call(path, position)
         section = _last_backward(section, outer, section.call, BACKWARD)
         if again:
             section = _last_backward(section, outer, section.call, RECOMPUTED)
@@ -233,6 +233,14 @@ class _Filling:
                 label = part if owner is None else part + index_of(owner)
                 section = _last_backward(section, inner, owner or section.call, label)
         return section
+
+    def _forward_call(self, path: str, position: int) -> ModuleCall:
+        """The call at a position; where it is inside of a function, the innermost around it that is outside."""
+        found = self._tree.calls[position : position + 1]
+        if found and found[0].position == position:  # as in each trace that is not outlined
+            return found[0]
+        around = [c for c in self._tree.calls if c.position <= position and f"{path}/".startswith(f"{c.scope.path}/")]
+        return max(around, key=lambda c: c.position, default=self._tree.calls[0])
 
     def _add_op(self, node: torch.fx.Node, section: Section, path: str) -> list[Op]:
         """Add a node as an op, or as a result of an op before it; gives the new op, if there is one."""
