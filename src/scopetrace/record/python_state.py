@@ -116,7 +116,7 @@ class State:
         found = [x for x in outside if id(x) not in reach.outer_objects]
         classes = filter(reach.is_inner, reach.classes | reach.bases)
         names = reach.names - {"forward"}  # in whose place another one stands now
-        named = (x for kind in classes for name, x in vars(kind).items() if name in names)
+        named = (x for kind in classes for name, x in vars(kind).items() if name in names and name[:2] != "__")
         named = (x.value if isinstance(x, Watched) else x for x in named)
         found += [x for x in named if not isinstance(x, _METHODS)]
         if reach.inner is None:
