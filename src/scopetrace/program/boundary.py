@@ -24,6 +24,7 @@ from scopetrace._compat.questions import fact_of
 from scopetrace._compat.symbols import Symbolic
 from scopetrace._compat.tensors import (
     buffers_of,
+    extent_of,
     is_symbolic,
     parameters_of,
     passes_its_class,
@@ -208,11 +209,8 @@ def _replaced(tape: ProgramTape) -> set[str]:
 
 def _bytes_of(t: torch.Tensor) -> tuple[int, int, int]:
     """Where a tensor lies: its storage, the first byte of it, and the one after its last."""
-    start = t.storage_offset()
-    stop = (
-        start + 1 + sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True)) if t.numel() else start
-    )
-    return storage_id(t), int(start) * t.itemsize, int(stop) * t.itemsize
+    start = int(t.storage_offset())
+    return storage_id(t), start * t.itemsize, (start + extent_of(t)) * t.itemsize
 
 
 def _first_sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -229,8 +227,9 @@ def _first_sharing(tensors: Sequence[torch.Tensor]) -> list[int]:
             groups.append([i])
         end = storage, stop
     for group in groups:
+        first = min(group)
         for i in group:
-            found[i] = min(group)
+            found[i] = first
     return found
 
 

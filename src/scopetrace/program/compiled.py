@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 
 import torch
 
+from scopetrace._compat.tensors import extent_of
 from scopetrace.errors import CompiledGraphError
 from scopetrace.ir.tape import Output, Tape, Value
 
@@ -150,18 +151,13 @@ def _copied(pairs: list[tuple[Value, torch.Tensor]]) -> list[torch.Tensor]:
     if len({p.fake.dtype for p, _ in pairs}) > 1 or any(_overlaps(p.fake) for p, _ in pairs):
         return [v.clone() for _, v in pairs]
     start = min(p.offset for p, _ in pairs)
-    stop = max(p.offset + _extent(p.fake) for p, _ in pairs)
+    stop = max(p.offset + extent_of(p.fake) for p, _ in pairs)
     memory = pairs[0][1].new_empty(stop - start)
     views = [memory.as_strided(p.fake.size(), p.fake.stride(), p.offset - start) for p, _ in pairs]
     for view, (promise, value) in zip(views, pairs, strict=True):
         once = tuple(slice(0, 1) if s == 0 else slice(None) for s in promise.fake.stride())
         view[once].copy_(value[once])
     return views
-
-
-def _extent(fake: torch.Tensor) -> int:
-    steps = zip(fake.size(), fake.stride(), strict=True)
-    return sum((n - 1) * s for n, s in steps) + 1 if fake.numel() else 0
 
 
 def _overlaps(fake: torch.Tensor) -> bool:
