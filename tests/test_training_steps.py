@@ -844,7 +844,6 @@ FOLDED = """\
     %ones_like: f32[] = aten.ones_like(%mean, pin_memory=False, memory_format=torch.preserve_format)
     %expand: f32[5, 4] = aten.expand(%ones_like, [5, 4])
     %div: f32[5, 4] = aten.div.Scalar(%expand, 20)
-    torch._C._set_grad_enabled(False)
     %pow_2: f32[5, 4] = aten.pow.Tensor_Scalar(%tanh_2, 1.0)
     %mul: f32[5, 4] = aten.mul.Scalar(%pow_2, 2.0)
     %mul_1: f32[5, 4] = aten.mul.Tensor(%div, %mul)
@@ -1076,3 +1075,69 @@ def test_what_an_export_says_of_the_state_of_an_optimizer(tmp_path):
         tr.to_exported_program()
     with pytest.raises(st.ExportError, match=r"torch.onnx failed at addcdiv(.*\n)*.*export `tr.decompose\(\)`"):
         tr.to_onnx(tmp_path / "step.onnx")
+
+
+def saved_while(run):
+    """How many tensors autograd saves while `run` runs."""
+    found = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: found.append(t) or t, lambda t: t):
+        run()
+    return len(found)
+
+
+def test_a_call_keeps_nothing_of_what_backward_has_freed():
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 3))
+
+    def step(x):
+        logits = model(x)
+        loss = logits.logsumexp(1).mean()
+        loss.backward()
+        return loss, logits, loss.detach()
+
+    x = torch.randn(5, 4)
+    trace = st.trace(step, (x,))
+    assert str(trace).count("_set_grad_enabled") == 2  # off before the first op, and on again at the end
+    assert saved_while(lambda: trace(x)) == 0
+    loss, logits, detached = trace(x)
+    assert [t.requires_grad for t in (loss, logits, detached)] == [True, True, False]
+    for result in (loss, logits):
+        with pytest.raises(RuntimeError, match="Trying to backward through the graph a second time"):
+            result.sum().backward()
+    assert str(trace.write_back).splitlines()[-3:] == [
+        "result[0] = graph[3], its history freed by backward",
+        "result[1] = graph[4], its history freed by backward",
+        "result[2] = graph[5]",
+    ]
+
+
+def test_what_backward_has_not_freed_has_its_history():
+    model = torch.nn.Linear(4, 4)
+
+    def step(x):
+        hidden = model(x)
+        other = hidden.detach().requires_grad_()
+        other.tanh().sum().backward()
+        return hidden, (model.weight * 2).sum()
+
+    x = torch.randn(5, 4)
+    trace = st.trace(step, (x,))
+    for run in (step, trace):
+        model.zero_grad()
+        hidden, penalty = run(x)
+        (hidden.sum() + penalty).backward()
+        torch.testing.assert_close(model.weight.grad, x.sum(0).expand(4, 4) + 2)
+
+
+@pytest.mark.parametrize("way", ["retain_graph", "create_graph"])
+def test_a_graph_that_is_kept_can_be_differentiated_again(way):
+    weight = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def step(x):
+        loss = (weight * weight * x).sum()
+        (gradient,) = torch.autograd.grad(loss, weight, **{way: True})
+        return loss, gradient
+
+    x = torch.tensor([3.0, 5.0])
+    loss, _ = st.trace(step, (x,))(x)
+    loss.backward()
+    assert weight.grad.tolist() == [6.0, 20.0]

@@ -22,6 +22,7 @@ from scopetrace.containers.structure import leaves, map_structure
 from scopetrace.functionalization import write_back
 from scopetrace.functionalization.alias_set import AliasSet, ViewMeta, with_history
 from scopetrace.functionalization.copier import TapeCopier
+from scopetrace.functionalization.freed_history import leave_out_freed_history
 from scopetrace.functionalization.refusals import draws_differ, refusal, refuse_overlap, verify_pure
 from scopetrace.ir.leaf_reads import note_leaf
 from scopetrace.ir.tape import (
@@ -80,6 +81,8 @@ class Functionalizer(TapeCopier):
         self.new.outputs = map_structure(lambda v: self.read(v, edge), self.old.outputs, Value)
         results = [*(self.new.returned or ()), *(w.value for w in self.new.attribute_writes)]
         self._finish([v for v in results if isinstance(v, Value)])
+        if self.old.backwards:
+            leave_out_freed_history(self.old, self.new)
         verify_pure(self.new)
         return self.new
 

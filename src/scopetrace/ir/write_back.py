@@ -61,13 +61,16 @@ class FromGraph:
     """The strides that the result has in eager, in elements; None for those that the value has."""
     copy: int = 0
     """0 for the value itself. Results that share memory in the graph but not in eager are copies 1, 2, ... of it."""
+    freed: bool = False
+    """Whether it requires grad, but the program has differentiated through its history, which autograd has freed."""
 
     def __hash__(self) -> int:
         return hash((self.index, self.copy))  # without the strides: symbolic ones have no hash
 
     def __str__(self) -> str:
         layout = f" with strides [{', '.join(map(str, self.stride))}]" if self.stride is not None else ""
-        return f"graph[{self.index}]{layout}{', copied' if self.copy else ''}"
+        copied = ", copied" if self.copy else ""
+        return f"graph[{self.index}]{layout}{copied}{', its history freed by backward' if self.freed else ''}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -234,7 +237,10 @@ class WriteBack(Printed):
                     once = _once(target.stride())
                     target[once].copy_(value[once]) if once else target.copy_(value)
         for source in (*self.results, *self.bound):
-            resolver.results.append(None if source is None else resolver.get(source))
+            result = None if source is None else resolver.get(source)
+            if isinstance(source, FromGraph) and source.freed:
+                _mark_freed(result)
+            resolver.results.append(result)
         return resolver.results
 
     def inputs_left_behind(self) -> set[str]:
@@ -333,6 +339,30 @@ class _Tensors(Resolver[torch.Tensor]):
 
     def view(self, base: torch.Tensor, step: ViewStep | StridedStep) -> torch.Tensor:
         return step(base, self.number)
+
+
+class _Freed(torch.autograd.Function):
+    """What a result requires grad by where the history that led to it is freed."""
+
+    @staticmethod
+    def forward(ctx: Any, result: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise RuntimeError(
+            "Trying to backward through the graph a second time: the traced program has called backward(), or "
+            "torch.autograd.grad(), which freed it, and a call keeps none of it. Give retain_graph=True there, and "
+            "trace again, if you need to backward through it once more"
+        )
+
+
+def _mark_freed(result: torch.Tensor) -> None:
+    """Let a result require grad, by a history that nobody can go back through."""
+    if not result.requires_grad:  # it does where an edited graph runs it under autograd
+        with torch.enable_grad():
+            _Freed.apply(result, torch.empty(0, requires_grad=True))
 
 
 def resolved(x: Any, number: Number) -> Any:

@@ -358,7 +358,7 @@ class FxLowering:
 
         Back to the mode of the call before any op.
         """
-        is_outer = op.grad == self.tape.outer_grad and op.kind != "placeholder"
+        is_outer = op.grad == self.tape.outer_grad and op.kind not in ("placeholder", "get_attr")
         if is_outer or any(map(self._may_require_grad, op.inputs())):
             self._switch_grad(op.grad)
 

@@ -81,12 +81,15 @@ Program = TypeVar("Program", bound=ProgramTape)
 
 
 def functional_tape(recorded: RecordedTape) -> FunctionalTape:
-    """The same program without an op that writes. It shares the ops of `recorded` where none of them writes.
+    """The same program without an op that writes.
+
+    It shares the ops of `recorded` where none of them writes, and autograd has freed none of them.
 
     Raises FunctionalizationError for what no functional op says.
     """
     with garbage_collector_off():
-        tape = Functionalizer(recorded).run() if recorded.has_writes() else FunctionalTape.of(recorded)
+        is_as_recorded = not (recorded.differentiated() or recorded.has_writes())
+        tape = FunctionalTape.of(recorded) if is_as_recorded else Functionalizer(recorded).run()
     if checks_enabled():
         verify(tape, "functionalization")
     return tape

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from scopetrace._compat.gradients import current_node, nodes_of, sequence_number
-from scopetrace._compat.ops import unwrapped
+from scopetrace._compat.ops import in_transform, unwrapped
 from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, flat
 from scopetrace.record.builder import TapeBuilder, ValueTable
 
@@ -95,7 +95,8 @@ class PhaseRecorder:
             if not keeps_graph:
                 self._builder.differentiated.add(number)
             if isinstance(op, Op):
-                tape.backwards[-1].append(BackwardNode(op, len(tape.ops), has_saved, not keeps_graph))
+                freed = not (keeps_graph or in_transform())  # a transform frees the graph of its own level
+                tape.backwards[-1].append(BackwardNode(op, len(tape.ops), has_saved, freed))
             pairs = zip(found, after, strict=True)
             self._ended = number, {id(t): target for t, (target, _) in pairs if isinstance(t, torch.Tensor)}
 

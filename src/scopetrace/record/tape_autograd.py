@@ -271,7 +271,7 @@ class TapeAutograd:
             found: list[Value | None] = []
             if any(g is not None for g in own):
                 found = self._of_op(op, inputs, results, own, needs)
-            tape.backwards[-1].append(BackwardNode(op, len(tape.ops), False, not keeps_graph))
+            tape.backwards[-1].append(BackwardNode(op, len(tape.ops), False, not (keeps_graph or in_transform())))
             if not keeps_graph:
                 self._done.add(op)
             for v, g in zip([v for v, n in zip(inputs, needs, strict=True) if n], found, strict=False):
