@@ -317,6 +317,69 @@ def test_a_second_call_is_refused_where_the_program_depends_on_the_first(step, e
         torch.testing.assert_close(tr(X), X + 1)
 
 
+class Counted:
+    """A count that methods of its own, under decorators or as a property, and a nested function read."""
+
+    def __init__(self):
+        self.k = 1
+
+    def plain(self):
+        self.k += 1
+        return self.k
+
+    @torch.no_grad()
+    def decorated(self):
+        self.k += 1
+        return self.k
+
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)
+    def twice_decorated(self):
+        self.k += 1
+        return self.k
+
+    @property
+    def as_property(self):
+        self.k += 1
+        return self.k
+
+    @torch.no_grad()
+    def only_counts(self):
+        self.k += 1
+        return 2
+
+
+def nested(counted):
+    def count(c):
+        c.k += 1
+        return c.k
+
+    return count(counted)
+
+
+@pytest.mark.parametrize(
+    ("count", "baked_in"),
+    [
+        (lambda c: c.plain(), True),
+        (lambda c: c.decorated(), True),
+        (lambda c: c.twice_decorated(), True),
+        (lambda c: c.as_property, True),
+        (nested, True),
+        (lambda c: c.only_counts(), False),
+    ],
+    ids=["plain", "decorated", "twice decorated", "property", "nested", "only counts"],
+)
+def test_a_count_that_a_decorated_method_a_property_or_a_nested_function_reads(count, baked_in):
+    counted = Counted()
+    tr = st.trace(lambda x: x * count(counted), (X,))
+    torch.testing.assert_close(tr(X), X * 2)
+    if baked_in:
+        with pytest.raises(st.errors.SideEffectError, match=r"counted\.k was 1 and became 2"):
+            tr(X)
+    else:
+        torch.testing.assert_close(tr(X), X * 2)
+
+
 def test_the_error_names_the_effect_the_line_and_the_way_out():
     tr = st.trace(Net(counts), (X,))
     torch.testing.assert_close(tr(X), X)

@@ -390,14 +390,12 @@ def _of_change(
     change: Change, functions: list[types.FunctionType], calls: list[Call], at: dict[int, Call]
 ) -> SideEffect:
     kind = change.holder if isinstance(change.holder, type) else type(change.holder)
-    methods = _codes_of(kind)
     line, reads = None, change.is_draw or change.key[1:] in READ_BY_A_CALL or _read_by_torch(kind, {change.key[1:]})
     is_child = isinstance(change.old, torch.nn.Module) or isinstance(change.new, torch.nn.Module)
     finds_all = is_child and (_read_by_torch(kind, _CHILDREN) or any(map(_finds_children, functions)))
     writer = None
     for function in functions:
-        is_of_class = change.holder is None or function.__code__ in methods
-        foreign = change.key[0] == "." and not is_of_class and "." in function.__qualname__
+        foreign = change.key[0] == "." and change.holder is not None and _is_method_of_other(function, kind)
         use = uses(function, change.key, foreign_self=foreign)
         reads = reads or use.reads
         if line is None and use.lines:
@@ -406,6 +404,14 @@ def _of_change(
     call = at.get(id(change.holder)) or _caller(writer, calls)
     baked_in = finds_all or (reads and not is_memo)
     return SideEffect(change.name, short(change.old), short(change.new), call.scope.path, line, baked_in)
+
+
+def _is_method_of_other(function: types.FunctionType, kind: type) -> bool:
+    """Whether a function is a method of a class that `kind` does not inherit from, whatever decorators it has there."""
+    owner = function.__qualname__.rpartition(".")[0]
+    if not owner or owner.endswith("<locals>") or any(base.__qualname__ == owner for base in kind.__mro__):
+        return False
+    return function.__code__ not in _codes_of(kind)
 
 
 def _codes_of(kind: Any) -> set[types.CodeType]:
