@@ -237,6 +237,18 @@ def draws_from_a_new_generator(self, x):
     return x * float(numpy.random.default_rng(3).random() + numpy.random.default_rng().random())
 
 
+def shuffles(self, x):
+    order = [0, 1]
+    random.shuffle(order)
+    return x[order]
+
+
+def shuffles_by_numpy(self, x):
+    order = numpy.arange(2)
+    numpy.random.shuffle(order)
+    return x[order.tolist()]
+
+
 def reads_a_clock(self, x):
     return x * time.time()
 
@@ -281,6 +293,8 @@ CASES = [
     (draws_and_forgets, ["random.random() gave 0."], False),
     (draws_from_numpy, ["numpy.random.rand() gave 0."], True),
     (draws_from_a_new_generator, ["numpy.random.default_rng() gave a Generator"], True),
+    (shuffles, ["random.shuffle() gave None"], True),
+    (shuffles_by_numpy, ["numpy.random.shuffle() gave None"], True),
     (reads_a_clock, ["time.time() gave 1"], True),
     (reads_an_imported_clock, ["time.perf_counter() gave "], True),
     (prints, ["print() gave None"], False),

@@ -443,7 +443,8 @@ def _caller(code: types.CodeType | None, calls: list[Call]) -> Call:
 def _of_draw(draw: Draw, functions: list[types.FunctionType]) -> SideEffect:
     frames = walk_frames(draw.frames)
     called = draw.name.removesuffix("()").rpartition(".")[2]
-    kept = kept_in(*frames[-1], called) if draw.baked_in and frames else None
+    returns = draw.value is not None  # as random.shuffle does not, whose draw is in its argument
+    kept = kept_in(*frames[-1], called) if draw.baked_in and returns and frames else None
     baked_in = draw.baked_in and (kept is None or not are_only_shown(kept, functions))
     return SideEffect(draw.name, "", short(draw.value), draw.module, user_line(frames), baked_in)
 
