@@ -363,6 +363,36 @@ class Counted:
         return 2
 
 
+class OfOthers:
+    """Reads the count of an object that is given to it, or that it delegates to."""
+
+    def __init__(self, counted):
+        self.counted = counted
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["counted"], name)
+
+    def delegated(self):
+        self.counted.plain()
+        return self.k
+
+    @staticmethod
+    def static(counted):
+        counted.k += 1
+        return counted.k
+
+
+class OfItsOwn:
+    """Has another count of the same name."""
+
+    def __init__(self):
+        self.k = 2
+
+    def read(self, counted):
+        counted.only_counts()
+        return self.k
+
+
 def nested(counted):
     def count(c):
         c.k += 1
@@ -379,11 +409,14 @@ def nested(counted):
         (lambda c: c.twice_decorated(), True),
         (lambda c: c.as_property, True),
         (nested, True),
+        (OfOthers.static, True),
+        (lambda c: OfOthers(c).delegated(), True),
         (lambda c: c.only_counts(), False),
+        (OfItsOwn().read, False),
     ],
-    ids=["plain", "decorated", "twice decorated", "property", "nested", "only counts"],
+    ids=["plain", "decorated", "twice", "property", "nested", "static", "delegated", "only counts", "another"],
 )
-def test_a_count_that_a_decorated_method_a_property_or_a_nested_function_reads(count, baked_in):
+def test_a_count_that_some_function_reads(count, baked_in):
     counted = Counted()
     tr = st.trace(lambda x: x * count(counted), (X,))
     torch.testing.assert_close(tr(X), X * 2)
