@@ -237,6 +237,18 @@ def draws_from_a_new_generator(self, x):
     return x * float(numpy.random.default_rng(3).random() + numpy.random.default_rng().random())
 
 
+def shuffles(self, x):
+    order = [0, 1]
+    random.shuffle(order)
+    return x[order]
+
+
+def shuffles_by_numpy(self, x):
+    order = numpy.arange(2)
+    numpy.random.shuffle(order)
+    return x[order.tolist()]
+
+
 def reads_a_clock(self, x):
     return x * time.time()
 
@@ -281,6 +293,8 @@ CASES = [
     (draws_and_forgets, ["random.random() gave 0."], False),
     (draws_from_numpy, ["numpy.random.rand() gave 0."], True),
     (draws_from_a_new_generator, ["numpy.random.default_rng() gave a Generator"], True),
+    (shuffles, ["random.shuffle() gave None"], True),
+    (shuffles_by_numpy, ["numpy.random.shuffle() gave None"], True),
     (reads_a_clock, ["time.time() gave 1"], True),
     (reads_an_imported_clock, ["time.perf_counter() gave "], True),
     (prints, ["print() gave None"], False),
@@ -315,6 +329,102 @@ def test_a_second_call_is_refused_where_the_program_depends_on_the_first(step, e
             tr(X)
     else:
         torch.testing.assert_close(tr(X), X + 1)
+
+
+class Counted:
+    """A count that methods of its own, under decorators or as a property, and a nested function read."""
+
+    def __init__(self):
+        self.k = 1
+
+    def plain(self):
+        self.k += 1
+        return self.k
+
+    @torch.no_grad()
+    def decorated(self):
+        self.k += 1
+        return self.k
+
+    @torch.no_grad()
+    @torch.autocast("cpu", enabled=False)
+    def twice_decorated(self):
+        self.k += 1
+        return self.k
+
+    @property
+    def as_property(self):
+        self.k += 1
+        return self.k
+
+    @torch.no_grad()
+    def only_counts(self):
+        self.k += 1
+        return 2
+
+
+class OfOthers:
+    """Reads the count of an object that is given to it, or that it delegates to."""
+
+    def __init__(self, counted):
+        self.counted = counted
+
+    def __getattr__(self, name):
+        return getattr(self.__dict__["counted"], name)
+
+    def delegated(self):
+        self.counted.plain()
+        return self.k
+
+    @staticmethod
+    def static(counted):
+        counted.k += 1
+        return counted.k
+
+
+class OfItsOwn:
+    """Has another count of the same name."""
+
+    def __init__(self):
+        self.k = 2
+
+    def read(self, counted):
+        counted.only_counts()
+        return self.k
+
+
+def nested(counted):
+    def count(c):
+        c.k += 1
+        return c.k
+
+    return count(counted)
+
+
+@pytest.mark.parametrize(
+    ("count", "baked_in"),
+    [
+        (lambda c: c.plain(), True),
+        (lambda c: c.decorated(), True),
+        (lambda c: c.twice_decorated(), True),
+        (lambda c: c.as_property, True),
+        (nested, True),
+        (OfOthers.static, True),
+        (lambda c: OfOthers(c).delegated(), True),
+        (lambda c: c.only_counts(), False),
+        (OfItsOwn().read, False),
+    ],
+    ids=["plain", "decorated", "twice", "property", "nested", "static", "delegated", "only counts", "another"],
+)
+def test_a_count_that_some_function_reads(count, baked_in):
+    counted = Counted()
+    tr = st.trace(lambda x: x * count(counted), (X,))
+    torch.testing.assert_close(tr(X), X * 2)
+    if baked_in:
+        with pytest.raises(st.errors.SideEffectError, match=r"counted\.k was 1 and became 2"):
+            tr(X)
+    else:
+        torch.testing.assert_close(tr(X), X * 2)
 
 
 def test_the_error_names_the_effect_the_line_and_the_way_out():

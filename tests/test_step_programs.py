@@ -250,6 +250,58 @@ def test_an_optimizer_of_a_user_keeps_its_state():
     assert_like_eager(step_of, warm)
 
 
+class Counting(Descent):
+    """One whose steps get smaller by a number of Python, in its state of each parameter, of its own, or shared."""
+
+    def __init__(self, params, place):
+        super().__init__(params)
+        self.place, self.n = place, 0
+        self.state["n"] = 0
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["n"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.n += 1
+        self.state["n"] += 1
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["n"] += 1
+            n = {"state": self.state[p]["n"], "self": self.n, "shared": self.state["n"]}[self.place]
+            p.sub_(p.grad, alpha=0.1 / n)
+
+
+class CountingForNobody(Descent):
+    def __init__(self, params):
+        super().__init__(params)
+        self.state["n"] = 0
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.state["n"] += 1
+        for p in self.param_groups[0]["params"]:
+            p.sub_(p.grad, alpha=0.1)
+
+
+@pytest.mark.parametrize("place", ["state", "self", "shared"])
+def test_a_step_that_depends_on_a_count_of_the_optimizer_is_right_for_one_call(place):
+    model = Net()
+    trace = st.trace(step_of(model, Counting(model.parameters(), place)), batches()[0])
+    trace(*batches()[0])
+    with pytest.raises(st.errors.SideEffectError, match=r"right for one call only.*n.* was 0 and became 1"):
+        trace(*batches()[1])
+
+
+def test_a_count_of_the_optimizer_on_which_no_step_depends():
+    torch.manual_seed(0)
+    model = Net()
+    twin = copy.deepcopy(model)
+    trace = st.trace(step_of(model, CountingForNobody(model.parameters())), batches()[0])
+    eager = step_of(twin, CountingForNobody(twin.parameters()))
+    for args in batches():
+        assert equal(trace(*args)[0], eager(*args)[0])
+    assert all(map(equal, model.parameters(), twin.parameters()))
+
+
 def test_gradients_that_are_set_to_zero_are_there_before():
     def make(model, optimizer):
         def step(x, y):

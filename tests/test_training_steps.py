@@ -236,6 +236,59 @@ def test_the_gradient_of_a_leaf_that_the_step_makes(run):
     assert all(map(equal, [*found, x, p.grad], [*expected, y, q.grad]))
 
 
+def on_from_here(model, x):
+    x.requires_grad_(True)
+    model(x).square().sum().backward()
+
+
+def on_by_attribute_and_read(model, x):
+    x.requires_grad = True
+    model(x).square().sum().backward()
+    return x.grad.sign()
+
+
+def on_and_off(model, x):
+    x.requires_grad_(True)
+    model(x).square().sum().backward()
+    gradient, x.grad = x.grad, None
+    x.requires_grad_(False)
+    (model(x + 0.1 * gradient.sign()) * x).sum().backward()
+    return gradient, x.requires_grad
+
+
+def off_before_backward(model, x):
+    x.requires_grad_(True)
+    loss = model(x).square().sum()
+    x.requires_grad_(False)
+    loss.backward()
+    return x.grad is None
+
+
+def penalty(model, x):
+    x.requires_grad_(True)
+    out = model(x)
+    (gradient,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    (out.square().sum() + gradient.square().sum()).backward()
+    x.requires_grad_(False)
+    return gradient.detach()
+
+
+@pytest.mark.parametrize("run", [on_from_here, on_by_attribute_and_read, on_and_off, off_before_backward, penalty])
+def test_an_input_that_the_step_makes_require_grad(run):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 4)
+    trace = st.trace(lambda x: run(model, x), (x,))
+    for _ in range(3):
+        x = torch.randn(2, 4)
+        y = x.clone()
+        found, expected = (torch.utils._pytree.tree_leaves(out) for out in (trace(x), run(twin, y)))
+        same = [equal(a, b) if isinstance(a, torch.Tensor) else a is b for a, b in zip(found, expected, strict=True)]
+        assert all(same) and equal(x.grad, y.grad)
+        assert all(equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
 def test_hooks_run_as_part_of_the_program():
     def make(model):
         model.a.weight.register_hook(lambda g: g * 3)

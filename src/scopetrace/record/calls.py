@@ -356,9 +356,11 @@ class CallRecorder:
             self.flags.set(t, required)
             return
         if self._values.is_outside(t) and not (required and not requires_grad_of(t)):
-            if not required and requires_grad_of(t):
+            if not required and next((v.requires_grad for v in self._builder.tape.inputs if v.fake is t), True):
                 self._refuse_flag("sets requires_grad of an input to False", "requires_grad")
             self._reads.on_requires_grad(t)  # in another call it may change something
+        elif self._values.is_outside(t):
+            self._builder.expect_no_tape("the forward sets requires_grad of an input")
         if not required:
             if requires_grad_of(t) and any(v.autograd_placeholder for v in self._values.names_of(t)):
                 self._refuse_flag("sets requires_grad of a tensor that it computed to False", "requires_grad")

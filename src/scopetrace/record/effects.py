@@ -47,7 +47,7 @@ from scopetrace.ir.side_effects import SideEffect
 from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value, recorded_ops
 from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
 from scopetrace.record.builder import TapeBuilder, ValueTable
-from scopetrace.record.code import Reach, functions_of, is_users, is_users_class, names_of
+from scopetrace.record.code import Reach, functions_of, is_installed, is_users, is_users_class, names_of
 from scopetrace.record.model import READ_BY_A_CALL, Change, Model, Snapshot, Words, holds_fake, same, short
 from scopetrace.record.uses import are_only_shown, kept_in, uses
 
@@ -390,14 +390,12 @@ def _of_change(
     change: Change, functions: list[types.FunctionType], calls: list[Call], at: dict[int, Call]
 ) -> SideEffect:
     kind = change.holder if isinstance(change.holder, type) else type(change.holder)
-    methods = _codes_of(kind)
     line, reads = None, change.is_draw or change.key[1:] in READ_BY_A_CALL or _read_by_torch(kind, {change.key[1:]})
     is_child = isinstance(change.old, torch.nn.Module) or isinstance(change.new, torch.nn.Module)
     finds_all = is_child and (_read_by_torch(kind, _CHILDREN) or any(map(_finds_children, functions)))
-    writer = None
+    writer, of_object = None, change.key[0] == "." and change.holder is not None and not _delegate(functions)
     for function in functions:
-        is_of_class = change.holder is None or function.__code__ in methods
-        foreign = change.key[0] == "." and not is_of_class and "." in function.__qualname__
+        foreign = of_object and _is_method_of_other(function, kind)
         use = uses(function, change.key, foreign_self=foreign)
         reads = reads or use.reads
         if line is None and use.lines:
@@ -406,6 +404,20 @@ def _of_change(
     call = at.get(id(change.holder)) or _caller(writer, calls)
     baked_in = finds_all or (reads and not is_memo)
     return SideEffect(change.name, short(change.old), short(change.new), call.scope.path, line, baked_in)
+
+
+def _delegate(functions: list[types.FunctionType]) -> bool:
+    """Whether an object may have attributes of another by code of users, so that its `self.n` is that one's."""
+    found = [f for f in functions if f.__name__ in ("__getattr__", "__getattribute__")]
+    return not all(map(is_installed, found))
+
+
+def _is_method_of_other(function: types.FunctionType, kind: type) -> bool:
+    """Whether a function is a method of a class that `kind` does not inherit from, whatever decorators it has there."""
+    owner = function.__qualname__.rpartition(".")[0]
+    if not owner or owner.endswith("<locals>") or any(base.__qualname__ == owner for base in kind.__mro__):
+        return False
+    return function.__code__ not in _codes_of(kind)
 
 
 def _codes_of(kind: Any) -> set[types.CodeType]:
@@ -437,7 +449,8 @@ def _caller(code: types.CodeType | None, calls: list[Call]) -> Call:
 def _of_draw(draw: Draw, functions: list[types.FunctionType]) -> SideEffect:
     frames = walk_frames(draw.frames)
     called = draw.name.removesuffix("()").rpartition(".")[2]
-    kept = kept_in(*frames[-1], called) if draw.baked_in and frames else None
+    returns = draw.value is not None  # as random.shuffle does not, whose draw is in its argument
+    kept = kept_in(*frames[-1], called) if draw.baked_in and returns and frames else None
     baked_in = draw.baked_in and (kept is None or not are_only_shown(kept, functions))
     return SideEffect(draw.name, "", short(draw.value), draw.module, user_line(frames), baked_in)
 

@@ -77,10 +77,10 @@ class FlagRecorder:
 
     def without_frozen(self, by: list[torch.Tensor]) -> list[torch.Tensor]:
         """Those of the leaves of autograd's graph into whose `grad` it adds now."""
-        frozen = {id(e.value.fake): e for e in self._flagged.values() if not requires_grad_of(e.tensor)}
-        found = [t for t in by if id(t) not in frozen]
-        late = [frozen[id(t)] for t in by if id(t) in frozen]
-        if late and (not found or any(map(any, hooks_of(*(e.tensor for e in late))))):
+        real = {id(e.value.fake): e.tensor for e in self._flagged.values()}
+        found = [t for t in by if requires_grad_of(real.get(id(t), t))]
+        late = [t for leaf in by if not requires_grad_of(t := real.get(id(leaf), leaf))]
+        if late and (not found or any(map(any, hooks_of(*late)))):
             self._refuse(
                 "the forward freezes tensors with hooks, or all that requires grad, between what was computed from "
                 "them and its backward",

@@ -47,6 +47,7 @@ from scopetrace.record.optimizers import (
     setting_of,
     settings_of,
     state_of,
+    state_tensors,
     tensors_of,
 )
 from scopetrace.record.phases import OTHER, PhaseRecorder
@@ -448,10 +449,8 @@ class GradientRecorder:
         for p, state in made.items():
             optimizer.state[p] = state
             self._model.snapshot.accept(optimizer.state, p)
-        for p, state in optimizer.state.items():
-            for key, x in state.items():
-                if isinstance(x, torch.Tensor):
-                    self._model.name_state(x, p, str(key))
+        for p, key, x in state_tensors(optimizer):
+            self._model.name_state(x, p, key)
 
     def on_scaled_step(
         self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor], step: Callable[[], Any]
@@ -459,9 +458,9 @@ class GradientRecorder:
         """A scaler lets an optimizer step where gradients are finite: its ops run, and take back what they wrote."""
         if not self._is_made_inside(optimizer):  # else its state is not there before the step, and not after the call
             self._make_state(optimizer)
-        settings = (setting_of(optimizer, i, key) for i, key in settings_of(optimizer))
-        owned = [*optimizer.state.values(), {"settings": list(settings)}]
-        state = [x for values in owned for x in leaves(list(values.values()), torch.Tensor)]
+        settings = [setting_of(optimizer, i, key) for i, key in settings_of(optimizer)]
+        kept = [list(x.values()) if isinstance(x, dict) else x for x in optimizer.state.values()]
+        state = leaves([kept, settings], torch.Tensor)
         tensors = [*(p for group in optimizer.param_groups for p in group["params"]), *state]
         with self._of_optimizer(optimizer), torch.no_grad():
             skips = {d: torch.stack([n.to(d) for n in found]).sum() != 0 for d in {t.device for t in tensors}}

@@ -30,8 +30,13 @@ def setting_of(optimizer: torch.optim.Optimizer, i: int, key: str) -> Any:
 def tensors_of(optimizer: torch.optim.Optimizer) -> list[int]:
     """Which parameters and tensors of its state an optimizer has, by their ids."""
     params = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    state = [x for state in optimizer.state.values() for x in state.values()]
-    return [*params, *(id(x) for x in state if isinstance(x, torch.Tensor))]
+    return [*params, *(id(x) for _, _, x in state_tensors(optimizer))]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[tuple[Any, str, torch.Tensor]]:
+    """The tensors of an optimizer's state, each with its key there, which is mostly a parameter, and its name below."""
+    entries = [(p, state if isinstance(state, dict) else {"": state}) for p, state in optimizer.state.items()]
+    return [(p, str(k), x) for p, state in entries for k, x in state.items() if isinstance(x, torch.Tensor)]
 
 
 def are_held(places: Sequence[tuple[torch.nn.Module, str, torch.Tensor]]) -> bool:
@@ -46,8 +51,7 @@ def has_gradient(t: torch.Tensor, gradient: torch.Tensor) -> bool:
 
 def state_of(optimizer: torch.optim.Optimizer) -> dict[tuple[int, str], int]:
     """The tensors of an optimizer's state: by the id of the parameter and the name, their ids."""
-    entries = [(p, key, x) for p, state in optimizer.state.items() for key, x in state.items()]
-    return {(id(p), key): id(x) for p, key, x in entries if isinstance(x, torch.Tensor)}
+    return {(id(p), key): id(x) for p, key, x in state_tensors(optimizer)}
 
 
 def new_state(optimizer: torch.optim.Optimizer, params: Sequence[torch.Tensor]) -> dict[torch.Tensor, dict[str, Any]]:

@@ -54,8 +54,8 @@ class Uses(NamedTuple):
 def uses(function: types.FunctionType, key: str, *, foreign_self: bool = False) -> Uses:
     """How a function uses a variable `n`, a parameter `n=` or an attribute `.n`.
 
-    `foreign_self`: the function is a method of another class than that with the attribute, so that its `self.n` is
-    another one.
+    `foreign_self`: the function is of another class than that with the attribute, so that its `self.n` is another one,
+    unless it is a static method, whose first parameter has another name.
     """
     code, name = function.__code__, key.strip(".=")
     if not _mentions(code, name):
@@ -63,7 +63,7 @@ def uses(function: types.FunctionType, key: str, *, foreign_self: bool = False) 
     tree = _tree(code)
     if tree is None:
         return Uses([code.co_firstlineno], True)
-    own = code.co_varnames[0] if foreign_self and code.co_argcount else None
+    own = "self" if foreign_self and code.co_varnames[:1] == ("self",) else None
     variable = key[:1] != "." and (key[-1:] == "=") == (name in code.co_varnames)
     lines, reads = [], False
     for node, parents in _walk(tree, ()):
