@@ -47,9 +47,7 @@ def _gets_history(update: CopyInto, outside: dict[str, Value]) -> bool:
     return update.grad is not False and (isinstance(target, ViewOf) or outside[target.name].requires_grad_now)
 
 
-def _taken(
-    write_back: WriteBack, freed: list[bool], gets_history: Callable[[CopyInto], bool]
-) -> Iterator[FromGraph]:
+def _taken(write_back: WriteBack, freed: list[bool], gets_history: Callable[[CopyInto], bool]) -> Iterator[FromGraph]:
     """What the write-back takes from the graph, but for results that are freed."""
     sources: list[Source | None] = [*write_back.bound]
     sources += [u.value for u in write_back.updates if isinstance(u, SetTo)]

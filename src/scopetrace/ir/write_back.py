@@ -238,7 +238,7 @@ class WriteBack(Printed):
                     target[once].copy_(value[once]) if once else target.copy_(value)
         for source in (*self.results, *self.bound):
             result = None if source is None else resolver.get(source)
-            if isinstance(source, FromGraph) and source.freed:
+            if result is not None and isinstance(source, FromGraph) and source.freed:
                 _mark_freed(result)
             resolver.results.append(result)
         return resolver.results
