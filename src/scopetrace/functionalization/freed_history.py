@@ -42,7 +42,7 @@ def leave_out_freed_history(old: RecordedTape, new: FunctionalTape) -> None:
 
 
 def _gets_history(update: CopyInto, outside: dict[str, Value]) -> bool:
-    """Whether what is written, one of the tensors from outside by their names, requires grad after it for what it got."""
+    """Whether what is written, one of the tensors from outside by name, requires grad after it for what it got."""
     target = update.target
     return update.grad is not False and (isinstance(target, ViewOf) or outside[target.name].requires_grad_now)
 
