@@ -2,6 +2,7 @@
 
 import collections
 import copy
+import functools
 
 import pytest
 import torch
@@ -59,6 +60,26 @@ def views_of_results(m, x):
     return y, y[1:], y.unsqueeze(0)
 
 
+def energy(m, x):
+    return m.other(m.fc(x).tanh()).square().sum()
+
+
+def energy_and_forces(m, x):
+    e = energy(m, x)
+    return e, torch.autograd.grad(e, x, create_graph=True)[0]
+
+
+def loss_and_gradients(m, x):
+    loss = energy(m, x)
+    return loss, *torch.autograd.grad(loss, list(m.fc.parameters()), retain_graph=True)
+
+
+def penalized_and_counted(m, x):
+    e, forces = energy_and_forces(m, x.detach().requires_grad_())
+    m.count += e.detach()
+    return e + forces.norm()
+
+
 PROGRAMS = {
     "linear": lambda m, x: m.fc(x),
     "twice": lambda m, x: m.fc(m.fc(x).tanh()) + m.fc.weight[0],
@@ -78,6 +99,10 @@ PROGRAMS = {
     "loss": lambda m, x: F.cross_entropy(m.fc(x), torch.tensor([0, 1, 2, 3, 0])),
     "no_grad": lambda m, x: m.fc(x) + m.other(x).detach() + torch.no_grad()(m.other)(x),
     "checkpoint": lambda m, x: torch.utils.checkpoint.checkpoint(m.fc, x.sin(), use_reentrant=False).sin(),
+    "a function's derivative": lambda m, x: torch.func.grad(functools.partial(energy, m))(x),
+    "forces by an input": energy_and_forces,
+    "a loss and its gradients": loss_and_gradients,
+    "a penalty of forces, and a count": penalized_and_counted,
     "sort": lambda m, x: m.fc(x).sort(-1).values.cumsum(0)[::2].std(),
 }
 
@@ -185,6 +210,40 @@ def test_a_training_step_of_dynamic_sizes(name, partition_fn):
         assert torch.equal(found, eager(x, y))
         assert all(map(torch.equal, model.parameters(), twin.parameters()))
     assert all(isinstance(s.bytes, int | torch.SymInt) for s in split.saved)
+
+
+UPDATES = {
+    "parameters by hand": lambda model, loss, found: [
+        p.data.sub_(g) for p, g in zip(model.parameters(), found, strict=True)
+    ],
+    "grad by hand": lambda model, loss, found: [
+        setattr(p, "grad", g) for p, g in zip(model.parameters(), found, strict=True)
+    ],
+    "gradients as results": lambda model, loss, found: found,
+}
+
+
+@pytest.mark.parametrize("name", UPDATES)
+def test_a_step_that_calls_no_backward(name):
+    torch.manual_seed(0)
+    model, x = Net(), torch.randn(5, 4)
+    twin = copy.deepcopy(model)
+
+    def step_of(model):
+        def step(x):
+            loss = model(x).square().sum()
+            return UPDATES[name](model, loss, torch.autograd.grad(loss, list(model.parameters())))
+
+        return step
+
+    step, eager = step_of(model), step_of(twin)
+    split = st.trace(step, (x,)).split_backward()
+    assert not any("backward" in str(n.target) for n in split.forward.graph.nodes)
+    for found, expected in zip(split(x), eager(x), strict=True):
+        assert found is expected or torch.equal(found, expected)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q)
+        assert p.grad is q.grad or torch.equal(p.grad, q.grad)
 
 
 def test_a_step_of_micro_batches():

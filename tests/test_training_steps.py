@@ -684,6 +684,37 @@ def test_functions_and_checkpoints(model):
     assert all(call.backward_nodes for call in trace.calls if call.fqn in ("model", "model.block", "model.block.b"))
 
 
+class Keeps(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, kept, scale):
+        ctx.kept, ctx.scale = kept, scale
+        return x * scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        gradient = grad if ctx.scale == 1 else grad * ctx.scale
+        ctx.kept.append(gradient)
+        return gradient, None, None
+
+
+@pytest.mark.parametrize("scale", [1, 2])
+def test_a_gradient_that_a_function_keeps_is_not_that_of_the_parameter(scale):
+    def make(model):
+        def step(x):
+            kept = []
+            model.zero_grad()
+            F.linear(x, Keeps.apply(model.weight, kept, scale), Keeps.apply(model.bias, kept, scale)).sum().backward()
+            model.weight.grad.mul_(3)
+            for gradient in kept:
+                gradient.add_(1)
+            model.bias.grad += sum(gradient.sum() for gradient in kept)
+            return kept[0]
+
+        return step
+
+    run_beside_eager(make, torch.nn.Linear(4, 3), [(torch.randn(5, 4),) for _ in range(2)])
+
+
 def test_a_derivative_of_a_derivative():
     def make(model):
         def step(x):

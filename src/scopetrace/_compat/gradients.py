@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 import torch.autograd.graph
 import torch.utils.checkpoint
+from torch.autograd.function import BackwardCFunction
 from torch.nn.modules._functions import BackwardHookFunction
 
 from scopetrace._compat.ops import is_recording
@@ -237,6 +238,11 @@ current_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node of autograd's graph that runs now; None outside of a backward."""
 sequence_number: Callable[[Any], int] = operator.methodcaller("_sequence_nr")
 """The number of a node."""
+
+
+def is_function(node: Any) -> bool:
+    """Whether a node is of a `torch.autograd.Function`, so that Python computes its gradients."""
+    return isinstance(node, BackwardCFunction)
 
 
 def node_number(t: torch.Tensor) -> int:

@@ -71,7 +71,7 @@ NAMES = {
     "torch.amp:GradScaler": "_lazy_init_scale_growth_tracker _maybe_opt_step",
     "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
     "torch.autograd": "_engine_run_backward",
-    "torch.autograd.function": "_SingleLevelFunction",
+    "torch.autograd.function": "BackwardCFunction _SingleLevelFunction",
     "torch.autograd.graph": "_engine_run_backward",
     "torch.compiler": "_is_compiling_flag _is_exporting_flag",
     "torch.fx._symbolic_trace": "is_fx_tracing",

@@ -429,7 +429,8 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
             found = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
             if found is not NotImplemented:
                 return found
-            args, kwargs = pytree.tree_map_only(torch.Tensor, observer.on_applied, (args, kwargs))
+            tell = lambda x: observer.on_applied(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
+            args, kwargs = tuple(map(tell, args)), {key: tell(x) for key, x in kwargs.items()}  # the same lists
         applying += 1
         try:
             return outer.__get__(None, cls)(*args, **kwargs)

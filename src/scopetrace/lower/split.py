@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from scopetrace.errors import ArgumentTypeError, DynamicShapeError, ModeError, S
 from scopetrace.ir.conditions import DynamicInput, SizeRules
 from scopetrace.ir.scopes import scope
 from scopetrace.ir.tape import Phase, RecordedTape
+from scopetrace.ir.write_back import CopyInto, StateRef
 from scopetrace.lower.result_nodes import ResultNodes, write_back_of
 from scopetrace.program.graph import (
     call_position,
@@ -191,7 +192,9 @@ def split_backward(
             "functorch.compile.min_cut_rematerialization_partition"
         )
     program = program.without_regions().functional()
-    joint = _joint_of_step(program) if _is_step(program) else _joint_of_forward(program, decompositions)
+    late = _late(program)
+    joint = None if _is_step(program, late) else _joint_of_forward(program, decompositions, is_needed=not late)
+    joint = joint or _joint_of_step(program, late)
     for node in joint.module.graph.find_nodes(op="call_function", target=set_grad_enabled):
         joint.module.graph.erase_node(node)
     forward, backward = partition_fn(joint.module, joint.examples, num_fwd_outputs=joint.results)
@@ -244,7 +247,7 @@ def _refuse_unbacked(program: TracedProgram) -> None:
             raise DynamicShapeError(
                 "split_backward() of a forward with sizes that depend on data",
                 op=str(node.target),
-                hint="compute with a mask, or split a training step",
+                hint="compute with a mask, or split a training step that calls backward()",
             )
 
 
@@ -274,8 +277,27 @@ def _dynamic_shapes(program: TracedProgram, given: int, first: int) -> tuple[Any
     return tuple(found)
 
 
-def _is_step(program: TracedProgram) -> bool:
-    return any(phase_of(node) != "forward" for node in program.graph_module.graph.nodes)
+def _late(program: TracedProgram) -> set[torch.fx.Node]:
+    """What is not of the forward: ops of backward and of what follows, and all that reads them."""
+    late: set[torch.fx.Node] = set()
+    for node in program.graph_module.graph.nodes:
+        if phase_of(node) != "forward" or not late.isdisjoint(node.all_input_nodes):
+            late.add(node)
+    return late
+
+
+def _is_step(program: TracedProgram, late: Collection[torch.fx.Node]) -> bool:
+    """Whether the program differentiates for its effects: it changes a `grad`, or parameters by what it computed.
+
+    One that differentiates for its results is a forward, which can be differentiated again.
+    """
+    tape = program.tape
+    if tape.cleared or any(write.name == "grad" for write in tape.attribute_writes):
+        return True
+    outputs = _outputs(program.graph_module.graph)
+    written = [u for u in write_back_of(tape).updates if isinstance(u, CopyInto) and u.grad is False]
+    into = [u.target for u in written if outputs[u.value.index] in late]
+    return any(look_up(program.graph_module, t.name).requires_grad for t in into if isinstance(t, StateRef))
 
 
 def _outputs(graph: torch.fx.Graph) -> list[Any]:
@@ -343,11 +365,7 @@ def _tag(node: torch.fx.Node) -> str:
     return "is_backward" if node.target is operator.getitem else "must_be_in_backward"
 
 
-def _joint_of_step(program: TracedProgram) -> _Joint:
-    late: dict[torch.fx.Node, None] = {}
-    for node in program.graph_module.graph.nodes:
-        if phase_of(node) != "forward" or any(n in late for n in node.all_input_nodes):
-            late[node] = None
+def _joint_of_step(program: TracedProgram, late: Collection[torch.fx.Node]) -> _Joint:
     outputs = _outputs(program.graph_module.graph)
     early = [i for i, n in enumerate(outputs) if n not in late]
     order = [*early, *(i for i, n in enumerate(outputs) if n in late)]
@@ -357,7 +375,10 @@ def _joint_of_step(program: TracedProgram) -> _Joint:
     return _Joint(module, examples, primals, len(early), tuple(order.index(i) for i in range(len(outputs))))
 
 
-def _joint_of_forward(program: TracedProgram, decompositions: Mapping[Any, Any] | None) -> _Joint:
+def _joint_of_forward(
+    program: TracedProgram, decompositions: Mapping[Any, Any] | None, is_needed: bool
+) -> _Joint | None:
+    """None, or an error where it `is_needed`, for a program of which no result requires grad."""
     _refuse_unbacked(program)
     outputs = _outputs(program.graph_module.graph)
     module, primals = _lifted(program, list(program.graph_module.graph.nodes), outputs, {})
@@ -366,6 +387,8 @@ def _joint_of_forward(program: TracedProgram, decompositions: Mapping[Any, Any] 
     with factory.mode, torch.enable_grad():
         values = torch.fx.Interpreter(module).run(*examples)
     differentiable = [i for i, t in enumerate(values) if isinstance(t, torch.Tensor) and t.requires_grad]
+    if not differentiable and not is_needed:
+        return None
     if not all(isinstance(t, torch.Tensor) for t in values):
         raise DynamicShapeError(
             "split_backward() of a forward that gives a dynamic size as a result", hint="give tensors alone as results"

@@ -239,7 +239,8 @@ class GradientRecorder:
         """A gradient as autograd keeps it: nobody else has its memory, and it is laid out as the leaf."""
         sharing = self._values.sharing(gradient)
         of_forward = any(v.op.kind != "call_function" or v.op.phase is None for v in sharing)
-        shared = self._hooks_keep or of_forward or sharing[0].storage in self._taken
+        kept = self._hooks_keep or sharing[0].storage in self._phases.seen
+        shared = kept or of_forward or sharing[0].storage in self._taken
         order = dense_order(leaf) or list(range(leaf.dim()))
         if shared or dense_order(gradient) != order:
             gradient = gradient.permute(order).clone(memory_format=torch.contiguous_format)

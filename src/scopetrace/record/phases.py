@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from scopetrace._compat.gradients import current_node, nodes_of, sequence_number
+from scopetrace._compat.gradients import current_node, is_function, nodes_of, sequence_number
 from scopetrace._compat.ops import in_transform, unwrapped
 from scopetrace.ir.tape import BackwardNode, Op, Phase, Value, flat
 from scopetrace.record.builder import TapeBuilder, ValueTable
@@ -35,6 +35,8 @@ class PhaseRecorder:
         self._known: dict[tuple[int, str], Phase] = {}
         self._ended: tuple[int, dict[int, Any]] | None = None
         """The number of the node that ended last, and by the id of each gradient that it gave, where that goes to."""
+        self.seen: set[int] = set()
+        """The storages of gradients that a `Function.backward` got or gave, which it may keep."""
 
     @contextlib.contextmanager
     def backward(
@@ -89,14 +91,17 @@ class PhaseRecorder:
     def _on_end(self, node: Any, *, keeps_graph: bool) -> Any:
         number, after, tape = sequence_number(node), node.next_functions, self._builder.tape
         op = None if hasattr(node, "variable") else self._maker_of(number)
-        has_saved = number in self._builder.saving
+        has_saved, is_python = number in self._builder.saving, is_function(node)
 
-        def ended(found: Any, _: Any) -> None:
+        def ended(found: Any, given: Any) -> None:
             if not keeps_graph:
                 self._builder.differentiated.add(number)
             if isinstance(op, Op):
                 freed = not (keeps_graph or in_transform())  # a transform frees the graph of its own level
                 tape.backwards[-1].append(BackwardNode(op, len(tape.ops), has_saved, freed))
+            if is_python:
+                known = (self._values.by_id.get(id(t)) for t in (*found, *given))
+                self.seen.update([v.storage for v in known if v is not None])
             pairs = zip(found, after, strict=True)
             self._ended = number, {id(t): target for t, (target, _) in pairs if isinstance(t, torch.Tensor)}
 
