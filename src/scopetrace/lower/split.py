@@ -346,7 +346,10 @@ def _tag(node: torch.fx.Node) -> str:
 def _joint_of_step(program: TracedProgram) -> _Joint:
     late: dict[torch.fx.Node, None] = {}
     for node in program.graph_module.graph.nodes:
-        if phase_of(node) != "forward" or any(n in late for n in node.all_input_nodes):
+        is_own = (
+            phase_of(node) != "forward" and node.target is not torch.ops.aten.sym_size.int
+        )  # a size may be one of the forward
+        if is_own or any(n in late for n in node.all_input_nodes):
             late[node] = None
     outputs = _outputs(program.graph_module.graph)
     early = [i for i, n in enumerate(outputs) if n not in late]
