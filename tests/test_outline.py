@@ -707,6 +707,11 @@ def test_numbers_made_inside_and_used_outside_are_refused():
         st.trace(Counted(), (X,)).outline(Counted.Count)
 
 
+def test_a_number_as_the_result_of_the_traced_function_is_refused():
+    with pytest.raises(st.OutlineError, match=r"a number that is made in this call, is used outside.*leave Count out"):
+        st.trace(Counted.Count(), (X,)).outline("*")
+
+
 def test_repeated_leaves_out_calls_that_give_numbers():
     assert signatures(outlined(Counted(), (X,), "repeated")) == [("Layer(x) -> (result)", 2)]
 

@@ -246,6 +246,27 @@ def test_a_step_that_calls_no_backward(name):
         assert p.grad is q.grad or torch.equal(p.grad, q.grad)
 
 
+@pytest.mark.parametrize("partition_fn", PARTITIONERS)
+@pytest.mark.parametrize(
+    "select", [lambda x: x[x[:, 0] > 0], lambda x: x[(x[:, 0] > 0).nonzero()[:, 0]], lambda x: x.masked_select(x > 0)]
+)
+def test_a_training_step_with_sizes_that_depend_on_data(select, partition_fn):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    twin = copy.deepcopy(model)
+
+    def step(model, x):
+        loss = select(model(x)).square().sum()
+        loss.backward()
+        return loss.detach()
+
+    split = st.trace(lambda x: step(model, x), (torch.randn(6, 4),)).split_backward(partition_fn)
+    for _ in range(3):
+        x = torch.randn(6, 4)
+        assert torch.equal(split(x), step(twin, x))
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
 def test_a_step_of_micro_batches():
     torch.manual_seed(0)
     model = Net()

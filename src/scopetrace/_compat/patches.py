@@ -419,6 +419,9 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
         if mine() and not applying:
             observer.on_unseen_function()
 
+    def applied(x: Any) -> Any:  # torch looks for tensors among the arguments, and not in lists of them
+        return observer.on_applied(x) if isinstance(x, torch.Tensor) else x
+
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal applying
         if not mine():
@@ -429,8 +432,7 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
             found = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
             if found is not NotImplemented:
                 return found
-            tell = lambda x: observer.on_applied(x) if isinstance(x, torch.Tensor) else x  # noqa: E731
-            args, kwargs = tuple(map(tell, args)), {key: tell(x) for key, x in kwargs.items()}  # the same lists
+            args, kwargs = tuple(map(applied, args)), {key: applied(x) for key, x in kwargs.items()}
         applying += 1
         try:
             return outer.__get__(None, cls)(*args, **kwargs)

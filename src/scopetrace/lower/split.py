@@ -281,7 +281,8 @@ def _late(program: TracedProgram) -> set[torch.fx.Node]:
     """What is not of the forward: ops of backward and of what follows, and all that reads them."""
     late: set[torch.fx.Node] = set()
     for node in program.graph_module.graph.nodes:
-        if phase_of(node) != "forward" or not late.isdisjoint(node.all_input_nodes):
+        is_size = node.target is torch.ops.aten.sym_size.int  # backward may ask for a size of the forward
+        if (phase_of(node) != "forward" and not is_size) or not late.isdisjoint(node.all_input_nodes):
             late.add(node)
     return late
 

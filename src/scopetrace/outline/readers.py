@@ -47,7 +47,8 @@ class Readers:
             used = (call.args, call.kwargs, call.outputs, call.mutated)
             for value in [*leaves(used, Value), *self._symbols_in(used)]:
                 self._calls[value].append(call)
-        self._results = set(leaves(tape.graph_outputs(), Value))
+        given = tape.graph_outputs()
+        self._results = {*leaves(given, Value), *self._symbols_in(given)}
         self._results.update(w.value for w in tape.attribute_writes)
 
     def _symbols_in(self, x: Any) -> set[Any]:
