@@ -419,9 +419,6 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
         if mine() and not applying:
             observer.on_unseen_function()
 
-    def applied(x: Any) -> Any:  # torch looks for tensors among the arguments, and not in lists of them
-        return observer.on_applied(x) if isinstance(x, torch.Tensor) else x
-
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal applying
         if not mine():
@@ -432,7 +429,8 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
             found = observer.on_custom_function(cls, _with_defaults(cls, args, kwargs))
             if found is not NotImplemented:
                 return found
-            args, kwargs = tuple(map(applied, args)), {key: applied(x) for key, x in kwargs.items()}
+            args = tuple(_applied(observer, x) for x in args)
+            kwargs = {name: _applied(observer, x) for name, x in kwargs.items()}
         applying += 1
         try:
             return outer.__get__(None, cls)(*args, **kwargs)
@@ -443,6 +441,11 @@ def _report_custom_functions(replace: Replace, observer: Observer, mine: Mine) -
     for owner in (_SingleLevelFunction, torch.autograd.Function):
         if vars(owner).get("apply", outer) is outer:
             replace(owner, "apply", classmethod(apply))
+
+
+def _applied(observer: Observer, x: Any) -> Any:
+    """An argument of `Function.apply` as the function gets it: autograd takes tensors, and not those in lists."""
+    return observer.on_applied(x) if isinstance(x, torch.Tensor) else x
 
 
 def _with_defaults(cls: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
