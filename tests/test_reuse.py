@@ -1,6 +1,7 @@
 """`st.trace(..., reuse=True)`: equal module calls are copied, and the trace is the same as without."""
 
 import array
+import contextvars
 import copy
 import decimal
 import enum
@@ -385,6 +386,15 @@ def function(name="one", doc=None, defaults=None, named=None):
     return made
 
 
+def annotated(kind):
+    """A function with an annotation."""
+
+    def f(x: kind):
+        return x
+
+    return f
+
+
 def partial(**tags):
     """A partial function with attributes."""
     made = functools.partial(math.hypot, 1.0)
@@ -416,6 +426,7 @@ def local(**tags):
             lambda f: f(),
         ),
         (function(defaults=(1, 2)), function(named={"b": 1, "c": 2}), lambda f: len(f.__defaults__ or ())),
+        (annotated(int), annotated(str), lambda f: len(f.__annotations__["x"].__name__)),
         (partial(k=2), partial(k=3), lambda p: p.k),
         (local(k=2), local(k=3), lambda t: t.k),
     ],
@@ -526,6 +537,112 @@ def test_a_dict_that_a_copied_layer_is_asked_for_is_checked_at_a_call(name):
     setattr(model[2], name, 3)
     with pytest.raises(st.StateMismatchError, match=r"vars\(self\.2\)"):
         trace(torch.ones(2, 4))
+
+
+class Settings:
+    """What layers may share."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+
+@pytest.mark.parametrize("name", ["config", "part"])
+def test_what_the_first_two_layers_share_is_checked_in_the_others(name):
+    model = nn.Sequential(*(Told(Settings(2), lambda c: c.scale) for _ in range(4)))
+    model[1].value = model[0].value
+    if name == "part":
+        model = nn.Sequential(*(nn.Sequential(part, nn.ReLU()) for part in (model[0], *model[1:])))
+        model[1][0] = model[0][0]
+    trace = compared(model, torch.ones(2, 4))
+    assert sum(trace.reuse.replayed.values()) == 3
+    (model[3] if name == "config" else model[3][0]).value.scale = 3
+    with pytest.raises(st.StateMismatchError, match=r"3\.(0\.)?value\.scale"):
+        trace(torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("question", ["stride", "is_contiguous"])
+@pytest.mark.parametrize("in_op", [False, True])
+def test_the_layout_that_a_copied_layer_is_asked_for_is_checked_at_a_call(question, in_op):
+    class Asks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.table = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x):
+            x = x @ self.table if in_op else x.relu()
+            answer = getattr(self.table, question)()
+            return x * (answer if question == "is_contiguous" else answer[0])
+
+    model, x = nn.Sequential(*(Asks() for _ in range(4))), torch.ones(2, 4)
+    trace = compared(model, x)
+    assert sum(trace.reuse.replayed.values()) >= 2
+    model[3].table = nn.Parameter(torch.ones(4, 4).t())
+    with torch.no_grad(), pytest.raises(st.StateMismatchError, match=r"3\.table's strides"):
+        trace(x)
+
+
+class Tagged(list):
+    """A list with attributes."""
+
+    scale = 1
+
+
+def default_of_name(*, table={"scale": 1}):  # noqa: B006
+    """A default argument that is written."""
+    return table
+
+
+PLACE, VARIABLE = types.ModuleType("place"), contextvars.ContextVar("VARIABLE")
+
+
+class Writes(nn.Module):
+    """A layer that writes one number, which the next one reads, somewhere in Python."""
+
+    def __init__(self, way, held):
+        super().__init__()
+        self.way, self.held, self.proxy = way, held, types.MappingProxyType(vars(held))
+
+    def read(self):
+        """The number."""
+        if self.way == "module":
+            return PLACE.scale
+        if self.way == "default of a name":
+            return default_of_name()["scale"]
+        if self.way == "proxy":
+            return self.proxy["scale"]
+        return VARIABLE.get().scale if self.way == "variable" else self.held.scale
+
+    def write(self, number):
+        """Put another one there."""
+        if self.way == "module":
+            PLACE.scale = number
+        elif self.way == "default of a name":
+            default_of_name.__kwdefaults__["table"]["scale"] = number
+        elif self.way == "variable":
+            VARIABLE.get().scale = number
+        else:
+            self.held.scale = number
+
+    def forward(self, x):
+        """Run it."""
+        x = x.relu() * self.read()
+        self.write(self.read() + 1)
+        return x
+
+
+@pytest.mark.parametrize("way", ["module", "default of a name", "proxy", "variable", "list", "tensor"])
+def test_what_layers_write_in_python_is_seen_by_those_after_them(way):
+    for reuse in (False, True):
+        held = torch.ones(1) if way == "tensor" else Tagged()
+        held.scale = PLACE.scale = default_of_name()["scale"] = 1
+        VARIABLE.set(held)
+        model = nn.Sequential(*(Writes(way, held) for _ in range(4)))
+        trace = st.trace(model, torch.ones(2, 4), reuse=reuse)
+        graph = trace.graph_module.graph
+        assert [n.args[1] for n in graph.find_nodes(op="call_function", target=_aten.mul.Tensor)] == [1, 2, 3, 4]
+        trace(torch.ones(2, 4))
+        with pytest.raises(st.SideEffectError, match=r"scale'?\]? was 1 and became 5"):
+            trace(torch.ones(2, 4))
 
 
 class Grows(nn.Module):

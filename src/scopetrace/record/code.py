@@ -334,11 +334,16 @@ class Reach(abc.ABC):
         for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._add_cell(name, cell, names)
         for name in names.globals & table.keys():
-            if (id(table), name) not in self.looked_up and name.isidentifier():  # pytest has its own in an assert
+            found = self.looked_up.get((id(table), name))
+            if found is None and name.isidentifier():  # pytest has its own in an assert
                 self._look_up(table, name, names)
-        for name, default in _defaults(function) if function.__defaults__ or function.__kwdefaults__ else ():
+            elif found is not None and not (isinstance(found[2], type) and is_installed(found[2])):
+                self._look_into(found[2], names)
+        for name, default in _defaults(function) if function.__defaults__ else ():
             if type(default) not in ATOMS:
                 self.visit(f"{function.__name__}'s default of {name}", f"{name}=", default)
+        if function.__kwdefaults__:
+            self.visit(f"{function.__name__}.__kwdefaults__", "=", function.__kwdefaults__)
 
     def _note_of_users(self, code: types.CodeType, names: Names) -> None:
         """What matters of code that belongs to no installed library, beside its names."""
@@ -347,12 +352,11 @@ class Reach(abc.ABC):
             self._take_any()
 
     def _add_cell(self, name: str, cell: types.CellType, names: Names) -> None:
+        content = content_of(cell)
+        self._look_into(content, names)
         if id(cell) in self.cells:
             return
         self.cells[id(cell)] = name, cell
-        content = content_of(cell)
-        if isinstance(content, type):
-            self._look_into_class(content, names)
         self.add(content)
         self.visit(f"closure {name}", name, content)
 
@@ -366,12 +370,19 @@ class Reach(abc.ABC):
                 self.visit(f"globals()[{name!r}]", name, value)
         elif type(value) in ATOMS:
             return
-        elif isinstance(value, type):
-            self._look_into_class(value, names)
-        elif not isinstance(value, types.ModuleType):
+        elif isinstance(value, type | types.ModuleType):
+            self._look_into(value, names)
+        else:
             self.add(value)
             self.visit(f"globals()[{name!r}]", name, value)
-        elif names is not None:
+
+    def _look_into(self, value: Any, names: Names | None) -> None:
+        """What a function names of a class or Python module; each function may name something else of it."""
+        if names is None:
+            return
+        if isinstance(value, type):
+            self._look_into_class(value, names)
+        elif isinstance(value, types.ModuleType):
             self._look_into_module(vars(value), names, is_users(getattr(value, "__file__", None) or "<frozen"))
 
     def _look_into_module(self, inside: dict[str, Any], names: Names, follow: bool) -> None:
@@ -381,9 +392,9 @@ class Reach(abc.ABC):
             if (id(inside), name) not in self.looked_up:
                 self._look_up(inside, name, None)
 
-    def _look_into_class(self, kind: type, names: Names | None) -> None:
+    def _look_into_class(self, kind: type, names: Names) -> None:
         """What a function names of a class; instances are followed where they are found."""
-        if names is None or not is_users_class(kind) or issubclass(kind, enum.Enum):
+        if not is_users_class(kind) or issubclass(kind, enum.Enum):
             return
         self.bases.setdefault(kind)
         wanted = names.all if is_installed(kind) else names.all | _OF_NAMED_CLASSES
@@ -407,10 +418,9 @@ def _is_package(name: str) -> bool:
 
 
 def _defaults(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """The parameters with defaults, and these."""
+    """The positional parameters with defaults, and these."""
     values, code = function.__defaults__ or (), function.__code__
-    names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
-    return [*zip(names, values, strict=True), *(function.__kwdefaults__ or {}).items()]
+    return list(zip(code.co_varnames[code.co_argcount - len(values) : code.co_argcount], values, strict=True))
 
 
 # What functions that ran read of variables, after the forward --------------------------------------------------------

@@ -469,7 +469,7 @@ class Change(NamedTuple):
     name: str
     """In source: `self.n`, `self.stats['n']`; of a list or set, that of the whole."""
     key: str
-    """The name by which Python reaches what changed: a variable `stats`, or an attribute `.stats`."""
+    """The name by which Python reaches what changed: a variable `stats`, a parameter `stats=`, an attribute `.stats`."""
     old: Any
     new: Any
     holder: Any
@@ -554,10 +554,13 @@ class Snapshot:
                 self.functions.append(x)
             how = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, _kind_of(kind))
             if how is not None and (kind is not types.FunctionType or x.__dict__):
-                self.saved[id(x)] = Saved(name, key, holder, x, how.copy(x), how, self.outside)
-                self._add_inside(self.saved[id(x)])
+                self._save(id(x), Saved(name, key, holder, x, how.copy(x), how, self.outside))
+                if kind.__dictoffset__ and issubclass(kind, _CONTAINERS):
+                    own = own_dict(x)
+                    self._save(id(own), Saved(name, key, holder, x, dict(own), ATTRIBUTES, self.outside))
 
-    def _add_inside(self, saved: Saved) -> None:
+    def _save(self, number: int, saved: Saved) -> None:
+        self.saved[number] = saved
         name, key, holder, x, before, how, _ = saved
         if how.entries == ".":
             self.classes.add(type(x))
@@ -569,11 +572,13 @@ class Snapshot:
                 if attribute:
                     self.add(f"{name}.{inner}", f".{inner}", item, x)
                 else:
-                    self.add(f"{name}[{short(inner)}]", key, item, holder)
+                    self.add(f"{name}[{short(inner)}]", _key_of(saved, inner), item, holder)
         elif type(before) in (list, set):
             for item in before:
                 if type(item) not in ATOMS:
                     self.add(f"{name}[…]", key, item, holder)
+        elif isinstance(x, contextvars.ContextVar):
+            self.add(f"{name}.get()", key, before, holder)
 
     def accept(self, table: Any, key: Any) -> None:
         """Keep an entry that was put into a saved dict, as if it had been there."""
@@ -586,13 +591,12 @@ class Snapshot:
 
         Globals and closures keep what the forward wrote, but for fake tensors; with `outside` they are put back too.
         """
-        found: list[Change] = []
-        for saved in self.saved.values():
-            now = saved.kind.copy(saved.owner)
-            if not saved.kind.unchanged(now, saved.before):
-                found += _changes(saved, now)
-                if outside or not saved.outside or saved.kind.words is not None or holds_fake(now):
-                    saved.kind.restore(saved.owner, saved.before)
+        contents = [(saved, saved.kind.copy(saved.owner)) for saved in self.saved.values()]
+        changed = [(saved, now) for saved, now in contents if not saved.kind.unchanged(now, saved.before)]
+        found = [change for saved, now in changed for change in _changes(saved, now)]  # several may show one content
+        for saved, now in changed:
+            if outside or not saved.outside or saved.kind.words is not None or holds_fake(now):
+                saved.kind.restore(saved.owner, saved.before)
         self.saved.clear()  # what a weak reference leads to lives no longer than without a trace
         return found
 
@@ -609,7 +613,12 @@ def _changes(saved: Saved, now: Any) -> Iterator[Change]:
         if saved.kind.entries == ".":
             yield Change(f"{saved.name}.{entry}", f".{entry}", old, new, saved.owner, entry)
         else:
-            yield Change(f"{saved.name}[{short(entry)}]", saved.key, old, new, saved.holder)
+            yield Change(f"{saved.name}[{short(entry)}]", _key_of(saved, entry), old, new, saved.holder)
+
+
+def _key_of(saved: Saved, entry: Any) -> str:
+    """By what Python reaches an entry of a table; of one of default arguments, their names."""
+    return f"{entry}=" if saved.key == "=" else saved.key
 
 
 def _parts(x: Any) -> tuple[Any, ...]:
@@ -711,7 +720,7 @@ def _restore_attributes(x: Any, before: dict[str, Any]) -> None:
 
 
 def _base_of(x: Any) -> Any:
-    return next(base for base in (list, collections.deque, collections.OrderedDict, dict, set) if isinstance(x, base))
+    return next(base for base in (collections.OrderedDict, *_CONTAINERS) if isinstance(x, base))
 
 
 def _restore_list(x: Any, before: list[Any]) -> None:
@@ -785,6 +794,7 @@ _STATES = Words("in one state"), Words("in another")
 ATTRIBUTES = Kind(lambda x: dict(own_dict(x)), _restore_attributes, same_tables, ".")
 """Of objects that consist of attributes in a `__dict__`."""
 _GENERATOR = functools.partial(Kind, words=_STATES, is_draw=True)
+_CONTAINERS = list, collections.deque, dict, set
 _LIST = Kind(lambda x: list(_base_of(x).__iter__(x)), _restore_list, _same_items)
 _WITH_ATTRIBUTES = (
     *(types.SimpleNamespace, argparse.Namespace, types.FunctionType),
@@ -797,6 +807,7 @@ _BUILTIN: dict[type, Kind] = {
     list: _LIST,
     collections.deque: _LIST,
     dict: Kind(lambda x: dict(_base_of(x).items(x)), _restore_dict, same_tables, "[]"),
+    types.MappingProxyType: Kind(dict, lambda *_: None, same_tables, "[]"),
     set: Kind(lambda x: set(set.__iter__(x)), _restore_set, operator.eq),
     weakref.ref: Kind(lambda x: [x()], lambda *_: None, _same_items),
     weakref.ProxyType: Kind(lambda x: [x.__init__.__self__], lambda *_: None, _same_items),

@@ -20,7 +20,7 @@ from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.scopes import Frames, Scope
 from scopetrace.ir.tape import Call, Op, Value
 from scopetrace.record.copying import Step
-from scopetrace.record.object_reads import Noted, Watched
+from scopetrace.record.object_reads import Noted, ObjectReads, Watched
 
 _aten = torch.ops.aten
 _LITERAL = _aten.lift_fresh_copy.default
@@ -41,6 +41,10 @@ class StepOfCall(Step):
     """The ids of its scope and of the outer one of its frames, and the inner ones; 0 and None where it has none."""
 
 
+LayoutOfModel = tuple[torch.Tensor, str, Noted]
+"""A tensor of the model, what was asked of its layout, and where."""
+
+
 @dataclasses.dataclass(eq=False)
 class Original:
     """A recorded call that others may repeat."""
@@ -53,6 +57,8 @@ class Original:
     """The tensors among its arguments."""
     asked: list[Value]
     """The tensors whose layout it asked for."""
+    layouts: list[LayoutOfModel]
+    """Of the tensors of its modules, what was asked, and where."""
     contiguous: list[tuple[Value, int, Frames]]
     """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
     outside: list[Value] = dataclasses.field(default_factory=list)
@@ -73,6 +79,8 @@ class Original:
     """The tensors that it makes and gives back, each with its number among the outputs of its op."""
     sharing: dict[Value, Value] = dataclasses.field(default_factory=dict)
     """By value that it makes in memory of its arguments, of what was there before, or of its results: one of these."""
+    owners: set[int] = dataclasses.field(default_factory=set)
+    """By id, those of its modules and objects of which the next three are known."""
     seen: list[tuple[Watched, int]] = dataclasses.field(default_factory=list)
     """What was read of its modules and objects, by id of these."""
     unfound: list[tuple[Any, str, Noted]] = dataclasses.field(default_factory=list)
@@ -135,6 +143,21 @@ class Original:
             assert inner.parent is not None
             self.inside.setdefault(inner.parent, []).append(inner)
         self.can_wait = self._find_what_waits()
+
+    def note_reads(
+        self, owners: list[Any], tensors: list[torch.Tensor], reads: ObjectReads, asked: dict[int, torch.Tensor]
+    ) -> None:
+        """Know what was read of modules, objects and tensors of the call that a repetition has others for.
+
+        The next repetition may have others for more of them, where this one shares some with the call.
+        """
+        self.members = [t for t in tensors if id(t) in asked]
+        new = [x for x in owners if id(x) not in self.owners]
+        if new:
+            self.owners.update(map(id, new))
+            self.seen += reads.seen(new)
+            self.unfound += reads.unfound(new)
+            self.whole += reads.whole(new)
 
     def _find_what_waits(self) -> bool:
         self.reads = [(i, step.op) for i, step in enumerate(self.steps) if step.op.kind == "get_attr"]

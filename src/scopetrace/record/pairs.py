@@ -119,8 +119,10 @@ class Watch:
     def problem(self, x: Any) -> str:
         """What stands against sharing an object: `module` where it leads to one; `unwatched`; else nothing."""
         kind = type(x)
-        if kind in ATOMS or issubclass(kind, (torch.Tensor, Missing)):
+        if kind in ATOMS or issubclass(kind, Missing):
             return ""
+        if issubclass(kind, torch.Tensor):
+            return "unwatched" if tags_of(x) else ""
         known = self._known.get(id(x))
         if known is None:
             self._known[id(x)] = ""
@@ -369,7 +371,7 @@ def _items(kind: type, x: Any) -> list[Any] | None:
         return [x.__func__, x.__self__]
     if kind is types.FunctionType and not x.__dict__:
         named = x.__kwdefaults__ or {}
-        told = [x.__name__, x.__qualname__, x.__doc__, x.__defaults__, tuple(named), *named.values()]
+        told = [x.__name__, x.__qualname__, x.__doc__, x.__annotations__, x.__defaults__, tuple(named), *named.values()]
         return [x.__code__, id(x.__globals__), *told, *map(content_of, x.__closure__ or ())]
     return None
 

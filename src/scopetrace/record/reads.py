@@ -33,6 +33,7 @@ from scopetrace.ops.history import History
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, names_of
 from scopetrace.record.model import Model
+from scopetrace.record.object_reads import Noted
 
 FAST_PATH = "aten::_transformer_encoder_layer_fwd"
 """The op without derivative that a module of torch chooses where no gradient is recorded."""
@@ -49,7 +50,7 @@ class ReadRecorder:
         self._known: set[Any] = set()
         """The places of reads, and of flags with the answers."""
         self._grad = questions.grad_enabled()
-        self._contiguous: list[tuple[Value, int, Frames]] = []
+        self.contiguous: list[tuple[Value, int, Frames]] = []
         """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
         self._blocks: list[int | None] = []
         """Of each open block that switches autograd, its first op where it sets what is set anyway; else None."""
@@ -84,18 +85,23 @@ class ReadRecorder:
             questions.report_questions(stack.enter_context(replacing()), self, mine, asked | tags & reach.names)
             yield
             self._note_hidden_blocks()
-            for i, frames in sorted(inputs_of_layouts(self._builder.tape, self._contiguous).items()):
+            for i, frames in sorted(inputs_of_layouts(self._builder.tape, self.contiguous).items()):
                 self._layout(i, frames)
 
-    def note_once(self, name: str, value: Any, place: Place, frames: Frames | None = None) -> None:
-        """Note what the forward read, once for each place; `frames` are those of now where they are not given."""
+    def note_once(
+        self, name: str, value: Any, place: Place, frames: Frames | None = None, path: str | None = None
+    ) -> None:
+        """Note what the forward read, once for each place; frames and scope are those of now where not given."""
         if place not in self._known:
             self._known.add(place)
-            self._note(name, value, place, frames)
+            self._note(name, value, place, frames, path)
 
-    def _note(self, name: str, value: Any, place: Place, frames: Frames | None = None) -> None:
+    def _note(
+        self, name: str, value: Any, place: Place, frames: Frames | None = None, path: str | None = None
+    ) -> None:
         frames = self._builder.frames() if frames is None else frames
-        self._reads.append(Read(name, value, place, frames, self._builder.state.current_scope.path))
+        path = self._builder.state.current_scope.path if path is None else path
+        self._reads.append(Read(name, value, place, frames, path))
 
     # ---------------------------------------------------------------- questions to torch
 
@@ -225,7 +231,7 @@ class ReadRecorder:
             )
         if name == "contiguous":
             if value is not None and answer is t:
-                self._contiguous.append((value, len(self._builder.tape.ops), self._builder.frames()))
+                self.contiguous.append((value, len(self._builder.tape.ops), self._builder.frames()))
         elif value is not None and value in inputs:
             self._fact(inputs.index(value), name, args, answer)
         elif name[0] == ".":
@@ -234,7 +240,7 @@ class ReadRecorder:
                 self.note_once(owner[0] + name, answer, OfTensor(*owner[1:], name))
         elif name in ("stride", "is_contiguous", "storage_offset"):
             self.on_layout(offset=name == "storage_offset")
-            self._layout_of_model(t, name)
+            self.on_layout_of_model(t, name, (self._builder.frames(), self._builder.state.current_scope.path))
         elif name in ("requires_grad", "is_leaf", "grad_fn") and unwrapped(t) is t:  # else a transform's own history
             self.note_once("torch.is_grad_enabled()", self._grad, Flag("torch.is_grad_enabled", ()))
             self.on_requires_grad(t)
@@ -259,7 +265,7 @@ class ReadRecorder:
             if offset and value.fake.layout is torch.strided:
                 self._fact(i, "storage_offset", (), value.offset)
 
-    def _layout_of_model(self, t: torch.Tensor, question: str) -> None:
+    def on_layout_of_model(self, t: torch.Tensor, question: str, noted: Noted) -> None:
         """A parameter, buffer or other tensor of the model may be replaced by one that lies otherwise in memory."""
         owner = self._model.owner(t)
         if owner is None or unwrapped(t) is not t or t.layout is not torch.strided:
@@ -268,7 +274,7 @@ class ReadRecorder:
         if question == "storage_offset":
             name, fact = ".storage_offset()", question
         place = OfTensor(*owner[1:], fact)
-        self.note_once(owner[0] + name, place.now(NO_CALL), place)
+        self.note_once(owner[0] + name, place.now(NO_CALL), place, *noted)
 
     def _layout(self, index: int, frames: Frames | None = None) -> None:
         fake = self._builder.tape.inputs[index].fake

@@ -38,6 +38,7 @@ from scopetrace.record.object_reads import Noted, ObjectReads
 from scopetrace.record.ops import OpRecorder
 from scopetrace.record.original import Original, StepOfCall
 from scopetrace.record.pairs import Differs, Pairs
+from scopetrace.record.reads import ReadRecorder
 
 
 class CallOpener(Protocol):
@@ -77,8 +78,7 @@ class Tools:
     maker: FakeFactory
     model: Model
     object_reads: ObjectReads
-    members: dict[int, torch.Tensor]
-    contiguous: list[tuple[Value, int, Frames]]
+    reads: ReadRecorder
 
 
 class Replay:
@@ -193,17 +193,21 @@ class Replay:
 
     def run(self) -> Any:
         """Put everything on the tape. Returns what the module would."""
-        original, tools = self.original, self._tools
+        original = self.original
         if not original.steps:
             original.prepare(self._outputs_of)
-            owners = self._pairs.owners
-            original.members = [t for t in self._pairs.tensors if id(t) in tools.members]
-            original.seen, original.unfound = tools.object_reads.seen(owners), tools.object_reads.unfound(owners)
-            original.whole = tools.object_reads.whole(owners)
         if original.can_wait and self._makes_later and self._can_wait():
             self._wait()
         else:
             self._make_now()
+        self._note_reads()
+        self._call.outputs = self._template(original.call.outputs)
+        return instantiate(self._tensor, self._call.outputs, Value)
+
+    def _note_reads(self) -> None:
+        """Note of the objects of this call what was read of those of the original."""
+        original, tools = self.original, self._tools
+        original.note_reads(self._pairs.owners, self._pairs.tensors, tools.object_reads, tools.reads.members)
         del self._pairs.owners, self._pairs.tensors
         tools.object_reads.repeat(original.seen, self._pairs.partner, self._noted)
         for owner, name, noted in original.unfound:
@@ -211,9 +215,9 @@ class Replay:
         for owner, noted in original.whole:
             tools.object_reads.note_whole(self._pairs.partner(owner), self._noted(noted))
         for t in map(self._pairs.partner, original.members):
-            tools.members[id(t)] = t
-        self._call.outputs = self._template(original.call.outputs)
-        return instantiate(self._tensor, self._call.outputs, Value)
+            tools.reads.members[id(t)] = t
+        for t, question, noted in original.layouts:
+            tools.reads.on_layout_of_model(self._pairs.partner(t), question, self._noted(noted))
 
     def _make_now(self) -> None:
         original, tools = self.original, self._tools
@@ -226,7 +230,7 @@ class Replay:
         self._starts.append(len(self._builder.tape.ops))
         for v, position, frames in original.contiguous:
             start = self._starts[position - original.call.start]
-            tools.contiguous.append((self._now[v], start, self._frames_of(frames)))
+            tools.reads.contiguous.append((self._now[v], start, self._frames_of(frames)))
 
     # ---------------------------------------------------------------- ops that wait
 

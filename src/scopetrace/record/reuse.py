@@ -38,9 +38,9 @@ from scopetrace.record.calls import CallRecorder, Progress
 from scopetrace.record.code import ATOMS, TOLD_BY_TEXT
 from scopetrace.record.effects import EffectWatch
 from scopetrace.record.model import Model, is_torchs, modules_in, plain_attributes
-from scopetrace.record.object_reads import ObjectReads
+from scopetrace.record.object_reads import Noted, ObjectReads
 from scopetrace.record.ops import OpRecorder
-from scopetrace.record.original import Original
+from scopetrace.record.original import LayoutOfModel, Original
 from scopetrace.record.pairs import Differs, Pairs, has_hooks
 from scopetrace.record.python_state import State
 from scopetrace.record.reads import ReadRecorder
@@ -65,6 +65,8 @@ class ReadRecorderWithReuse(ReadRecorder):
         super().__init__(*args)
         self.asked: list[Value] = []
         """The tensors whose layout the forward asked for."""
+        self.layouts: list[LayoutOfModel] = []
+        """The parameters, buffers and other tensors of the model of which it asked what, and where."""
         self.unshared = 0
         """How often the forward asked for what a copy would have to ask again."""
 
@@ -76,6 +78,11 @@ class ReadRecorderWithReuse(ReadRecorder):
         elif name not in _LAYOUT:
             self.unshared += 1
         super().on_fact(t, name, args, answer)
+
+    def on_layout_of_model(self, t: torch.Tensor, question: str, noted: Noted) -> None:
+        """As the base's."""
+        self.layouts.append((t, question, noted))
+        super().on_layout_of_model(t, question, noted)
 
     def on_gradient(self, t: torch.Tensor) -> None:
         """As the base's."""
@@ -101,11 +108,6 @@ class ReadRecorderWithReuse(ReadRecorder):
         """As the base's."""
         self.unshared += 1
         super().on_autocast(entered)
-
-    @property
-    def contiguous(self) -> list[tuple[Value, int, Frames]]:
-        """What `contiguous()` gave back as it was, the number of ops then, and the frames."""
-        return self._contiguous
 
 
 _LAYOUT = frozenset({"stride", "is_contiguous", "storage_offset", "contiguous", "is_conj", "is_neg", "is_inference"})
@@ -203,7 +205,7 @@ class CallRecorderWithReuse(CallRecorder):
         self._asked = reads
         self._effects = effects
         self._object_reads = object_reads
-        self._tools = Tools(builder, values, ops, maker, model, object_reads, reads.members, reads.contiguous)
+        self._tools = Tools(builder, values, ops, maker, model, object_reads, reads)
         self._groups: dict[int, _Group] = {}
         self._fewest_ops = fewest_ops
         self._renewals = self._kept = 0
@@ -324,9 +326,10 @@ class CallRecorderWithReuse(CallRecorder):
             self._renew()
         if not self._groups or not all(map(self._state.is_same, modules_in(module))):
             return None
-        asked, contiguous = len(self._asked.asked), len(self._asked.contiguous)
+        reads = self._asked
+        asked = len(reads.asked), len(reads.layouts), len(reads.contiguous)
         where = self._builder.body, len(self._builder.tape.calls)
-        return _Kept(call, given, self._state, settings(), self._marks(), asked, contiguous, *where)
+        return _Kept(call, given, self._state, settings(), self._marks(), asked, *where)
 
     def _renew(self) -> None:
         """Begin anew with the state of now; where that changes all the time, give up."""
@@ -385,11 +388,13 @@ class CallRecorderWithReuse(CallRecorder):
         if not kept.state.is_unchanged():  # by it, or before it
             self._renew()
             return "random generators of Python have changed"
-        asked, contiguous = self._asked.asked[kept.asked :], self._asked.contiguous[kept.contiguous :]
+        reads = self._asked
+        values, layouts, contiguous = kept.asked
+        asked = reads.asked[values:], reads.layouts[layouts:], reads.contiguous[contiguous:]
         ops, calls = ops_between(tape.ops, call.start, call.stop), tape.calls[kept.calls :]
         if not all(self._state.knows(inner.module) for inner in calls):
             return "it calls a module that the forward makes"
-        kept.original = Original(call, ops, calls, kept.given.values, asked, contiguous)
+        kept.original = Original(call, ops, calls, kept.given.values, *asked)
         return kept.original.problem(tape.owners) or self._problem_of_result(kept, out, args, kwargs)
 
     def _problem_of_result(self, kept: _Kept, out: Any, args: Any, kwargs: Any) -> str:
@@ -494,8 +499,8 @@ class _Kept:
     state: State
     settings: dict[str, Any]
     marks: dict[str, Any]
-    asked: int
-    contiguous: int
+    asked: tuple[int, int, int]
+    """How many layouts of values, of the model's tensors, and calls of `contiguous()` had been noted."""
     body: object
     """That of the higher-order op that it is in; None outside. What is in a body leaves the tape at its end."""
     calls: int
