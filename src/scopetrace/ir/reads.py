@@ -26,6 +26,7 @@ import keyword
 import operator
 import os
 import queue
+import threading
 import types
 import warnings
 import weakref
@@ -363,21 +364,42 @@ def snapshot(value: Any) -> Any:
     kind = type(value)  # isinstance would ask an object that is none of these for its `__class__`
     if kind in _WITHOUT_CONTENT:
         return value
-    if issubclass(kind, dict):  # by its own methods: those of a subclass may do anything
-        items = (collections.OrderedDict if issubclass(kind, collections.OrderedDict) else dict).items(value)
-        return {key: snapshot(item) for key, item in items}
     if kind is tuple and _WITHOUT_CONTENT.issuperset(map(type, value)):
         return value
-    base: Any
-    for base in (list, tuple, collections.deque):
-        if issubclass(kind, base):
-            return (tuple if base is tuple else list)(map(snapshot, base.__iter__(value)))
-    if issubclass(kind, set):
-        return set(set.__iter__(value))
+    items = _items(kind, value)
+    if items is not None:
+        return items
     if kind in _CONTENTS:
         return snapshot(_CONTENTS[kind](value))
     is_array = kind.__module__ == "numpy" and hasattr(kind, "tobytes")
     return (str(value.dtype), value.shape, value.tobytes()) if is_array else value
+
+
+_WITH_ITEMS = dict, list, tuple, collections.deque
+
+
+def _items(kind: Any, value: Any) -> Any:
+    """What a container holds, by the methods of its built-in class, and the attributes of one of a subclass."""
+    own = snapshot(own_dict(value)) if kind.__dictoffset__ and issubclass(kind, _WITH_ITEMS) else {}
+    if issubclass(kind, dict):
+        items = (collections.OrderedDict if issubclass(kind, collections.OrderedDict) else dict).items(value)
+        return {**{key: snapshot(item) for key, item in items}, **{f".{key}": item for key, item in own.items()}}
+    if issubclass(kind, tuple):
+        return (*map(snapshot, tuple.__iter__(value)), *own.items())
+    if issubclass(kind, collections.deque):
+        size = () if value.maxlen is None else (value.maxlen,)
+        return [*map(snapshot, collections.deque.__iter__(value)), *size, *own.items()]
+    if issubclass(kind, list):
+        return [*map(snapshot, list.__iter__(value)), *own.items()]
+    return set(set.__iter__(value)) if issubclass(kind, set) else None
+
+
+def own_dict(x: Any) -> dict[str, Any]:
+    """The `__dict__` of an object, past a `__getattribute__` of its class; of a `threading.local`, this thread's."""
+    if issubclass(type(x), threading.local):  # isinstance may call a `__getattribute__` too
+        return x.__dict__
+    found: dict[str, Any] = object.__getattribute__(x, "__dict__")
+    return found
 
 
 def content_of(cell: types.CellType) -> Any:
@@ -402,7 +424,7 @@ _WITHOUT_CONTENT = frozenset(
 _CONTENTS: dict[type, Callable[[Any], Any]] = {
     bytearray: bytes,
     array.array: lambda x: (x.typecode, x.tobytes()),
-    functools.partial: lambda x: (x.func, x.args, x.keywords),
+    functools.partial: lambda x: (x.func, x.args, x.keywords, vars(x)),
     **dict.fromkeys((queue.Queue, queue.LifoQueue, queue.PriorityQueue), operator.attrgetter("queue")),
     types.MappingProxyType: dict,
     collections.ChainMap: operator.attrgetter("maps"),
@@ -418,7 +440,10 @@ _CONTENTS: dict[type, Callable[[Any], Any]] = {
 
 
 def same(then: Any, now: Any) -> bool:
-    """Whether a place has the value that it had: equal numbers and text of one type, containers of such, one object."""
+    """Whether a place has the value that it had: one object, containers of such, or equal ones of one type and text.
+
+    0.0 is no -0.0, and Decimal("1.0") no Decimal("1.00").
+    """
     if then is now:
         return True
     kind = type(then)
@@ -427,11 +452,12 @@ def same(then: Any, now: Any) -> bool:
     if kind in (list, tuple):
         return len(then) == len(now) and (all(map(operator.is_, then, now)) or all(map(same, then, now)))
     if kind is dict:
-        return list(then) == list(now) and all(map(same, then.values(), now.values()))
-    if isinstance(then, float) and then != then:
-        return bool(now != now)
+        return same([*then, *then.values()], [*now, *now.values()])
     try:
-        return not isinstance(then, torch.Tensor) and bool(then == now)
+        is_equal = not isinstance(then, torch.Tensor) and bool(then == now or then != then)
+        return is_equal and (
+            kind in (set, frozenset) or repr(then) == repr(now)
+        )  # that of a copy of a set has another order
     except Exception:  # objects of others may raise anything, as tables of numbers do
         return False
 

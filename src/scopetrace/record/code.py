@@ -338,11 +338,17 @@ class Reach(abc.ABC):
             if found is None and name.isidentifier():  # pytest has its own in an assert
                 self._look_up(table, name, names)
             elif found is not None and not (isinstance(found[2], type) and is_installed(found[2])):
-                self._look_into(found[2], names)
-        for name, default in _defaults(function) if function.__defaults__ else ():
+                self._look_into(found[2], names)  # of which this function may name something else
+        if function.__defaults__ or function.__kwdefaults__:
+            self._visit_defaults(function)
+
+    def _visit_defaults(self, function: types.FunctionType) -> None:
+        values, code = function.__defaults__ or (), function.__code__
+        names = code.co_varnames[code.co_argcount - len(values) : code.co_argcount]
+        for name, default in zip(names, values, strict=True):
             if type(default) not in ATOMS:
                 self.visit(f"{function.__name__}'s default of {name}", f"{name}=", default)
-        if function.__kwdefaults__:
+        if function.__kwdefaults__:  # a table, which can be written
             self.visit(f"{function.__name__}.__kwdefaults__", "=", function.__kwdefaults__)
 
     def _note_of_users(self, code: types.CodeType, names: Names) -> None:
@@ -377,7 +383,7 @@ class Reach(abc.ABC):
             self.visit(f"globals()[{name!r}]", name, value)
 
     def _look_into(self, value: Any, names: Names | None) -> None:
-        """What a function names of a class or Python module; each function may name something else of it."""
+        """What a function names of a class or Python module; None where a function of another file names it."""
         if names is None:
             return
         if isinstance(value, type):
@@ -415,12 +421,6 @@ def is_installed(x: Any) -> bool:
 @functools.cache
 def _is_package(name: str) -> bool:
     return str(getattr(sys.modules.get(name), "__file__", None)).startswith(PACKAGES)
-
-
-def _defaults(function: types.FunctionType) -> list[tuple[str, Any]]:
-    """The positional parameters with defaults, and these."""
-    values, code = function.__defaults__ or (), function.__code__
-    return list(zip(code.co_varnames[code.co_argcount - len(values) : code.co_argcount], values, strict=True))
 
 
 # What functions that ran read of variables, after the forward --------------------------------------------------------

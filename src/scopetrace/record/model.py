@@ -37,7 +37,7 @@ import torch
 import torch.fx
 
 from scopetrace._compat.tensors import FakeTensor, unsaved_buffers_of
-from scopetrace.ir.reads import MISSING, Missing, content_of, value_of
+from scopetrace.ir.reads import MISSING, Missing, content_of, own_dict, value_of
 from scopetrace.ir.registered import Registered, RegisteredModule, RegisteredParam
 from scopetrace.ir.tape import Value
 from scopetrace.record.code import ATOMS, MEMO, is_users_class, methods_of
@@ -469,7 +469,7 @@ class Change(NamedTuple):
     name: str
     """In source: `self.n`, `self.stats['n']`; of a list or set, that of the whole."""
     key: str
-    """The name by which Python reaches what changed: a variable `stats`, a parameter `stats=`, an attribute `.stats`."""
+    """The name by which Python reaches what changed: `stats`, a parameter `stats=`, an attribute `.stats`."""
     old: Any
     new: Any
     holder: Any
@@ -687,14 +687,6 @@ def slots_of(kind: type) -> list[str]:
     """The names of its `__slots__`."""
     members = {name: member for base in kind.__mro__ for name, member in vars(base).items() if name[:2] != "__"}
     return [name for name, member in members.items() if isinstance(member, types.MemberDescriptorType)]
-
-
-def own_dict(x: Any) -> dict[str, Any]:
-    """The `__dict__` of an object, past a `__getattribute__` of its class; of a `threading.local`, this thread's."""
-    if issubclass(type(x), threading.local):  # isinstance may call a `__getattribute__` too
-        return x.__dict__
-    found: dict[str, Any] = object.__getattribute__(x, "__dict__")
-    return found
 
 
 def attributes_and_slots(x: Any) -> dict[str, Any]:

@@ -31,9 +31,9 @@ from scopetrace._compat.tensors import (
     stride_of,
     tags_of,
 )
-from scopetrace.ir.reads import MISSING, Missing, content_of
+from scopetrace.ir.reads import MISSING, Missing, content_of, own_dict
 from scopetrace.record.code import ATOMS, TOLD_BY_TEXT, is_users
-from scopetrace.record.model import Saved, SavedModule, attributes_and_slots, own_dict, own_names, short, slots_of
+from scopetrace.record.model import Saved, SavedModule, attributes_and_slots, own_names, short, slots_of
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _TABLES = ("parameters", "buffers", "submodules")

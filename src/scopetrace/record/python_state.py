@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from scopetrace._compat.questions import function_modes
-from scopetrace.ir.reads import MISSING, content_of
+from scopetrace.ir.reads import MISSING, content_of, own_dict
 from scopetrace.record.code import Reach
 from scopetrace.record.effects import EffectWatch
-from scopetrace.record.model import ATTRIBUTES, Kind, Model, Saved, Snapshot, own_dict
+from scopetrace.record.model import ATTRIBUTES, Kind, Model, Saved, Snapshot
 from scopetrace.record.object_reads import Watched
 from scopetrace.record.pairs import Watch
 

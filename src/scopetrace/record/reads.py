@@ -96,9 +96,7 @@ class ReadRecorder:
             self._known.add(place)
             self._note(name, value, place, frames, path)
 
-    def _note(
-        self, name: str, value: Any, place: Place, frames: Frames | None = None, path: str | None = None
-    ) -> None:
+    def _note(self, name: str, value: Any, place: Place, frames: Frames | None = None, path: str | None = None) -> None:
         frames = self._builder.frames() if frames is None else frames
         path = self._builder.state.current_scope.path if path is None else path
         self._reads.append(Read(name, value, place, frames, path))
