@@ -135,7 +135,8 @@ def _read_names(code: types.CodeType) -> Names:
         binds |= words
         reads |= words
     asks = not _ASKING.isdisjoint(code.co_names)
-    strings = frozenset(c for c in code.co_consts if asks and isinstance(c, str) and c.isidentifier())
+    texts = [c for c in code.co_consts if asks and isinstance(c, str)]
+    strings = frozenset(name for text in texts for name in text.split(".") if name.isidentifier())
     own = Names(strings, frozenset(code.co_names) | reads, frozenset(reads), frozenset(binds), frozenset(attributes))
     inner = [names_of(c) for c in code.co_consts if isinstance(c, types.CodeType)]
     return Names(*(one.union(*others) for one, *others in zip(own, *inner, strict=True))) if inner else own
@@ -389,7 +390,9 @@ class Reach(abc.ABC):
         if isinstance(value, type):
             self._look_into_class(value, names)
         elif isinstance(value, types.ModuleType):
-            self._look_into_module(vars(value), names, is_users(getattr(value, "__file__", None) or "<frozen"))
+            file = getattr(value, "__file__", None)
+            is_made = file is None and value.__spec__ is None  # by hand, or that of `python -c`
+            self._look_into_module(vars(value), names, is_made or is_users(file or "<frozen"))
 
     def _look_into_module(self, inside: dict[str, Any], names: Names, follow: bool) -> None:
         for name in names.bound_attributes:
@@ -432,6 +435,8 @@ class _Ran(Reach):
     def visit(self, name: str, key: str, x: Any) -> None:
         self.add(x)
         self.add_class(type(x))
+        if isinstance(x, type) and not is_installed(x) and not issubclass(x, enum.Enum):
+            self.bases.update(dict.fromkeys(filter(is_users_class, x.__mro__)))
         for item in (x.values() if type(x) is dict else x) if type(x) in (dict, list, tuple) else ():
             self.add_class(type(item))
             if type(item) is types.FunctionType and not is_installed(item):

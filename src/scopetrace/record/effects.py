@@ -48,7 +48,7 @@ from scopetrace.ir.tape import AttributeWrite, Call, Op, RecordedTape, Value, re
 from scopetrace.ops.history import DETACHED, NO_VIEWS, History, plain_leaves
 from scopetrace.record.builder import TapeBuilder, ValueTable
 from scopetrace.record.code import Reach, functions_of, is_installed, is_users, is_users_class, names_of
-from scopetrace.record.model import READ_BY_A_CALL, Change, Model, Snapshot, Words, holds_fake, same, short
+from scopetrace.record.model import READ_BY_A_CALL, Change, Model, Snapshot, Words, holds_fake, same, same_tables, short
 from scopetrace.record.uses import are_only_shown, kept_in, uses
 
 # Draws ---------------------------------------------------------------------------------------------------------------
@@ -276,7 +276,7 @@ class EffectWatch:
                 found.append(Change(f"closure {name}", name, old, new, None))
         for kind, before in self._classes:
             now = dict(vars(kind))
-            for name in () if now == before else before.keys() | now.keys():
+            for name in () if same_tables(now, before) else before.keys() | now.keys():
                 old, new = before.get(name, MISSING), now.get(name, MISSING)
                 if new is not old and name[:2] != "__":
                     _bind(functools.partial(setattr, kind), functools.partial(delattr, kind), name, old)
@@ -400,6 +400,8 @@ def _of_change(
         reads = reads or use.reads
         if line is None and use.lines:
             line, writer = user_line([(function.__code__, use.lines[0])]), function.__code__
+    if line is None and change.attribute and is_users_class(kind) and not is_installed(kind):
+        reads = True  # it is written by a name that code has made, and may be read so
     is_memo = change.is_memo or (isinstance(change.new, Words) and not change.is_draw)
     call = at.get(id(change.holder)) or _caller(writer, calls)
     baked_in = finds_all or (reads and not is_memo)

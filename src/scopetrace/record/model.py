@@ -544,20 +544,21 @@ class Snapshot:
         kind = type(x)
         if kind in ATOMS or id(x) in self.saved:
             return
+        if isinstance(x, torch.nn.Module):
+            self.modules.append((name, x))
+            return
         if isinstance(x, (tuple, functools.partial, types.MethodType)):
             for i, item in enumerate(_parts(x)):
                 self.add(f"{name}[{i}]", key, item, holder)
-        elif isinstance(x, torch.nn.Module):
-            self.modules.append((name, x))
         else:
             if kind is types.FunctionType:
                 self.functions.append(x)
             how = self._kinds[kind] if kind in self._kinds else self._kinds.setdefault(kind, _kind_of(kind))
             if how is not None and (kind is not types.FunctionType or x.__dict__):
                 self._save(id(x), Saved(name, key, holder, x, how.copy(x), how, self.outside))
-                if kind.__dictoffset__ and issubclass(kind, _CONTAINERS):
-                    own = own_dict(x)
-                    self._save(id(own), Saved(name, key, holder, x, dict(own), ATTRIBUTES, self.outside))
+        if kind.__dictoffset__ and issubclass(kind, _WITH_MORE):
+            own = own_dict(x)
+            self._save(id(own), Saved(name, key, holder, x, dict(own), ATTRIBUTES, self.outside))
 
     def _save(self, number: int, saved: Saved) -> None:
         self.saved[number] = saved
@@ -631,7 +632,8 @@ def same(old: Any, new: Any) -> bool:
     """Whether an entry is what it was: the same object, or an equal number or text."""
     if old is new:
         return True
-    return type(old) is type(new) and isinstance(old, (bool, int, float, str, bytes, complex)) and bool(old == new)
+    is_plain = type(old) is type(new) and isinstance(old, (bool, int, float, str, bytes, complex))
+    return is_plain and repr(old) == repr(new)  # 0.0 is no -0.0
 
 
 def is_memo(owner: Any, name: Any, old: Any) -> bool:
@@ -787,6 +789,8 @@ ATTRIBUTES = Kind(lambda x: dict(own_dict(x)), _restore_attributes, same_tables,
 """Of objects that consist of attributes in a `__dict__`."""
 _GENERATOR = functools.partial(Kind, words=_STATES, is_draw=True)
 _CONTAINERS = list, collections.deque, dict, set
+_WITH_MORE = (*_CONTAINERS, tuple, functools.partial)
+"""The classes of what holds items, and may have attributes too."""
 _LIST = Kind(lambda x: list(_base_of(x).__iter__(x)), _restore_list, _same_items)
 _WITH_ATTRIBUTES = (
     *(types.SimpleNamespace, argparse.Namespace, types.FunctionType),

@@ -61,7 +61,6 @@ from scopetrace.record.model import BOOKKEEPING, Change, Model, SavedModule, att
 
 _BOOKKEEPING = BOOKKEEPING | {"forward"}
 _HEAP_TYPE, _IMMUTABLE = 1 << 9, 1 << 8  # classes made by a class statement, whose attributes can be set
-_PLAIN_OR_CONTAINER = frozenset({bool, int, float, str, type(None), torch.dtype, tuple, list, dict, set})
 
 _module: Any = torch.nn.Module
 _REGISTERING = [f.__code__ for f in (_module.register_buffer, _module.register_parameter, _module.add_module)]
@@ -255,7 +254,8 @@ class ObjectReads:
             if isinstance(value, torch.Tensor) and isinstance(owner, torch.nn.Module):
                 self._members[id(value)] = value
             else:
-                name = f"{names[id(owner)]}.{place.key}".removeprefix("self.") if id(owner) in names else place.key
+                outer = names.get(id(owner), owner.__name__ if isinstance(owner, type) else "")
+                name = f"{outer}.{place.key}".removeprefix("self.").lstrip(".")
                 read, key = Read(name, snapshot(value), place, frames, path), (id(owner), place.key)
                 if key in changed:
                     self.overwritten[key] = read
@@ -591,5 +591,10 @@ def _names_in_layer(cls: Any) -> frozenset[str]:
 
 
 def _class_level(base: type) -> list[str]:
-    """The plain attributes that a class of the model gives to all its instances."""
-    return [k for k, v in base.__dict__.items() if type(v) in _PLAIN_OR_CONTAINER and k[:2] != "__"]
+    """The attributes that a class of the model gives to all its instances: no methods, and no tensors."""
+    return [k for k, v in base.__dict__.items() if k[:2] != "__" and _is_plain_class(type(v))]
+
+
+def _is_plain_class(kind: type) -> bool:
+    """Whether Python gives objects of a class as they are, where they are attributes of classes."""
+    return not hasattr(kind, "__get__") and not issubclass(kind, torch.Tensor)

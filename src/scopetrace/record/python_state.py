@@ -20,7 +20,7 @@ import torch
 
 from scopetrace._compat.questions import function_modes
 from scopetrace.ir.reads import MISSING, content_of, own_dict
-from scopetrace.record.code import Reach
+from scopetrace.record.code import Reach, is_installed
 from scopetrace.record.effects import EffectWatch
 from scopetrace.record.model import ATTRIBUTES, Kind, Model, Saved, Snapshot
 from scopetrace.record.object_reads import Watched
@@ -60,6 +60,8 @@ class State:
         self._cells = _cells_of(effects)
         classes = [vars(kind).values() for kind in effects.reach.classes | effects.reach.bases]
         self._classes = _Entries(classes, classes)
+        self._functions = [f for f in effects.reach.functions if not is_installed(f)]
+        self._parts = _parts(self._functions)
         self._outside: list[torch.nn.Module] = []
         if len(model.saved_modules) > len(model.modules):
             self._outside = [saved.module for saved in model.saved_modules if model.is_outside(saved.module)]
@@ -94,6 +96,7 @@ class State:
             and self._contents.are_same()
             and all([object.__getattribute__(x, "__dict__") is own for x, own in self._own_dicts])
             and self._classes.are_same()
+            and all(map(operator.is_, _parts(self._functions), self._parts))
             and all([_is_unchanged(*found) for found in self._others])
             and not (draws and not all([_is_unchanged(*found) for found in self._draws]))
             and all([content_of(cell) is old for cell, old in self._cells])
@@ -144,6 +147,11 @@ class _Entries:
         """Whether they hold the same objects as before."""
         now = itertools.chain.from_iterable(self._now)
         return list(map(len, self._now)) == self._lengths and all(map(operator.is_, now, self._before))
+
+
+def _parts(functions: list[types.FunctionType]) -> list[Any]:
+    """What functions are made of, which code can put others in the place of."""
+    return [x for f in functions for x in (f.__code__, f.__defaults__, f.__kwdefaults__)]
 
 
 def _live_content(saved: Saved) -> dict[Any, Any] | list[Any] | None:

@@ -313,7 +313,8 @@ def _calls(call: ast.Call, line: int, name: str) -> bool:
 
 def _mentions(code: types.CodeType, name: str) -> bool:
     variables = (*code.co_varnames, *code.co_freevars, *code.co_cellvars)
-    if name in names_of(code).all or name in variables or name in code.co_consts:
+    names = names_of(code)
+    if name in names.all or name in names.asked or name in variables or name in code.co_consts:
         return True
     return any(_mentions(c, name) for c in code.co_consts if isinstance(c, types.CodeType))
 
@@ -366,7 +367,8 @@ def _is_use(node: ast.AST, name: str, variable: bool, own: str | None) -> bool:
         return node.attr == name and not (own and isinstance(node.value, ast.Name) and node.value.id == own)
     if isinstance(node, ast.Name):
         return variable and node.id == name
-    return isinstance(node, ast.Constant) and node.value == name  # getattr(self, "n")
+    # getattr(self, "n"), attrgetter("config.n")
+    return isinstance(node, ast.Constant) and isinstance(node.value, str) and name in node.value.split(".")
 
 
 def _is_write(node: ast.AST, parents: Parents) -> bool:
