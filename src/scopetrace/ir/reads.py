@@ -439,6 +439,10 @@ _CONTENTS: dict[type, Callable[[Any], Any]] = {
 """By class, what an object holds that is no container itself."""
 
 
+_TOLD_BY_EQUALITY = frozenset({int, bool, str, bytes, set, frozenset})
+"""Classes of values that are the same if they are equal, but for the order of sets, which is another in a copy."""
+
+
 def same(then: Any, now: Any) -> bool:
     """Whether a place has the value that it had: one object, containers of such, or equal ones of one type and text.
 
@@ -454,10 +458,10 @@ def same(then: Any, now: Any) -> bool:
     if kind is dict:
         return same([*then, *then.values()], [*now, *now.values()])
     try:
+        if kind in _TOLD_BY_EQUALITY:
+            return bool(then == now)
         is_equal = not isinstance(then, torch.Tensor) and bool(then == now or then != then)
-        return is_equal and (
-            kind in (set, frozenset) or repr(then) == repr(now)
-        )  # that of a copy of a set has another order
+        return is_equal and repr(then) == repr(now)
     except Exception:  # objects of others may raise anything, as tables of numbers do
         return False
 

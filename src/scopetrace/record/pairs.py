@@ -371,9 +371,17 @@ def _items(kind: type, x: Any) -> list[Any] | None:
         return [x.__func__, x.__self__]
     if kind is types.FunctionType and not x.__dict__:
         named = x.__kwdefaults__ or {}
-        told = [x.__name__, x.__qualname__, x.__doc__, x.__annotations__, x.__defaults__, tuple(named), *named.values()]
+        told = [x.__name__, x.__qualname__, x.__doc__, _annotations(x), x.__defaults__, tuple(named), *named.values()]
         return [x.__code__, id(x.__globals__), *told, *map(content_of, x.__closure__ or ())]
     return None
+
+
+def _annotations(function: types.FunctionType) -> dict[str, Any]:
+    """Those of its parameters, which Python 3.14 computes when it is asked; it may lack names for that."""
+    try:
+        return function.__annotations__
+    except Exception:
+        return {}
 
 
 def _facts(t: torch.Tensor) -> tuple[Any, int]:
