@@ -558,7 +558,8 @@ class Snapshot:
                 self._save(id(x), Saved(name, key, holder, x, how.copy(x), how, self.outside))
         if kind.__dictoffset__ and issubclass(kind, _WITH_MORE):
             own = own_dict(x)
-            self._save(id(own), Saved(name, key, holder, x, dict(own), ATTRIBUTES, self.outside))
+            if own or kind not in (collections.OrderedDict, functools.partial):  # to which hardly anybody gives some
+                self._save(id(own), Saved(name, key, holder, x, dict(own), ATTRIBUTES, self.outside))
 
     def _save(self, number: int, saved: Saved) -> None:
         self.saved[number] = saved
