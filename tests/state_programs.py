@@ -33,28 +33,19 @@ _CODE = compile(_SOURCE.read_text(), str(_SOURCE), "exec")
 _CHANGES = ("", "before", "before", "between", "between in place", "inside", "inside in place")
 
 
-UNSEEN = frozenset(
-    {
-        *("ClassText", "Dispatch", "Filters", "InSlotOfModule", "Locked", "LogByName", "LogEnabled", "LogLevel"),
-        *("LogOfRoot", "MemoCounts", "Precision", "PrecisionOfDivision", "RandomState", "Recursion", "Registry"),
-        *("RegistryOfInstance", "ReplacesCode", "Subclasses", "InMeta", "OfWeakDescriptor"),
-        *(
-            "C",
-            "abstract",
-            "array flags",
-            "array of objects",
-            "tensor grad",
-            "dict and slots",
-            "dispatch",
-            "enum attribute",
-            "event",
-        ),
-        *("class that inherits", "exception", "frozenset", "hash", "instance of class", "layer", "lock", "logger"),
-        *("logger asked", "memo", "memo counts", "memoryview", "method of list", "module", "set", "set of True"),
-        *("sub float", "sub int", "sub partial", "sub set", "sub str", "template", "tensor tag", "torch generator"),
-    }
+_PLACES = (
+    "ClassText, Dispatch, Filters, InMeta, InSlotOfModule, Locked, LogByName, LogEnabled, LogLevel, LogOfRoot, "
+    "MemoCounts, OfWeakDescriptor, Precision, PrecisionOfDivision, RandomState, Recursion, Registry, "
+    "RegistryOfInstance, ReplacesCode, Subclasses"
 )
-"""What a trace does not see change; some of it is in docs/limits.md, the rest nobody has in a model."""
+_KINDS_OF_VALUES = (
+    "C, abstract, array flags, array of objects, class that inherits, dict and slots, dir, dispatch, enum attribute, "
+    "event, exception, frozenset, hash, instance of class, layer, lock, logger, logger asked, memo, memo counts, "
+    "memoryview, method of list, module, set, set of True, sub float, sub int, sub partial, sub set, sub str, "
+    "template, tensor grad, tensor tag, torch generator"
+)
+UNSEEN = frozenset(f"{_PLACES}, {_KINDS_OF_VALUES}".split(", "))
+"""What a trace does not see change, or code tells apart in one: docs/limits.md has those that a model may have."""
 
 
 def kinds() -> Any:
