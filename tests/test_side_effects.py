@@ -8,6 +8,7 @@ import copy
 import functools
 import itertools
 import logging
+import operator
 import random
 import time
 import types
@@ -1033,3 +1034,38 @@ def test_a_tensor_whose_shape_is_read_before_another_one_takes_its_place(kind):
     tr = st.trace(model, (x,))
     for _ in range(3):
         assert torch.equal(tr(x), eager(x))
+
+
+class AsksByPath(nn.Module):
+    """Counts its calls, and asks for the count by a path."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = types.SimpleNamespace(n=1)
+
+    def forward(self, x):
+        """Run it."""
+        self.config.n += 1
+        return {"out": x * operator.attrgetter("config.n")(self)}
+
+
+class NamesInText(nn.Module):
+    """Counts its calls, and has a text that begins with the name."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = types.SimpleNamespace(n=1)
+
+    def forward(self, x):
+        """Run it."""
+        self.config.n += 1
+        return {"n. of rows": x + 1}
+
+
+def test_a_count_that_is_asked_for_by_a_path_is_baked_in_and_one_in_a_text_is_not():
+    asks, names = st.trace(AsksByPath(), (X,)), st.trace(NamesInText(), (X,))
+    for tr in (asks, names):
+        tr(X)
+    with pytest.raises(st.SideEffectError, match=r"config\.n was 1 and became 2"):
+        asks(X)
+    torch.testing.assert_close(names(X)["n. of rows"], X + 1)

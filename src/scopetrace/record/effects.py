@@ -33,9 +33,8 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.function import BackwardCFunction
 
-from scopetrace._compat.gradients import node_of, nodes_of, sequence_number
+from scopetrace._compat.gradients import is_function, node_of, nodes_of, sequence_number
 from scopetrace._compat.ops import is_random
 from scopetrace._compat.patches import replacing
 from scopetrace._compat.tensors import base_of, is_symbolic, is_view, requires_grad_of, tags_of
@@ -549,7 +548,7 @@ def _functions(v: Value, *, behind_writes: bool) -> Iterator[Any]:
     """The nodes of a `torch.autograd.Function` that made a tensor, or that are behind the writes to it."""
     nodes = [node_of(v.fake)]
     for node in nodes:
-        if isinstance(node, BackwardCFunction):
+        if is_function(node):
             yield node
         elif behind_writes and node is not None:
             nodes += [n for n, _ in node.next_functions if n not in nodes]

@@ -367,8 +367,10 @@ def _is_use(node: ast.AST, name: str, variable: bool, own: str | None) -> bool:
         return node.attr == name and not (own and isinstance(node.value, ast.Name) and node.value.id == own)
     if isinstance(node, ast.Name):
         return variable and node.id == name
-    # getattr(self, "n"), attrgetter("config.n")
-    return isinstance(node, ast.Constant) and isinstance(node.value, str) and name in node.value.split(".")
+    if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+        return False
+    path = node.value.split(".")  # getattr(self, "n"), attrgetter("config.n"), and no sentence that ends in "n."
+    return name in path and all(map(str.isidentifier, path))
 
 
 def _is_write(node: ast.AST, parents: Parents) -> bool:
