@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import scopetrace as st
+from scopetrace.record import ops as recorder
 
 aten = torch.ops.aten
 F = nn.functional
@@ -147,6 +148,39 @@ def test_training_mode_batch_norm_updates_the_models_buffers():
     tr.check((x,))
     tr(x)
     assert net.num_batches_tracked == 1 and net.running_mean.abs().sum() > 0
+
+
+STATISTICS = {
+    "twice": lambda x, m, v: F.batch_norm(F.batch_norm(x, m, v, training=True), m, v, training=True),
+    "read between": lambda x, m, v: (
+        F.batch_norm(x, m, v, training=True) * m,
+        F.batch_norm(x + m, m, v, training=True),
+    ),
+    "training and not": lambda x, m, v: F.batch_norm(F.batch_norm(x, m, v, training=True), m, v),
+    "with weights": lambda x, m, v: [F.batch_norm(x * i, m, v, v * 2, m - 1, True, 0.3) for i in (1, 2)],
+    "rows of one tensor": lambda x, m, v: [
+        (F.batch_norm(x * i, *(s := torch.stack((m, v))), training=True), s) for i in (1, 2)
+    ],
+    "copies": lambda x, m, v: [(F.batch_norm(x * i, a := m.clone(), v, training=True), a) for i in (1, 2)],
+    "of channels last": lambda x, m, v: [
+        F.batch_norm(x.reshape(2, 2, 3, 1).permute(0, 2, 1, 3) * i, m, v, training=True) for i in (1, 2)
+    ],
+    "one is the input": lambda x, m, v: [F.batch_norm(x[i : i + 2], x[3], v, training=True) for i in (0, 1)],
+}
+
+
+OVERLAPPING = ("rows of one tensor", "one is the input")
+"""An op that may read what it writes is run by torch each time."""
+
+
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize("name", STATISTICS)
+def test_the_second_batch_norm_of_equal_metadata_writes_its_statistics_as_the_first(name, grad, monkeypatch):
+    runs, run_op = [], recorder.run_op
+    monkeypatch.setattr(recorder, "run_op", lambda mode, func, *rest: runs.append(func) or run_op(mode, func, *rest))
+    x = torch.randn(4, 3, requires_grad=grad and name != "one is the input")
+    traced(STATISTICS[name], x, torch.randn(3), torch.rand(3) + 1)
+    assert (runs.count(aten.batch_norm.default) > 1) is (name in OVERLAPPING)
 
 
 def test_random_ops_draw_as_eager_does():

@@ -252,10 +252,10 @@ def _hold(root: torch.nn.Module, attributes: dict[str, Any]) -> None:
         path, _, field = name.rpartition(".")
         module = modules.get(path) or _module_at(path, modules)
         x = attributes[name]
-        if isinstance(x, torch.nn.Parameter):
-            module.register_parameter(field, x)
+        if isinstance(x, torch.nn.Parameter):  # as `register_parameter` does, which takes four times as long
+            module._parameters[field] = x
         elif isinstance(x, torch.Tensor):
-            module.register_buffer(field, x)
+            module._buffers[field] = x
         else:
             setattr(module, field, x)
 
@@ -265,11 +265,10 @@ def _module_at(path: str, modules: dict[str, torch.nn.Module]) -> torch.nn.Modul
     found = modules.get(path)
     if found is None:
         outer, _, name = path.rpartition(".")
-        parent = _module_at(outer, modules)
-        found = getattr(parent, name, None)
+        children = _module_at(outer, modules)._modules
+        found = children.get(name)
         if found is None:
-            found = torch.nn.Module()
-            parent.add_module(name, found)
+            found = children[name] = torch.nn.Module()
         modules[path] = found
     return found
 

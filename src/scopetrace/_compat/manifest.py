@@ -134,7 +134,7 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "Module": (
         torch.nn.Module,
         """_backward_hooks _backward_pre_hooks _buffers _compiled_call_impl _forward_hooks _forward_pre_hooks
-        _non_persistent_buffers_set _parameters""",
+        _modules _non_persistent_buffers_set _parameters""",
     ),
 }
 """Attributes that only instances have, by class, with a way to make one."""

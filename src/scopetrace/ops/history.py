@@ -109,27 +109,34 @@ class History:
 
     def _follow(self, op: Op, made: list[Value], of_modules: int) -> None:
         inputs = op.inputs()
-        for v in made:
+        for v in made if inputs else ():
             base = _base(v, inputs)
             if base is not None:
                 self._family[v] = self._family.get(base, base)
-        if not (op.grad or self._assumed) or op.target in DETACHED or is_factory(op):
+        bits = of_modules if op.kind == "call_module" else 0
+        if not (bits or self._bits) or not (op.grad or self._assumed) or op.target in DETACHED or is_factory(op):
+            return
+        if not op.writes:
+            self._give(op, inputs, made, bits)
             return
         for taken, changed in _parts(op, inputs, made):
-            bits = of_modules if op.kind == "call_module" else 0
-            for v in taken[:1] if op.target is OVERWRITE else taken:
-                bits |= self.of(v)
-            for v in changed if bits else ():
-                gains = self._assumed or v in op.writes
-                if v.ever_requires_grad or (gains and can_require_grad(v)):
-                    family = self._family.get(v, v)
-                    self._bits[family] = self._bits.get(family, 0) | bits
+            self._give(op, taken, changed, bits)
+
+    def _give(self, op: Op, taken: list[Value], changed: list[Value], bits: int) -> None:
+        """Add `bits`, and those of what an op takes, to those of what it changes."""
+        for v in taken[:1] if op.target is OVERWRITE else taken:
+            bits |= self.of(v)
+        for v in changed if bits else ():
+            gains = self._assumed or v in op.writes
+            if v.ever_requires_grad or (gains and can_require_grad(v)):
+                family = self._family.get(v, v)
+                self._bits[family] = self._bits.get(family, 0) | bits
 
 
 def _parts(op: Op, inputs: list[Value], made: list[Value]) -> list[tuple[list[Value], list[Value]]]:
-    """What an op takes, and makes or writes of it; of a foreach op in place, for each tensor alone."""
+    """What an op that writes takes, and makes or writes of it; of a foreach op, for each tensor alone."""
     changed = [*made, *op.writes]
-    if not (op.writes and is_op(op.target) and schema_of(op.target).op_name.startswith("_foreach_")):
+    if not (is_op(op.target) and schema_of(op.target).op_name.startswith("_foreach_")):
         return [(inputs, changed)]
     given = [*op.args, *op.kwargs.values()]
     return [
@@ -161,10 +168,15 @@ def is_view(v: Value) -> bool:
 
 def _base(v: Value, inputs: list[Value]) -> Value | None:
     """What a value is for autograd a view of, or the same tensor as, among the inputs of its op."""
-    sharing = [i for i in inputs if i.storage == v.storage]
-    if not sharing or v.op.target in NO_VIEWS:
+    storage = v.storage
+    for first in inputs:
+        if first.storage == storage:
+            break
+    else:
         return None
-    return next((i for i in sharing if i.fake is v.fake), sharing[0])
+    if v.op.target in NO_VIEWS:
+        return None
+    return next((i for i in inputs if i.storage == storage and i.fake is v.fake), first)
 
 
 def root_of(v: Value) -> Value:

@@ -126,8 +126,12 @@ class FxLowering:
         self.bodies: dict[str, FxLowering] = {}
         self._grad = tape.outer_grad
         self._history: History | None = None
+        self._places: dict[tuple[int, int, int], tuple[dict[str, Any], dict[str, tuple[str, str]]]] = {}
+        """By the ids of an op's scope, call and phase, which the tape keeps alive: what its nodes say of these."""
         self._described = 0
         """How many nodes have the place of their op."""
+        self._names: dict[int, str] = {}
+        """By the ids of ops' targets, the names of their nodes."""
         self._traces: dict[int, str | None] = {}
         """By the id of frames, which the tape keeps alive, as text."""
 
@@ -197,9 +201,9 @@ class FxLowering:
 
     def lower(self, x: Any) -> Any:
         """A structure of arguments or results with nodes in place of tape values and symbolic numbers."""
-        kind = type(x)
-        if kind is Value:
+        if isinstance(x, Value):
             return self._nodes[x]
+        kind = type(x)
         if kind in _ATOMS:
             return x
         if kind is list or kind is tuple:
@@ -244,7 +248,10 @@ class FxLowering:
         if op.kind == "call_function":
             args = tuple([self.lower(a) for a in op.args])
             kwargs = {name: self.lower(a) for name, a in op.kwargs.items()} if op.kwargs else op.kwargs
-            node = self._call(op.target, args, kwargs, _op_name(op.target))
+            name = self._names.get(id(op.target))
+            if name is None:
+                name = self._names[id(op.target)] = _op_name(op.target)
+            node = self._call(op.target, args, kwargs, name)
             for body in node.all_input_nodes if self.bodies and op.bodies() else ():
                 if body.target in self.bodies:
                     self._describe(body, op)
@@ -283,14 +290,28 @@ class FxLowering:
 
     def _describe(self, node: torch.fx.Node, op: Op) -> None:
         self._described += 1
-        set_place(node, op.scope.path, op.call.position if op.call is not None else 0, op.phase)
+        key = id(op.scope), id(op.call), id(op.phase)
+        found = self._places.get(key)
+        if found is None:
+            found = self._places[key] = self._place_of(op)
+        place, stack = found
+        meta = node.meta
+        meta["custom"] = {KEY: place}
         if op.kind != "placeholder":
-            stack = self._module_stack(op.call)
-            if op.call is not None and op.scope is not op.call.scope:
-                stack = stack | _modules_within(op)
-            set_origin(node, stack, format_stack(op.frames, self._traces))
+            meta["nn_module_stack"] = stack.copy()
+            text = format_stack(op.frames, self._traces)
+            if text is not None:
+                meta["stack_trace"] = text
         if op.meta is not None:
             set_given(node, op.meta)
+
+    def _place_of(self, op: Op) -> tuple[dict[str, Any], dict[str, tuple[str, str]]]:
+        """What `custom` and `nn_module_stack` say of the nodes of an op, and of all with its scope, call and phase."""
+        place = place_of(op.scope.path, 0 if op.call is None else op.call.position, op.phase)
+        stack = self._module_stack(op.call)
+        if op.call is not None and op.scope is not op.call.scope:
+            stack = stack | _modules_within(op)
+        return place, stack
 
     def _bind(self, node: torch.fx.Node, op: Op) -> None:
         """Map the values of an op to nodes: the op's own, or `getitem` nodes for ops with several results."""
@@ -485,6 +506,11 @@ KEY = "scopetrace"
 
 def set_place(node: torch.fx.Node, scope: str, call: int, phase: Phase | None = None) -> None:
     """Write the path of the node's scope, the position in `Trace.calls` of the innermost call around it, its phase."""
+    node.meta.setdefault("custom", {})[KEY] = place_of(scope, call, phase)
+
+
+def place_of(scope: str, call: int, phase: Phase | None) -> dict[str, Any]:
+    """What `set_place` writes."""
     place: dict[str, Any] = {"scope": scope, "call": call}
     if phase is not None:
         place["phase"] = phase.name
@@ -492,7 +518,7 @@ def set_place(node: torch.fx.Node, scope: str, call: int, phase: Phase | None = 
         place["forward"] = {"scope": phase.scope.path, "call": phase.call}
     if phase is not None and phase.recomputed:
         place["recomputed"] = True
-    node.meta.setdefault("custom", {})[KEY] = place
+    return place
 
 
 def phase_of(node: torch.fx.Node) -> str:

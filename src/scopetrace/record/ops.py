@@ -17,7 +17,7 @@ import bisect
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -155,6 +155,13 @@ class OpCall:
         for position, name in positions:
             a = self.args[position] if position < len(self.args) else self.kwargs.get(name)
             found += [v for v in (a if isinstance(a, (list, tuple)) else (a,)) if isinstance(v, Value)]
+        return found
+
+    def all_written(self, undeclared: Sequence[str]) -> list[Value]:
+        """The values that it writes by its schema, and those of the parameters `undeclared`."""
+        found = self.written(self.facts.written)
+        if undeclared:
+            found += self.written(p for p in self.facts.positions if p[1] in undeclared)
         return found
 
 
@@ -556,7 +563,7 @@ class OpRecorder:
             args, kwargs = call.given  # instance_norm: its parts say what they write
             return self.recorded(lambda: facts.func.decompose(*args, **kwargs))
         unseen = bool(facts.written) and self._prepare_write(call)
-        known = self._append_known_write(call, key, unseen=unseen)
+        known = self._append_known_write(call, key, undeclared, unseen=unseen)
         if known is not None:
             return known
         args, kwargs = self._with_fakes(call.given)
@@ -573,10 +580,11 @@ class OpRecorder:
         written = before.written()
         unbacked = self.factory.unbacked_bindings(out)
         given = [v for v, t in zip(call.inputs, before.fakes, strict=True) if t is out]
-        if key is not None and unbacked is None and (facts.updates if written else facts.inferable):
+        follows = (facts.updates or before.is_undeclared_alone()) if written else facts.inferable
+        if key is not None and unbacked is None and follows:
             # Python may hold an input as another object than its value does
             self.inference.learn(key, call.inputs, given[0].fake if given else out)
-            learned = self._append_learned(call, key, before.tracked if written else None)
+            learned = self._append_learned(call, key, undeclared, before.tracked if written else None)
             if learned is not None:
                 return learned
         if not (written or unbacked is not None or out is None or _tensors(out)):
@@ -589,7 +597,9 @@ class OpRecorder:
             self.values.follow(_tensors(call.given), before.fakes, str(facts.func))
         return _given(out, call) if given else out
 
-    def _append_learned(self, call: OpCall, key: Any, tracked: tuple[Value, ...] | None) -> Any:
+    def _append_learned(
+        self, call: OpCall, key: Any, undeclared: Sequence[str], tracked: tuple[Value, ...] | None
+    ) -> Any:
         """Put an op that torch has just run on the tape as the next one of equal metadata; None where that runs too.
 
         `tracked` is None for an op that has written nothing.
@@ -599,9 +609,10 @@ class OpRecorder:
             return None
         if tracked is None:
             return self._append_inferred(call, *found)
-        return self._append_update(call, *found, tracked) if self._is_known_update(call) else None
+        is_known = self._is_known_update(call, undeclared)
+        return self._append_update(call, *found, undeclared, tracked) if is_known else None
 
-    def _append_known_write(self, call: OpCall, key: Any, *, unseen: bool) -> Any:
+    def _append_known_write(self, call: OpCall, key: Any, undeclared: Sequence[str], *, unseen: bool) -> Any:
         """Put an op that writes on the tape without running it, and return what it gives; None where torch has to run.
 
         Such are ops in place that change values alone, and those that write statistics beside their results, once torch
@@ -615,24 +626,32 @@ class OpRecorder:
             with torch.no_grad() if unseen else contextlib.nullcontext():
                 is_known = self._changes_only_values(call, target.fake, key)
             return self._append_in_place(call, target) if is_known else None
-        if not self._is_known_update(call):
+        if not self._is_known_update(call, undeclared):
             return None
         found = self.inference.learned(key, facts.func, call.args, call.kwargs, call.inputs)
         if found is None:
             return None
         for v in dict.fromkeys(call.written(facts.written)):
             torch.autograd.graph.increment_version(v.fake)
-        return self._append_update(call, *found, tuple([v for v in call.inputs if requires_grad_of(v.fake)]))
+        tracked = [v for v in call.inputs if requires_grad_of(v.fake)] if facts.written else ()
+        return self._append_update(call, *found, undeclared, tuple(tracked))
 
-    def _is_known_update(self, call: OpCall) -> bool:
+    def _is_known_update(self, call: OpCall, undeclared: Sequence[str]) -> bool:
         """Whether the results of an op that writes beside them follow from metadata."""
         facts = call.facts
-        return facts.updates and not (facts.is_custom or any(map(is_inference_of, call.fakes())) or _overlaps(call))
+        if not (facts.updates or (undeclared and not facts.written)):
+            return False
+        return not (facts.is_custom or any(map(is_inference_of, call.fakes())) or _overlaps(call, undeclared))
 
     def _append_update(
-        self, call: OpCall, outputs: Outputs, fakes: list[torch.Tensor | None], tracked: tuple[Value, ...]
+        self,
+        call: OpCall,
+        outputs: Outputs,
+        fakes: list[torch.Tensor | None],
+        undeclared: Sequence[str],
+        tracked: tuple[Value, ...],
     ) -> Any:
-        written = tuple(dict.fromkeys(call.written(call.facts.written)))
+        written = tuple(dict.fromkeys(call.all_written(undeclared)))
         made = self.values.new_inferred(outputs, fakes, call.inputs)
         self._append(call, outputs.contained(made), written, None, tracked)
         return outputs.contained(fakes)
@@ -756,12 +775,15 @@ class _BeforeWrite:
             if storage_id(value.fake) != storage or to_expr(layout_of(value.fake)) != to_expr(layout)
         ]
 
+    def is_undeclared_alone(self) -> bool:
+        """Whether the op has only writes that its schema does not declare, which no version counter tells either."""
+        is_alone = bool(self._undeclared) and not self._call.facts.written
+        return is_alone and [_version(t) for t in self.fakes] == self._versions
+
     def written(self) -> tuple[Value, ...]:
         """What the op wrote: by its schema, by what is known of it, and by the version counters of what it read."""
         call = self._call
-        found = call.written(call.facts.written)
-        if self._undeclared:
-            found += call.written(p for p in call.facts.positions if p[1] in self._undeclared)
+        found = call.all_written(self._undeclared)
         storages = {v.storage for v in found}  # views in these have the same version counter
         found += [
             value
@@ -844,9 +866,9 @@ def _given(fake: torch.Tensor, call: OpCall) -> torch.Tensor:
     return next((t for t, value in pairs if value.fake is fake), fake)
 
 
-def _overlaps(call: OpCall) -> bool:
+def _overlaps(call: OpCall, undeclared: Sequence[str] = ()) -> bool:
     """Whether an op may read, by another of its inputs, memory that it writes to."""
-    written = call.written(call.facts.written)
+    written = call.all_written(undeclared)
     return any(v.storage == target.storage and v is not target for target in written for v in call.inputs)
 
 
