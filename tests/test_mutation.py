@@ -269,6 +269,16 @@ def test_an_old_value_is_taken_before_its_tensor_changes(run):
     assert_like_eager(run, pure(run, *args), args)
 
 
+@pytest.mark.parametrize("view", [lambda y: y.view(9), lambda y: y.view_as(y.t().reshape(9)), torch.ravel])
+def test_a_view_of_memory_whose_value_has_other_strides_now(view):
+    def run(x, y):
+        y.copy_(x.t())
+        return view(y)
+
+    args = torch.randn(3, 3), torch.randn(3, 3)
+    assert_like_eager(run, pure(run, *args), args)
+
+
 def bind_and_change(self, x):
     self.prev = self.cur
     self.cur.add_(x)

@@ -52,6 +52,12 @@ _SIZED_BY_OTHER: dict[Target, Any] = {
     _aten.view_as.default: _aten.view.default,
     _aten.reshape_as.default: _aten.reshape.default,
 }
+_OF_ANY_LAYOUT: dict[Target, Any] = {
+    _aten.view.default: _aten.reshape.default,
+    _aten._unsafe_view.default: _aten.reshape.default,
+    _aten.view_as.default: _aten.reshape_as.default,
+}
+"""What does the same as ops that not every layout of their argument allows."""
 
 
 class TapeCopier(abc.ABC):
@@ -416,8 +422,7 @@ class TapeCopier(abc.ABC):
 
     def _run(self, op: Op, func: Any, args: Any, kwargs: Any) -> Any:
         """Append `func` on operands of another layout than it was recorded with."""
-        if func in (_aten.view.default, _aten._unsafe_view.default):
-            func = _aten.reshape.default
+        func = _OF_ANY_LAYOUT.get(func, func)
         if func in (_aten.view.dtype, _aten.view_as_complex.default):
             args = (self.emitter.run(op, _aten.contiguous.default, args[:1], {}), *args[1:])
         if func is _aten.as_strided.default:
