@@ -63,6 +63,7 @@ REFUSALS = [
     ("resize_ of a tensor", lambda x: x[:, ::2].resize_(2), (torch.randn(3, 4),)),
     ("outside of the tensor", lambda x: x.as_strided((4,), (1,), 0).zero_(), (GAPS,)),
     ("outside of the tensor", lambda x: x.view(torch.int32).as_strided((4,), (1,), 0).zero_(), (GAPS.detach(),)),
+    ("changes its shape in place", lambda x: x.as_strided((4, 1), (1, 1), 0).t_(), (GAPS.detach(),)),
     ("two tensors that one op writes", lambda x: torch._foreach_add_([x, x], 1.0), (torch.randn(3),)),
     ("two tensors that one op writes", lambda x: torch._foreach_mul_([x, x[0]], 2.0), (torch.randn(2, 3),)),
     ("two tensors that one op writes", same_statistics, (torch.randn(3, 4), torch.rand(4))),

@@ -62,6 +62,8 @@ class _Builder:
                 self.outside[op.outputs] = GraphInput(len(self.outside), op.name)
         self.outside |= {value: StateRef(name) for name, value in old.attribute_reads()}
         for root in [r for aliases in sets.values() for r in aliases.roots if r.op.target is _aten.as_strided.default]:
+            for _, op in became(sets, root):
+                raise refusal("a view that reaches memory outside of its tensor changes its shape in place", op)
             base = next(v for v in self.outside if v.storage == root.storage)
             step = StridedStep(tuple(root.fake.size()), tuple(root.fake.stride()), root.offset - base.offset)
             self.outside[root] = _view_of(self.outside[base], (step,))
