@@ -572,3 +572,19 @@ def test_data_that_is_given_as_out_is_another_tensor_than_its_owner():
         assert torch.equal(result, expected) and torch.equal(x, y)
         assert result is not x and expected is not y
         assert result.data_ptr() == x.data_ptr()
+
+
+def test_a_tensor_that_is_two_inputs_and_changes_its_shape_in_place():
+    def run(x, y):
+        y.relu_()
+        before = x.as_strided((2, 1), (1, 1), 1)  # in front of x, as `after` is behind it
+        after = x.as_strided((1,), (1,), 9)
+        y.unsqueeze_(0)
+        return before * 2, after + 1
+
+    whole = torch.randn(12)
+    x, twin = whole[4:8], whole.clone()[4:8]
+    tr = st.trace(run, (x, x))
+    torch.testing.assert_close(tr(twin, twin), run(x, x))
+    assert twin.shape == x.shape == (1, 4)
+    torch.testing.assert_close(twin, x)

@@ -665,10 +665,9 @@ class ValueTable:
             before = self._factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
         held = self.in_storage(value.storage)  # with those that wait, which have the key that it had
         value.key = None
-        for same in held:
+        for same in held:  # as a tensor that is two of the inputs
             if same.fake is changed:
-                same.fake = before
-                same.offset = offset
+                same.fake, same.key, same.offset = before, None, offset
         self.by_id[id(changed)] = value
 
     def follow(self, given: list[torch.Tensor], fakes: list[torch.Tensor], op: str) -> None:
