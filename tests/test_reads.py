@@ -707,7 +707,11 @@ def decorated(fn):
     return wrapper
 
 
-DOUBLED, SCALINGS = decorated(lambda x: x + 1), {"scaled": scaled}
+class TwoTimes:
+    k = 2.0
+
+
+DOUBLED, SCALINGS, KINDS = decorated(lambda x: x + 1), {"scaled": scaled}, {"two": TwoTimes}
 
 
 def holding(x):
@@ -721,6 +725,9 @@ REACHED = {
     "in_a_dict": holding(lambda m: m.held[1]["a"]),
     "namespace_in_a_namespace": holding(lambda m: m.names.inner),
     "attribute_of_a_layer": holding(lambda m: m.fc),
+    "attribute_of_a_parameter": holding(lambda m: m.fc.weight.held["a"]),
+    "list_on_a_parameter": (lambda m, x: x * m.fc.weight.numbers[0], lambda m: m.fc.weight.numbers.insert(0, 3.0)),
+    "class_in_a_table": (lambda m, x: x * KINDS["two"].k, lambda m: setattr(TwoTimes, "k", 3.0)),
     "decorated_function": (lambda m, x: DOUBLED(x), lambda m: set_global("SCALE", 3.0)),
     "function_in_a_table": (lambda m, x: SCALINGS["scaled"](x), lambda m: set_global("SCALE", 3.0)),
     "p_of_dropout": (lambda m, x: m.drop(x), set_to("drop.p", 0.3)),
@@ -734,6 +741,7 @@ def test_a_read_of_what_is_reached_in_another_way(name, kept_globals):
     held = [Holder(), {"a": argparse.Namespace(k=2.0)}]
     m = Net(forward, fc=nn.Linear(4, 4), drop=nn.Dropout(), names=space, held=held, slots=Slotted())
     m.fc.k = m.fc.unread = 2.0
+    m.fc.weight.held, m.fc.weight.numbers = {"a": Holder()}, [2.0]
     tr = st.trace(m, (X,))
     m.fc.unread = 3.0
     assert agrees(tr, m, X)

@@ -434,13 +434,17 @@ class _Ran(Reach):
 
     def visit(self, name: str, key: str, x: Any) -> None:
         self.add(x)
+        self._add_kind(x)
+        for item in (x.values() if type(x) is dict else x) if type(x) in (dict, list, tuple) else ():
+            self._add_kind(item)
+            if type(item) is types.FunctionType and not is_installed(item):
+                self.add(item)
+
+    def _add_kind(self, x: Any) -> None:
+        """Follow the class of an object, or what is a class itself: what code names of it counts as read."""
         self.add_class(type(x))
         if isinstance(x, type) and not is_installed(x) and not issubclass(x, enum.Enum):
             self.bases.update(dict.fromkeys(filter(is_users_class, x.__mro__)))
-        for item in (x.values() if type(x) is dict else x) if type(x) in (dict, list, tuple) else ():
-            self.add_class(type(item))
-            if type(item) is types.FunctionType and not is_installed(item):
-                self.add(item)
 
 
 def functions_that_ran(fn: Any, values: Sequence[Any], tape: Tape, reach: Reach) -> Reach:

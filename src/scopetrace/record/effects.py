@@ -203,12 +203,15 @@ class EffectWatch:
         for name, module in (("random", random), ("numpy.random", getattr(sys.modules.get("numpy"), "random", None))):
             if module is not None:
                 self._snapshot.add(name, name, module.random.__self__)
-        self._follow(fn)
-        if not self.reach.names.isdisjoint(("environ", "putenv")):
-            self._snapshot.add("os.environ", "environ", os.environ)
         inputs = zip(builder.tape.input_paths, (v.fake for v in builder.tape.inputs), strict=True)
         self._tensors = [*inputs, *self._model.tensors]
         self._tags = [tags_of(t) if vars(t) else _NO_TAGS for _, t in self._tensors]
+        for (path, t), tags in zip(self._tensors, self._tags, strict=True):
+            for name, x in tags.items():
+                self._snapshot.add(f"{path}.{name}", f".{name}", x, t)
+        self._follow(fn)
+        if not self.reach.names.isdisjoint(("environ", "putenv")):
+            self._snapshot.add("os.environ", "environ", os.environ)
         self.tag_names = {name for tags in self._tags for name in tags}
         """The attributes that users have set on inputs and tensors of the model."""
         self._bindings = [(t, name, t.get(name, MISSING)) for t, name in self.reach.globals.values()]

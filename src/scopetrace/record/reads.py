@@ -26,7 +26,7 @@ from scopetrace._compat.sources import NOT_THE_MODEL, PACKAGES
 from scopetrace._compat.tensors import DATA_DEPENDENT, requires_grad_of
 from scopetrace.containers.structure import leaves
 from scopetrace.errors import TraceError, UnsupportedOpError
-from scopetrace.ir.reads import NO_CALL, Asked, Flag, OfEnvironment, OfInput, OfTensor, Place, Read
+from scopetrace.ir.reads import NO_CALL, Asked, Flag, OfEnvironment, OfInput, OfTensor, Place, Read, snapshot
 from scopetrace.ir.scopes import Frames
 from scopetrace.ir.tape import Op, Tape, Value, ops_between, recorded_ops
 from scopetrace.ops.history import History
@@ -211,6 +211,7 @@ class ReadRecorder:
         """As `Listener.on_fact`. The facts of a tensor made in the forward follow from those of the inputs."""
         value = self._values.by_id.get(id(t))
         inputs = self._builder.tape.inputs
+        answer = snapshot(answer) if name[0] == "." else answer
         if name == "_version" and (value not in inputs or value.storage in self._builder.tape.written_storages()):
             raise UnsupportedOpError(
                 "the forward reads the version of a tensor that it has made or written, which counts other writes in "
