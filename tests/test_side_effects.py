@@ -726,6 +726,9 @@ class Told(Net):
     def log(self, text):
         self.scale = len(text)
 
+    def put(self, gains):
+        gains.append(self.count)
+
 
 def warns_once(self, x):
     if not self.warned:
@@ -824,6 +827,31 @@ def time_in_an_object(self, x):
     return x * found.start
 
 
+GROUPS = [{"gain": 1.0}]
+
+
+def in_an_entry_of_what_others_read(self, x):
+    self.count += 1
+    for group in GROUPS:
+        group["gain"] = 1.0 / self.count
+    return x * GROUPS[0]["gain"]
+
+
+def in_a_list_of_the_caller(self, x):
+    self.count += 1
+    gains = []
+    self.put(gains)
+    return x * gains[0]
+
+
+def in_a_dict_that_is_shown(self, x):
+    self.count += 1
+    logs = {}
+    logs["count"] = self.count
+    print(logs)
+    return x * 2
+
+
 class Timer:
     """Keeps times in all the ways that people write."""
 
@@ -857,7 +885,9 @@ def reads_a_timer(self, x):
 TIMER = Timer()
 
 
-@pytest.mark.parametrize("step", [warns_once, warns_for_each, logs_sometimes, keeps_times, has_a_timer])
+@pytest.mark.parametrize(
+    "step", [warns_once, warns_for_each, logs_sometimes, keeps_times, has_a_timer, in_a_dict_that_is_shown]
+)
 def test_what_is_only_shown_stops_no_call(step):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -869,6 +899,7 @@ def test_what_is_only_shown_stops_no_call(step):
 
 DECIDING = [decides, decides_else, writes_another, calls_its_own, through_a_variable]
 DECIDING += [reads_a_timer, reads_the_time, time_in_a_list, time_in_a_closure, time_in_an_object]
+DECIDING += [in_an_entry_of_what_others_read, in_a_list_of_the_caller]
 
 
 @pytest.mark.parametrize("step", DECIDING)

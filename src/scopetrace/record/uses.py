@@ -190,16 +190,28 @@ class _Telling:
         return isinstance(outer, ast.Expr) and (is_kept or self._tells(call))
 
     def _keeps(self, target: ast.AST) -> bool:
-        while isinstance(target, ast.Subscript) or _is_entry(target):
-            target = target.value if isinstance(target, ast.Subscript) else target.func.value  # type: ignore[attr-defined]
-        if isinstance(target, ast.Attribute) and self._key is None:
-            self.kept.add(target.attr)
+        """Whether `target`, a variable or attribute or an entry of one, keeps what it gets and is only shown too."""
+        place = target
+        while isinstance(place, ast.Subscript) or _is_entry(place):
+            place = place.value if isinstance(place, ast.Subscript) else place.func.value  # type: ignore[attr-defined]
+        if isinstance(place, ast.Attribute) and self._key is None:
+            self.kept.add(place.attr)
             return True
-        if not isinstance(target, ast.Name) or target.id not in self._local:
+        if not isinstance(place, ast.Name) or place.id not in self._local:
             return False
+        if isinstance(place.ctx, ast.Load) and not self._makes(place.id):  # another name of what others read
+            return False
+        target = place
         loads = [f for f in _walk(self._tree, ()) if isinstance(f[0], ast.Name) and f[0].id == target.id]
         self._local.discard(target.id)  # it is looked at once
         return all(_is_write(*found) or self.is_told(*found) for found in loads)
+
+    def _makes(self, name: str) -> bool:
+        """Whether all that a variable is ever bound to are new containers that the code makes: `logs = {}`."""
+        stores = [f for f in _walk(self._tree, ()) if _name_of(f[0]) == name and _is_store(f[0])]
+        values = [getattr(parents[0], "value", None) for _, parents in stores]
+        is_argument = any(isinstance(n, ast.arg) and n.arg == name for n in ast.walk(self._tree))
+        return not is_argument and bool(values) and all(isinstance(v, _DISPLAYS) or _is_container(v) for v in values)
 
     def _only_tells(self, statement: ast.stmt) -> bool:
         """Whether a statement shows something, or writes the name `key` alone."""
@@ -242,6 +254,14 @@ def _is_entry(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and _method(node) == "setdefault"
 
 
+def _is_store(node: ast.AST) -> bool:
+    return isinstance(getattr(node, "ctx", None), ast.Store)
+
+
+def _is_container(node: ast.AST | None) -> bool:
+    return isinstance(node, ast.Call) and _name_of(node.func) in _CONTAINERS
+
+
 def _name_of(node: ast.AST) -> str | None:
     """The last name of `n`, `self.n`."""
     return getattr(node, "attr", getattr(node, "id", None))
@@ -260,6 +280,8 @@ _GIVING_NOTHING = ("print", "warn")
 _CHECKS = ("_assert", "_check", "_check_index", "_check_type", "_check_value", "_check_with")
 """They take a condition, and a text that they show where it does not hold."""
 _CONVERSIONS = ("round", "float", "int", "str", "repr", "abs", "len", "tuple", "list", "format", "join", "size")
+_DISPLAYS = (ast.Dict, ast.List, ast.Set, ast.ListComp, ast.SetComp, ast.DictComp)
+_CONTAINERS = ("dict", "list", "set", "deque", "defaultdict", "OrderedDict", "Counter")
 _PASSING = (
     *(ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.JoinedStr, ast.FormattedValue, ast.keyword, ast.Starred),
     *(ast.Tuple, ast.List, ast.ListComp, ast.GeneratorExp, ast.Dict, ast.IfExp, ast.NamedExpr),
