@@ -230,6 +230,21 @@ def test_training_steps_are_those_of_eager():
     assert_same(steps(compiled, traced), steps(eager, eager))
 
 
+def test_layers_that_share_a_batch_norm():
+    """The statistics that one layer hands to the next get no gradient."""
+
+    def model():
+        torch.manual_seed(0)
+        shared = nn.BatchNorm1d(8)
+        return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), shared, nn.ReLU()) for _ in range(3)))
+
+    eager, traced = model(), model()
+    x = torch.linspace(-1, 1, 32).view(4, 8)
+    compiled = st.trace(traced, (x,)).compile("aot_eager")
+    assert_same(gradients(compiled(x), traced), gradients(eager(x), eager))
+    assert_same(dict(traced.named_buffers()), dict(eager.named_buffers()))
+
+
 def test_writes_to_inputs_and_views_as_results():
     class Cached(nn.Module):
         def __init__(self):

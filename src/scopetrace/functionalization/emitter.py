@@ -19,6 +19,7 @@ from scopetrace.functionalization import rewrites
 from scopetrace.infer.inference import Inference
 from scopetrace.infer.rules import OutputMeta, Outputs
 from scopetrace.ir.tape import Autocast, BodyTape, Call, Op, ProgramTape, Value, holds_tensor, map_argument, operands
+from scopetrace.ops.functional_variants import FIRST_HAS_GRADIENT
 
 _aten = torch.ops.aten
 
@@ -74,6 +75,7 @@ class Emitter:
             base = meta.base if isinstance(meta, OutputMeta) else meta.input
             storage = next(self._storages) if base is None else inputs[base].storage
             required = bool(carrying) if origin.grad else storage in carrying
+            required = required and not (slot and func in FIRST_HAS_GRADIENT)
             new = self._value(fake, slot, storage, required, is_new)
             if isinstance(meta, OutputMeta) and self._knows_keys:
                 key = meta.key
@@ -92,6 +94,7 @@ class Emitter:
                 return t
             storage = given.get(id(t), known.get(storage_id(t)))
             required = bool(carrying) if origin.grad else storage in carrying
+            required = required and not (slot and func in FIRST_HAS_GRADIENT)
             storage = next(self._storages) if storage is None else storage
             return self._value(t, slot, storage, required, id(t) not in given)
 

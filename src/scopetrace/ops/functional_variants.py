@@ -78,6 +78,15 @@ _STATISTICS_VARIANTS = {
 }
 """Their variants, and how many results come before the new statistics."""
 
+FIRST_HAS_GRADIENT = frozenset(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        *("_native_batch_norm_legit_functional", "_batch_norm_with_update_functional", "rrelu_with_noise_functional"),
+        "_fused_moving_avg_obs_fq_helper_functional",
+    )
+)
+"""Functional variants of which autograd follows the first result alone: the others are statistics and noise."""
+
 _UNDECLARED = {
     "aten::_cudnn_rnn_flatten_weight": "weight_arr",  # each weight becomes a view of the result
     "inductor::resize_storage_bytes_": "variable",

@@ -295,9 +295,9 @@ class Reach(abc.ABC):
                     self._add_member(base, name, vars(base)[name])
 
     def _add_member(self, base: type, name: str, member: Any) -> None:
-        if isinstance(member, (types.FunctionType, staticmethod, classmethod, property)):
-            self.add(member)
-        elif name[:2] != "__":
+        member = member.__func__ if isinstance(member, (staticmethod, classmethod)) else member
+        self.add(member)
+        if name[:2] != "__" and not isinstance(member, (types.FunctionType, property)):
             self.visit(f"{base.__name__}.{name}", f".{name}", member)
 
     def _add_function(self, function: types.FunctionType) -> None:
