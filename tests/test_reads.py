@@ -684,6 +684,31 @@ def test_what_is_no_model(model, what):
         st.trace(model, (X,))
 
 
+# What code of torch reads of modules that it does not call ------------------------------------------------------------
+
+OF_UNCALLED = {
+    "eps": lambda layer: setattr(layer.norm1, "eps", 0.5),
+    "heads": lambda layer: setattr(layer.self_attn, "num_heads", 1),
+    "hook": lambda layer: layer.linear1.register_forward_hook(lambda *_: None),
+    "pre_hook": lambda layer: layer.self_attn.register_forward_pre_hook(lambda *_: None),
+    "swapped": lambda layer: setattr(layer, "linear1", nn.Linear(4, 8)),
+}
+
+
+@pytest.mark.parametrize("name", OF_UNCALLED)
+def test_the_fast_path_of_a_transformer_reads_what_it_does_not_call(name):
+    layer = nn.TransformerEncoderLayer(4, 2, 8, batch_first=True)
+    net = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 5, 4)
+    with torch.no_grad():
+        tr = st.trace(net, (x,))
+        net.layers[2].dropout.p = 0.9  # which is off
+        torch.testing.assert_close(tr(x), net(x))
+        OF_UNCALLED[name](net.layers[2])
+        with pytest.raises(StateMismatchError, match=r"layers\.2"):
+            tr(x)
+
+
 # Objects and functions that are reached in other ways ----------------------------------------------------------------
 
 

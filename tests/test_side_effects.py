@@ -530,6 +530,66 @@ def test_a_function_that_remembers_results_forgets_those_of_the_trace():
     tr(X), tr(X)
 
 
+class Remembers(nn.Module):
+    """A method of the class that remembers its results, of which a layer takes its mask."""
+
+    @staticmethod
+    @functools.lru_cache
+    def static(n):
+        return torch.full((n, n), -1.0).triu(1)
+
+    @classmethod
+    @functools.lru_cache
+    def of_class(cls, n):
+        return torch.full((n, n), -1.0).triu(1)
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        return x + (self.static if self.name == "static" else type(self).of_class)(x.shape[0])
+
+
+@pytest.mark.parametrize("name", ["static", "of_class"])
+def test_a_method_of_the_class_that_remembers_results_forgets_those_of_the_trace(name):
+    net, x = nn.Sequential(Remembers(name), Remembers(name)), torch.randn(4, 4)
+    for _ in range(2):
+        tr = st.trace(net, (x,))
+        assert type(getattr(Remembers, name)(4)) is torch.Tensor
+        torch.testing.assert_close(tr(x), net(x))
+
+
+class Trainer:
+    def __init__(self):
+        self.total, self.mean, self.last, self.by_name = 0.0, torch.zeros(()), None, {}
+
+    def sums(self, x):
+        self.total = self.total + x.sum()
+        return x * 2
+
+    def adds(self, x):
+        self.total += x.sum()
+        return x * 2
+
+    def averages(self, x):
+        self.mean = 0.9 * self.mean + 0.1 * x.mean()
+        return x * 2
+
+    def in_a_table(self, x):
+        self.by_name["x"] = self.by_name.get("x", 0) + x.sum()
+        return x * 2
+
+
+@pytest.mark.parametrize("name", ["sums", "adds", "averages", "in_a_table"])
+def test_a_tensor_that_is_made_of_the_one_before_stops_the_second_call(name):
+    """Of a number the same is a count, which only people may look at."""
+    tr = st.trace(getattr(Trainer(), name), (X,))
+    tr(X)
+    with pytest.raises(st.errors.SideEffectError, match=r"self\.(total|mean|by_name)"):
+        tr(X)
+
+
 def test_a_cached_property_is_none():
     class Lazy(nn.Module):
         @functools.cached_property

@@ -1020,6 +1020,58 @@ def test_hooks_on_what_an_op_saves_that_returns_nothing():
 # Scaling, schedules, state in what is exported ------------------------------------------------------------------------
 
 
+def two_optimizers(seed):
+    """A generator and a discriminator, each with its optimizer, under one scaler."""
+    torch.manual_seed(seed)
+    makes, judges = nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 4), nn.ReLU(), nn.Linear(4, 1))
+    first, second = (torch.optim.Adam(m.parameters(), lr=0.01) for m in (judges, makes))
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def step(x):
+        loss = nn.functional.softplus(judges(makes(torch.randn(6, 2)).detach()) - judges(x)).mean()
+        first.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(first)
+        second.zero_grad()
+        scaler.scale(nn.functional.softplus(-judges(makes(torch.randn(6, 2)))).mean()).backward()
+        scaler.step(second)
+        scaler.update()
+        return loss
+
+    return step, nn.ModuleList([makes, judges]), scaler
+
+
+def test_two_optimizers_under_one_scaler():
+    (step, model, scaler), (eager, twin, _) = two_optimizers(0), two_optimizers(0)
+    x = torch.randn(6, 2)
+    tr = st.trace(step, (x,))
+    assert not scaler._per_optimizer_states
+    for i in range(3):
+        torch.manual_seed(i)
+        found = tr(x)
+        torch.manual_seed(i)
+        torch.testing.assert_close(found, eager(x))
+        torch.testing.assert_close(model.state_dict(), twin.state_dict())
+
+
+def test_a_scaler_that_is_used_in_part():
+    net, x = nn.Linear(2, 1), torch.randn(3, 2)
+    optimizer, scaler = torch.optim.SGD(net.parameters(), lr=0.1), torch.amp.GradScaler("cpu")
+
+    def part(x):
+        scaler.scale(net(x).sum()).backward()
+        scaler.step(optimizer)
+
+    with pytest.raises(st.errors.UnsupportedOpError, match="is not called after"):
+        st.trace(part, (x,))
+    assert not scaler._per_optimizer_states
+    part(x)
+    with pytest.raises(st.errors.UnsupportedOpError, match="called before what is traced"):
+        st.trace(lambda x: scaler.step(optimizer), (x,))
+    assert scaler._per_optimizer_states
+    scaler.update()
+
+
 def scaled(model, optimizer, **options):
     scaler = torch.amp.GradScaler("cpu", growth_interval=2)
 

@@ -19,7 +19,7 @@ import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.autograd.graph
@@ -85,6 +85,9 @@ class GradientListener(Protocol):
 
     def on_scaler(self, scaler: torch.amp.GradScaler) -> None:
         """A scaler of gradients begins to scale, or has made the tensors that it does it with."""
+
+    def on_begun_scaler(self, problem: str) -> NoReturn:
+        """A scaler is between `unscale_` or `step` and `update` where the forward begins to use it, or ends. Raises."""
 
     def on_scaled_step(
         self, optimizer: torch.optim.Optimizer, found: Iterable[torch.Tensor], step: Callable[[], Any]

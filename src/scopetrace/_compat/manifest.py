@@ -68,7 +68,7 @@ NAMES = {
         UnsupportedOperatorException in_kernel_invocation_manager""",
     "torch._subclasses.fake_tensor:FakeTensorConverter": "from_real_tensor",
     "torch._subclasses.schema_check_mode": "SchemaCheckMode",
-    "torch.amp:GradScaler": "_lazy_init_scale_growth_tracker _maybe_opt_step",
+    "torch.amp:GradScaler": "_check_scale_growth_tracker _lazy_init_scale_growth_tracker _maybe_opt_step",
     "torch.amp.autocast_mode": "_enter_autocast _exit_autocast",
     "torch.autograd": "_engine_run_backward",
     "torch.autograd.function": "BackwardCFunction _SingleLevelFunction",
@@ -131,6 +131,7 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
     "ScriptModule": (torch.jit.ScriptModule, "_c"),
     "SymNode": (lambda: SymNode(sympy.Integer(1), None, int, 1), "_expr _expr_cache _expr_ver"),
     "AdditionalInputs": (torch.export.AdditionalInputs, "_examples"),
+    "GradScaler": (lambda: torch.amp.GradScaler("cpu"), "_per_optimizer_states"),
     "Module": (
         torch.nn.Module,
         """_backward_hooks _backward_pre_hooks _buffers _compiled_call_impl _forward_hooks _forward_pre_hooks

@@ -143,6 +143,7 @@ def observing(observer: Observer, modules: Iterable[torch.nn.Module]) -> Iterato
         behave_as_numbers(replace, mine)
         _report_steps(stack, replace, observer, lambda: is_recording() and mine())
         _report_scalers(replace, observer, lambda: is_recording() and mine())
+        _put_scalers_back(stack, replace, observer, lambda: is_recording() and mine())
         for owner, name, value in (*hop_entry_points(mine, observer.on_nested_region), short_way(), device_at_once()):
             replace(owner, name, value)
         stack.callback(torch.set_grad_enabled, torch.is_grad_enabled())
@@ -374,6 +375,30 @@ def _report_scalers(replace: Replace, observer: Observer, mine: Mine) -> None:
     replace(scaler, "scale", scales)
     replace(scaler, "_maybe_opt_step", decides)
     replace(scheduler, "_update_lr", updates)  # what `step` calls, which may have been bound before the trace
+
+
+def _put_scalers_back(stack: contextlib.ExitStack, replace: Replace, observer: Observer, mine: Mine) -> None:
+    """What a scaler has noted of optimizers since its last `update()` is put back when the stack ends."""
+    check = torch.amp.GradScaler._check_scale_growth_tracker
+    used: dict[int, tuple[torch.amp.GradScaler, dict[int, Any]]] = {}
+
+    def checks(self: torch.amp.GradScaler, asker: str) -> Any:
+        if mine() and id(self) not in used:
+            if self._per_optimizer_states:
+                observer.gradients.on_begun_scaler("GradScaler.unscale_ or step was called before what is traced")
+            used[id(self)] = self, self._per_optimizer_states
+        return check(self, asker)
+
+    def put_back(kind: type[BaseException] | None, *_: object) -> None:
+        left = [self for self, _ in used.values() if self._per_optimizer_states]
+        for self, states in used.values():
+            states.clear()
+            self._per_optimizer_states = states
+        if left and kind is None:
+            observer.gradients.on_begun_scaler("GradScaler.update is not called after unscale_ or step")
+
+    replace(torch.amp.GradScaler, "_check_scale_growth_tracker", checks)
+    stack.push(put_back)
 
 
 def _report_modes(replace: Replace, observer: Observer, mine: Mine) -> None:

@@ -766,10 +766,13 @@ class _Comparison:
         It does where it calls a module or uses tensors of it, or its code names it: `len(self.layers)`.
         """
         tapes = list(self._tape.walk())
-        called = {id(call.module) for tape in tapes for call in tape.calls if not call.leaf}
+        modules = [call.module for tape in tapes for call in tape.calls if call.module is not None and not call.leaf]
+        called = set(map(id, modules))
         used = called | {id(m) for m in self._tape.modules.values()} | {id(m) for m, _ in self._tape.owners.values()}
         if change.table != SUBMODULES:
-            matters = change.module is None or id(change.module) in called or change.table in read
+            torchs = [m for m in modules if type(m).__module__.startswith("torch.nn.modules.")]
+            inside = called.union(id(inner) for m in torchs for inner in m.modules())  # which may ask for their hooks
+            matters = change.module is None or id(change.module) in inside or change.table in read
         else:
             goes_on = isinstance(change.module, _CONTAINERS)
             others = {key for key in {*change.old, *change.new} if change.old.get(key) is not change.new.get(key)}

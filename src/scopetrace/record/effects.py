@@ -230,7 +230,10 @@ class EffectWatch:
             reach.end_inner()
             inner = set(snapshot.saved)
         reach.add(fn)
-        snapshot.add("self" if hasattr(fn, "__self__") else "callable", "self", fn)
+        if isinstance(fn, types.MethodType):
+            snapshot.add("self", "self", fn.__self__)
+        else:
+            snapshot.add("callable", "self", fn)
         self._follow_modules()
         if inner is not None:
             reach.outer_objects = snapshot.saved.keys() - inner
@@ -398,7 +401,7 @@ def _of_change(
     writer, of_object = None, change.key[0] == "." and change.holder is not None and not _delegate(functions)
     for function in functions:
         foreign = of_object and _is_method_of_other(function, kind)
-        use = uses(function, change.key, foreign_self=foreign)
+        use = uses(function, change.key, foreign_self=foreign, is_tensor=isinstance(change.new, torch.Tensor))
         reads = reads or use.reads
         if line is None and use.lines:
             line, writer = user_line([(function.__code__, use.lines[0])]), function.__code__

@@ -490,6 +490,10 @@ class GradientRecorder:
                 self._model.snapshot.accept(vars(scaler), name)
                 self._model.state_names[id(t)] = f"GradScaler{name}"
 
+    def on_begun_scaler(self, problem: str) -> NoReturn:
+        """As `GradientListener.on_begun_scaler`."""
+        self._refuse(problem, "trace scale, unscale_, step and update in one step", "GradScaler.step")
+
     def on_python_step(self, by: object, optimizer: torch.optim.Optimizer) -> NoReturn:
         """Refuse a step in which Python decides."""
         kind, name = type(by).__name__, type(optimizer).__name__

@@ -18,7 +18,7 @@ import functools
 import sys
 import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -404,6 +404,7 @@ class ObjectReads:
         calls: dict[int, Noted] = {}  # of each module the first one
         for module, frames, path in called_modules(self._builder.tape.calls):
             calls.setdefault(id(module), (frames, path))
+        around = self._read_by_others(calls)
         unseen: dict[type, tuple[frozenset[str], tuple[Frame, ...]] | None] = {}
         for saved in self._modules:
             module, cls = saved.module, type(saved.module)
@@ -419,6 +420,8 @@ class ObjectReads:
             if of_class is None:
                 continue
             (names, inner), own = of_class, module.__dict__
+            if id(module) in around:
+                names = names & self._layer_names[around[id(module)]] - {"training"}
             lacks = [k for k, x in own["_parameters"].items() if x is None and k in names]
             if own["_buffers"]:
                 lacks += [k for k, x in own["_buffers"].items() if x is None and k in names]
@@ -430,6 +433,20 @@ class ObjectReads:
             place = InLayer(own, tuple(keys), tuple(lacks))
             name, frames = saved.name.removeprefix("self."), (noted[0], inner)
             yield Read(name, (*value, *[None] * len(lacks)), place, frames, noted[1])
+
+    def _read_by_others(self, calls: dict[int, Noted]) -> dict[int, type]:
+        """The modules that did not run, in a layer of torch that did: `nn.TransformerEncoderLayer` has such a way.
+
+        Each with the class of that layer, whose code may have read their attributes. They get its place in `calls`.
+        """
+        found: dict[int, type] = {}
+        for module in [saved.module for saved in self._modules]:
+            noted, children = calls.get(id(module)), module.__dict__.get("_modules")
+            if not children or noted is None or not _is_layer(type(module)):
+                continue
+            for inner in list(_outside_of(calls, module)):
+                calls[id(inner)], found[id(inner)] = noted, type(module)
+        return found
 
 
 class Watched:
@@ -588,6 +605,14 @@ def _names_in_layer(cls: Any) -> frozenset[str]:
             found |= new
             pending += new
     return frozenset(found - _BOOKKEEPING)
+
+
+def _outside_of(calls: Container[int], module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules inside of one that are not among `calls`, nor inside of such."""
+    for inner in module.__dict__["_modules"].values():
+        if inner is not None and id(inner) not in calls:
+            yield inner
+            yield from _outside_of(calls, inner)
 
 
 def _class_level(base: type) -> list[str]:

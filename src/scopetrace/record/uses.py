@@ -51,8 +51,11 @@ class Uses(NamedTuple):
     """Whether it reads it."""
 
 
-def uses(function: types.FunctionType, key: str, *, foreign_self: bool = False) -> Uses:
+def uses(function: types.FunctionType, key: str, *, foreign_self: bool = False, is_tensor: bool = False) -> Uses:
     """How a function uses a variable `n`, a parameter `n=` or an attribute `.n`.
+
+    `is_tensor`: it gets a tensor, which is made to be used: `self.total = self.total + loss` reads it. Of a number,
+    which may be a count that only people look at, it does not.
 
     `foreign_self`: the function is of another class than that with the attribute, so that its `self.n` is another one,
     unless it is a static method, whose first parameter has another name.
@@ -70,6 +73,8 @@ def uses(function: types.FunctionType, key: str, *, foreign_self: bool = False) 
         if _is_use(node, name, variable, own):
             if _is_write(node, parents) or _only_updates(node, parents):
                 lines.append(node.lineno)  # type: ignore[attr-defined]  # an expression
+                is_update = isinstance(parents[0], ast.AugAssign) or _only_updates(node, parents)
+                reads = reads or (is_tensor and is_update)
             else:
                 reads = reads or not _Telling(code, tree, name).is_told(node, parents)
     return Uses(lines, reads)
