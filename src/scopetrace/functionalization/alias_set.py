@@ -175,8 +175,6 @@ class AliasSet:
         In eager a tensor that requires grad goes on requiring it when it is written, and so it does here.
         """
         old = self.same(old)
-        if self._current(old) is new:  # a copy of itself
-            return
         if self.version == 0 and self._needs_row():
             self._make_row(writer)
         known = self._present.get(old)

@@ -665,9 +665,12 @@ class ValueTable:
             before = self._factory.fresh(size, stride, dtype, changed.device, changed.requires_grad)
         held = self.in_storage(value.storage)  # with those that wait, which have the key that it had
         value.key = None
-        for same in held:  # as a tensor that is two of the inputs
+        for same in held:
             if same.fake is changed:
-                same.fake, same.key, same.offset = before, None, offset
+                same.fake = before
+                same.offset = offset
+                if same.op.kind == "placeholder":  # of a tensor that is two of the inputs
+                    same.key = None
         self.by_id[id(changed)] = value
 
     def follow(self, given: list[torch.Tensor], fakes: list[torch.Tensor], op: str) -> None:

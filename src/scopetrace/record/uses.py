@@ -73,7 +73,7 @@ def uses(function: types.FunctionType, key: str, *, foreign_self: bool = False, 
         if _is_use(node, name, variable, own):
             if _is_write(node, parents) or _only_updates(node, parents):
                 lines.append(node.lineno)  # type: ignore[attr-defined]  # an expression
-                is_update = isinstance(parents[0], ast.AugAssign) or _only_updates(node, parents)
+                is_update = _is_augmented(parents) or not _is_write(node, parents)
                 reads = reads or (is_tensor and is_update)
             else:
                 reads = reads or not _Telling(code, tree, name).is_told(node, parents)
@@ -415,6 +415,12 @@ def _is_write(node: ast.AST, parents: Parents) -> bool:
             changes = isinstance(parent, ast.Call) and parent.func is node
             return changes and isinstance(node, ast.Attribute) and node.attr in _MUTATORS
     return False
+
+
+def _is_augmented(parents: Parents) -> bool:
+    """Whether it, or an entry of it, is the target of `+=`."""
+    outer = next(p for p in parents if not isinstance(p, (ast.Attribute, ast.Subscript)))
+    return isinstance(outer, ast.AugAssign)
 
 
 def _only_updates(node: ast.AST, parents: Parents) -> bool:
