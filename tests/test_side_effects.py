@@ -562,7 +562,7 @@ def test_a_method_of_the_class_that_remembers_results_forgets_those_of_the_trace
 
 class Trainer:
     def __init__(self):
-        self.total, self.mean, self.last, self.by_name = 0.0, torch.zeros(()), None, {}
+        self.total, self.mean, self.by_name = 0.0, torch.zeros(()), {}
 
     def sums(self, x):
         self.total = self.total + x.sum()

@@ -74,8 +74,7 @@ class Emitter:
             is_new = isinstance(meta, OutputMeta)
             base = meta.base if isinstance(meta, OutputMeta) else meta.input
             storage = next(self._storages) if base is None else inputs[base].storage
-            required = bool(carrying) if origin.grad else storage in carrying
-            required = required and not (slot and func in FIRST_HAS_GRADIENT)
+            required = _requires_grad(origin, func, slot, storage, carrying)
             new = self._value(fake, slot, storage, required, is_new)
             if isinstance(meta, OutputMeta) and self._knows_keys:
                 key = meta.key
@@ -93,8 +92,7 @@ class Emitter:
             if not isinstance(t, torch.Tensor):
                 return t
             storage = given.get(id(t), known.get(storage_id(t)))
-            required = bool(carrying) if origin.grad else storage in carrying
-            required = required and not (slot and func in FIRST_HAS_GRADIENT)
+            required = _requires_grad(origin, func, slot, storage, carrying)
             storage = next(self._storages) if storage is None else storage
             return self._value(t, slot, storage, required, id(t) not in given)
 
@@ -250,6 +248,13 @@ class Emitter:
         if not holds_tensor(x):
             return x
         return map_argument(lambda leaf: self.constant(origin, leaf) if isinstance(leaf, torch.Tensor) else leaf, x)
+
+
+def _requires_grad(origin: Op, func: Any, slot: int, storage: int | None, carrying: set[int]) -> bool:
+    """Whether result number `slot` of `func` requires grad, where inputs in the storages `carrying` do."""
+    if slot and func in FIRST_HAS_GRADIENT:
+        return False
+    return bool(carrying) if origin.grad else storage in carrying
 
 
 def _autocast(origin: Op, target: Any) -> Autocast | None:

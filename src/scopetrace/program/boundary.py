@@ -69,6 +69,7 @@ from scopetrace.ir.reads import (
 from scopetrace.ir.tape import ProgramTape, Value, bind, forward_of
 from scopetrace.ir.write_back import GraphInput, SetTo, StateRef
 from scopetrace.record import argument_names, more_keywords
+from scopetrace.record.model import is_torchs
 from scopetrace.record.uses import takes_by_key
 
 Forward = Callable[..., Any] | None
@@ -770,8 +771,8 @@ class _Comparison:
         called = set(map(id, modules))
         used = called | {id(m) for m in self._tape.modules.values()} | {id(m) for m, _ in self._tape.owners.values()}
         if change.table != SUBMODULES:
-            torchs = [m for m in modules if type(m).__module__.startswith("torch.nn.modules.")]
-            inside = called.union(id(inner) for m in torchs for inner in m.modules())  # which may ask for their hooks
+            torchs = filter(is_torchs, modules)  # which may ask for the hooks of those in them
+            inside = called.union(id(inner) for m in torchs for inner in m.modules())
             matters = change.module is None or id(change.module) in inside or change.table in read
         else:
             goes_on = isinstance(change.module, _CONTAINERS)

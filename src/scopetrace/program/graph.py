@@ -295,13 +295,9 @@ class FxLowering:
         if found is None:
             found = self._places[key] = self._place_of(op)
         place, stack = found
-        meta = node.meta
-        meta["custom"] = {KEY: place}
+        node.meta["custom"] = {KEY: place.copy()}
         if op.kind != "placeholder":
-            meta["nn_module_stack"] = stack.copy()
-            text = format_stack(op.frames, self._traces)
-            if text is not None:
-                meta["stack_trace"] = text
+            set_origin(node, stack, format_stack(op.frames, self._traces))
         if op.meta is not None:
             set_given(node, op.meta)
 
