@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses import FakeTensor
 
 import scopetrace as st
-from scopetrace._compat.ops import building
+from scopetrace._compat.ops import building, garbage_collector_off
 from scopetrace.ir.tape import Call, Op, Tape, Value
 
 Q = torch.randn(3, 2, 4)
@@ -329,37 +329,46 @@ def test_interrupts_at_any_time(count, what, monkeypatch):
     assert alive() == before
 
 
-def test_interrupts_at_each_line_of_what_keeps_them():
-    """Whenever the first arrives, the next trace keeps the second one until it has put everything back."""
+def lines_interrupted(enter, where, at=None):
+    """How many lines of functions called `where` run in `with enter()`, where Ctrl-C arrives before the one `at`."""
     lines = 0
 
-    def run_interrupted_at(at):
+    def interrupt(frame, event, _):
         nonlocal lines
-        lines = 0
+        if where not in frame.f_code.co_qualname:
+            return None
+        if event == "line":
+            lines += 1
+            if lines == at:
+                signal.raise_signal(signal.SIGINT)
+        return interrupt
 
-        def interrupt(frame, event, _):
-            nonlocal lines
-            if "_Interrupts" not in frame.f_code.co_qualname:
-                return None
-            if event == "line":
-                lines += 1
-                if lines == at:
-                    signal.raise_signal(signal.SIGINT)
-            return interrupt
-
-        sys.settrace(interrupt)
-        try:
-            with building():
-                pass
-        except KeyboardInterrupt:
+    sys.settrace(interrupt)
+    try:
+        with enter():
             pass
-        finally:
-            sys.settrace(None)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        sys.settrace(None)
+    return lines
 
-    run_interrupted_at(None)
+
+def test_interrupts_at_each_line_of_what_switches_the_garbage_collector():
+    """But for the lines that switch it on again: Python has no signals act between the end of `yield` and there."""
+    lines = lines_interrupted(garbage_collector_off, "garbage_collector_off")
+    assert lines == 6
+    for at in range(1, lines - 1):
+        lines_interrupted(garbage_collector_off, "garbage_collector_off", at)
+        assert gc.isenabled()
+
+
+def test_interrupts_at_each_line_of_what_keeps_them():
+    """Whenever the first arrives, the next trace keeps the second one until it has put everything back."""
+    lines = lines_interrupted(building, "_Interrupts")
     assert lines > 8
     for at in range(1, lines + 1):
-        run_interrupted_at(at)
+        lines_interrupted(building, "_Interrupts", at)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         after = []
         with pytest.raises(KeyboardInterrupt), building():

@@ -427,8 +427,8 @@ def building() -> Iterator[None]:
 def garbage_collector_off() -> Iterator[None]:
     """Entered where programs only grow: Python's collector would visit them again and again as they do."""
     enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()  # in here, since a signal may raise right after
         yield
     finally:
         if enabled:
