@@ -24,8 +24,9 @@ NAMES = {
         _version""",
     "torch:UntypedStorage": "_cdata",
     "torch._C": """
-        DispatchKey TensorBase _AutoDispatchBelowAutograd _DisableAutocast _DisableFuncTorch _DisablePythonDispatcher
-        _DisableTorchDispatch _TorchDispatchModeKey _dispatch_has_kernel _dispatch_has_kernel_for_dispatch_key
+        DispatchKey DispatchKeySet TensorBase _DisableAutocast _DisableFuncTorch _DisablePythonDispatcher
+        _DisableTorchDispatch _ExcludeDispatchKeyGuard _TorchDispatchModeKey _autograd
+        _dispatch_has_kernel _dispatch_has_kernel_for_dispatch_key
         _dispatch_get_registrations_for_dispatch_key _FunctionBase
         _dispatch_tls_is_dispatch_key_excluded _dispatch_tls_set_dispatch_key_included _functorch _get_dispatch_mode
         _current_autograd_node
