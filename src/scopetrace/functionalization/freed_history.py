@@ -29,9 +29,12 @@ def leave_out_freed_history(old: RecordedTape, new: FunctionalTape) -> None:
     write_back, returned = new.write_back, new.returned
     if not made or write_back is None or returned is None:
         return
-    history = History(old.ops, made)
     outputs = leaves(old.outputs, (Value, *Symbolic))
-    freed = [isinstance(v, Value) and v.fake.requires_grad and history.of(v) > 0 for v in outputs]
+    with_history = [v for v in outputs if isinstance(v, Value) and v.fake.requires_grad]
+    if not made.keys() >= set(with_history):  # it is one of them, where it is the loss alone
+        history = History(old.ops, made)
+        with_history = [v for v in with_history if history.of(v)]
+    freed = [isinstance(v, Value) and v in with_history for v in outputs]
     outside = dict(old.attribute_reads()) | {op.name: op.result for op in old.ops if op.outputs in old.inputs}
     kept = {source.index for source in _taken(write_back, freed, lambda u: _gets_history(u, outside))}
     for i, (source, is_freed) in enumerate(zip(write_back.results, freed, strict=True)):
