@@ -429,6 +429,24 @@ def test_a_parameter_that_is_frozen_after_its_requires_grad_was_read():
         tr(X)
 
 
+class AsksForTied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+
+    def forward(self, x):
+        return self.head(self.embed(x)) * (2 if self.embed.weight is self.head.weight else 1)
+
+
+def test_parameters_that_become_one_tensor_are_named():
+    model = AsksForTied()
+    tr = st.trace(model, (torch.ones(1, 2),))
+    model.head.weight = model.embed.weight
+    message = r"one tensor: \(\) when traced and \('embed.weight and head.weight',\) now"
+    with pytest.raises(StateMismatchError, match=message):
+        tr(torch.ones(1, 2))
+
+
 # State of torch ------------------------------------------------------------------------------------------------------
 
 

@@ -305,7 +305,7 @@ class ObjectReads:
         yield Read("which arguments are tensors of the model", own, places[1], frames, path)
 
     def _entries(self, ran: Reach) -> Iterator[Read]:
-        """What tables of parameters and buffers hold, where code names them; how many tensors, where it says `is`."""
+        """What tables of parameters and buffers hold, where code names them; which are one tensor, where it asks."""
         path, modules = self._builder.tape.root.path, self._modules
         for name, code in [(n, f.__code__) for n in _MEMBER_TABLES for f in ran.functions if n in f.__code__.co_names]:
             frames = ((), ((code, code.co_firstlineno),))
@@ -313,8 +313,10 @@ class ObjectReads:
                 place = Asked(_entries_of, (saved.module, name))
                 yield Read(f"{saved.name}.{name}".removeprefix("self."), place.now(NO_CALL), place, frames, path)
         if any("id" in names_of(f.__code__).globals and not is_installed(f) for f in ran.functions):
-            places = [(table, key) for s in modules for table in s.live[1:3] for key in table]
-            yield Read("different parameters and buffers", _different(places), Asked(_different, (places,)), (), path)
+            places = [(f"{s.fqn}.{key}".lstrip("."), t, key) for s in modules for t in s.live[1:3] for key in t]
+            yield Read(
+                "parameters and buffers that are one tensor", _shared(places), Asked(_shared, (places,)), (), path
+            )
 
     def is_written_first(self, change: Change) -> bool:
         """Whether the forward wrote an attribute before it read it; False where that is not known."""
@@ -536,9 +538,13 @@ def _entries_of(module: torch.nn.Module, table: str) -> list[Any]:
     return [(key, x is not None) for key, x in found.items()] if isinstance(found, dict) else sorted(found)
 
 
-def _different(places: Sequence[tuple[dict[str, Any], str]]) -> int:
-    """How many tensors there are at these entries of tables."""
-    return len({id(table.get(key)) for table, key in places})
+def _shared(places: Sequence[tuple[str, dict[str, Any], str]]) -> tuple[str, ...]:
+    """The names of entries of tables that hold one tensor: `("emb.weight and head.weight",)`."""
+    names: dict[int, list[str]] = {}
+    for name, table, key in places:
+        if table.get(key) is not None:
+            names.setdefault(id(table[key]), []).append(name)
+    return tuple([" and ".join(found) for found in names.values() if len(found) > 1])
 
 
 def _no_attribute(owner: Any, name: str) -> Any:
