@@ -143,7 +143,7 @@ INSTANCES: dict[str, tuple[Callable[[], Any], str]] = {
 
 SHAPE_ENV = """
     _replacements_version_counter axioms backed_var_to_val deferred_runtime_asserts guards
-    pending_fresh_unbacked_symbols replacements unbacked_renamings var_to_range"""
+    ignorable_fresh_unbacked_symbols pending_fresh_unbacked_symbols replacements unbacked_renamings var_to_range"""
 """Attributes of ShapeEnvs, checked when the first is made, as that imports `torch._dynamo`."""
 
 EXPORTED_PROGRAM = "_guards_code"

@@ -808,6 +808,18 @@ def _narrow(ops: OpRecorder, x: torch.Tensor, dim: int, start: torch.Tensor, len
     return ops.recorded(lambda: torch.narrow(x, dim, start.item(), length))  # type: ignore[arg-type]
 
 
+def _ctc_loss(
+    ops: OpRecorder, log_probs: torch.Tensor, targets: torch.Tensor, lengths: Any, target_lengths: Any, *more: Any
+) -> Any:
+    """That of lengths as tensors: to divide by numbers, torch would write them into a tensor without data."""
+
+    def run() -> Any:
+        of_numbers = [torch.tensor(numbers, device="cpu") for numbers in (lengths, target_lengths)]
+        return _aten.ctc_loss.Tensor(log_probs, targets, *of_numbers, *more)
+
+    return ops.recorded(run)
+
+
 def _collective(func: Any, ops: OpRecorder, *args: Any) -> Any:
     return ops.collectives.record(func, args)
 
@@ -840,6 +852,7 @@ _REWRITES: dict[Any, Callable[..., Any]] = {
     _aten.lift_fresh.default: _lift_fresh,
     _aten.tensor_split.tensor_indices_or_sections: _split,
     _aten.narrow.Tensor: _narrow,
+    _aten.ctc_loss.IntList: _ctc_loss,
     _END_OF_PROFILED: lambda ops, handle: _END_OF_PROFILED(handle),
 }
 """Ops that are recorded as others, or not at all.
