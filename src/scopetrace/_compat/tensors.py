@@ -34,7 +34,7 @@ from torch.fx.experimental.symbolic_shapes import (
 )
 from torch.utils._pytree import tree_leaves
 
-from scopetrace._compat.fake_mode import TraceFakeTensorMode
+from scopetrace._compat.fake_mode import fake_mode_of
 from scopetrace._compat.shape_env import SizeSource, WatchedShapeEnv
 from scopetrace._compat.symbols import Symbolic
 
@@ -298,7 +298,7 @@ class FakeFactory(FakeMaker):
 
     def __init__(self) -> None:
         self.shape_env = WatchedShapeEnv()
-        super().__init__(TraceFakeTensorMode(shape_env=self.shape_env, allow_non_fake_inputs=True, static_shapes=True))
+        super().__init__(fake_mode_of(self.shape_env))
         self.mode.fake_tensor_converter = _Converter(self)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._real_of: dict[int, torch.Tensor] = {}
