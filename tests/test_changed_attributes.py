@@ -7,13 +7,16 @@ Each question is asked by a model of its own, which is changed between the trace
 
 import linecache
 import sys
+import threading
 import types
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import scopetrace as st
+from scopetrace.errors import StateMismatchError
 
 QUESTIONS = """
 float(s.training)  float(s.a.training)  float(s.drop.training)  len(list(s.parameters()))
@@ -194,3 +197,40 @@ def test_after_a_change_a_call_is_right_or_refused(number, question, monkeypatch
             assert isinstance(found, torch.Tensor), (name, found)
             assert found.requires_grad == wanted.requires_grad, name
             torch.testing.assert_close(found.detach(), wanted.detach(), msg=name)
+
+
+class Local(threading.local):
+    """Has a `__dict__` for each thread."""
+
+
+class Scaled(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.local = Local()
+        self.local.scale = 2
+
+    def forward(self, x):
+        return x * self.local.scale
+
+
+class SetsScale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = Scaled(), Scaled()
+
+    def forward(self, x):
+        x = self.first(x)
+        self.second.local.scale = 3
+        x = self.second(x)
+        self.second.local.scale = 2
+        return x
+
+
+@pytest.mark.parametrize("reuse", [True, False])
+def test_attributes_of_a_subclass_of_a_thread_local(reuse):
+    model, x = SetsScale(), torch.ones(2)
+    tr = st.trace(model, (x,), reuse=reuse)
+    assert torch.equal(tr(x), model(x))
+    model.first.local.scale = 5
+    with pytest.raises(StateMismatchError, match=r"first\.local\.scale.*2 when traced and 5 now"):
+        tr(x)

@@ -41,6 +41,7 @@ from scopetrace.ir.reads import (
     Tied,
     WhichInputs,
     WhichOfModel,
+    own_dict,
     snapshot,
 )
 from scopetrace.ir.scopes import Frame, Frames, source_of
@@ -336,7 +337,7 @@ class ObjectReads:
 
     def _whole_dicts(self, names: dict[int, str], changed: Set[tuple[int, str]]) -> Iterator[Read]:
         for owner, (frames, path) in self._dicts.values():
-            own = _dict_of(owner)
+            own = own_dict(owner)
             left_out = BOOKKEEPING | {k for i, k in changed if i == id(owner)}
             left_out |= {key for key, x in own.items() if isinstance(x, torch.Tensor)}
             name, place = f"vars({names.get(id(owner), 'object')})", InDict(own, left_out)
@@ -474,7 +475,7 @@ class Watched:
             if asker.f_code.co_filename == __file__ and asker.f_back is not None:  # a replaced __getattribute__
                 asker = asker.f_back
             self.first[id(place)] = place, noted_at(self.builder, asker)
-        value = MISSING if owner is None else _dict_of(owner).get(self.key, MISSING)
+        value = MISSING if owner is None else own_dict(owner).get(self.key, MISSING)
         if value is not MISSING:
             return value
         if self.value is MISSING:
@@ -483,12 +484,12 @@ class Watched:
 
     def __set__(self, owner: Any, value: Any) -> None:
         self.first.setdefault(id(owner), (owner, None))
-        _dict_of(owner)[self.key] = value
+        own_dict(owner)[self.key] = value
 
     def __delete__(self, owner: Any) -> None:
         self.first.setdefault(id(owner), (owner, None))
         try:
-            del _dict_of(owner)[self.key]
+            del own_dict(owner)[self.key]
         except KeyError:
             raise AttributeError(self.key) from None
 
@@ -497,7 +498,7 @@ class Watched:
 
         `nn.Module.__getattr__` tells of a module that does not have it.
         """
-        own = {} if owner is self.base else _dict_of(owner)
+        own = {} if owner is self.base else own_dict(owner)
         if self.key in own:
             return [(owner, InTable(own, self.key))]
         from_class = self.value is not MISSING
@@ -561,12 +562,6 @@ def noted_at(builder: TapeBuilder, frame: types.FrameType) -> Noted:
     """Where the forward is, in `frame`."""
     outer: Frames = builder.call.frames if builder.call is not None else ()
     return (outer, ((frame.f_code, frame.f_lineno),)), builder.state.current_scope.path
-
-
-def _dict_of(owner: Any) -> dict[str, Any]:
-    """The `__dict__` of an object, past a `__getattribute__` of its class."""
-    found: dict[str, Any] = object.__getattribute__(owner, "__dict__")
-    return found
 
 
 def class_attribute(cls: type, name: str) -> tuple[type, Any]:
